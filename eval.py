@@ -1,0 +1,89 @@
+"""Evaluate a checkpoint exactly, on any split and any topology: each sample is counted once.
+
+    python eval.py --ckpt runs/NAME                                              the run's best checkpoint
+    accelerate launch --config_file accelerate_configs/2gpu.yaml eval.py --ckpt runs/NAME --split test --json test.json
+
+The numbers are the same on any number of processes. `python eval.py --help` lists the settings.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from utils.checkpoint import find_checkpoint, load_model, read_json, verify, write_file
+from utils.cli import parse_args
+from utils.config import EvalConfig, TrainConfig, expand, from_yaml
+from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
+from utils.data.order import BlockSampler
+from utils.data.sources import check_source, load_split
+from utils.distributed import Ranks, make_accelerator, ranks_of_launch
+from utils.evaluation import evaluate_split
+from utils.models import build_model
+from utils.report import progress, table
+
+OVERRIDES = ["data", "image_column", "label_column", "max_eval_samples", "eval_batch_size", "mixed_precision", "num_workers", "data_dir", "cache_dir"]
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Evaluate as the arguments say; returns the numbers."""
+    asked = parse_args(EvalConfig, "eval.py", argv)
+    with ranks_of_launch("eval.py", asked) as ranks:
+        checkpoint = find_checkpoint(expand(asked.ckpt))
+        verify(checkpoint)
+        config = settings_of(checkpoint, asked)
+        check_source(config)
+        if asked.json and not Path(asked.json).absolute().parent.is_dir():
+            raise ValueError(f"--json {asked.json}: its folder does not exist")
+        ranks.join()
+        record, class_names = evaluate_checkpoint(checkpoint, config, asked.split, ranks)
+        if ranks.is_main:
+            show(record, class_names, checkpoint)
+            if asked.json:
+                write_file(expand(asked.json), json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def settings_of(checkpoint: Path, asked: EvalConfig) -> TrainConfig:
+    """The settings of the run that wrote the checkpoint, with those that were asked for now in their place."""
+    try:
+        config = from_yaml((checkpoint / "config.yaml").read_text())
+    except ValueError as error:
+        raise ValueError(f"{checkpoint / 'config.yaml'}: {error}") from None
+    given = {name: getattr(asked, name) for name in OVERRIDES if getattr(asked, name) is not None}
+    return replace(config, metrics=True, max_eval_samples=asked.max_eval_samples, **given)
+
+
+def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str | None, ranks: Ranks):
+    """The numbers of one split, and the names of the classes; collective."""
+    accelerator = make_accelerator(ranks, config)
+    saved, class_names = read_json(checkpoint / "state.json"), read_json(checkpoint / "labels.json")
+    spec = InputSpec(**saved["input"])
+    split = ranks.together(lambda: load_split(config, split_name, class_names), main_first=True)
+    bar = progress("decoding", ranks.is_main)
+    dataset = ranks.together(lambda: make_dataset(split, spec, config, False, bar), main_first=True)
+    model = ranks.together(lambda: build_model(config, spec, len(class_names), load=False))
+    ranks.together(lambda: load_model(checkpoint, model))
+    loader = make_loader(dataset, BlockSampler(len(dataset), config.eval_batch_size), config, ranks)
+    loader = accelerator.prepare(loader)
+    model.to(accelerator.device)  # bare: nothing is trained, so the ranks have nothing to say to each other
+    batches = Batches(loader, spec, config, accelerator.device, training=False)
+    result = evaluate_split(accelerator, model, batches, config, progress("evaluating", ranks.is_main))
+    state = saved["state"]
+    step, epoch = state["step"], state["epoch"] + (state["position"] > 0)
+    return {"kind": "eval", "step": step, "epoch": epoch, "split": split.name, **result}, class_names
+
+
+def show(record: dict, class_names: list[str], checkpoint: Path) -> None:
+    """Print the numbers as a table, and the classes from worst to best."""
+    rows = [(name, f"{record[name]:.4f}") for name in ("accuracy", "top5", "loss", "macro_f1", "macro_precision")]
+    rows += [("macro_recall", f"{record['macro_recall']:.4f}"), ("count", record["count"])]
+    rows += [("seconds", f"{record['seconds']:.2f}")]
+    print(table(f"{checkpoint}, split {record['split']}", rows))
+    accuracies = zip(class_names, record["per_class_accuracy"], strict=True)
+    worst = sorted((accuracy, name) for name, accuracy in accuracies if accuracy is not None)[:10]
+    print(table("Accuracy of the classes, worst first", [(name, f"{accuracy:.4f}") for accuracy, name in worst]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Train an image classifier, the same run on one process or on many.
+
+    python train.py                                                              one process: debug
+    accelerate launch --config_file accelerate_configs/2gpu.yaml train.py        one process for each of two GPUs
+    torchrun --nproc_per_node 2 train.py --config recipes/mnist.yaml             the same through torchrun
+
+Parse, start, build, loop, close: this file is the whole run, top to bottom. `python train.py --help` lists settings.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from utils.checkpoint import load_model, load_optimizer, prune, save_checkpoint, write_file
+from utils.cli import parse_args
+from utils.config import TrainConfig, resolve_batch, to_yaml
+from utils.data.decode import peek
+from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_loader
+from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
+from utils.data.sources import check_source, load_data
+from utils.distributed import Ranks, make_accelerator, ranks_of_launch, settle_buckets
+from utils.evaluation import evaluate_split
+from utils.losses import loss_sum
+from utils.meter import Meter, Totals
+from utils.models import build_model, check_model, has_batch_norm, input_spec, seed_layers
+from utils.optim import build_optimizer, learning_rate, set_learning_rate
+from utils.report import RunLog, progress, table
+from utils.runs import check_run_folder, make_run_folder, read_state, starting_point, state_json
+from utils.state import TrainState, check_batch_norm, total_updates
+
+
+@dataclass
+class Run:
+    """Everything that the loop works with."""
+
+    config: TrainConfig
+    ranks: Ranks
+    accelerator: Accelerator
+    folder: Path
+    spec: InputSpec
+    class_names: list[str]
+    plan: Plan
+    updates: int
+    state: TrainState
+    model: nn.Module  # as Accelerate wraps it, to train
+    module: nn.Module  # the bare one, to evaluate
+    optimizer: Optimizer
+    train_batches: Batches
+    eval_batches: Batches
+    eval_split: str
+    meter: Meter
+    log: RunLog
+
+
+def main(argv: Sequence[str] | None = None) -> dict | None:
+    """Train as the arguments say; returns the last evaluation, or None when the run had been finished before."""
+    config = parse_args(TrainConfig, "train.py", argv)
+    with ranks_of_launch("train.py", config) as ranks:
+        # What needs no other process is checked before they meet.
+        check_model(config)
+        check_source(config)
+        check_run_folder(config)
+        resolve_batch(config, ranks.topology.world_size)
+        ranks.join()
+        run = build(config, ranks, make_accelerator(ranks, config))
+        announce(run)
+        result = train(run)
+        close(run, result)
+    return result
+
+
+def build(config: TrainConfig, ranks: Ranks, accelerator: Accelerator) -> Run:
+    """Make the run folder, the data, the model and the optimizer, and go to the point to start from."""
+    folder = make_run_folder(config, ranks)
+    data = ranks.together(lambda: load_data(config), main_first=True)
+    spec = ranks.together(lambda: input_spec(config, *peek(data.train)))
+    bar = progress("decoding", ranks.is_main)
+    train_set = ranks.together(lambda: make_dataset(data.train, spec, config, True, bar), main_first=True)
+    eval_set = ranks.together(lambda: make_dataset(data.evaluation, spec, config, False, bar), main_first=True)
+
+    torch.manual_seed(mix(config.seed, "weights"))
+    module = ranks.together(lambda: build_model(config, spec, len(data.class_names)), main_first=True)
+    optimizer = build_optimizer(config, module)
+
+    _, grad_accum, global_batch_size = resolve_batch(config, ranks.topology.world_size)
+    pieces = ranks.topology.world_size * grad_accum
+    plan = Plan(len(train_set), global_batch_size, pieces, config.seed, config.drop_last)
+    updates = total_updates(config, plan)
+    if has_batch_norm(module):
+        check_batch_norm(plan, updates)
+    checkpoint = ranks.together(lambda: starting_point(config, folder))
+    state = ranks.together(lambda: read_state(checkpoint, plan, data.class_names)) if checkpoint else TrainState()
+
+    # Accelerate deals the pieces of each update, and the blocks of the evaluation split, to the ranks in turn.
+    order = UpdateSampler(plan, max(0, updates - state.step), state.epoch, state.position)
+    blocks = BlockSampler(len(eval_set), config.eval_batch_size)
+    loaders = (make_loader(s, o, config, ranks) for s, o in ((train_set, order), (eval_set, blocks)))
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
+    settle_buckets(model, module, torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device))
+    if checkpoint:
+        ranks.together(lambda: load_model(checkpoint, module))
+        ranks.together(lambda: load_optimizer(checkpoint, optimizer))
+    return Run(
+        config=config,
+        ranks=ranks,
+        accelerator=accelerator,
+        folder=folder,
+        spec=spec,
+        class_names=data.class_names,
+        plan=plan,
+        updates=updates,
+        state=state,
+        model=model,
+        module=module,
+        optimizer=optimizer,
+        train_batches=Batches(train_loader, spec, config, accelerator.device, training=True),
+        eval_batches=Batches(eval_loader, spec, config, accelerator.device, training=False),
+        eval_split=data.evaluation.name,
+        meter=Meter(accelerator.device, Totals(**state.since_log) if ranks.is_main else Totals()),
+        log=RunLog(folder, ranks.is_main, state.step, updates),
+    )
+
+
+def train(run: Run) -> dict | None:
+    """Update after update, over all epochs; returns the last evaluation."""
+    config, state, result = run.config, run.state, None
+    batches = iter(run.train_batches)
+    run.model.train()
+    started = time.perf_counter()
+    while state.step < run.updates:
+        train_update(run, batches)
+        run.log.advance()
+
+        last, epoch_ends = state.step == run.updates, state.position == 0
+        log_due = last or state.step % config.log_every == 0
+        eval_due = last or (state.step % config.eval_every == 0 if config.eval_every else epoch_ends)
+        save_due = last or (state.step % config.save_every == 0 if config.save_every else epoch_ends)
+        if not (log_due or eval_due or save_due):
+            continue
+        totals = run.meter.totals(run.accelerator)  # waits for the device, so that the clock is right
+        state.seconds += time.perf_counter() - started
+        state.since_log = asdict(totals) | {"seconds": 0.0}
+        if log_due:
+            log_training(run, totals)
+        is_best = False
+        if eval_due:
+            result = evaluate(run)
+            is_best = state.best_accuracy is None or result["accuracy"] > state.best_accuracy
+            if is_best:
+                state.best_accuracy, state.best_step = result["accuracy"], state.step
+        if save_due or is_best:
+            save(run, is_best)
+        started = time.perf_counter()
+    return result
+
+
+def train_update(run: Run, batches: Iterator[Batch]) -> None:
+    """One update: this rank's pieces of the global batch forward and backward, then one step of the optimizer."""
+    config, state, plan, accelerator = run.config, run.state, run.plan, run.accelerator
+    lr = learning_rate(config, state.step, run.updates)
+    set_learning_rate(run.optimizer, lr)
+    # DDP averages over the ranks. Times their number, over the true size of the global batch, the sums of the pieces
+    # make the gradient of its mean loss, whatever the pieces' sizes.
+    scale = accelerator.num_processes / plan.update_size(state.position)
+    grad_accum = plan.pieces // accelerator.num_processes
+    for step in range(grad_accum):
+        waiting = time.perf_counter()
+        images, labels, _ = next(batches)
+        waited = time.perf_counter() - waiting
+        piece = step * accelerator.num_processes + accelerator.process_index
+        seed_layers(accelerator.device, mix(config.seed, "layers", state.step, piece))
+        with nullcontext() if step == grad_accum - 1 else accelerator.no_sync(run.model):
+            logits = run.model(images)
+            loss = loss_sum(config, logits, labels, config.label_smoothing)
+            accelerator.backward(loss * scale)
+        run.meter.add(loss, logits, labels, waited)
+    if config.clip_norm is not None:
+        accelerator.clip_grad_norm_(run.model.parameters(), config.clip_norm)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    state.images += plan.update_size(state.position)
+    state.epoch, state.position = plan.advance(state.epoch, state.position)
+    state.step += 1
+
+
+def log_training(run: Run, totals: Totals) -> None:
+    """Write a train record over all samples since the last one."""
+    state = run.state
+    seconds = state.seconds - state.logged_seconds
+    run.log.write(
+        "train",
+        step=state.step,
+        epoch=state.epochs_begun,
+        loss=totals.loss / totals.count,
+        accuracy=totals.correct / totals.count,
+        lr=learning_rate(run.config, state.step - 1, run.updates),
+        images_per_second=totals.count / seconds,
+        data_wait=totals.wait / run.accelerator.num_processes / seconds,
+        seconds=state.seconds,
+    )
+    state.logged_seconds, state.since_log = state.seconds, asdict(Totals())
+    run.meter.reset()
+
+
+def evaluate(run: Run) -> dict:
+    """Evaluate the model as it stands, log it, and return the numbers."""
+    run.ranks.same_buffers(run.module)
+    bar = progress("evaluating", run.ranks.is_main)
+    result = evaluate_split(run.accelerator, run.module, run.eval_batches, run.config, bar)
+    run.log.write("eval", step=run.state.step, epoch=run.state.epochs_begun, split=run.eval_split, **result)
+    return result
+
+
+def save(run: Run, is_best: bool) -> None:
+    """Write a checkpoint, then delete those no longer wanted."""
+    run.ranks.same_buffers(run.module)
+    texts = {
+        "state.json": state_json(run.state, run.plan, run.ranks, asdict(run.spec)),
+        "config.yaml": to_yaml(run.config),
+        "labels.json": json.dumps(run.class_names, ensure_ascii=False),
+    }
+    folder = run.folder / "checkpoints"
+    save_checkpoint(run.ranks, run.accelerator, folder, run.state.step, texts, is_best)
+    if run.ranks.is_main:
+        prune(folder, run.config.keep)
+
+
+def announce(run: Run) -> None:
+    """Say what will run where, and keep the settings in the run folder."""
+    config, plan, ranks, state = run.config, run.plan, run.ranks, run.state
+    rows = ranks.gather(ranks.describe())
+    processes, accum = run.accelerator.num_processes, plan.pieces // run.accelerator.num_processes
+    batch_size = plan.global_batch_size // plan.pieces
+    run.log.write(
+        "start",
+        step=state.step,
+        processes=processes,
+        batch_size=batch_size,
+        grad_accum=accum,
+        global_batch_size=plan.global_batch_size,
+        threads=ranks.threads,
+        precision=run.accelerator.mixed_precision,
+        time=time.time(),
+    )
+    if not ranks.is_main:
+        return
+    write_file(run.folder / "config.yaml", to_yaml(config))
+    parameters = sum(p.numel() for p in run.module.parameters())
+    run.log.say(
+        table(
+            f"Lockstep  {run.folder}",
+            [
+                *((f"rank {rank}", place) for rank, place in enumerate(rows)),
+                ("backend", f"{ranks.backend}, precision {run.accelerator.mixed_precision}"),
+                ("data", f"{config.data}: {plan.samples} training, {len(run.eval_batches.labels)} {run.eval_split}"),
+                ("model", f"{config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
+                ("batch", f"{batch_size} x {processes} processes x {accum} accumulation = {plan.global_batch_size}"),
+                ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {state.step}"),
+            ],
+        )
+    )
+
+
+def close(run: Run, result: dict | None) -> None:
+    """Say what came out and what to type next."""
+    state, run_name = run.state, run.folder
+    rows = []
+    if result is None:
+        rows.append(("finished", f"all {run.updates} updates were done before; raise --epochs or --max_steps to go on"))
+    else:
+        rows += [("accuracy", f"{result['accuracy']:.4f}"), ("loss", f"{result['loss']:.4f}")]
+    rows += [
+        ("best", f"{state.best_accuracy:.4f} at update {state.best_step}"),
+        ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"),
+        ("next", f"python eval.py --ckpt {run_name}"),
+    ]
+    run.log.say(table("Done", rows))
+    run.log.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""The settings of a run, their bounds, and the arithmetic of its batch sizes."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+
+@dataclass
+class TrainConfig:
+    """Train an image classifier; the same run on one process or on many."""
+
+    data: str = "digits"
+    """What to train on: digits (bundled), synthetic[/CLASSESxSIZExCOUNT], a Hub id such as ylecun/mnist,
+    torchvision/NAME, an image folder, a folder of parquet or arrow files, or a save_to_disk folder."""
+    data_subset: str | None = None
+    """Name of the configuration of a Hub data set that has several."""
+    train_split: str | None = None
+    """Split to train on (default: train, or the only one there is)."""
+    eval_split: str | None = None
+    """Split to evaluate on (default: validation, else test, else a hold-out of the training split)."""
+    eval_fraction: float | None = None
+    """Hold out this fraction of the training split, stratified by class, instead of using an evaluation split."""
+    image_column: str | None = None
+    """Column that holds the images (default: found by its type)."""
+    label_column: str | None = None
+    """Column that holds the labels (default: found by its type)."""
+    max_train_samples: int | None = None
+    """Train on a random subset of this many samples, to debug."""
+    max_eval_samples: int | None = None
+    """Evaluate on a random subset of this many samples, to debug."""
+    data_dir: str | None = None
+    """Folder of a torchvision data set, downloaded there if it is missing (default: CACHE_DIR/torchvision)."""
+    cache_dir: str = "~/.cache/lockstep"
+    """Where decoded small images are kept."""
+    num_workers: int | None = None
+    """Loader processes per rank that decode photographs (default: the threads per process, at most 8)."""
+
+    image_size: int | None = None
+    """Side of the model's square input in pixels (default: the data's own size up to 96 pixels, else 224)."""
+    channels: int | None = None
+    """1 for grey, 3 for colour input (default: as the data, or as pretrained weights need)."""
+    mean: list[float] | None = None
+    """Per-channel mean that is subtracted, pixels counted as 0 to 1 (default: the pretrained weights' own, or 0.5)."""
+    std: list[float] | None = None
+    """Per-channel standard deviation to divide by (default: the pretrained weights' own, or 0.5)."""
+    crop_padding: int = 0
+    """Shift small training images at random by up to this many pixels."""
+    flip: bool = False
+    """Mirror training images left to right at random."""
+    min_scale: float = 0.08
+    """Crop random parts of photographs of at least this fraction of the area; 1 takes the centre as evaluation does."""
+
+    model: str = "mnist_cnn"
+    """mnist_cnn, mlp, any torchvision classification model, or timm/NAME."""
+    model_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the model, as in --model_args '{dropout: 0.2}'."""
+    pretrained: bool = False
+    """Start from the model's published weights."""
+
+    epochs: int = 20
+    """Passes over the training data."""
+    max_steps: int | None = None
+    """Updates of the whole run; beats --epochs."""
+    global_batch_size: int | None = None
+    """Samples of one update over all processes and accumulation steps (default: 128)."""
+    batch_size: int | None = None
+    """Samples per process and accumulation step; give this or --global_batch_size."""
+    grad_accum: int | None = None
+    """Forward and backward passes of each process for one update (default: 1, or what the batch sizes imply)."""
+    drop_last: bool = False
+    """Leave out an epoch's last samples that do not fill a global batch."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Stochastic gradient descent with Nesterov momentum, or AdamW."""
+    lr: float = 0.05
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """Momentum of sgd."""
+    weight_decay: float = 5e-4
+    """Weight decay of matrices and kernels; biases and normalisation layers have none."""
+    lr_schedule: Literal["constant", "linear", "cosine", "onecycle"] = "onecycle"
+    """Course of the learning rate after the warm-up: constant, down to 0, or one-cycle (up, then down to ~0)."""
+    warmup_steps: int | None = None
+    """Updates in which the learning rate rises (default: 0; 30 percent of the run for onecycle)."""
+    clip_norm: float | None = None
+    """Scale gradients down to this norm."""
+    loss: Literal["cross_entropy", "binary_cross_entropy"] = "cross_entropy"
+    """Softmax cross-entropy, or one sigmoid per class, averaged over the classes."""
+    label_smoothing: float = 0.0
+    """Share of the target spread evenly over all classes, in training only."""
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
+    """Arithmetic of the model (default: what the accelerate config says, else no)."""
+    channels_last: bool = True
+    """Keep images with the channels innermost, which convolutions are fastest with."""
+    seed: int = 0
+    """Seed of the initial weights, the order, the augmentation, dropout and the hold-out."""
+    deterministic: bool = False
+    """Use deterministic kernels on GPUs; slower, and an error where there is none."""
+
+    output_dir: str = "runs"
+    """Folder that holds the run folders."""
+    run_name: str | None = None
+    """Name of the run folder (default: DATA-MODEL-TIME)."""
+    resume: str | None = None
+    """auto: go on from the run's newest checkpoint, or start if there is none; or the path of a checkpoint."""
+    save_every: int | None = None
+    """Updates between checkpoints (default: one epoch); the last update is always saved."""
+    keep: int = 2
+    """Newest checkpoints to keep; the best one is kept besides."""
+    eval_every: int | None = None
+    """Updates between evaluations (default: one epoch); the last update is always evaluated."""
+    log_every: int = 50
+    """Updates between records of the training log."""
+    eval_batch_size: int = 256
+    """Samples per process in evaluation; the same on every topology, so that its numbers are too."""
+    metrics: bool = False
+    """Compute macro F1, precision, recall and per-class accuracy in each evaluation (eval.py always does)."""
+    threads: int | None = None
+    """Processor threads per process (default: an equal share of the cores)."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for another before the run fails."""
+    traceback: bool = False
+    """Show the Python traceback of an error."""
+
+    def __post_init__(self):
+        _check_ranges(self, at_least_one=_COUNTS, at_least_zero=("crop_padding", "weight_decay", "momentum"))
+        _require(self.channels in (None, 1, 3), "--channels must be 1 or 3")
+        _require(self.lr > 0, "--lr must be above 0")
+        _require(self.momentum < 1, "--momentum must be below 1")
+        _require(self.warmup_steps is None or self.warmup_steps >= 0, "--warmup_steps must be at least 0")
+        _require(0 < self.min_scale <= 1, "--min_scale must be above 0 and at most 1")
+        _require(0 <= self.label_smoothing < 1, "--label_smoothing must be at least 0 and below 1")
+        _require(self.clip_norm is None or self.clip_norm > 0, "--clip_norm must be above 0")
+        _require(self.eval_fraction is None or 0 < self.eval_fraction < 1, "--eval_fraction must lie between 0 and 1")
+        _require(
+            self.eval_fraction is None or self.eval_split is None,
+            "--eval_split and --eval_fraction exclude each other; give one",
+        )
+        _require(self.std is None or min(self.std) > 0, "--std must be above 0")
+        _require(self.run_name is None or Path(self.run_name).name == self.run_name, "--run_name must be one name")
+        if self.resume == "auto":
+            _require(self.run_name is not None, "--resume auto needs --run_name to know which run to go on with")
+
+
+@dataclass
+class EvalConfig:
+    """Evaluate a checkpoint exactly: each sample once, on any number of processes."""
+
+    ckpt: str
+    """A run folder (its best checkpoint, else its latest) or a checkpoint folder."""
+    split: str | None = None
+    """Split to evaluate: train, or one of the data set's own (default: the one evaluated during training)."""
+    data: str | None = None
+    """Other data to evaluate on, named as for train.py (default: the data of the run)."""
+    image_column: str | None = None
+    """Column that holds the images (default: as in the run)."""
+    label_column: str | None = None
+    """Column that holds the labels (default: as in the run)."""
+    max_eval_samples: int | None = None
+    """Evaluate on a random subset of this many samples."""
+    eval_batch_size: int | None = None
+    """Samples per process and batch (default: as in the run)."""
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
+    """Arithmetic of the model (default: as in the run)."""
+    json: str | None = None
+    """Also write the numbers to this file."""
+    num_workers: int | None = None
+    """Loader processes per rank that decode photographs (default: as in the run)."""
+    data_dir: str | None = None
+    """Folder of a torchvision data set (default: as in the run)."""
+    cache_dir: str | None = None
+    """Where decoded small images are kept (default: as in the run)."""
+    threads: int | None = None
+    """Processor threads per process (default: an equal share of the cores)."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for another before the run fails."""
+    traceback: bool = False
+    """Show the Python traceback of an error."""
+
+    def __post_init__(self):
+        _check_ranges(self, at_least_one=("max_eval_samples", "eval_batch_size", "threads"), at_least_zero=())
+
+
+_COUNTS = [
+    "max_train_samples",
+    "max_eval_samples",
+    "image_size",
+    "epochs",
+    "max_steps",
+    "global_batch_size",
+    "batch_size",
+    "grad_accum",
+    "save_every",
+    "keep",
+    "eval_every",
+    "log_every",
+    "eval_batch_size",
+    "threads",
+]
+
+
+def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
+    """Return (batch_size, grad_accum, global_batch_size), the last the product of the first two and `processes`.
+
+    Raises ValueError, with numbers that work, when the settings disagree or do not divide.
+    """
+    batch, accum, total = config.batch_size, config.grad_accum, config.global_batch_size
+    if batch is None:
+        total = total or 128
+        parts = processes * (accum or 1)
+        if total % parts:
+            below, above = total // parts * parts, (total // parts + 1) * parts
+            works = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"--global_batch_size {total} does not divide by {processes} processes x {accum or 1} accumulation "
+                f"steps; {works} would, or another number of processes"
+            )
+        return total // parts, accum or 1, total
+    if total is None:
+        return batch, accum or 1, batch * processes * (accum or 1)
+    if accum is None and total % (batch * processes) == 0:
+        return batch, total // (batch * processes), total
+    if accum is None or batch * processes * accum != total:
+        product = batch * processes * (accum or 1)
+        raise ValueError(
+            f"--batch_size {batch} x {processes} processes x {accum or 1} accumulation steps is {product}, not "
+            f"--global_batch_size {total}; leave out --batch_size to have it derived"
+        )
+    return batch, accum, total
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The settings as a YAML file that --config reads."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(text: str) -> TrainConfig:
+    """Settings saved by `to_yaml`; ValueError when the text is no such file."""
+    values = yaml.safe_load(text)
+    if not isinstance(values, dict):
+        raise ValueError("no settings in it")
+    try:
+        return TrainConfig(**values)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_ranges(config, at_least_one: Sequence[str], at_least_zero: Sequence[str]) -> None:
+    for names, least in ((at_least_one, 1), (at_least_zero, 0)):
+        for name in names:
+            value = getattr(config, name)
+            _require(value is None or value >= least, f"--{name} must be at least {least}, not {value}")
+    for name, value in vars(config).items():
+        _require(not isinstance(value, float) or math.isfinite(value), f"--{name} must be a finite number")
+    _require(config.num_workers is None or config.num_workers >= 0, "--num_workers must be at least 0")
+    _require(config.timeout > 0, "--timeout must be above 0 seconds")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def expand(path: str) -> Path:
+    """The path with ~ and variables resolved."""
+    return Path(os.path.expandvars(path)).expanduser()

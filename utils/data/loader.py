@@ -1,0 +1,162 @@
+"""From splits to batches on the device: what a rank is to compute next, as float images and labels."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.v2 import functional as F
+
+from utils.config import TrainConfig
+from utils.data.augment import crop_box, shift_and_flip, uniform
+from utils.data.decode import EVAL_CROP, SMALL, center, decode, decode_all
+from utils.data.order import Piece
+from utils.data.splits import Split
+from utils.distributed import Ranks
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What the model is fed: image shape in pixels, and the mean and deviation per channel of pixels in 0..1."""
+
+    height: int
+    width: int
+    channels: int
+    mean: list[float]
+    std: list[float]
+
+    def describe(self) -> str:
+        return f"{self.height}x{self.width} {'grey' if self.channels == 1 else 'colour'}"
+
+    @property
+    def small(self) -> bool:
+        return max(self.height, self.width) <= SMALL
+
+
+class Decoded(Dataset):
+    """Samples decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy."""
+
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray):
+        self.pixels, self.labels = pixels, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, piece: Piece) -> dict:
+        images = torch.from_numpy(self.pixels[piece.indices])
+        return _batch(piece, images, self.labels)
+
+
+class Encoded(Dataset):
+    """Photographs, decoded and cropped when asked for; in training a random part of each, else the centre."""
+
+    def __init__(self, split: Split, spec: InputSpec, seed: int, min_scale: float | None):
+        self.split, self.spec, self.seed, self.min_scale = split, spec, seed, min_scale
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitems__(self, piece: Piece) -> dict:
+        spec = self.spec
+        images = torch.empty(len(piece.indices), spec.height, spec.width, spec.channels, dtype=torch.uint8)
+        random = uniform(self.seed, piece.epoch, torch.from_numpy(piece.indices), 8)[:, 4:]
+        try:
+            for row, position in enumerate(piece.indices):
+                images[row] = self._image(int(position), random[row])
+        except ValueError as error:  # as a value: a worker's exception would arrive wrapped in its traceback
+            return {"error": str(error)}
+        return _batch(piece, images, self.split.labels)
+
+    def _image(self, position: int, random: Tensor) -> Tensor:
+        pixels = decode(self.split, position, self.spec.channels)
+        if self.min_scale is None or self.min_scale == 1:
+            return center(pixels, self.spec.height, self.spec.width, EVAL_CROP)
+        box = crop_box(*pixels.shape[:2], random, self.min_scale)
+        planes = F.resized_crop(pixels.permute(2, 0, 1), *box, [self.spec.height, self.spec.width], antialias=True)
+        return planes.permute(1, 2, 0)
+
+
+def _batch(piece: Piece, images: Tensor, labels: np.ndarray) -> dict:
+    indices = torch.from_numpy(piece.indices)
+    return {
+        "images": images,
+        "labels": torch.from_numpy(labels[piece.indices]),
+        "indices": indices,
+        "epoch": piece.epoch,
+    }
+
+
+def make_dataset(split: Split, spec: InputSpec, config: TrainConfig, training: bool, progress: Callable) -> Dataset:
+    """Small images decoded now, from the cache if they are there; photographs decoded when their turn comes."""
+    if spec.small:
+        pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
+        return Decoded(pixels, split.labels)
+    return Encoded(split, spec, config.seed, config.min_scale if training else None)
+
+
+def make_loader(dataset: Dataset, batch_sampler, config: TrainConfig, ranks: Ranks) -> DataLoader:
+    """A loader to hand to `Accelerator.prepare`; its sampler emits one `Piece` a batch."""
+    workers = config.num_workers
+    if workers is None:
+        workers = min(8, ranks.threads)
+    if isinstance(dataset, Decoded):
+        workers = 0  # a batch is one copy; handing it from process to process would take longer
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        prefetch_factor=4 if workers else None,
+        pin_memory=ranks.device.type == "cuda",
+        generator=torch.Generator(),  # of its own: starting workers must not draw from the global one
+    )
+
+
+def _as_it_is(batch: dict) -> dict:
+    return batch
+
+
+class Batch(NamedTuple):
+    """Images [n, C, H, W] float32, labels [n] int64, and the samples' positions in their split [n] int64; n >= 0."""
+
+    images: Tensor
+    labels: Tensor
+    indices: Tensor
+
+
+class Batches:
+    """The batches of a prepared loader as the model's float input on the device, augmented when training."""
+
+    def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):
+        self.loader, self.seed = loader, config.seed
+        self.padding = config.crop_padding if training and spec.small else 0
+        self.flip = training and config.flip
+        self.format = torch.channels_last if config.channels_last else torch.contiguous_format
+        std = torch.tensor(spec.std, device=device)
+        self.scale, self.shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The true classes of the whole split, int64 [N]."""
+        return self.loader.dataset.labels
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.loader:
+            if "error" in batch:
+                raise ValueError(batch["error"])
+            yield Batch(self._input(batch), batch["labels"], batch["indices"])
+
+    def _input(self, batch: dict) -> Tensor:
+        images = batch["images"]
+        if self.padding or self.flip:
+            random = uniform(self.seed, batch["epoch"], batch["indices"], 3)
+            images = shift_and_flip(images, random, self.padding, self.flip)
+        images = torch.addcmul(self.shift, images.float(), self.scale)
+        return images.permute(0, 3, 1, 2).contiguous(memory_format=self.format)

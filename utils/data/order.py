@@ -1,0 +1,107 @@
+"""Which sample is next: a pure function of (seed, epoch, position), the same for every number of processes.
+
+One update takes the next `global_batch_size` samples of the epoch's permutation (fewer at its end) and deals them
+into processes x accumulation pieces. Piece `a * processes + r` is what rank r computes in accumulation step a.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+def mix(*parts: int | str) -> int:
+    """Hash the parts into 64 bits. Seeds are never added: seed 1, epoch 0 must not be seed 0, epoch 1."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
+    """The epoch's order of all sample indices, int64 [samples].
+
+    The random keys are Philox's raw output, which numpy promises never to change, sorted stably.
+    """
+    keys = np.random.Philox(key=mix(seed, "order", epoch)).random_raw(samples)
+    return np.argsort(keys, kind="stable")
+
+
+class Piece(NamedTuple):
+    """The samples of one forward pass of one rank: which epoch draws them, and their indices, int64 [n], n >= 0."""
+
+    epoch: int
+    indices: np.ndarray
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an epoch divides into updates, and an update into pieces."""
+
+    samples: int
+    global_batch_size: int
+    pieces: int
+    seed: int
+    drop_last: bool = False
+
+    @property
+    def updates_per_epoch(self) -> int:
+        full, rest = divmod(self.samples, self.global_batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def update_size(self, position: int) -> int:
+        """Samples of the update that starts after `position` samples of its epoch; 0 at the epoch's end."""
+        size = min(self.global_batch_size, self.samples - position)
+        return 0 if self.drop_last and size < self.global_batch_size else size
+
+    def advance(self, epoch: int, position: int) -> tuple[int, int]:
+        """Where the update after the one at (epoch, position) starts."""
+        position += self.update_size(position)
+        return (epoch, position) if self.update_size(position) else (epoch + 1, 0)
+
+    def piece_sizes(self, position: int) -> list[int]:
+        """Samples in each piece of the update at `position`; they differ by at most one."""
+        small, larger = divmod(self.update_size(position), self.pieces)
+        return [small + (piece < larger) for piece in range(self.pieces)]
+
+
+class UpdateSampler:
+    """Emits the pieces of every update from (epoch, position) on, for `updates` updates, over all epochs.
+
+    Made for `Accelerator.prepare`, which gives rank r every piece whose number is r modulo the processes. That is
+    exact only because this has neither a `batch_size` nor a `set_epoch` attribute and `even_batches` is off.
+    """
+
+    def __init__(self, plan: Plan, updates: int, epoch: int = 0, position: int = 0):
+        self.plan, self.updates, self.epoch, self.position = plan, updates, epoch, position
+
+    def __len__(self) -> int:
+        return self.updates * self.plan.pieces
+
+    def __iter__(self) -> Iterator[Piece]:
+        plan, epoch, position, order = self.plan, self.epoch, self.position, None
+        for _ in range(self.updates):
+            if order is None:
+                order = permutation(plan.samples, plan.seed, epoch)
+            start = position
+            for size in plan.piece_sizes(position):
+                yield Piece(epoch, order[start : start + size])
+                start += size
+            following, position = plan.advance(epoch, position)
+            order, epoch = order if following == epoch else None, following
+
+
+class BlockSampler:
+    """Cuts 0 .. samples - 1 into blocks of `block_size`; `prepare` deals whole blocks to the ranks in turn.
+
+    A sample is computed in the same block on every topology, so its logits are the same too.
+    """
+
+    def __init__(self, samples: int, block_size: int):
+        self.samples, self.block_size = samples, block_size
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.block_size)
+
+    def __iter__(self) -> Iterator[Piece]:
+        for start in range(0, self.samples, self.block_size):
+            yield Piece(0, np.arange(start, min(start + self.block_size, self.samples)))

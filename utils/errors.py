@@ -1,0 +1,51 @@
+"""From an exception to one line that names the thing and the mend, on one rank, and to an exit code."""
+
+import os
+import sys
+import time
+import traceback
+from typing import NoReturn
+
+USER_ERRORS = (ValueError, OSError, ImportError)  # what names a cause outside this code; anything else is a bug
+
+
+class LostRank(ValueError):
+    """A collective failed because another process of the run is gone."""
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text on one line; for an OSError the file that it is about comes first."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def leave(error: BaseException, prog: str, show: bool = True, show_traceback: bool = False) -> NoReturn:
+    """Print `error` as one line (or with its traceback) and exit with code 2."""
+    if show and show_traceback:
+        traceback.print_exception(error)
+    if show:
+        # One write, so that lines of several processes do not interleave.
+        sys.stderr.write(f"{prog}: error: {one_line(error)}\n")
+        sys.stderr.flush()
+    else:
+        time.sleep(1)  # a launcher that sees this rank gone ends the others: let the one that speaks finish
+    raise SystemExit(2)
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for the run, judged before anything of the launch has been checked."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed because a peer left, hangs or cannot be reached (gloo's and NCCL's wordings)."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    signs = ("closed by peer", "connection reset", "broken pipe", "timed out", "connectfullmesh", "socket closed")
+    return any(sign in text for sign in signs)
+
+
+def lost_rank_text(error: BaseException) -> str:
+    return f"another process of this run left or stopped answering ({one_line(error)[:160]}); its own message says why"

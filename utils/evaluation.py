@@ -1,0 +1,52 @@
+"""The one evaluation loop: exact numbers of a split, each sample counted once, on any number of processes."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from utils.config import TrainConfig
+from utils.data.loader import Batches
+from utils.distributed import sum_over_ranks
+from utils.losses import loss_sum
+
+
+@torch.no_grad()
+def evaluate_split(
+    accelerator: Accelerator, model: nn.Module, batches: Batches, config: TrainConfig, progress: Callable
+) -> dict:
+    """Loss, accuracy, top-5 accuracy and count of a split, and with --metrics macro scores and per-class accuracy.
+
+    Collective, with no communication inside the loop, where ranks may have unequal numbers of blocks: `model` is the
+    bare module, not DDP's wrapper. The metrics are computed on the main process and missing from the others' result.
+    Raises RuntimeError when a sample was missed or counted twice.
+    """
+    start, samples, count = time.perf_counter(), len(batches.labels), 0
+    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, hits, top-5 hits
+    # Each rank adds its predictions, plus 1, to zeros: the sum over ranks has all of them, and 0 where one is missing.
+    found = torch.zeros(samples, dtype=torch.int64, device=accelerator.device)
+    was_training = model.training
+    model.eval()
+    for images, labels, indices in progress(batches):
+        with accelerator.autocast():
+            logits = model(images)
+        logits = logits.float()
+        ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        hits = ranked == labels[:, None]
+        sums += torch.stack([loss_sum(config, logits, labels).double(), hits[:, 0].sum(), hits.sum()])
+        found[indices] += ranked[:, 0] + 1
+        count += len(labels)
+    model.train(was_training)
+    sums = torch.cat([sums, torch.tensor([count], dtype=torch.float64, device=accelerator.device)])
+    loss, correct, top5, count = sum_over_ranks(accelerator, sums).tolist()
+    predictions = sum_over_ranks(accelerator, found).cpu().numpy() - 1
+    if count != samples or predictions.min() < 0:
+        raise RuntimeError(f"evaluation counted {int(count)} of {samples} samples; please report this")
+    result = {"loss": loss / count, "accuracy": correct / count, "top5": top5 / count, "count": int(count)}
+    if config.metrics and accelerator.is_main_process:
+        from utils.metrics import label_metrics  # its imports take a second
+
+        result |= label_metrics(predictions, batches.labels, classes=logits.shape[1])
+    return result | {"seconds": time.perf_counter() - start}

@@ -1,0 +1,69 @@
+"""From the environment that a launcher leaves behind to the topology of the run. Needs no torch."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process stands: its global rank of `world_size`, its rank of `local_world_size` on this machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def read_topology(env: Mapping[str, str] | None = None) -> Topology:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as accelerate and torchrun export them.
+
+    Without them the run is one process. Raises ValueError when they are incomplete or contradict each other, or when
+    several processes were asked for and the launcher started one.
+    """
+    env = os.environ if env is None else env
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    missing = [name for name in names if name not in env]
+    if len(missing) == len(names):
+        # Accelerate's single-process launcher exports an address only when more than one process was asked for.
+        if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
+            raise ValueError(
+                "several processes were asked for but accelerate started one (--cpu and MULTI_CPU do that); "
+                "use --config_file accelerate_configs/2cpu.yaml, with --num_processes N for another number"
+            )
+        return Topology()
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not set although {_present(env, names)}; export all three, or none")
+    rank, world_size, local_rank = (_integer(env, name) for name in names)
+    local_world_size = _integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
+    if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
+        raise ValueError(
+            f"contradictory environment: RANK={rank} WORLD_SIZE={world_size} LOCAL_RANK={local_rank} "
+            f"LOCAL_WORLD_SIZE={local_world_size}; ranks count from 0 and lie below their world size"
+        )
+    return Topology(rank, world_size, local_rank, local_world_size)
+
+
+def threads_per_process(topology: Topology) -> int:
+    """An equal share of the processor cores that this process may use, at least one.
+
+    The launchers export OMP_NUM_THREADS=1 for safety; it counts only when no launcher can have set it.
+    """
+    if topology.world_size == 1 and os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    return max(1, len(os.sched_getaffinity(0)) // topology.local_world_size)
+
+
+def _present(env: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return " and ".join(f"{name}={env[name]}" for name in names if name in env)
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ValueError(f"{name}={env[name]!r} is no whole number; unset it or set it right") from None

@@ -1,0 +1,209 @@
+"""Models by name: two small ones of our own, every torchvision classification model, and timm's."""
+
+import importlib.util
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from utils.config import TrainConfig
+from utils.data.decode import SMALL
+from utils.data.loader import InputSpec
+from utils.errors import one_line
+
+MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to it; for other models it is 32
+STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling right after a stem, in ResNet, GoogLeNet, DenseNet
+
+
+class MnistCNN(nn.Module):
+    """The convolutional network of the MNIST tutorials: 32 and 64 filters of 3x3, 500 units, dropout around them."""
+
+    def __init__(self, spec: InputSpec, classes: int, dropout: float = 0.5):
+        super().__init__()
+        height, width = (((side - 2) // 2 - 2) // 2 for side in (spec.height, spec.width))
+        self.conv1, self.conv2 = nn.Conv2d(spec.channels, 32, 3), nn.Conv2d(32, 64, 3)
+        self.fc1, self.fc2 = nn.Linear(64 * height * width, 500), nn.Linear(500, classes)
+        self.drop_maps, self.drop_units = nn.Dropout2d(dropout), nn.Dropout(dropout)
+        self.pool, self.relu = nn.MaxPool2d(2), nn.ReLU()
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.relu(self.pool(self.conv1(images)))
+        x = self.relu(self.pool(self.drop_maps(self.conv2(x))))
+        return self.fc2(self.drop_units(self.relu(self.fc1(x.flatten(1)))))
+
+
+class MLP(nn.Module):
+    """Two linear layers and nothing random or batch-dependent between them, to compare runs number by number."""
+
+    def __init__(self, spec: InputSpec, classes: int, hidden: int = 256):
+        super().__init__()
+        self.hidden = nn.Linear(spec.channels * spec.height * spec.width, hidden)
+        self.output = nn.Linear(hidden, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.output(torch.relu(self.hidden(images.flatten(1))))
+
+
+OWN_MODELS = {"mnist_cnn": MnistCNN, "mlp": MLP}
+
+
+def check_model(config: TrainConfig) -> None:
+    """Raise ValueError when no model has this name, or it has no pretrained weights; builds nothing."""
+    name = config.model
+    if name in OWN_MODELS:
+        if config.pretrained:
+            raise ValueError(f"--pretrained: {name} has no published weights; use a torchvision model or timm/NAME")
+    elif name.startswith("timm/"):
+        if importlib.util.find_spec("timm") is None:
+            raise ValueError(f"--model {name}: timm is not installed; pip install timm")
+        import timm
+
+        if not timm.is_model(name[5:]):
+            raise ValueError(f"--model {name}: timm has no such model; timm.list_models() lists them")
+    elif name not in torchvision_models():
+        import difflib
+
+        near = difflib.get_close_matches(name, [*OWN_MODELS, *torchvision_models()], n=3)
+        raise ValueError(f"--model {name}: no such model{'; did you mean ' + ' or '.join(near) if near else ''}")
+
+
+def torchvision_models() -> list[str]:
+    """Names of torchvision's classification models."""
+    return torchvision.models.list_models(module=torchvision.models)
+
+
+def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, int] | None) -> InputSpec:
+    """What the model is to be fed, from the flags, its pretrained weights, and a look at the data."""
+    own = _pretrained_input(config.model) if config.pretrained else {}
+    channels = config.channels or own.get("channels") or seen_channels
+    if config.image_size or own.get("size"):
+        height = width = config.image_size or own["size"]
+    elif seen_size is not None and max(seen_size) <= SMALL:
+        smallest = MINIMUM_SIZE.get(config.model, 32)
+        height, width = (max(side, smallest) for side in seen_size)
+    else:
+        height = width = 224
+    mean, std = (given or own.get(key) or [0.5] for key, given in (("mean", config.mean), ("std", config.std)))
+    for flag, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, channels):
+            raise ValueError(f"--{flag} has {len(values)} values for {channels} channels; give one or {channels}")
+    return InputSpec(height, width, channels, list(mean) * (channels // len(mean)), list(std) * (channels // len(std)))
+
+
+def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool = True) -> nn.Module:
+    """The model that takes [n, C, H, W] images and gives [n, classes] logits.
+
+    Its weights are random, or with --pretrained the published ones; `load=False` leaves out their download.
+
+    Raises ValueError when --model_args do not fit or the model cannot take the images.
+    """
+    name = config.model
+    try:
+        if name in OWN_MODELS:
+            model = OWN_MODELS[name](spec, classes, **config.model_args)
+        elif name.startswith("timm/"):
+            model = _timm(config, spec, classes, load)
+        else:
+            model = _torchvision(config, spec, classes, load)
+    except TypeError as error:
+        raise ValueError(f"--model_args for {name}: {one_line(error)}") from error
+    _try(model, name, spec, classes)
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def seed_layers(device: torch.device, seed: int) -> None:
+    """Start the layers' random numbers (dropout) afresh: they then depend on no history, so resuming needs no state."""
+    # torch.manual_seed would do, but takes 100 us; a CPU generator uses only the low 32 bits.
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed % 2**32)
+
+
+def _pretrained_input(name: str) -> dict:
+    if name.startswith("timm/"):
+        import timm
+
+        cfg = timm.get_pretrained_cfg(name[5:])
+        return {"channels": cfg.input_size[0], "size": cfg.input_size[1], "mean": cfg.mean, "std": cfg.std}
+    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    return {"channels": 3, "size": preset.crop_size[0], "mean": preset.mean, "std": preset.std}
+
+
+def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
+    import timm
+
+    return timm.create_model(
+        config.model[5:],
+        pretrained=config.pretrained and load,
+        num_classes=classes,
+        in_chans=spec.channels,
+        **config.model_args,
+    )
+
+
+def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
+    name, arguments = config.model, dict(config.model_args)
+    if name in ("googlenet", "inception_v3"):
+        arguments = {"aux_logits": False, "init_weights": not config.pretrained, **arguments}
+    if name.startswith("vit_"):
+        arguments = {"image_size": spec.height, **arguments}
+    if config.pretrained:
+        if spec.channels != 3:
+            raise ValueError("--pretrained weights of torchvision take colour images; leave out --channels 1")
+        model = torchvision.models.get_model(name, weights="DEFAULT" if load else None, **arguments)
+        _replace_head(model, classes)
+        return model
+    model = torchvision.models.get_model(name, num_classes=classes, **arguments)
+    _fit_stem(model, spec)
+    return model
+
+
+def _replace_head(model: nn.Module, classes: int) -> None:
+    """Put a new layer of `classes` outputs in the place of the last linear one (or 1x1 convolution)."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    name, head = list(layers.items())[-1]
+    if isinstance(head, nn.Linear):
+        model.set_submodule(name, nn.Linear(head.in_features, classes))
+    else:
+        model.set_submodule(name, nn.Conv2d(head.in_channels, classes, head.kernel_size))
+
+
+def _fit_stem(model: nn.Module, spec: InputSpec) -> None:
+    """Let the first convolution take the images' channels, and keep it from shrinking small images.
+
+    For small images an overlapping stem (kernel larger than stride) becomes 3x3 with stride 1 and its pooling goes, as
+    in the CIFAR networks of He et al., 2016; patch stems stay as they are.
+    """
+    name, conv = next((n, m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d))
+    kernel, stride, padding = conv.kernel_size, conv.stride, conv.padding
+    if spec.small and max(stride) > 1 and max(kernel) > max(stride):
+        kernel, stride, padding = 3, 1, 1
+        for pool in STEM_POOLS:
+            if pool in dict(model.named_modules()):
+                model.set_submodule(pool, nn.Identity())
+    elif conv.in_channels == spec.channels:
+        return
+    new = nn.Conv2d(spec.channels, conv.out_channels, kernel, stride, padding, bias=conv.bias is not None)
+    nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
+    model.set_submodule(name, new)
+
+
+def _try(model: nn.Module, name: str, spec: InputSpec, classes: int) -> None:
+    """One image through the model, so that a misfit is found before training."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(torch.zeros(1, spec.channels, spec.height, spec.width))
+    except (RuntimeError, AssertionError) as error:
+        shape = f"{spec.height}x{spec.width}x{spec.channels}"
+        raise ValueError(
+            f"{name} cannot take {shape} images ({one_line(error)[:100]}); try --image_size 224"
+        ) from error
+    if logits.shape != (1, classes):
+        raise ValueError(f"{name} gives an output of shape {list(logits.shape)}, not one score per class")
+    model.train(training)
