@@ -1,0 +1,25 @@
+"""Ranks are forked from this process, so everything they need is imported here, once, and no thread is started."""
+
+import os
+
+import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # a forked child of a process with OpenMP threads would hang
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
+
+import torch
+
+import eval
+import train
+import utils.metrics  # noqa: F401
+
+torch.set_num_threads(1)
+assert train.main and eval.main
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    """Caches and runs in the test's own folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    monkeypatch.chdir(tmp_path)
