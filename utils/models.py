@@ -1,6 +1,10 @@
 """Models by name: two small ones of our own, every torchvision classification model, and timm's."""
 
 import importlib.util
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from difflib import get_close_matches
 
 import torch
 import torchvision
@@ -59,12 +63,17 @@ def check_model(config: TrainConfig) -> None:
         import timm
 
         if not timm.is_model(name[5:]):
-            raise ValueError(f"--model {name}: timm has no such model; timm.list_models() lists them")
+            near = [f"timm/{model}" for model in get_close_matches(name[5:], timm.list_models(), n=3)]
+            raise ValueError(f"--model {name}: timm has no such model{_did_you_mean(near)}")
+        if config.pretrained and not timm.is_model_pretrained(name[5:]):
+            raise ValueError(f"--pretrained: timm has no weights for {name[5:]}; leave it out or take another model")
     elif name not in torchvision_models():
-        import difflib
+        near = get_close_matches(name, [*OWN_MODELS, *torchvision_models()], n=3)
+        raise ValueError(f"--model {name}: no such model{_did_you_mean(near)}")
 
-        near = difflib.get_close_matches(name, [*OWN_MODELS, *torchvision_models()], n=3)
-        raise ValueError(f"--model {name}: no such model{'; did you mean ' + ' or '.join(near) if near else ''}")
+
+def _did_you_mean(names: list[str]) -> str:
+    return f"; did you mean {' or '.join(names)}" if names else ""
 
 
 def torchvision_models() -> list[str]:
@@ -79,15 +88,21 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
     if config.image_size or own.get("size"):
         height = width = config.image_size or own["size"]
     elif seen_size is not None and max(seen_size) <= SMALL:
-        smallest = MINIMUM_SIZE.get(config.model, 32)
-        height, width = (max(side, smallest) for side in seen_size)
+        enlarge = max(1.0, MINIMUM_SIZE.get(config.model, 32) / min(seen_size))
+        height, width = (round(side * enlarge) for side in seen_size)
     else:
         height = width = 224
-    mean, std = (given or own.get(key) or [0.5] for key, given in (("mean", config.mean), ("std", config.std)))
-    for flag, values in (("mean", mean), ("std", std)):
-        if len(values) not in (1, channels):
+    given = {"mean": config.mean, "std": config.std}
+    for flag, values in given.items():
+        if values and len(values) not in (1, channels):
             raise ValueError(f"--{flag} has {len(values)} values for {channels} channels; give one or {channels}")
-    return InputSpec(height, width, channels, list(mean) * (channels // len(mean)), list(std) * (channels // len(std)))
+    mean, std = (_per_channel(given[key] or own.get(key) or [0.5], channels) for key in given)
+    return InputSpec(height, width, channels, mean, std)
+
+
+def _per_channel(values: Sequence[float], channels: int) -> list[float]:
+    """The values, or for another number of channels their mean for each."""
+    return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
 def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool = True) -> nn.Module:
@@ -128,6 +143,8 @@ def _pretrained_input(name: str) -> dict:
         import timm
 
         cfg = timm.get_pretrained_cfg(name[5:])
+        if cfg is None:
+            return {}
         return {"channels": cfg.input_size[0], "size": cfg.input_size[1], "mean": cfg.mean, "std": cfg.std}
     preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
     return {"channels": 3, "size": preset.crop_size[0], "mean": preset.mean, "std": preset.std}
@@ -136,40 +153,57 @@ def _pretrained_input(name: str) -> dict:
 def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
     import timm
 
-    return timm.create_model(
-        config.model[5:],
-        pretrained=config.pretrained and load,
-        num_classes=classes,
-        in_chans=spec.channels,
-        **config.model_args,
-    )
+    arguments = {"num_classes": classes, "in_chans": spec.channels, **config.model_args}
+    with _weights_of(config.model) if config.pretrained and load else nullcontext():
+        return timm.create_model(config.model[5:], pretrained=config.pretrained and load, **arguments)
 
 
 def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
     name, arguments = config.model, dict(config.model_args)
     if name in ("googlenet", "inception_v3"):
-        arguments = {"aux_logits": False, "init_weights": not config.pretrained, **arguments}
+        if "aux_logits" in arguments:
+            raise ValueError(f"--model_args aux_logits: the extra heads of {name} are not trained here; leave it out")
+        # What loading weights implies has to be said where they are left out, for the same network to come of both.
+        arguments = {"transform_input": config.pretrained, "init_weights": not config.pretrained, **arguments}
     if name.startswith("vit_"):
         arguments = {"image_size": spec.height, **arguments}
     if config.pretrained:
         if spec.channels != 3:
             raise ValueError("--pretrained weights of torchvision take colour images; leave out --channels 1")
-        model = torchvision.models.get_model(name, weights="DEFAULT" if load else None, **arguments)
+        with _weights_of(name) if load else nullcontext():
+            model = torchvision.models.get_model(name, weights="DEFAULT" if load else None, **arguments)
         _replace_head(model, classes)
-        return model
-    model = torchvision.models.get_model(name, num_classes=classes, **arguments)
-    _fit_stem(model, spec)
+    else:
+        model = torchvision.models.get_model(name, num_classes=classes, **arguments)
+        _fit_stem(model, spec)
+    if name in ("googlenet", "inception_v3"):
+        model.aux_logits = False  # in training, the extra heads would give three outputs for one
+        model.aux1 = model.aux2 = model.AuxLogits = None
     return model
+
+
+@contextmanager
+def _weights_of(name: str) -> Iterator[None]:
+    """Turn what goes wrong when weights are downloaded and loaded into one ValueError."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        where = "the Hugging Face cache" if name.startswith("timm/") else f"{torch.hub.get_dir()}/checkpoints"
+        raise ValueError(
+            f"--pretrained: the weights of {name} cannot be loaded ({one_line(error)[:200]}); leave out --image_size "
+            f"and --model_args, delete a damaged file, or without a network put the file into {where}"
+        ) from error
 
 
 def _replace_head(model: nn.Module, classes: int) -> None:
     """Put a new layer of `classes` outputs in the place of the last linear one (or 1x1 convolution)."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     name, head = list(layers.items())[-1]
+    bias = head.bias is not None
     if isinstance(head, nn.Linear):
-        model.set_submodule(name, nn.Linear(head.in_features, classes))
+        model.set_submodule(name, nn.Linear(head.in_features, classes, bias))
     else:
-        model.set_submodule(name, nn.Conv2d(head.in_channels, classes, head.kernel_size))
+        model.set_submodule(name, nn.Conv2d(head.in_channels, classes, head.kernel_size, bias=bias))
 
 
 def _fit_stem(model: nn.Module, spec: InputSpec) -> None:
@@ -193,17 +227,24 @@ def _fit_stem(model: nn.Module, spec: InputSpec) -> None:
 
 
 def _try(model: nn.Module, name: str, spec: InputSpec, classes: int) -> None:
-    """One image through the model, so that a misfit is found before training."""
+    """One image through the model, and none, so that a misfit is found before training."""
     training = model.training
     model.eval()
-    try:
-        with torch.no_grad():
-            logits = model(torch.zeros(1, spec.channels, spec.height, spec.width))
-    except (RuntimeError, AssertionError) as error:
-        shape = f"{spec.height}x{spec.width}x{spec.channels}"
-        raise ValueError(
-            f"{name} cannot take {shape} images ({one_line(error)[:100]}); try --image_size 224"
-        ) from error
-    if logits.shape != (1, classes):
-        raise ValueError(f"{name} gives an output of shape {list(logits.shape)}, not one score per class")
+    for count in (1, 0):  # a rank without a sample runs an empty batch
+        try:
+            with torch.no_grad():
+                logits = model(torch.zeros(count, spec.channels, spec.height, spec.width))
+        except (RuntimeError, AssertionError, ValueError) as error:
+            what = f"{spec.height}x{spec.width}x{spec.channels} images" if count else "an empty batch"
+            mend = f"try --image_size {_usual_size(name)}" if count else "which some ranks need; take another model"
+            raise ValueError(f"{name} cannot take {what} ({one_line(error)[:100]}); {mend}") from error
+        if logits.shape != (count, classes):
+            raise ValueError(f"{name} gives an output of shape {list(logits.shape)}, not one score per class")
     model.train(training)
+
+
+def _usual_size(name: str) -> int:
+    """A side length in pixels that the model is known to take."""
+    if name.startswith("timm/"):
+        return _pretrained_input(name).get("size", 224)
+    return MINIMUM_SIZE.get(name, 224)

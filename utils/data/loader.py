@@ -12,10 +12,11 @@ from torchvision.transforms.v2 import functional as F
 
 from utils.config import TrainConfig
 from utils.data.augment import crop_box, shift_and_flip, uniform
-from utils.data.decode import EVAL_CROP, SMALL, center, decode, decode_all
+from utils.data.decode import EVAL_CROP, SMALL, Shared, center, decode, decode_all
 from utils.data.order import Piece
 from utils.data.splits import Split
 from utils.distributed import Ranks
+from utils.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class InputSpec:
 class Decoded(Dataset):
     """Samples decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy."""
 
-    def __init__(self, pixels: np.ndarray, labels: np.ndarray):
+    def __init__(self, pixels: np.ndarray | Shared, labels: np.ndarray):
         self.pixels, self.labels = pixels, labels
 
     def __len__(self) -> int:
@@ -55,6 +56,7 @@ class Encoded(Dataset):
 
     def __init__(self, split: Split, spec: InputSpec, seed: int, min_scale: float | None):
         self.split, self.spec, self.seed, self.min_scale = split, spec, seed, min_scale
+        self.labels = split.labels
 
     def __len__(self) -> int:
         return len(self.split)
@@ -64,14 +66,15 @@ class Encoded(Dataset):
         images = torch.empty(len(piece.indices), spec.height, spec.width, spec.channels, dtype=torch.uint8)
         random = uniform(self.seed, piece.epoch, torch.from_numpy(piece.indices), 8)[:, 4:]
         try:
+            encoded = self.split.read_ahead(piece.indices)
             for row, position in enumerate(piece.indices):
-                images[row] = self._image(int(position), random[row])
-        except ValueError as error:  # as a value: a worker's exception would arrive wrapped in its traceback
-            return {"error": str(error)}
+                images[row] = self._image(int(position), encoded[row], random[row])
+        except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback
+            return {"error": one_line(error)}
         return _batch(piece, images, self.split.labels)
 
-    def _image(self, position: int, random: Tensor) -> Tensor:
-        pixels = decode(self.split, position, self.spec.channels)
+    def _image(self, position: int, encoded, random: Tensor) -> Tensor:
+        pixels = decode(self.split, position, self.spec.channels, encoded)
         if self.min_scale is None or self.min_scale == 1:
             return center(pixels, self.spec.height, self.spec.width, EVAL_CROP)
         box = crop_box(*pixels.shape[:2], random, self.min_scale)

@@ -1,10 +1,13 @@
 """Where images come from: --data resolved to two splits and the names of the classes."""
 
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.config import TrainConfig, expand
 from utils.data.order import mix
@@ -14,18 +17,18 @@ from utils.data.splits import (
     Files,
     Source,
     Split,
-    check_labels,
     fingerprint_of,
     hold_out,
+    likely_train,
     listed,
     random_subset,
     renumber,
     whole_split,
 )
-from utils.data.tables import TABLE_FILES, hugging_face, load_hub, read_table_files
+from utils.data.tables import has_tables, hugging_face, load_hub, read_table_files
 from utils.data.vision import open_torchvision, torchvision_class
 
-SYNTHETIC_IMAGES = 1024  # distinct images of the synthetic set; more samples repeat them
+SYNTHETIC_IMAGES = 1024  # distinct images of the synthetic set; more samples share them
 
 
 def check_source(config: TrainConfig) -> None:
@@ -42,8 +45,6 @@ def load_data(config: TrainConfig) -> Data:
     """Find the data set and its two splits; raises ValueError or OSError with the mend in its text."""
     source = _open(config)
     train, evaluation = _two_splits(source, config)
-    for split in (train, evaluation):
-        check_labels(split, len(source.class_names))
     return Data(train, evaluation, source.class_names)
 
 
@@ -72,21 +73,7 @@ def load_split(config: TrainConfig, name: str | None, class_names: list[str]) ->
     else:
         split = source.split(_known(source, name, "--split"))
         split = random_subset(split, config.max_eval_samples, config.seed)
-    check_labels(split, len(source.class_names))
     return renumber(split, source.class_names, class_names)
-
-
-class Repeated:
-    """A few arrays standing in for many samples."""
-
-    def __init__(self, arrays: np.ndarray, count: int):
-        self.arrays, self.count = arrays, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        return self.arrays[row % len(self.arrays)]
 
 
 def _open(config: TrainConfig) -> Source:
@@ -108,7 +95,7 @@ def _digits() -> Source:
     digits = load_digits()
     pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)
     split = whole_split("train", pixels, digits.target, fingerprint_of("digits", pixels.tobytes()))
-    return Source("digits", {"train": lambda: split}, [str(i) for i in range(10)])
+    return Source({"train": lambda: split}, [str(i) for i in range(10)])
 
 
 def _synthetic(rest: str) -> Source:
@@ -125,49 +112,67 @@ def _synthetic(rest: str) -> Source:
         for row in range(distinct):
             band = row % classes * size // classes
             pixels[row, :, band : band + max(1, size // classes)] += 100
-        labels = np.arange(count) % distinct % classes
-        return whole_split(name, Repeated(pixels, count), labels, fingerprint_of("synthetic", name, rest))
+        rows = np.arange(count) % distinct
+        return Split(name, pixels, rows % classes, rows, fingerprint_of("synthetic", name, rest))
 
     openers = {"train": lambda: make("train", count), "test": lambda: make("test", max(1, count // 10))}
-    return Source("synthetic", openers, [str(i) for i in range(classes)])
+    return Source(openers, [str(i) for i in range(classes)])
 
 
 def _local(path: Path, config: TrainConfig) -> Source:
-    if path.is_file() or any(any(path.glob(name)) for name in TABLE_FILES):
+    if path.is_file() or has_tables(path):
         return hugging_face(read_table_files(path), config)
     return _image_folder(path, config)
 
 
 def _image_folder(path: Path, config: TrainConfig) -> Source:
-    names = [name for name in ("train", *EVAL_NAMES) if (path / name).is_dir()]
-    names += [name for name in (config.train_split, config.eval_split) if name and (path / name).is_dir()]
-    folders = {name: path / name for name in dict.fromkeys(names)} or {"train": path}
-    first = folders[config.train_split if config.train_split in folders else next(iter(folders))]
-    class_names = sorted(child.name for child in first.iterdir() if child.is_dir())
-    if not class_names:
-        raise ValueError(f"{first}: no class folders in it; an image folder holds CLASS/IMAGE.jpg")
+    names = ("train", *EVAL_NAMES, config.train_split, config.eval_split)
+    folders = {name: path / name for name in names if name and (path / name).is_dir()} or {"train": path}
+    train = folders[likely_train(folders, config.train_split)]
+    class_names = [child.name for child in _class_folders(train)]
 
     def make(name: str) -> Split:
         return _folder_split(name, folders[name], class_names)
 
-    return Source(path.name, {name: (lambda name=name: make(name)) for name in folders}, class_names)
+    return Source({name: (lambda name=name: make(name)) for name in folders}, class_names)
 
 
 def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
     number = {class_name: index for index, class_name in enumerate(class_names)}
-    paths, labels, stamps = [], [], []
-    for child in sorted(child for child in folder.iterdir() if child.is_dir()):
+    paths, labels = [], []
+    for child in _class_folders(folder):
         if child.name not in number:
-            raise ValueError(f"{child}: a class that the training split does not have")
-        files = sorted(file for file in child.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS)
-        paths += [str(file) for file in files]
+            raise ValueError(
+                f"{child}: the training split has no class of this name; its classes are {listed(class_names)}"
+            )
+        files = list(_image_files(child.path))
+        paths += files
         labels += [number[child.name]] * len(files)
-        stamps += [f"{file.relative_to(folder)}:{s.st_size}:{s.st_mtime_ns}" for file in files for s in [file.stat()]]
     if not paths:
-        raise ValueError(f"{folder}: no images in it; an image folder holds CLASS/IMAGE.jpg")
-    return whole_split(name, Files(paths), np.asarray(labels), fingerprint_of(str(folder.resolve()), *stamps))
+        raise _no_images(folder)
+    return whole_split(name, Files(paths), labels, fingerprint_of(folder.resolve()))
+
+
+def _class_folders(folder: Path) -> list[os.DirEntry]:
+    children = [child for child in os.scandir(folder) if child.is_dir() and not child.name.startswith(".")]
+    if not children:
+        raise _no_images(folder)
+    return sorted(children, key=lambda child: child.name)
+
+
+def _image_files(folder: str) -> Iterator[str]:
+    """The paths of the images below a folder, in the order of their names."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _image_files(entry.path)
+        elif entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.name.startswith("."):
+            yield entry.path
+
+
+def _no_images(folder: Path) -> ValueError:
+    tables = [child for child in sorted(folder.iterdir()) if child.is_dir() and has_tables(child)]
+    mend = f"for the tables below it, give {listed(tables)}" if tables else "an image folder holds CLASS/IMAGE.jpg"
+    return ValueError(f"{folder}: no images in it; {mend}")
 
 
 def _train_name(source: Source, wanted: str | None) -> str:

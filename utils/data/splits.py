@@ -1,13 +1,14 @@
 """A split: samples whose labels are in memory and whose images are still encoded; and how one is made of another."""
 
 import hashlib
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from utils.data.order import mix
+from utils.data.order import mix, permutation
 
 EVAL_NAMES = ("validation", "valid", "val", "eval", "test")  # tried in this order
 
@@ -16,8 +17,8 @@ EVAL_NAMES = ("validation", "valid", "val", "eval", "test")  # tried in this ord
 class Split:
     """The samples of one split: `images[rows[i]]` is sample i still encoded, `labels[i]` its class (int64 [N]).
 
-    `images` is any sequence of encoded files (bytes), paths, arrays (HxW or CxHxW uint8) or Pillow images;
-    `fingerprint` changes when an image may have changed.
+    `images` is any sequence of encoded files (bytes), arrays (HxW or CxHxW uint8) or Pillow images, and `rows` may
+    repeat. With it, `fingerprint` (and for files their stamps) changes when an image may have changed.
     """
 
     name: str
@@ -35,13 +36,15 @@ class Split:
 
     @property
     def cache_key(self) -> str:
-        """Names the selected samples in their order, for a file that holds something derived from them."""
-        return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).tobytes())
+        """Names the selected images in their order, for a file that holds something derived from them."""
+        stamps = self.images.stamps(self.rows) if isinstance(self.images, Files) else ()
+        return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).data, *stamps)
 
-    def read(self, positions: Sequence[int]) -> list:
-        """The encoded images of several samples."""
-        rows = [int(self.rows[position]) for position in positions]
-        return self.images.many(rows) if hasattr(self.images, "many") else [self.images[row] for row in rows]
+    def read_ahead(self, positions: Sequence[int]) -> list:
+        """The encoded images of several samples, or None where reading them together gains nothing."""
+        if not hasattr(self.images, "many"):
+            return [None] * len(positions)
+        return self.images.many([int(self.rows[position]) for position in positions])
 
     def describe(self, position: int) -> str:
         """The path or the index that a user finds sample `position` by."""
@@ -70,17 +73,34 @@ class Files:
     def __getitem__(self, row: int) -> bytes:
         return Path(self.paths[row]).read_bytes()
 
+    def stamps(self, rows: np.ndarray) -> Iterator[str]:
+        """What changes when one of these files does; asked for only where needed, as a million files take a while."""
+        for row in rows:
+            stat = os.stat(self.paths[row])
+            yield f"{self.paths[row]}:{stat.st_size}:{stat.st_mtime_ns}"
+
 
 class Source:
-    """The splits of a data set by name, opened when asked for."""
+    """The splits of a data set by name, opened when asked for.
 
-    def __init__(self, name: str, openers: dict, class_names: list[str] | None = None):
-        self.name, self.openers, self.class_names, self._opened = name, openers, class_names, {}
+    `class_names` may be filled by the first opener that runs.
+    """
+
+    def __init__(self, openers: dict[str, Callable[[], Split]], class_names: list[str]):
+        self.openers, self.class_names, self._opened = openers, class_names, {}
 
     def split(self, name: str) -> Split:
+        """The split of this name, which exists; ValueError when it is empty or its labels are out of range."""
         if name not in self._opened:
-            self._opened[name] = self.openers[name]()
+            split = self.openers[name]()
+            check_labels(split, len(self.class_names))
+            self._opened[name] = split
         return self._opened[name]
+
+
+def likely_train(names: Collection[str], wanted: str | None) -> str:
+    """Of the split names, the one that tells the classes: the training split, as far as there is one."""
+    return next((name for name in (wanted, "train") if name in names), next(iter(names)))
 
 
 def whole_split(name: str, images: Sequence, labels, fingerprint: str) -> Split:
@@ -94,31 +114,40 @@ def check_labels(split: Split, classes: int) -> None:
         raise ValueError(f"split {split.name!r} is empty; choose another with --train_split or --eval_split")
     wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
     if len(wrong):
-        raise ValueError(
-            f"{split.describe(wrong[0])} has the label {split.labels[wrong[0]]}, outside 0..{classes - 1}"
-            + (" (an unlabelled split? choose another with --eval_split)" if split.labels[wrong[0]] < 0 else "")
-        )
+        label = split.labels[wrong[0]]
+        mend = "an unlabelled split? choose another with --eval_split" if label < 0 else "mend the labels"
+        raise ValueError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1} ({mend})")
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
-    from sklearn.model_selection import train_test_split
+    """Set a random `fraction` of each class aside, to one sample exact; returns (the rest, what was set aside).
 
-    positions = np.arange(len(split))
-    try:
-        train, held = train_test_split(
-            positions, test_size=fraction, random_state=mix(seed, "hold-out") % 2**32, stratify=split.labels
+    The total is exact to one sample too, less classes of a single sample, which stay in the rest. Raises ValueError
+    when nothing would be set aside or left.
+    """
+    key = mix(seed, "hold-out")
+    _, labels, counts = np.unique(split.labels, return_inverse=True, return_counts=True)
+    order = permutation(len(split), key, 0)
+    order = order[np.argsort(labels[order], kind="stable")]  # class after class, at random within each
+    # Along that line every 1/fraction-th sample is taken, from a random start.
+    steps = np.floor(np.arange(len(split) + 1) * fraction + key / 2**64)
+    is_held = np.zeros(len(split), bool)
+    is_held[order] = np.diff(steps) > 0
+    is_held &= counts[labels] > 1
+    if not is_held.any() or is_held.all():
+        raise ValueError(
+            f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of them; "
+            "change --eval_fraction or name an --eval_split"
         )
-    except ValueError as error:
-        raise ValueError(f"a hold-out of {fraction} of split {split.name!r} cannot be made: {error}") from None
-    held_split = replace(split.select(np.sort(held)), name=f"{split.name} hold-out")
-    return split.select(np.sort(train)), held_split
+    held = replace(split.select(np.flatnonzero(is_held)), name=f"{split.name} hold-out")
+    return split.select(np.flatnonzero(~is_held)), held
 
 
 def random_subset(split: Split, count: int | None, seed: int) -> Split:
+    """`count` samples at random, in their old order; all when there are no more, or `count` is None."""
     if count is None or count >= len(split):
         return split
-    random = np.random.Generator(np.random.Philox(mix(seed, "subset", split.name)))
-    return split.select(np.sort(random.permutation(len(split))[:count]))
+    return split.select(np.sort(permutation(len(split), mix(seed, "subset", split.name), 0)[:count]))
 
 
 def renumber(split: Split, own: list[str], wanted: list[str]) -> Split:
@@ -139,8 +168,10 @@ def listed(names, most: int = 12) -> str:
 
 
 def fingerprint_of(*parts) -> str:
+    """A hash of the parts, each bytes (or a memoryview) or anything that `str` describes."""
     digest = hashlib.sha256()
     for part in parts:
-        data = part if isinstance(part, bytes) else str(part).encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
+        data = part if isinstance(part, bytes | memoryview) else str(part).encode()
+        digest.update((data.nbytes if isinstance(data, memoryview) else len(data)).to_bytes(8, "little"))
+        digest.update(data)
     return digest.hexdigest()[:32]

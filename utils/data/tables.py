@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from utils.config import TrainConfig
-from utils.data.splits import EVAL_NAMES, Source, Split, fingerprint_of, listed, whole_split
+from utils.data.splits import EVAL_NAMES, Source, Split, fingerprint_of, likely_train, listed, whole_split
 from utils.errors import one_line
 
 TABLE_FILES = ("*.parquet", "*.arrow", "dataset_dict.json", "state.json")  # what tells such a folder
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "fine_label")
+IMAGE_TYPES = ("binary", "large_binary", "string")  # encoded files, or paths of them
+MOST_CLASSES = 10**6  # labels above are identifiers, not numbers of classes
 
 
 class Table:
@@ -25,42 +27,67 @@ class Table:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, row: int) -> bytes:
-        return self.many([row])[0]
+    def __getitem__(self, row: int) -> bytes | None:
+        value = self.dataset[row][self.column] or {}
+        if value.get("bytes") is None and value.get("path"):
+            return Path(value["path"]).read_bytes()
+        return value.get("bytes")
 
-    def many(self, rows: Sequence[int]) -> list[bytes]:
-        """Several rows at once, many times faster than one after the other."""
-        values = self.dataset[rows][self.column]
-        return [v["bytes"] if v["bytes"] is not None else Path(v["path"]).read_bytes() for v in values]
+    def many(self, rows: Sequence[int]) -> list[bytes | None]:
+        """Several rows at once, many times faster than one after the other; None where the bytes lie elsewhere."""
+        return [value and value["bytes"] for value in self.dataset[rows][self.column]]
+
+
+def has_tables(folder: Path) -> bool:
+    return any(any(folder.glob(name)) for name in TABLE_FILES)
 
 
 def read_table_files(path: Path):
     """The splits of a save_to_disk folder, of parquet or arrow files in a folder, or of one such file."""
-    from datasets import Dataset, load_dataset, load_from_disk
-    from datasets.exceptions import DatasetGenerationError
-
+    if path.is_file() and path.suffix not in (".parquet", ".arrow"):
+        raise ValueError(f"{path}: give a folder, or a .parquet or .arrow file")
     try:
-        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            return load_from_disk(str(path))
-        if path.is_file():
-            if path.suffix == ".arrow":
-                return {"train": Dataset.from_file(str(path))}
-            if path.suffix != ".parquet":
-                raise ValueError(f"{path}: give a folder, or a .parquet or .arrow file")
-            return load_dataset("parquet", data_files={"train": str(path)})
-        kind = "parquet" if any(path.glob("*.parquet")) else "arrow"
-        return load_dataset(kind, data_files=_files_by_split(sorted(path.glob(f"*.{kind}"))))
-    except DatasetGenerationError as error:
-        raise ValueError(f"{path}: not readable ({one_line(error.__cause__ or error)})") from error
+        return _read(path)
+    except Exception as error:  # broken files make the libraries below raise anything
+        reason = one_line(error.__cause__ or error)[:300]
+        raise ValueError(f"{_unreadable(path)}: cannot be read ({reason}); mend or remove it") from error
+
+
+def _read(path: Path):
+    from datasets import Dataset, load_dataset, load_from_disk
+
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return load_from_disk(str(path))
+    if path.is_file() and path.suffix == ".arrow":
+        return {"train": Dataset.from_file(str(path))}
+    if path.is_file():
+        return load_dataset("parquet", data_files={"train": str(path)})
+    kind = "parquet" if any(path.glob("*.parquet")) else "arrow"
+    return load_dataset(kind, data_files=_files_by_split(sorted(path.glob(f"*.{kind}"))))
+
+
+def _unreadable(path: Path) -> Path:
+    """The parquet file whose footer is damaged or tells of no rows, if that is what is wrong with `path`."""
+    from pyarrow.parquet import read_metadata
+
+    for file in sorted(path.glob("*.parquet")):
+        try:
+            if read_metadata(file).num_rows:
+                continue
+        except (ValueError, OSError):
+            pass
+        return file
+    return path
 
 
 def _files_by_split(files: list[Path]) -> dict[str, list[str]]:
-    """Group files such as train-00000-of-00002.parquet by the word before the first dash, dot or digit."""
+    """Group files by split: train-00000-of-00002.parquet as the Hub names them, else val.parquet, test_1.parquet."""
     groups: dict[str, list[str]] = {}
     for file in files:
-        word = re.match(r"[A-Za-z]+", file.name)
-        known = word and word[0].lower() in ("train", *EVAL_NAMES)
-        groups.setdefault(word[0].lower() if known else "train", []).append(str(file))
+        shard = re.fullmatch(r"(?:.*-)?(\w+)-\d+-of-\d+(-\w+)?", file.stem)
+        word = re.match(r"[a-z]*", file.name.lower())[0]
+        name = shard[1] if shard else word if word in EVAL_NAMES else "train"
+        groups.setdefault(name, []).append(str(file))
     return groups
 
 
@@ -69,75 +96,104 @@ def load_hub(config: TrainConfig) -> Source:
     from datasets import load_dataset
 
     try:
-        return hugging_face(load_dataset(config.data, config.data_subset), config)
-    except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith("--"):
-            raise
-        raise ValueError(f"--data {config.data}: cannot be loaded from the Hub ({one_line(error)[:300]})") from error
+        splits = load_dataset(config.data, config.data_subset)
+    except Exception as error:  # from a network, a cache and files, all of them others'
+        reason = one_line(error)[:300]
+        raise ValueError(
+            f"--data {config.data}: no such file or folder, and it cannot be loaded from the Hub ({reason})"
+        ) from error
+    return hugging_face(splits, config)
 
 
 def hugging_face(splits, config: TrainConfig) -> Source:
     """The splits of a `DatasetDict`, or a single `Dataset`."""
     splits = splits if isinstance(splits, dict) else {"train": splits}
-    first = next(iter(splits.values()))
-    image_column = _image_column(first.features, config.image_column)
-    label_column = _label_column(first.features, config.label_column)
-    train_name = config.train_split if config.train_split in splits else next(iter(splits))
-    train_name = "train" if config.train_split is None and "train" in splits else train_name
-    class_names = _class_names(splits[train_name], label_column)
-    number = {name: index for index, name in enumerate(class_names)}
+    train = splits[likely_train(splits, config.train_split)]
+    image_column = _image_column(train.features, config.image_column)
+    label_column = _label_column(train.features, config.label_column)
+    class_names = _class_names(train, label_column)
 
     def make(name: str) -> Split:
         dataset = splits[name]
         for column in (image_column, label_column):
             if column not in dataset.features:
-                raise ValueError(f"split {name!r} has no column {column!r}; it has {listed(dataset.features)}")
-        labels = dataset.with_format("numpy", columns=[label_column])[label_column][:]
-        if labels.dtype.kind not in "iu":
-            labels = np.asarray([number.get(str(label), -1) for label in labels])
-        fingerprint = fingerprint_of(dataset._fingerprint, image_column)
-        return whole_split(name, Table(dataset, image_column), labels, fingerprint)
+                has = listed(dataset.features)
+                raise ValueError(f"split {name!r} has no column {column!r}, only {has}; choose another split")
+        labels = _labels(name, dataset, label_column, class_names)
+        return whole_split(name, Table(dataset, image_column), labels, fingerprint_of(dataset._fingerprint))
 
-    return Source(config.data, {name: (lambda name=name: make(name)) for name in splits}, class_names)
+    return Source({name: (lambda name=name: make(name)) for name in splits}, class_names)
 
 
 def _image_column(features, wanted: str | None) -> str:
     from datasets import Image
 
-    if wanted is not None:
-        if wanted not in features:
-            raise ValueError(f"--image_column {wanted}: no such column; there are {listed(features)}")
-        return wanted
-    found = [name for name, feature in features.items() if isinstance(feature, Image)]
-    if not found:  # a plain struct of bytes, as files written without datasets hold
-        found = [name for name, feature in features.items() if isinstance(feature, dict) and "bytes" in feature]
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} image columns; name one with --image_column out of {listed(features)}")
-    return found[0]
+    if wanted is None:
+        found = [name for name, feature in features.items() if isinstance(feature, Image)]
+        # else a plain struct of bytes, as files written without datasets hold
+        return _only(found or [name for name, feature in features.items() if _is_struct(feature)], "image", features)
+    _check_column(features, wanted, "--image_column")
+    feature = features[wanted]
+    if not (isinstance(feature, Image) or _is_struct(feature) or getattr(feature, "dtype", "") in IMAGE_TYPES):
+        raise ValueError(f"--image_column {wanted}: holds no images but {feature}; there are {listed(features)}")
+    return wanted
+
+
+def _is_struct(feature) -> bool:
+    return isinstance(feature, dict) and "bytes" in feature
 
 
 def _label_column(features, wanted: str | None) -> str:
     from datasets import ClassLabel
 
-    if wanted is not None:
-        if wanted not in features:
-            raise ValueError(f"--label_column {wanted}: no such column; there are {listed(features)}")
-        return wanted
-    found = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
-    if not found:
-        found = [name for name in LABEL_NAMES if name in features][:1]
+    if wanted is None:
+        found = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
+        wanted = _only(found or [name for name in LABEL_NAMES if name in features][:1], "label", features)
+    _check_column(features, wanted, "--label_column")
+    dtype = getattr(features[wanted], "dtype", "")
+    if not re.fullmatch(r"u?int\d+|bool|(large_)?string", dtype):
+        raise ValueError(f"--label_column {wanted}: labels must be whole numbers or names, not {features[wanted]}")
+    return wanted
+
+
+def _only(found: list[str], kind: str, features) -> str:
     if len(found) != 1:
-        raise ValueError(f"{len(found)} label columns; name one with --label_column out of {listed(features)}")
+        which = f"{listed(found)} may each be the {kind} column" if found else f"there is no {kind} column"
+        raise ValueError(f"{which}; name one with --{kind}_column out of {listed(features)}")
     return found[0]
+
+
+def _check_column(features, name: str, flag: str) -> None:
+    if name not in features:
+        raise ValueError(f"{flag} {name}: no such column; there are {listed(features)}")
 
 
 def _class_names(dataset, column: str) -> list[str]:
     names = getattr(dataset.features[column], "names", None)
     if names:
         return [str(name) for name in names]
-    values = dataset.unique(column)
-    if all(isinstance(value, int) for value in values):
-        return [str(i) for i in range(max(values, default=-1) + 1)]
-    if not all(isinstance(value, str) for value in values):
-        raise ValueError(f"--label_column {column}: labels must be whole numbers or names, not {type(values[0])}")
-    return sorted(values)
+    values = [value for value in dataset.unique(column) if value is not None]
+    if values and isinstance(values[0], str):
+        return sorted(values)
+    highest = int(max(values, default=-1))
+    if highest >= MOST_CLASSES:
+        raise ValueError(f"--label_column {column}: labels go up to {highest}; number the classes from 0 on")
+    return [str(number) for number in range(highest + 1)]
+
+
+def _labels(split: str, dataset, column: str, class_names: list[str]) -> np.ndarray:
+    """The classes' numbers, int64 [N], -1 where there is no label."""
+    import pyarrow as pa
+    from pyarrow import compute
+
+    values = dataset.select_columns(column).with_format("arrow")[:][column]
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        numbers = compute.index_in(values, value_set=pa.array(class_names, values.type))
+        unknown = values.filter(compute.and_(numbers.is_null(), values.is_valid()))
+        if len(unknown):
+            raise ValueError(
+                f"split {split!r} has the class {unknown[0].as_py()!r}, which the training split does not have; "
+                f"its classes are {listed(class_names)}"
+            )
+        values = numbers
+    return values.cast(pa.int64()).fill_null(-1).to_numpy()

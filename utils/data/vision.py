@@ -1,5 +1,6 @@
 """torchvision's classification data sets, by class name."""
 
+import difflib
 import inspect
 import re
 from collections.abc import Sequence
@@ -7,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torchvision
+from torchvision.datasets import MNIST
 
 from utils.config import TrainConfig, expand
-from utils.data.splits import Source, Split, fingerprint_of, whole_split
+from utils.data.splits import Files, Source, Split, fingerprint_of, whole_split
 from utils.errors import one_line
 
 
@@ -27,78 +29,103 @@ class Items:
 
 
 def open_torchvision(name: str, config: TrainConfig) -> Source:
-
+    """The data set `torchvision.datasets.NAME`, read from --data_dir and downloaded there if it is missing."""
     cls = torchvision_class(name)
     parameters = inspect.signature(cls).parameters
     root = expand(config.data_dir or str(Path(config.cache_dir) / "torchvision"))
     fixed = {"root": str(root)} if "root" in parameters else {}
-    if "target_types" in parameters:
-        fixed["target_types"] = "category"
-    if "train" in parameters:
+    if name == "EMNIST":  # what others call `split` is a choice of characters here
+        fixed["split"] = config.data_subset or "balanced"
+    if "train" in parameters or name == "EMNIST":
         names = {"train": {"train": True}, "test": {"train": False}}
     elif "split" in parameters:
-        names = {split: {"split": split} for split in _torchvision_splits(cls)}
+        names = {split: {"split": split} for split in _torchvision_splits(cls, parameters["split"].default)}
     else:
         names = {"train": {}}
     class_names: list[str] = []
 
     def make(split: str) -> Split:
-        dataset = _torchvision_dataset(cls, {**fixed, **names[split]}, "download" in parameters)
+        dataset = _torchvision_dataset(cls, {**fixed, **names[split]}, str(root))
         labels = _torchvision_labels(dataset)
-        known = [str(c) for c in getattr(dataset, "classes", [])]
         if not class_names:
-            class_names.extend(known or [str(i) for i in range(int(labels.max()) + 1)])
-        pixels = getattr(dataset, "data", None)
-        images = np.asarray(pixels) if hasattr(pixels, "shape") and len(pixels) == len(labels) else Items(dataset)
-        if isinstance(images, np.ndarray) and images.ndim == 4 and images.shape[-1] in (1, 3):
-            images = images.transpose(0, 3, 1, 2)
-        print_of = fingerprint_of(name, split, str(root), labels.tobytes(), _sample_bytes(images))
-        return whole_split(split, images, labels, print_of)
+            known = getattr(dataset, "classes", None) or range(int(labels.max(initial=-1)) + 1)
+            class_names.extend(", ".join(c) if isinstance(c, tuple) else str(c) for c in known)
+        images = _torchvision_images(dataset, len(labels))
+        fingerprint = fingerprint_of(name, split, root.resolve(), labels.data, _sample_bytes(images))
+        return whole_split(split, images, labels, fingerprint)
 
-    return Source(name, {split: (lambda split=split: make(split)) for split in names}, class_names)
+    return Source({split: (lambda split=split: make(split)) for split in names}, class_names)
 
 
 def torchvision_class(name: str) -> type:
     """The class `torchvision.datasets.NAME`; ValueError when there is none."""
-    cls = getattr(torchvision.datasets, name, None)
-    if not (inspect.isclass(cls) and issubclass(cls, torchvision.datasets.VisionDataset)):
-        raise ValueError(f"--data torchvision/{name}: torchvision.datasets has no such data set")
-    return cls
+    known = {n.lower(): n for n in torchvision.datasets.__all__ if _is_dataset(getattr(torchvision.datasets, n))}
+    if name not in known.values():
+        near = [known[n] for n in difflib.get_close_matches(name.lower(), known, n=3)]
+        mend = f"; did you mean {' or '.join(near)}" if near else ""
+        raise ValueError(f"--data torchvision/{name}: torchvision.datasets has no such data set{mend}")
+    return getattr(torchvision.datasets, name)
 
 
-def _torchvision_splits(cls) -> list[str]:
-    """The names that the class's `split` parameter takes: those its own source checks against, common ones else."""
+def _is_dataset(value) -> bool:
+    return inspect.isclass(value) and issubclass(value, torchvision.datasets.VisionDataset)
+
+
+def _torchvision_splits(cls: type, default) -> list[str]:
+    """The names that the class's `split` parameter takes: its default, and common ones that its source mentions."""
     text = inspect.getsource(cls)
-    candidates = ("train", "trainval", "validation", "valid", "val", "test", "extra", "unlabeled")
-    found = [name for name in candidates if re.search(rf"[\"']{name}[\"']", text)]
-    return [name for name in found if name != "unlabeled"] or ["train", "test"]
+    common = ("train", "trainval", "validation", "valid", "val", "test", "extra")
+    found = [name for name in common if re.search(rf"[\"']{name}[\"']", text)] or ["train", "test"]
+    return [default, *found] if isinstance(default, str) and default not in found else found
 
 
-def _torchvision_dataset(cls, arguments: dict, downloads: bool):
+def _torchvision_dataset(cls: type, arguments: dict, root: str):
+    what = f"--data torchvision/{cls.__name__}"
     try:
         return cls(**arguments)
-    except (RuntimeError, OSError):
-        if not downloads:
-            raise
+    except Exception as error:  # of many kinds: missing, damaged or half-extracted files
+        if "download" not in inspect.signature(cls.__init__).parameters and not issubclass(cls, MNIST):
+            raise ValueError(f"{what}: not readable in {root} ({one_line(error)[:200]}); see --data_dir") from error
     try:
         return cls(**arguments, download=True)
     except Exception as error:
         raise ValueError(
-            f"--data torchvision/{cls.__name__}: not in {arguments.get('root')}, and downloading it failed "
-            f"({one_line(error)}); put it there or point --data_dir at it"
+            f"{what}: not in {root}, and downloading it failed ({one_line(error)[:200]}); "
+            "put it there or point --data_dir at it"
         ) from error
 
 
 def _torchvision_labels(dataset) -> np.ndarray:
-    for attribute in ("targets", "labels", "_labels"):
-        values = getattr(dataset, attribute, None)
-        if values is not None and len(values) == len(dataset):
-            return np.asarray(values, dtype=np.int64)
-    for attribute in ("samples", "_samples"):
-        pairs = getattr(dataset, attribute, None)
-        if pairs is not None and len(pairs) == len(dataset):
-            return np.asarray([pair[1] for pair in pairs], dtype=np.int64)
-    return np.asarray([int(dataset[i][1]) for i in range(len(dataset))], dtype=np.int64)
+    try:
+        for attribute in ("targets", "labels", "_labels"):
+            values = getattr(dataset, attribute, None)
+            if values is not None and np.shape(values) == (len(dataset),):
+                return np.asarray(values, dtype=np.int64)
+        for attribute in ("samples", "_samples"):
+            pairs = getattr(dataset, attribute, None)
+            if pairs is not None and len(pairs) == len(dataset):
+                return np.asarray([pair[1] for pair in pairs], dtype=np.int64)
+        return np.asarray([int(dataset[i][1]) for i in range(len(dataset))], dtype=np.int64)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ValueError(
+            f"--data torchvision/{type(dataset).__name__}: not a classification data set ({one_line(error)[:100]})"
+        ) from error
+
+
+def _torchvision_images(dataset, count: int) -> Sequence:
+    """Its array of uint8 [N, H, W] or [N, C, H, W] or its image files, if it has either; else the data set itself."""
+    pixels = getattr(dataset, "data", None)
+    if hasattr(pixels, "shape") and len(pixels) == count and len(pixels.shape) in (3, 4):
+        pixels = np.asarray(pixels)
+        if pixels.dtype == np.uint8:
+            is_planes = pixels.ndim == 3 or pixels.shape[-1] not in (1, 3)
+            return pixels if is_planes else pixels.transpose(0, 3, 1, 2)
+    for attribute in ("samples", "_samples", "_image_files", "_images"):
+        items = getattr(dataset, attribute, None) or []
+        paths = [item[0] if isinstance(item, tuple) else item for item in items]
+        if len(paths) == count and all(isinstance(path, str | Path) for path in paths):
+            return Files([str(path) for path in paths])
+    return Items(dataset)
 
 
 def _sample_bytes(images: Sequence) -> bytes:
