@@ -35,7 +35,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def shift_and_flip(images: Tensor, random: Tensor, padding: int, flip: bool) -> Tensor:
-    """Move each image by up to `padding` pixels over black and mirror half of them; [n, H, W, C] uint8 to the same.
+    """Move each image by up to `padding` pixels over black, then mirror half of them; [n, H, W, C] uint8 to the same.
 
     `random` [n, 3] in [0, 1): vertical shift, horizontal shift, mirroring.
     """

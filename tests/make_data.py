@@ -1,0 +1,82 @@
+"""Small data sets for the tests, written on the fly: image files and folders, tables, MNIST's IDX files."""
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def pictures(count: int, size: tuple[int, int] = (8, 8), channels: int = 3, seed: int = 0) -> np.ndarray:
+    """Random pixels: uint8 [count, H, W, 3], or [count, H, W] for one channel."""
+    shape = (count, *size, 3) if channels == 3 else (count, *size)
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def smooth(height: int, width: int) -> np.ndarray:
+    """A colour picture without edges, as JPEG compresses it well: uint8 [H, W, 3]."""
+    y, x = np.mgrid[0:height, 0:width]
+    planes = (x * 255 // max(1, width - 1), y * 255 // max(1, height - 1), (x + y) * 255 // max(1, width + height - 2))
+    return np.stack(planes, -1).astype(np.uint8)
+
+
+def encoded(image, kind: str, **options) -> bytes:
+    """An array or a Pillow image as a file's bytes."""
+    file = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, kind, **options)
+    return file.getvalue()
+
+
+def png_of_16_bits(pixels: np.ndarray) -> bytes:
+    """uint16 [H, W, 3] as a PNG file, which Pillow does not write."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def image_folder(root: str | Path, counts: dict[str, int], size=(8, 8), kind: str = "png", seed: int = 0) -> list[Path]:
+    """Write root/CLASS/N.kind with so many images for each class; returns their paths in order."""
+    images, paths = iter(pictures(sum(counts.values()), size, seed=seed)), []
+    for name, count in sorted(counts.items()):
+        folder = Path(root) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            paths.append(folder / f"{number:03}.{kind}")
+            Image.fromarray(next(images)).save(paths[-1])
+    return paths
+
+
+def table(labels: list, feature, images=None, image_column: str = "image", **columns):
+    """A Hugging Face data set with an image and a label column; further columns as (values, feature)."""
+    from datasets import Dataset, Features
+    from datasets import Image as ImageFeature
+
+    images = list(pictures(len(labels))) if images is None else images
+    values = {image_column: images, "label": labels} | {name: column[0] for name, column in columns.items()}
+    features = {image_column: ImageFeature(), "label": feature} | {name: column[1] for name, column in columns.items()}
+    return Dataset.from_dict(values, features=Features(features))
+
+
+def parquet(folder: str | Path, **splits) -> Path:
+    """Write the data sets as the Hub lays them out, folder/SPLIT-00000-of-00001.parquet."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, dataset in splits.items():
+        dataset.to_parquet(str(Path(folder) / f"{name}-00000-of-00001.parquet"))
+    return Path(folder)
+
+
+def mnist_files(root: str | Path, **splits: tuple[np.ndarray, np.ndarray]) -> None:
+    """Write root/MNIST/raw/*-ubyte of `train` and `t10k` images [N, H, W] and labels [N]."""
+    raw = Path(root) / "MNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    for name, arrays in splits.items():
+        for array, kind in zip(arrays, ("images-idx3", "labels-idx1"), strict=True):
+            header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+            (raw / f"{name}-{kind}-ubyte").write_bytes(header + array.astype(np.uint8).tobytes())

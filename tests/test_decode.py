@@ -1,0 +1,325 @@
+"""Encoded images to pixels, and data sets to the cache, against Pillow and numpy."""
+
+import io
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from make_data import encoded, image_folder, pictures, png_of_16_bits, smooth, table
+from PIL import Image
+from ranks import returned
+
+from utils.data.decode import EVAL_CROP, Shared, center, decode, decode_all, peek
+from utils.data.splits import Files, hold_out, whole_split
+from utils.data.tables import Table
+
+PICTURE = smooth(24, 40)
+ALPHA = np.concatenate([PICTURE, PICTURE[..., :1]], -1)
+
+
+def split_of(images, fingerprint="made"):
+    return whole_split("train", images, np.zeros(len(images)), fingerprint)
+
+
+def pixels_of(raw, channels):
+    pixels = decode(split_of([raw]), 0, channels)
+    assert pixels.dtype.itemsize == 1 and pixels.shape[2] == channels
+    return pixels.numpy().astype(int)
+
+
+def by_pillow(raw, channels):
+    pixels = np.asarray(Image.open(io.BytesIO(raw)).convert("L" if channels == 1 else "RGB")).astype(int)
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+FILES = {
+    "jpeg": encoded(PICTURE, "JPEG", quality=95),
+    "progressive jpeg": encoded(PICTURE, "JPEG", progressive=True),
+    "grey jpeg": encoded(PICTURE[..., 0], "JPEG"),
+    "cmyk jpeg": encoded(Image.fromarray(PICTURE).convert("CMYK"), "JPEG", quality=95),
+    "png": encoded(PICTURE, "PNG"),
+    "grey png": encoded(PICTURE[..., 0], "PNG"),
+    "black and white png": encoded(Image.fromarray(PICTURE).convert("1"), "PNG"),
+    "palette png": encoded(Image.fromarray(PICTURE).quantize(16), "PNG"),
+    "transparent palette png": encoded(Image.fromarray(PICTURE).quantize(16), "PNG", transparency=3),
+    "alpha png": encoded(ALPHA, "PNG"),
+    "grey alpha png": encoded(ALPHA[..., [0, 3]], "PNG"),
+    "gif": encoded(PICTURE, "GIF"),
+    "webp": encoded(PICTURE, "WEBP", lossless=True),
+    "alpha webp": encoded(ALPHA, "WEBP", lossless=True, exact=True),
+    "bmp": encoded(PICTURE, "BMP"),
+    "tiff": encoded(PICTURE, "TIFF"),
+}
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_has_the_pixels_that_pillow_reads(name, channels):
+    ours, pillows = pixels_of(FILES[name], channels), by_pillow(FILES[name], channels)
+    assert ours.shape == pillows.shape
+    assert np.abs(ours - pillows).max() <= 1  # JPEG: grey is the file's own luma, Pillow's is computed from colours
+
+
+def test_transparency_is_dropped_and_the_colours_beneath_it_stay():
+    assert (pixels_of(FILES["alpha png"], 3) == PICTURE).all()
+    assert (pixels_of(FILES["alpha webp"], 3) == PICTURE).all()
+    assert (pixels_of(FILES["grey alpha png"], 1)[..., 0] == PICTURE[..., 0]).all()
+
+
+def test_cmyk_jpeg_has_the_colours_of_the_picture_and_not_their_inverse():
+    assert np.abs(pixels_of(FILES["cmyk jpeg"], 3) - PICTURE).max() < 40
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_grey_image_of_16_bits_is_scaled_not_clipped(kind):
+    deep = (np.arange(24 * 40).reshape(24, 40) * 68).astype(np.uint16)
+    assert (pixels_of(encoded(deep, kind), 1)[..., 0] == deep // 256).all()
+    assert (pixels_of(encoded(deep, kind), 3) == (deep // 256)[..., None]).all()
+
+
+def test_colour_png_of_16_bits_is_scaled_not_clipped():
+    deep = np.random.default_rng(0).integers(0, 65536, (5, 7, 3)).astype(np.uint16)
+    assert (pixels_of(png_of_16_bits(deep), 3) == deep // 256).all()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_exif_orientation_is_applied(kind, channels):
+    upright = np.zeros((16, 32, 3), np.uint8)
+    upright[:8, :8] = 255  # one white corner tells all eight apart
+    upright[:8, 16:] = 128
+    turned = {  # how a camera that writes this orientation has stored the picture
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.transpose(1, 0, 2),
+        6: np.rot90(upright, 1),
+        7: upright[::-1, ::-1].transpose(1, 0, 2),
+        8: np.rot90(upright, -1),
+    }
+    for orientation, stored in turned.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        options = {"quality": 100} if kind == "JPEG" else {}
+        raw = encoded(np.ascontiguousarray(stored), kind, exif=exif, **options)
+        assert np.abs(pixels_of(raw, channels) - upright[..., :channels]).max() <= 3, orientation
+
+
+def test_arrays_and_pillow_images_of_any_height_are_taken_as_they_are():
+    for height in (1, 2, 3, 5):
+        picture = pictures(1, (height, 7))[0]
+        assert (pixels_of(picture.transpose(2, 0, 1), 3) == picture).all()
+        assert (pixels_of(Image.fromarray(picture), 3) == picture).all()
+        assert (pixels_of(encoded(picture, "BMP"), 3) == picture).all()
+        grey = picture[..., 0]
+        assert (pixels_of(grey, 1)[..., 0] == grey).all()
+        assert (pixels_of(grey, 3) == grey[..., None]).all()
+        luma = picture @ [0.299, 0.587, 0.114]
+        assert np.abs(pixels_of(picture.transpose(2, 0, 1), 1)[..., 0] - luma).max() <= 1
+
+
+@pytest.mark.parametrize("name", ["jpeg", "progressive jpeg", "cmyk jpeg", "png", "webp", "gif"])
+def test_a_truncated_file_is_an_error_or_complete(name):
+    raw = FILES[name]
+    complete, errors = pixels_of(raw, 3), 0
+    for length in range(0, len(raw), max(1, len(raw) // 60)):
+        try:
+            pixels = pixels_of(raw[:length], 3)
+        except ValueError as error:
+            assert "image 0 of split 'train': not a readable image" in str(error)
+            errors += 1
+            continue
+        assert "png" in name  # whose pixels may all lie before the end
+        assert (pixels == complete).all()
+    assert errors > 40
+
+
+def damage_files():
+    """Decode files with some bytes changed: errors are fine, a crash ends the process."""
+    random = np.random.default_rng(0)
+    for name in ("jpeg", "progressive jpeg", "png", "grey png", "palette png", "alpha png", "gif", "webp"):
+        for _ in range(60):
+            raw = bytearray(FILES[name])
+            for place in random.integers(0, len(raw), 3):
+                raw[place] = random.integers(0, 256)
+            try:
+                pixels_of(bytes(raw), 3)
+            except ValueError as error:
+                assert "not a readable image" in str(error)
+    return "alive"
+
+
+def test_damaged_files_are_errors_and_never_end_the_process():
+    assert returned(1, damage_files) == ["alive"]
+
+
+def test_an_unreadable_image_is_named_by_its_path_or_its_index(tmp_path):
+    file = tmp_path / "broken.png"
+    file.write_bytes(b"no image")
+    files = Files([str(file), str(tmp_path / "gone.png")])
+    for position, name in enumerate(["broken.png", "gone.png"]):
+        with pytest.raises(ValueError, match=f"{name}: not a readable image"):
+            decode(split_of(files), position, 3)
+    selected = split_of([FILES["png"], FILES["png"], b""]).select(np.array([2]))
+    with pytest.raises(ValueError, match="image 2 of split 'train'"):
+        decode(selected, 0, 3)
+
+
+def test_a_table_row_without_an_image_is_an_error_that_names_it():
+    from datasets import Value
+
+    holed = table([0, 1, 0], Value("int64"), [pictures(1)[0], None, pictures(1)[0]])
+    split = split_of(Table(holed, "image"))
+    for raw in (None, split.read_ahead([0, 1])[1]):
+        with pytest.raises(ValueError, match=r"image 1 of split 'train'.*there is no image"):
+            decode(split, 1, 3, raw)
+
+
+def test_a_table_of_paths_reads_the_files(tmp_path):
+    from datasets import Dataset
+
+    paths = image_folder(tmp_path, {"a": 3})
+    split = split_of(Table(Dataset.from_dict({"file": [str(path) for path in paths]}), "file"))
+    for position, path in enumerate(paths):
+        assert (
+            decode(split, position, 3, split.read_ahead([position])[0]).numpy() == np.asarray(Image.open(path))
+        ).all()
+
+
+# -- size ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(24, 40), (40, 24), (17, 90), (200, 133), (8, 8)])
+@pytest.mark.parametrize("share", [1.0, EVAL_CROP])
+def test_the_centre_of_an_image_of_any_size_is_what_pillow_cuts_out(size, share):
+    picture = smooth(*size)
+    ours = center(decode(split_of([encoded(picture, "PNG")]), 0, 3), 32, 48, share).numpy().astype(int)
+    scale = max(32 / size[0], 48 / size[1]) / share
+    height, width = max(32, round(size[0] * scale)), max(48, round(size[1] * scale))
+    resized = np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR)).astype(int)
+    top, left = round((height - 32) / 2), round((width - 48) / 2)
+    assert ours.shape == (32, 48, 3)
+    assert np.abs(ours - resized[top : top + 32, left : left + 48]).max() <= 2
+
+
+def test_peek_tells_grey_from_colour_and_one_size_from_many():
+    grey, colour = pictures(4, channels=1), pictures(4)
+    assert peek(split_of([encoded(image, "PNG") for image in grey])) == (1, (8, 8))
+    assert peek(split_of([encoded(np.stack([image] * 3, -1), "PNG") for image in grey])) == (1, (8, 8))
+    assert peek(split_of([encoded(image, "PNG") for image in colour])) == (3, (8, 8))
+    assert peek(split_of([encoded(grey[0], "PNG"), encoded(colour[0], "PNG")])) == (3, (8, 8))
+    assert peek(split_of([encoded(colour[0], "PNG"), encoded(colour[0, :5], "PNG")])) == (3, None)
+
+
+# -- the cache -------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """In the place of a progress bar; counts how often something is decoded."""
+
+    calls = 0
+
+    def __call__(self, items):
+        self.calls += 1
+        return items
+
+
+def folder_split(folder, count=10, seed=0):
+    paths = image_folder(folder, {"a": count}, seed=seed)
+    return split_of(Files([str(path) for path in paths])), pictures(count, seed=seed)
+
+
+def cached_files():
+    folder = Path("cache/decoded")
+    return sorted(os.listdir(folder)) if folder.exists() else []
+
+
+def test_decoded_data_are_the_images_and_a_second_opening_decodes_nothing():
+    (split, expected), counting = folder_split("photos", 300), Counting()
+    for _ in range(2):
+        assert (np.asarray(decode_all(split, 8, 8, 3, "cache", counting)) == expected).all()
+    assert counting.calls == 1
+    assert len(cached_files()) == 1
+
+
+def test_other_shapes_are_decoded_besides():
+    split, expected = folder_split("photos")
+    assert decode_all(split, 8, 8, 3, "cache", iter).shape == (10, 8, 8, 3)
+    grey = decode_all(split, 8, 8, 1, "cache", iter)
+    assert np.abs(grey[..., 0] - expected @ [0.299, 0.587, 0.114]).max() <= 1
+    assert decode_all(split, 16, 12, 3, "cache", iter).shape == (10, 16, 12, 3)
+    assert len(cached_files()) == 3
+
+
+def test_an_error_half_way_leaves_no_file():
+    split, _ = folder_split("photos", 300)
+    Path(split.images.paths[290]).write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"290\.png: not a readable image"):
+        decode_all(split, 8, 8, 3, "cache", iter)
+    assert cached_files() == []
+
+
+def test_the_file_appears_only_when_it_is_whole():
+    split, _ = folder_split("photos", 300)
+
+    def watching(items):
+        for item in items:
+            assert not [name for name in cached_files() if name.endswith(".npy")]
+            yield item
+
+    decode_all(split, 8, 8, 3, "cache", watching)
+    assert len(cached_files()) == 1 and cached_files()[0].endswith(".npy")
+
+
+def test_a_changed_file_is_decoded_anew():
+    split, expected = folder_split("photos")
+    decode_all(split, 8, 8, 3, "cache", iter)
+    Image.fromarray(255 - expected[3]).save(split.images.paths[3])
+    again = decode_all(split, 8, 8, 3, "cache", iter)
+    assert (again[3] == 255 - expected[3]).all() and (again[4] == expected[4]).all()
+
+
+def test_a_changed_table_is_decoded_anew():
+    from datasets import Value
+
+    from utils.config import TrainConfig
+    from utils.data.sources import load_data
+
+    for seed in (1, 2):
+        shutil.rmtree("tables", ignore_errors=True)
+        table([0] * 9 + [1] * 9, Value("int64"), list(pictures(18, seed=seed))).save_to_disk("tables")
+        split = load_data(TrainConfig(data="tables")).train
+        assert (decode_all(split, 8, 8, 3, "cache", iter) == pictures(18, seed=seed)[split.rows]).all()
+
+
+def test_a_subset_and_both_parts_of_a_hold_out_get_their_own_rows():
+    split, expected = folder_split("photos", 50)
+    rest, held = hold_out(split, 0.2, 7)
+    for part in (rest, held, split.select(np.array([30, 2, 44]))):
+        assert (decode_all(part, 8, 8, 3, "cache", iter) == expected[part.rows]).all()
+    arrays = split_of(expected.transpose(0, 3, 1, 2))
+    for part in (arrays, arrays.select(np.array([30, 2, 44])), arrays.select(np.arange(50)[::-1])):
+        assert (decode_all(part, 8, 8, 3, "cache", None) == expected[part.rows]).all()
+    assert (decode_all(split_of(expected[..., 0]), 8, 8, 1, "cache", None)[..., 0] == expected[..., 0]).all()
+
+
+def test_samples_that_share_images_are_decoded_once():
+    expected, counting = pictures(5), Counting()
+    split = split_of([encoded(image, "PNG") for image in expected]).select(np.arange(10**6) % 5)
+    pixels = decode_all(split, 8, 8, 3, "cache", counting)
+    assert isinstance(pixels, Shared) and counting.calls == 1
+    assert (pixels[np.array([999_998, 1, 0])] == expected[[3, 1, 0]]).all()
+    assert pixels[np.array([], np.int64)].shape == (0, 8, 8, 3)
+
+
+def test_a_cache_without_room_is_an_error_before_anything_is_written(monkeypatch):
+    split, _ = folder_split("photos")
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 10**9, 100))
+    with pytest.raises(OSError, match=r"--cache_dir"):
+        decode_all(split, 8, 8, 3, "cache", iter)
+    assert cached_files() == []
