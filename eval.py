@@ -17,12 +17,21 @@ from utils.config import EvalConfig, TrainConfig, expand, from_yaml
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler
 from utils.data.sources import check_source, load_split
-from utils.distributed import Ranks, make_accelerator, ranks_of_launch
+from utils.distributed import Ranks, check_precision, make_accelerator, ranks_of_launch
 from utils.evaluation import evaluate_split
 from utils.models import build_model
 from utils.report import progress, table
 
-OVERRIDES = ["data", "image_column", "label_column", "max_eval_samples", "eval_batch_size", "mixed_precision", "num_workers", "data_dir", "cache_dir"]
+OVERRIDES = (
+    "data",
+    "image_column",
+    "label_column",
+    "eval_batch_size",
+    "mixed_precision",
+    "num_workers",
+    "data_dir",
+    "cache_dir",
+)  # settings of the run that a flag of eval.py replaces
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -32,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         checkpoint = find_checkpoint(expand(asked.ckpt))
         verify(checkpoint)
         config = settings_of(checkpoint, asked)
+        check_precision(config, ranks)
         check_source(config)
         if asked.json and not Path(asked.json).absolute().parent.is_dir():
             raise ValueError(f"--json {asked.json}: its folder does not exist")
@@ -68,7 +78,7 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     loader = accelerator.prepare(loader)
     model.to(accelerator.device)  # bare: nothing is trained, so the ranks have nothing to say to each other
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    result = evaluate_split(accelerator, model, batches, config, progress("evaluating", ranks.is_main))
+    result = evaluate_split(ranks, accelerator, model, batches, config, progress("evaluating", ranks.is_main))
     state = saved["state"]
     step, epoch = state["step"], state["epoch"] + (state["position"] > 0)
     return {"kind": "eval", "step": step, "epoch": epoch, "split": split.name, **result}, class_names

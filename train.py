@@ -26,7 +26,7 @@ from utils.data.decode import peek
 from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
 from utils.data.sources import check_source, load_data
-from utils.distributed import Ranks, make_accelerator, ranks_of_launch, settle_buckets
+from utils.distributed import Ranks, check_precision, make_accelerator, ranks_of_launch, settle_buckets
 from utils.evaluation import evaluate_split
 from utils.losses import loss_sum
 from utils.meter import Meter, Totals
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     config = parse_args(TrainConfig, "train.py", argv)
     with ranks_of_launch("train.py", config) as ranks:
         # What needs no other process is checked before they meet.
+        check_precision(config, ranks)
         check_model(config)
         check_source(config)
         check_run_folder(config)
@@ -93,9 +94,9 @@ def build(config: TrainConfig, ranks: Ranks, accelerator: Accelerator) -> Run:
     _, grad_accum, global_batch_size = resolve_batch(config, ranks.topology.world_size)
     pieces = ranks.topology.world_size * grad_accum
     plan = Plan(len(train_set), global_batch_size, pieces, config.seed, config.drop_last)
-    updates = total_updates(config, plan)
+    updates = ranks.together(lambda: total_updates(config, plan))
     if has_batch_norm(module):
-        check_batch_norm(plan, updates)
+        ranks.together(lambda: check_batch_norm(plan, updates))
     checkpoint = ranks.together(lambda: starting_point(config, folder))
     state = ranks.together(lambda: read_state(checkpoint, plan, data.class_names)) if checkpoint else TrainState()
 
@@ -134,7 +135,8 @@ def train(run: Run) -> dict | None:
     config, state, result = run.config, run.state, None
     batches = iter(run.train_batches)
     run.model.train()
-    started = time.perf_counter()
+    run.meter.restart()
+    met, next_meeting = state.step, state.step + 1
     while state.step < run.updates:
         train_update(run, batches)
         run.log.advance()
@@ -143,11 +145,16 @@ def train(run: Run) -> dict | None:
         log_due = last or state.step % config.log_every == 0
         eval_due = last or (state.step % config.eval_every == 0 if config.eval_every else epoch_ends)
         save_due = last or (state.step % config.save_every == 0 if config.save_every else epoch_ends)
-        if not (log_due or eval_due or save_due):
+        if not (log_due or eval_due or save_due or state.step >= next_meeting):
             continue
-        totals = run.meter.totals(run.accelerator)  # waits for the device, so that the clock is right
-        state.seconds += time.perf_counter() - started
-        state.since_log = asdict(totals) | {"seconds": 0.0}
+        # The ranks meet, at least about once a second: one that could not read a sample has gone on without it, so that
+        # no other waits for it, and now all leave together.
+        totals, seconds, failed = run.meter.meet(run.accelerator, run.train_batches.error is not None)
+        if failed:
+            run.ranks.together(run.train_batches.check)
+        met, next_meeting = state.step, state.step + max(1, int((state.step - met) / max(seconds, 1e-6)))
+        state.seconds += seconds
+        state.since_log = asdict(totals)
         if log_due:
             log_training(run, totals)
         is_best = False
@@ -158,7 +165,8 @@ def train(run: Run) -> dict | None:
                 state.best_accuracy, state.best_step = result["accuracy"], state.step
         if save_due or is_best:
             save(run, is_best)
-        started = time.perf_counter()
+        if eval_due or save_due:
+            run.meter.restart()
     return result
 
 
@@ -214,7 +222,7 @@ def evaluate(run: Run) -> dict:
     """Evaluate the model as it stands, log it, and return the numbers."""
     run.ranks.same_buffers(run.module)
     bar = progress("evaluating", run.ranks.is_main)
-    result = evaluate_split(run.accelerator, run.module, run.eval_batches, run.config, bar)
+    result = evaluate_split(run.ranks, run.accelerator, run.module, run.eval_batches, run.config, bar)
     run.log.write("eval", step=run.state.step, epoch=run.state.epochs_begun, split=run.eval_split, **result)
     return result
 

@@ -58,7 +58,7 @@ class TrainConfig:
     model: str = "mnist_cnn"
     """mnist_cnn, mlp, any torchvision classification model, or timm/NAME."""
     model_args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments for the model, as in --model_args '{dropout: 0.2}'."""
+    """Keyword arguments for the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False
     """Start from the model's published weights."""
 

@@ -33,7 +33,7 @@ class Ranks:
         self.threads = threads or threads_per_process(topology)
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # Accelerate would set its own number where there is none
         torch.set_num_threads(self.threads)
-        self.backend, self._store, self._calls = "none", None, 0
+        self.backend, self._store, self._calls, self._all_know = "none", None, 0, False
 
     @property
     def is_main(self) -> bool:
@@ -41,6 +41,11 @@ class Ranks:
 
     def join(self) -> None:
         """Make the process group, if there are several processes; Accelerate adopts the one it finds."""
+        if self.is_main and self.device.type == "cpu" and not _cpu_was_asked_for():
+            several = self.topology.world_size > 1
+            print(
+                "No GPU is visible: running on the CPU" + f", {self.topology.world_size} processes over gloo" * several
+            )
         if self.topology.world_size == 1:
             return
         self.backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -61,50 +66,58 @@ class Ranks:
         if self._store is None:
             return action()
         if not main_first:
-            return self._agreed(action)
+            return self._agreed(action, self.timeout)
         mine = self.topology.local_rank == 0
-        first = self._agreed(action if mine else _nothing)
-        others = self._agreed(_nothing if mine else action)
+        first = self._agreed(action if mine else _nothing, _PATIENCE)
+        others = self._agreed(_nothing if mine else action, _PATIENCE)
         return first if mine else others
 
-    def _agreed(self, action: Callable[[], Any]) -> Any:
+    def _agreed(self, action: Callable[[], Any], patience: timedelta) -> Any:
         self._calls += 1
         key, result, error = f"together-{self._calls}", None, None
         try:
             result = action()
         except USER_ERRORS as raised:
             error = raised
-        self._store.set(f"{key}-{self.topology.rank}", one_line(error) if error else "")
+        who = "" if self.is_main else f"rank {self.topology.rank}: "
+        self._store.set(f"{key}-{self.topology.rank}", who + one_line(error) if error else "")
         if self.is_main:
             keys = [f"{key}-{rank}" for rank in range(self.topology.world_size)]
-            self._store.wait(keys, _PATIENCE)
+            self._store.wait(keys, patience)
             texts = [self._store.get(k).decode() for k in keys]
             self._store.set(key, next((text for text in texts if text), ""))
-        self._store.wait([key], _PATIENCE)
+        self._store.wait([key], patience)
         verdict = self._store.get(key).decode()
+        if verdict:
+            self._all_know = True
+            self.part()
         if error:
             raise error
         if verdict:
             raise ValueError(verdict)
         return result
 
-    def share(self, value: Any) -> Any:
-        """The main process's `value` on every rank."""
-        values = [value]
-        if self._store is not None:
-            dist.broadcast_object_list(values, device=self.device)
-        return values[0]
+    def part(self) -> None:
+        """Wait until all ranks are done with the store: it may live in the main process, which must then go last."""
+        if self._store is None:
+            return
+        self._store.set(f"parted-{self.topology.rank}", "")
+        if self.is_main:
+            self._hears(*(f"parted-{rank}" for rank in range(self.topology.world_size)), seconds=10)
 
-    def gather(self, value: Any) -> list:
-        """Every rank's `value`, in the order of the ranks."""
-        values = [value] * self.topology.world_size
-        if self._store is not None:
-            dist.all_gather_object(values, value)
-        return values
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, in the order of the ranks."""
+        if self._store is None:
+            return [text]
+        self._calls += 1
+        self._store.set(f"text-{self._calls}-{self.topology.rank}", text)
+        keys = [f"text-{self._calls}-{rank}" for rank in range(self.topology.world_size)]
+        self._store.wait(keys, self.timeout)
+        return [self._store.get(key).decode() for key in keys]
 
-    def barrier(self) -> None:
-        if self._store is not None:
-            dist.barrier()
+    def share(self, text: str) -> str:
+        """The main process's text on every rank."""
+        return self.gather(text)[0]
 
     def same_buffers(self, model: nn.Module) -> None:
         """Give every rank the main process's buffers (batch statistics), as DDP does before a training forward."""
@@ -112,31 +125,21 @@ class Ranks:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
 
-    def _explain(self, error: BaseException) -> tuple[BaseException, bool]:
-        """What to say of an error that ends this rank, and whether this rank is to say it. Not collective.
+    def speaks(self, error: BaseException) -> bool:
+        """Whether this rank is to tell the user of an error that ends it. Not collective.
 
-        The main process speaks, for an error of another rank too. Another rank speaks up only if the main process,
-        told of the error and its connection cut, stays silent for three seconds (it may be waiting for its GPU).
+        The main process tells what all know. If a rank was lost, another one speaks up only if the main process stays
+        silent, since that may be the lost one. An error that only this rank knows, it tells itself.
         """
-        if self._store is None:
-            return error, self.is_main
-        if is_lost_rank(error):
-            error = self._error_of_another_rank() or LostRank(lost_rank_text(error))
-        elif not self.is_main:
-            self._store.set("error", f"rank {self.topology.rank}: {one_line(error)}")
-        if self.is_main:
-            self._store.set("shown", "yes")
-            return error, True
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return error, not self._hears("shown", seconds=3)
+        if self._store is None or self._all_know or self.is_main:
+            if self._store is not None:
+                self._store.set("main-spoke", "")
+            return self.is_main
+        return not is_lost_rank(error) or not self._hears("main-spoke", seconds=3)
 
-    def _error_of_another_rank(self) -> BaseException | None:
-        return ValueError(self._store.get("error").decode()) if self._hears("error", seconds=2) else None
-
-    def _hears(self, key: str, seconds: float) -> bool:
+    def _hears(self, *keys: str, seconds: float) -> bool:
         try:
-            self._store.wait([key], timedelta(seconds=seconds))
+            self._store.wait(list(keys), timedelta(seconds=seconds))
             return True
         except RuntimeError:
             return False
@@ -151,9 +154,14 @@ def _nothing() -> None:
     return None
 
 
+def _cpu_was_asked_for() -> bool:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as accelerate_configs/2cpu.yaml does
+    return hidden or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+
+
 def _device(topology: Topology) -> torch.device:
     """This rank's GPU, or the CPU where there is none or it was asked for."""
-    if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+    if not torch.cuda.is_available() or _cpu_was_asked_for():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if topology.local_world_size > gpus:
@@ -173,26 +181,32 @@ def ranks_of_launch(prog: str, config: TrainConfig | EvalConfig) -> Iterator[Ran
     try:
         ranks = Ranks(read_topology(), config.threads, config.timeout)
         yield ranks
+        ranks.part()
     except Exception as error:
         if not isinstance(error, USER_ERRORS) and not is_lost_rank(error):
             raise  # a bug: its traceback is what helps
-        explained, speaks = ranks._explain(error) if ranks else (error, is_main_process())
-        leave(explained, prog, speaks, config.traceback)
+        speaks = ranks.speaks(error) if ranks else is_main_process()
+        leave(LostRank(lost_rank_text(error)) if is_lost_rank(error) else error, prog, speaks, config.traceback)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def check_precision(config: TrainConfig | EvalConfig, ranks: Ranks) -> None:
+    """Raise ValueError for fp16 on the CPU, which Accelerate would silently train in fp32."""
+    asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if ranks.device.type == "cpu" and asked == "fp16":
+        raise ValueError("mixed precision fp16 needs a GPU; use --mixed_precision bf16 or no")
 
 
 def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelerator:
     """Accelerate on top of our process group; ValueError when it sees another number of processes than we do."""
     if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None) and ranks.is_main:
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
-    cpu, mixed_precision = ranks.device.type == "cpu", config.mixed_precision
-    if cpu and (mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "fp16":
-        raise ValueError("mixed precision fp16 needs a GPU; use --mixed_precision bf16 or no")
+    cpu = ranks.device.type == "cpu"
     accelerator = Accelerator(
         cpu=cpu,
-        mixed_precision=mixed_precision,
+        mixed_precision=config.mixed_precision,
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales a partial window wrongly
         # The samplers cut exact batches; Accelerate must deal them out as they are.
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=not cpu),

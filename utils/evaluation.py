@@ -9,13 +9,13 @@ from torch import nn
 
 from utils.config import TrainConfig
 from utils.data.loader import Batches
-from utils.distributed import sum_over_ranks
+from utils.distributed import Ranks, sum_over_ranks
 from utils.losses import loss_sum
 
 
 @torch.no_grad()
 def evaluate_split(
-    accelerator: Accelerator, model: nn.Module, batches: Batches, config: TrainConfig, progress: Callable
+    ranks: Ranks, accelerator: Accelerator, model: nn.Module, batches: Batches, config: TrainConfig, progress: Callable
 ) -> dict:
     """Loss, accuracy, top-5 accuracy and count of a split, and with --metrics macro scores and per-class accuracy.
 
@@ -39,6 +39,7 @@ def evaluate_split(
         found[indices] += ranked[:, 0] + 1
         count += len(labels)
     model.train(was_training)
+    ranks.together(batches.check)
     sums = torch.cat([sums, torch.tensor([count], dtype=torch.float64, device=accelerator.device)])
     loss, correct, top5, count = sum_over_ranks(accelerator, sums).tolist()
     predictions = sum_over_ranks(accelerator, found).cpu().numpy() - 1

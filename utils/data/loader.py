@@ -70,7 +70,7 @@ class Encoded(Dataset):
             for row, position in enumerate(piece.indices):
                 images[row] = self._image(int(position), encoded[row], random[row])
         except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback
-            return {"error": one_line(error)}
+            return _batch(Piece(piece.epoch, piece.indices[:0]), images[:0], self.labels) | {"error": one_line(error)}
         return _batch(piece, images, self.split.labels)
 
     def _image(self, position: int, encoded, random: Tensor) -> Tensor:
@@ -135,12 +135,17 @@ class Batches:
     """The batches of a prepared loader as the model's float input on the device, augmented when training."""
 
     def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):
-        self.loader, self.seed = loader, config.seed
+        self.loader, self.seed, self.error = loader, config.seed, None
         self.padding = config.crop_padding if training and spec.small else 0
         self.flip = training and config.flip
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
         self.scale, self.shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
+
+    def check(self) -> None:
+        """Raise ValueError if a sample could not be read; its batch was then given as an empty one."""
+        if self.error is not None:
+            raise ValueError(self.error)
 
     @property
     def labels(self) -> np.ndarray:
@@ -152,8 +157,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.loader:
-            if "error" in batch:
-                raise ValueError(batch["error"])
+            self.error = batch.get("error", self.error)
             yield Batch(self._input(batch), batch["labels"], batch["indices"])
 
     def _input(self, batch: dict) -> Tensor:

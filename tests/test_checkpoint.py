@@ -1,0 +1,155 @@
+"""Checkpoints appear whole or not at all, are verified before anything changes, and runs go on from them exactly."""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import returned, run_ranks
+from runs import records, train_run, weights
+
+import eval
+import train
+from utils.checkpoint import find_checkpoint, verify
+from utils.config import from_yaml
+
+FLAGS = ("--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "1", "--global_batch_size", "120")
+FLAGS += ("--max_train_samples", "480", "--threads", "1", "--lr", "0.02", "--epochs", "3")  # 4 updates an epoch
+
+
+def names(run="run"):
+    return sorted(path.name for path in Path(f"runs/{run}/checkpoints").iterdir())
+
+
+def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_path):
+    train_run(2, "run", *FLAGS)
+    checkpoint = find_checkpoint(Path("runs/run"))
+    assert {path.name for path in checkpoint.iterdir()} == {
+        "model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl",
+        "state.json", "config.yaml", "labels.json", "manifest.json",
+    }  # fmt: skip
+    assert json.loads((checkpoint / "labels.json").read_text()) == [str(i) for i in range(10)]
+    assert from_yaml((checkpoint / "config.yaml").read_text()).crop_padding == 1
+    there = returned(1, eval.main, ["--ckpt", "runs/run"])[0]
+    shutil.move(checkpoint, tmp_path / "elsewhere")
+    shutil.rmtree("runs")
+    moved = returned(1, eval.main, ["--ckpt", str(tmp_path / "elsewhere")])[0]
+    assert (moved["loss"], moved["accuracy"]) == (there["loss"], there["accuracy"])
+
+
+def test_only_the_newest_checkpoints_and_the_best_are_kept():
+    train_run(2, "run", *FLAGS, "--save_every", "1", "--eval_every", "4", "--keep", "2")
+    best = Path("runs/run/checkpoints/best").read_text().strip()
+    evals = records("run", "eval")
+    assert best == f"step-{max(evals, key=lambda e: e['accuracy'])['step']:08d}"
+    assert names() == sorted({"best", "latest", "step-00000011", "step-00000012", best})
+    assert Path("runs/run/checkpoints/latest").read_text() == "step-00000012\n"
+
+
+def test_files_have_the_mode_that_the_umask_gives():
+    before = os.umask(0o027)
+    try:
+        train_run(1, "run", *FLAGS, "--max_steps", "1")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in find_checkpoint(Path("runs/run")).iterdir()}
+    assert set(modes.values()) == {0o640}, modes
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identical(processes):
+    flags = (*FLAGS, "--lr_schedule", "constant")  # the others end at --max_steps
+    train_run(processes, "whole", *flags)
+    for stop in ("5", "7", "12"):
+        train_run(processes, "run", *flags, "--resume", "auto", "--max_steps", stop)
+    assert [record["step"] for record in records("run", "start")] == [0, 5, 7]
+    stopped, uninterrupted = weights("run"), weights("whole")
+    assert all(torch.equal(stopped[name], uninterrupted[name]) for name in stopped)
+
+
+def test_a_resumed_log_has_no_hole_and_no_repeated_update():
+    flags = (*FLAGS, "--lr_schedule", "constant", "--log_every", "3", "--save_every", "2", "--eval_every", "100")
+    train_run(2, "whole", *flags, "--max_steps", "11")
+    train_run(2, "run", *flags, "--max_steps", "8")
+    last = sorted(Path("runs/run/checkpoints").glob("step-*"))[-1]
+    shutil.rmtree(last)  # as if the run had been killed after update 8 was logged but before it was saved
+    Path("runs/run/checkpoints/latest").write_text("step-00000006\n")
+    with Path("runs/run/log.jsonl").open("a") as log:
+        log.write('{"kind": "train", "step": 9, "lo')  # cut short by the kill
+    train_run(2, "run", *flags, "--max_steps", "11", "--resume", "auto")
+    expected, found = records("whole", "train"), records("run", "train")
+    assert [r["step"] for r in found] == [r["step"] for r in expected] == [3, 6, 9, 11]
+    assert [r["loss"] for r in found] == [r["loss"] for r in expected]
+    assert [r["accuracy"] for r in found] == [r["accuracy"] for r in expected]
+
+
+def test_a_run_goes_on_at_the_next_sample_on_other_numbers_of_processes():
+    flags = ("--data", "digits", "--model", "mlp", "--global_batch_size", "120", "--lr", "0.01", "--log_every", "1")
+    flags += ("--lr_schedule", "constant", "--threads", "1")
+    expected = train_run(1, "whole", *flags, "--max_steps", "30")
+    for processes, stop in ((2, "9"), (1, "17"), (3, "30")):
+        train_run(processes, "run", *flags, "--max_steps", stop, "--resume", "auto")
+    found = records("run", "train")
+    assert [r["step"] for r in found] == list(range(1, 31))
+    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected if r["kind"] == "train"], rel=1e-5)
+
+
+def test_a_finished_run_says_so_and_ends_well():
+    train_run(1, "run", *FLAGS)
+    (again,) = run_ranks(1, train.main, ["--run_name", "run", "--resume", "auto", *FLAGS])
+    assert again.code == 0 and "all 12 updates were done before" in again.out
+
+
+@pytest.mark.parametrize(
+    "damage",
+    {
+        "flip": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+        "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        "empty": lambda path: path.write_bytes(b""),
+        "delete": lambda path: path.unlink(),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_damaged_file_is_named_and_nothing_is_loaded(damage):
+    train_run(1, "run", *FLAGS, "--max_steps", "2")
+    checkpoint = find_checkpoint(Path("runs/run"))
+    for name in ("model.safetensors", "optimizer.bin", "state.json", "labels.json", "config.yaml"):
+        before = (checkpoint / name).read_bytes()
+        damage[1](checkpoint / name)
+        with pytest.raises(ValueError, match=name):
+            verify(checkpoint)
+        for main, flags in (
+            (eval.main, ["--ckpt", "runs/run"]),
+            (train.main, ["--run_name", "run", *FLAGS, "--resume", "auto"]),
+        ):
+            (outcome,) = run_ranks(1, main, flags)
+            assert outcome.code == 2 and name in outcome.err and outcome.err.count("\n") == 1
+        (checkpoint / name).write_bytes(before)
+    verify(checkpoint)
+
+
+def test_a_rank_that_cannot_write_ends_all_and_leaves_the_older_checkpoint():
+    train_run(2, "run", *FLAGS, "--max_steps", "4")
+    before = weights("run")
+    outcomes = run_ranks(2, _train_where_rank_1_cannot_write, ["--run_name", "run", "--resume", "auto", *FLAGS])
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    assert "no space" in outcomes[0].err and outcomes[0].err.count("\n") == 1 and outcomes[1].err == ""
+    assert names() == ["best", "latest", "step-00000004"] or ".step-00000008.partial" in names()
+    verify(find_checkpoint(Path("runs/run"), prefer=("latest",)))
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights("run").items())
+    train_run(2, "run", *FLAGS, "--resume", "auto")  # the next attempt cleans up and goes on
+    assert not any("partial" in name for name in names())
+
+
+def _train_where_rank_1_cannot_write(flags):
+    import accelerate.checkpointing
+
+    def fail(*arguments, **named):
+        raise OSError("no space left on device")
+
+    if os.environ["RANK"] == "1":  # the random states are the one file that this rank writes
+        accelerate.checkpointing.torch.save = fail
+    train.main(flags)

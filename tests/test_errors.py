@@ -1,0 +1,188 @@
+"""What is wrong ends in one line that names it and the mend, from one rank, with code 2, before anything is trained."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from make_files import image_folder
+from ranks import run_ranks
+
+import eval
+import train
+from utils.config import EvalConfig, TrainConfig
+
+TINY = ("--model", "mlp", "--max_steps", "2")
+
+# Each case: its name, the flags, and what the line must say.
+BAD_SETTINGS = [
+    ("unknown flag", ("--learning_rate", "1"), "unknown flag --learning_rate"),
+    ("abbreviation", ("--epoch", "3"), "unknown flag --epoch; did you mean --epochs?"),
+    ("bad value", ("--lr", "fast"), "--lr: expected float, got fast"),
+    ("bad choice", ("--optimizer", "lion"), "--optimizer: expected one of ['sgd', 'adamw'], got lion"),
+    ("batch size 0", ("--batch_size", "0"), "--batch_size must be at least 1, not 0"),
+    ("not finite", ("--weight_decay", "inf"), "--weight_decay: expected float, got inf"),
+    ("stray word", ("mnist",), "unrecognized arguments: mnist"),
+    ("no such recipe", ("--config", "nope.yaml"), "nope.yaml: No such file or directory"),
+    ("unknown recipe key", ("--config", "key.yaml"), "key.yaml: unknown setting 'epoch'; did you mean epochs?"),
+    ("bad recipe value", ("--config", "value.yaml"), "--lr: expected float, got fast"),
+    ("recipe that is no YAML", ("--config", "broken.yaml"), "broken.yaml: not valid YAML"),
+    ("batch sizes that disagree", ("--batch_size", "48", "--global_batch_size", "100"), "leave out --batch_size"),
+    ("no such path", ("--data", "./nope"), "--data ./nope: no such file, folder or data set"),
+    ("no such data set", ("--data", "torchvision/Nope"), "torchvision.datasets has no such data set"),
+    ("no such model", ("--model", "resnet19"), "--model resnet19: no such model; did you mean"),
+    ("no such checkpoint", ("--resume", "runs/nope"), "runs/nope: no such checkpoint or run folder"),
+    ("resume of nothing named", ("--resume", "auto"), "--resume auto needs --run_name"),
+    ("run that exists", ("--run_name", "taken"), "taken exists; go on with it by --resume auto"),
+    ("output that is a file", ("--output_dir", "key.yaml/runs"), "is not a folder"),
+    ("fp16 without a GPU", ("--mixed_precision", "fp16"), "fp16 needs a GPU"),
+]  # fmt: skip
+BAD_DATA = [
+    ("column", ("--data", "photos", "--train_split", "test"), "--train_split test: no such split; there are train"),
+    ("no classes", ("--data", "flat"), "flat: no images in it; an image folder holds CLASS/IMAGE.jpg"),
+    ("no images", ("--data", "empty"), "no images in it"),
+    ("undecodable", ("--data", "broken"), "0.png: not a readable image"),
+    ("undecodable photograph", ("--data", "broken", "--image_size", "224"), "0.png: not a readable image"),
+    ("model arguments", ("--model_args", "{depth: 3}"), "--model_args for mlp"),
+    ("images too small", ("--model", "alexnet", "--image_size", "8"), "alexnet cannot take 8x8"),
+    ("no update", ("--drop_last", "--global_batch_size", "9999998"), "--drop_last leaves no update"),
+    ("mean of two", ("--mean", "[0.1, 0.2]"), "--mean has 2 values for 1 channels; give one or 1"),
+    (
+        "one sample under batch norm",
+        ("--data", "synthetic/2x32x33", "--model", "resnet18", "--global_batch_size", "16", "--max_steps", "5"),
+        "33 samples in global batches of 16",
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def files():
+    Path("key.yaml").write_text("epoch: 3\n")
+    Path("value.yaml").write_text("lr: fast\n")
+    Path("broken.yaml").write_text("lr: [\n")
+    Path("runs/taken").mkdir(parents=True)
+    Path("flat").mkdir()
+    Path("empty/cat").mkdir(parents=True)
+    image_folder("photos", classes=2, images=12, size=(32, 32))
+    image_folder("broken", classes=2, images=40, size=(32, 32))
+    Path("broken/class0/0.png").write_bytes(b"no image")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("case", BAD_SETTINGS + BAD_DATA, ids=lambda case: case[0])
+def test_bad_input_is_one_line_from_rank_0_and_code_2_from_each(case, processes):
+    _, flags, text = case
+    outcomes = run_ranks(processes, train.main, [*TINY, *flags], seconds=60)
+    assert [outcome.code for outcome in outcomes] == [2] * processes, outcomes[0].err
+    assert text in outcomes[0].err
+    assert outcomes[0].err.count("\n") == 1 and outcomes[0].err.startswith("train.py: error: ")
+    assert all(outcome.err == "" for outcome in outcomes[1:])
+
+
+def test_traceback_shows_it():
+    (outcome,) = run_ranks(1, train.main, ["--data", "./nope", "--traceback"])
+    assert outcome.code == 2 and "Traceback" in outcome.err and "./nope" in outcome.err
+
+
+def test_an_error_of_another_rank_during_training_is_told_by_rank_0():
+    image_folder("photos", classes=2, images=40, size=(120, 120))
+    outcomes = run_ranks(2, _train_with_a_file_that_rank_1_cannot_read, ["--data", "photos", "--num_workers", "0"])
+    assert [outcome.code for outcome in outcomes] == [2, 2], [outcome.err for outcome in outcomes]
+    assert outcomes[0].err == "train.py: error: rank 1: photos/class0/3.png: not a readable image (planted)\n"
+    assert outcomes[1].err == ""
+
+
+def _train_with_a_file_that_rank_1_cannot_read(flags):
+    import os
+
+    import utils.data.loader as loader
+
+    decode = loader.decode
+
+    def broken(*arguments):
+        if os.environ["RANK"] == "1":
+            raise ValueError("photos/class0/3.png: not a readable image (planted)")
+        return decode(*arguments)
+
+    loader.decode = broken
+    train.main([*flags, "--model", "resnet18", "--image_size", "112", "--global_batch_size", "8", "--max_steps", "3"])
+
+
+def test_a_rank_that_dies_ends_the_others_within_seconds():
+    outcomes = run_ranks(2, _train_and_die_on_rank_1, seconds=60)
+    assert outcomes[0].code == 2 and outcomes[1].code == -9
+    assert "another process of this run left" in outcomes[0].err and outcomes[0].err.count("\n") == 1
+
+
+def _train_and_die_on_rank_1():
+    import os
+    import signal
+
+    update = train.train_update
+
+    def dying(run, batches):
+        if run.state.step == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        update(run, batches)
+
+    train.train_update = dying
+    train.main(["--model", "mlp"])
+
+
+def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
+    import torch
+
+    from utils.distributed import Ranks
+    from utils.launch import Topology
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what a machine with one GPU says
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="2 processes on this machine, but 1 GPU; launch with --num_processes 1"):
+        Ranks(Topology(0, 2, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--ckpt", "runs/nope"), "runs/nope: no such checkpoint or run folder"),
+        (("--ckpt", "runs/taken"), "runs/taken: holds no checkpoint"),
+        (("--ckpt", "runs/run", "--split", "nope"), "--split nope: no such split; there are train"),
+        (("--ckpt", "runs/run", "--json", "nope/x.json"), "--json nope/x.json: its folder does not exist"),
+        (("--ckpt", "runs/run", "--data", "photos"), "the checkpoint does not know the class 'class0'"),
+        (("--ckpt", "runs/other"), "holds another model (hidden.weight"),
+        (("--cpkt", "runs/run"), "unknown flag --cpkt; did you mean --ckpt?"),
+    ],
+)
+def test_eval_says_what_is_wrong(flags, text):
+    for name in ("run", "other"):
+        assert run_ranks(1, train.main, [*TINY, "--run_name", name])[0].code == 0
+    _replace_setting("other", "model_args: {}", "model_args: {hidden: 17}")
+    for processes in (1, 2):
+        outcomes = run_ranks(processes, eval.main, flags, seconds=60)
+        assert [outcome.code for outcome in outcomes] == [2] * processes
+        assert text in outcomes[0].err and outcomes[0].err.count("\n") == 1
+        assert all(outcome.err == "" for outcome in outcomes[1:])
+
+
+def _replace_setting(run, old, new):
+    """Change a checkpoint's settings as somebody who knows the manifest would."""
+    from utils.checkpoint import _seal, find_checkpoint
+
+    checkpoint = find_checkpoint(Path("runs") / run)
+    text = (checkpoint / "config.yaml").read_text()
+    assert old in text
+    (checkpoint / "config.yaml").write_text(text.replace(old, new))
+    (checkpoint / "manifest.json").unlink()
+    _seal(checkpoint)
+
+
+@pytest.mark.parametrize(("script", "settings"), [("train.py", TrainConfig), ("eval.py", EvalConfig)])
+def test_help_has_a_sentence_for_every_setting(script, settings):
+    root = Path(__file__).parent.parent
+    result = subprocess.run([sys.executable, root / script, "--help"], capture_output=True, text=True, check=True)
+    text = " ".join(result.stdout.split("\noptions:")[1].split())
+    for field in fields(settings):
+        sentence = text.split(f" --{field.name} ")[1].split(" (type:")[0]
+        assert re.search(r"[A-Za-z].{15,}", sentence.split(" ", 1)[1]), f"--{field.name} is not explained: {sentence}"

@@ -1,0 +1,118 @@
+"""Evaluation counts each sample once on any number of processes, and its numbers are those of plain PyTorch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import returned
+from runs import records, train_run, weights
+from torch.nn import functional as F
+
+import eval
+from utils.cli import parse_args
+from utils.config import TrainConfig
+from utils.data.decode import decode_all
+from utils.data.sources import load_data
+from utils.metrics import label_metrics
+
+FLAGS = ("--model", "mlp", "--max_steps", "12", "--lr", "0.05", "--eval_every", "12")
+
+
+def plain_numbers(name, *flags):
+    """Loss, accuracy, top-5, and predicted and true classes of a run's latest checkpoint on its evaluation split."""
+    config = parse_args(TrainConfig, "train.py", [*FLAGS, *flags])
+    split = load_data(config).evaluation
+    pixels = torch.from_numpy(np.array(decode_all(split, 8, 8, 1, "plain", lambda items: items)))
+    labels = torch.from_numpy(split.labels)
+    w = weights(name)
+    x = ((pixels.float() / 255 - 0.5) / 0.5).flatten(1)
+    logits = torch.relu(x @ w["hidden.weight"].T + w["hidden.bias"]) @ w["output.weight"].T + w["output.bias"]
+    order = logits.argsort(dim=1, descending=True)
+    hits = order == labels[:, None]
+    return {
+        "loss": F.cross_entropy(logits, labels).item(),
+        "accuracy": hits[:, 0].sum().item() / len(labels),
+        "top5": hits[:, :5].sum().item() / len(labels),
+        "count": len(labels),
+    }, (order[:, 0].numpy(), labels.numpy())
+
+
+@pytest.mark.parametrize("samples", [257, 101, 7])  # no multiple of any block; 7 leaves ranks without a sample
+def test_one_to_four_processes_give_the_numbers_of_plain_pytorch(samples):
+    flags = ("--max_eval_samples", str(samples), "--eval_fraction", "0.4", "--eval_batch_size", "16")
+    train_run(2, "run", *FLAGS, *flags)
+    expected, (predicted, true) = plain_numbers("run", *flags)
+    trained = records("run", "eval")[-1]
+    for processes in (1, 2, 3, 4):
+        arguments = ["--ckpt", "runs/run", "--json", f"{processes}.json", "--max_eval_samples", str(samples)]
+        found = returned(processes, eval.main, arguments)[0]
+        assert json.loads(Path(f"{processes}.json").read_text()) == found
+        assert (found["count"], found["accuracy"], found["top5"]) == tuple(
+            expected[key] for key in ("count", "accuracy", "top5")
+        )
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert found["loss"] == pytest.approx(trained["loss"], abs=1e-9)
+        assert found["accuracy"] == trained["accuracy"]
+        for label, accuracy in enumerate(found["per_class_accuracy"]):
+            of_class = true == label
+            assert accuracy == (pytest.approx((predicted[of_class] == label).mean()) if of_class.any() else None)
+
+
+def test_training_evaluates_alike_on_every_topology():
+    flags = ("--eval_batch_size", "32", "--eval_every", "5", "--model_args", "{hidden: 32}")
+    logs = [train_run(n, f"run{n}", *FLAGS, "--global_batch_size", "120", *flags) for n in (1, 2, 3)]
+    evals = [[record for record in log if record["kind"] == "eval"] for log in logs]
+    assert [record["step"] for record in evals[0]] == [5, 10, 12]
+    for one, two, three in zip(*evals, strict=True):
+        assert one["accuracy"] == two["accuracy"] == three["accuracy"]
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-6) == pytest.approx(three["loss"], abs=1e-6)
+
+
+def test_batch_norm_is_evaluated_with_the_statistics_that_are_saved():
+    flags = ("--data", "synthetic/3x32x96", "--model", "resnet18", "--global_batch_size", "48", "--max_steps", "2")
+    log = train_run(2, "run", *flags, "--max_eval_samples", "9", "--eval_batch_size", "4")
+    for processes in (1, 2):
+        found = returned(processes, eval.main, ["--ckpt", "runs/run", "--max_eval_samples", "9"])[0]
+        assert found["loss"] == pytest.approx(log[-1]["loss"], rel=1e-6)
+
+
+def test_metrics_equal_their_definitions():
+    random = np.random.default_rng(0)
+    true, predicted = random.integers(0, 5, (2, 300))
+    true[true == 3] = 2  # class 3 never occurs
+    found = label_metrics(predicted, true, classes=6)  # class 5 neither occurs nor is predicted
+    precision, recall, f1 = [], [], []
+    for c in range(6):
+        hits = ((predicted == c) & (true == c)).sum()
+        p, r = hits / max(1, (predicted == c).sum()), hits / max(1, (true == c).sum())
+        precision, recall = [*precision, p], [*recall, r]
+        f1.append(2 * p * r / (p + r) if p + r else 0.0)
+    assert found["macro_precision"] == pytest.approx(np.mean(precision))
+    assert found["macro_recall"] == pytest.approx(np.mean(recall))
+    assert found["macro_f1"] == pytest.approx(np.mean(f1))
+    assert found["per_class_accuracy"][5] is None and found["per_class_accuracy"][3] is None
+    assert found["per_class_accuracy"][:3] == pytest.approx(recall[:3])
+
+
+def test_the_training_log_has_macro_scores_when_asked():
+    log = train_run(2, "run", *FLAGS, "--metrics")
+    found = returned(1, eval.main, ["--ckpt", "runs/run"])[0]
+    assert log[-1]["macro_f1"] == found["macro_f1"] > 0
+    assert len(log[-1]["per_class_accuracy"]) == 10
+
+
+def test_eval_takes_the_best_checkpoint_of_a_run_or_the_one_that_is_named():
+    train_run(1, "run", *FLAGS, "--eval_every", "2", "--keep", "9", "--save_every", "2")
+    evals = {record["step"]: record["accuracy"] for record in records("run", "eval")}
+    best = max(evals, key=lambda step: (evals[step], -step))
+    assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["step"] == best
+    named = returned(1, eval.main, ["--ckpt", "runs/run/checkpoints/step-00000004"])[0]
+    assert (named["step"], named["accuracy"]) == (4, evals[4])
+
+
+def test_eval_evaluates_the_training_split_too():
+    train_run(1, "run", *FLAGS)
+    found = returned(2, eval.main, ["--ckpt", "runs/run", "--split", "train"])[0]
+    assert (found["split"], found["count"]) == ("train", 1797 - 180)

@@ -1,0 +1,109 @@
+"""Every way in makes one run, or one clear error."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from ranks import free_port
+from runs import records
+
+from utils.launch import Topology, read_topology
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+FLAGS = ("--model", "mlp", "--max_steps", "3", "--log_every", "1", "--lr", "0.01", "--global_batch_size", "120")
+
+
+def start(*command, seconds=120, **env):
+    """Run a command of this environment's bin folder; returns its exit code, stdout and stderr."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))}
+    result = subprocess.run(
+        [str(BIN / command[0]), *map(str, command[1:])],
+        capture_output=True, text=True, timeout=seconds, env=clean | env, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return result.returncode, result.stdout, result.stderr
+
+
+def launch(config, script, *flags, **env):
+    return start("accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml", ROOT / script,
+                 *flags, **env)  # fmt: skip
+
+
+def test_accelerate_torchrun_and_python_are_the_same_run():
+    """A multi-GPU config on a machine without GPUs runs on the CPU, as one run of two ranks."""
+    ways = {
+        "2cpu": launch("2cpu", "train.py", "--run_name", "2cpu", *FLAGS),
+        "2gpu": launch("2gpu", "train.py", "--run_name", "2gpu", *FLAGS, CUDA_VISIBLE_DEVICES=""),
+        "torchrun": start("torchrun", "--nproc_per_node", "2", "--master_port", free_port(), ROOT / "train.py",
+                          "--run_name", "torchrun", *FLAGS),
+        "python": start("python", ROOT / "train.py", "--run_name", "python", *FLAGS),
+        "cpu": launch("cpu", "train.py", "--run_name", "cpu", *FLAGS),
+    }  # fmt: skip
+    losses = {}
+    for name, (code, out, err) in ways.items():
+        assert code == 0, f"{name}: {err[-2000:]}"
+        assert records(name, "start")[0]["processes"] == (1 if name in ("python", "cpu") else 2)
+        assert out.count("Done") == 1  # one run, not two side by side
+        losses[name] = [record["loss"] for record in records(name, "train")]
+    assert "No GPU" in ways["2gpu"][1] and "gloo" in ways["2gpu"][1]
+    for name in losses:
+        assert losses[name] == pytest.approx(losses["python"], rel=1e-5)
+
+
+def test_two_processes_from_a_launcher_evaluate_as_one():
+    assert start("python", ROOT / "train.py", "--run_name", "run", *FLAGS)[0] == 0
+    code, out, err = launch("2cpu", "eval.py", "--ckpt", "runs/run", "--json", "two.json")
+    assert code == 0, err[-2000:]
+    assert json.loads(Path("two.json").read_text())["count"] == 180 and out.count("macro_f1") == 1
+
+
+def test_processes_that_accelerate_would_not_start_are_an_error_not_a_single_run():
+    command = ("accelerate", "launch", "--cpu", "--num_processes", "2", ROOT / "train.py", *FLAGS)
+    code, _out, err = start(*command)
+    assert code != 0 and "accelerate started one" in err and "2cpu.yaml" in err
+    assert not Path("runs").exists()
+
+
+def test_an_error_under_a_launcher_is_one_line_of_ours():
+    code, _out, err = launch("2cpu", "train.py", "--lr", "x")
+    assert code != 0
+    assert [line for line in err.splitlines() if line.startswith("train.py: error")] == [
+        "train.py: error: --lr: expected float, got x"
+    ]
+
+
+@pytest.mark.parametrize("name", ["cpu", "2cpu", "1gpu", "2gpu", "4gpu", "8gpu"])
+def test_configs_hold_only_keys_that_the_launcher_honours(name):
+    config = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text())
+    assert config["num_processes"] == int("".join(c for c in name if c.isdigit()) or 1)
+    honoured = {"compute_environment", "distributed_type", "num_machines", "num_processes", "gpu_ids"}
+    assert set(config) - honoured <= {"main_process_port", "use_cpu"}
+    # `use_cpu` reaches a single process only, and a port is of no use to one
+    assert ("use_cpu" in config) == (name == "cpu")
+    assert ("main_process_port" in config) == (config["distributed_type"] == "MULTI_GPU")
+
+
+def test_topology_is_read_from_the_launchers_variables():
+    env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert read_topology(env) == Topology(3, 4, 1, 2)
+    assert read_topology({}) == Topology(0, 1, 0, 1)
+    del env["LOCAL_WORLD_SIZE"]
+    assert read_topology(env).local_world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=0 and WORLD_SIZE=2"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "contradictory environment: RANK=2 WORLD_SIZE=2"),
+        ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero' is no whole number"),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
+    ],
+)
+def test_a_broken_environment_is_named(env, text):
+    with pytest.raises(ValueError, match=text.replace("(", r"\(")):
+        read_topology(env)

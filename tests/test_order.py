@@ -1,0 +1,108 @@
+"""Which sample is next: the same global batches on every topology, each sample once an epoch."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from ranks import returned
+
+import train
+from utils.cli import parse_args
+from utils.config import TrainConfig
+from utils.data.order import BlockSampler, Plan, UpdateSampler, mix, permutation
+from utils.distributed import make_accelerator, ranks_of_launch
+
+
+def drawn_indices(*flags):
+    """Indices of each batch that this rank's prepared training loader gives, over the whole run."""
+    config = parse_args(TrainConfig, "train.py", ["--model", "mlp", *flags])
+    with ranks_of_launch("train.py", config) as ranks:
+        ranks.join()
+        run = train.build(config, ranks, make_accelerator(ranks, config))
+        return [batch.indices.tolist() for batch in run.train_batches]
+
+
+def updates_drawn(processes, accum, *flags):
+    """The samples of each update over all ranks and accumulation steps."""
+    by_rank = returned(processes, drawn_indices, "--grad_accum", str(accum), *flags)
+    assert len({len(batches) for batches in by_rank}) == 1, "ranks have unequal numbers of batches"
+    steps = list(zip(*by_rank, strict=True))
+    windows = [steps[i : i + accum] for i in range(0, len(steps), accum)]
+    return [[index for step in window for batch in step for index in batch] for window in windows]
+
+
+@pytest.mark.parametrize("samples", [103, 97, 96])  # tails of 7, of 1 (ranks with nothing to do), and none
+def test_every_topology_draws_the_same_updates_and_each_sample_once(samples):
+    flags = ("--data", f"synthetic/3x8x{samples}", "--global_batch_size", "24", "--epochs", "2")
+    alone = updates_drawn(1, 1, *flags)
+    per_epoch = -(-samples // 24)
+    assert len(alone) == 2 * per_epoch
+    epochs = [alone[:per_epoch], alone[per_epoch:]]
+    for epoch in epochs:
+        assert sorted(sum(epoch, [])) == list(range(samples))
+    assert epochs[0] != epochs[1]
+    for processes, accum in ((2, 1), (3, 1), (1, 2), (2, 2), (3, 4)):
+        updates = updates_drawn(processes, accum, *flags)
+        assert [sorted(update) for update in updates] == [sorted(update) for update in alone], (processes, accum)
+
+
+@pytest.mark.parametrize(("processes", "accum"), [(1, 1), (2, 1), (2, 3)])
+def test_drop_last_leaves_out_only_the_tail(processes, accum):
+    flags = ("--data", "synthetic/3x8x103", "--global_batch_size", "24", "--epochs", "2", "--drop_last")
+    updates = updates_drawn(processes, accum, *flags)
+    assert [len(update) for update in updates] == [24] * 8
+    assert len(set(sum(updates[:4], []))) == len(set(sum(updates[4:], []))) == 96
+
+
+def test_seeds_and_epochs_are_hashed_not_added():
+    orders = [permutation(50, seed, epoch).tolist() for seed in range(3) for epoch in range(3)]
+    assert len({tuple(order) for order in orders}) == 9
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert permutation(50, 1, 2).tolist() == permutation(50, 1, 2).tolist()
+
+
+def test_the_order_is_pinned_so_that_no_upgrade_changes_a_run():
+    assert mix(0, "order", 0) == 4188667365335418757
+    assert permutation(10, 0, 0).tolist() == [4, 5, 8, 6, 3, 9, 7, 1, 2, 0]
+
+
+def test_every_first_place_is_equally_likely():
+    firsts = np.bincount([permutation(8, seed, 0)[0] for seed in range(4000)], minlength=8)
+    assert ((firsts - 500) ** 2 / 500).sum() < 24.3  # chi-square with 7 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize("position", [0, 24, 72, 96])
+def test_a_sampler_started_anywhere_continues_the_same_order(position):
+    plan = Plan(samples=103, global_batch_size=24, pieces=2, seed=5)
+    whole = [(epoch, i.tolist()) for epoch, i in UpdateSampler(plan, 10)]
+    skipped = 2 * position // 24
+    rest = [(epoch, i.tolist()) for epoch, i in UpdateSampler(plan, 10 - position // 24, 0, position)]
+    assert rest == whole[skipped:]
+
+
+def test_another_number_of_pieces_continues_at_the_next_sample():
+    before, after = Plan(103, 24, 2, seed=5), Plan(103, 24, 3, seed=5)
+    whole = [i.tolist() for _, i in UpdateSampler(before, 5)]
+    rest = [i.tolist() for _, i in UpdateSampler(after, 3, 0, 48)]
+    assert sum(whole[:4], []) + sum(rest, []) == permutation(103, 5, 0).tolist()
+
+
+def test_pieces_of_an_update_differ_by_at_most_one_sample():
+    for samples in range(1, 60):
+        plan = Plan(samples, 60, 7, seed=0)
+        sizes = plan.piece_sizes(0)
+        assert sum(sizes) == samples and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+def test_blocks_are_consecutive_and_of_fixed_size():
+    blocks = [block.indices.tolist() for block in BlockSampler(10, 4)]
+    assert blocks == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and len(BlockSampler(10, 4)) == 3
+
+
+def test_positions_run_on_without_a_gap():
+    plan = Plan(103, 24, 1, seed=0)
+    places = [(0, 0)]
+    for _ in range(11):
+        places.append(plan.advance(*places[-1]))
+    consumed = [epoch * 103 + position for epoch, position in places]
+    assert [b - a for a, b in pairwise(consumed)] == [24, 24, 24, 24, 7] * 2 + [24]

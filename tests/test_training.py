@@ -1,0 +1,182 @@
+"""The same run on every topology, equal to a plain PyTorch loop over the global batches."""
+
+import math
+
+import pytest
+import torch
+from runs import records, train_run, weights
+from torch.nn import functional as F
+
+from utils.cli import parse_args
+from utils.config import TrainConfig
+from utils.data.decode import decode_all
+from utils.data.order import Plan, UpdateSampler, mix
+from utils.data.sources import load_data
+from utils.models import build_model, input_spec
+from utils.optim import learning_rate
+
+# 1438 training samples in batches of 120: the last of an epoch has 118, which 3 and 4 pieces share unequally.
+DIGITS = (
+    "--model",
+    "mlp",
+    "--eval_fraction",
+    "0.2",
+    "--global_batch_size",
+    "120",
+    "--log_every",
+    "1",
+    "--threads",
+    "1",
+)
+TOPOLOGIES = {"one": (1, 1), "two": (2, 1), "accumulated": (1, 2), "three": (3, 1), "both": (2, 2)}
+
+
+def plain_losses(*flags):
+    """The loss of each update and the final weights of a single-process loop over whole global batches."""
+    config = parse_args(TrainConfig, "train.py", [*DIGITS, *flags])
+    data = load_data(config)
+    spec = input_spec(config, 1, (8, 8))
+    pixels = decode_all(data.train, spec.height, spec.width, 1, "cache", lambda items: items)
+    images = ((torch.from_numpy(pixels.copy()).float() / 255 - 0.5) / 0.5).permute(0, 3, 1, 2)
+    labels = torch.from_numpy(data.train.labels)
+    torch.manual_seed(mix(config.seed, "weights"))
+    model = build_model(config, spec, 10)
+    groups = [{"params": [p]} | ({} if p.ndim > 1 else {"weight_decay": 0}) for p in model.parameters()]
+    if config.optimizer == "sgd":
+        optimizer = torch.optim.SGD(groups, 0.0, config.momentum, weight_decay=config.weight_decay, nesterov=True)
+    else:
+        optimizer = torch.optim.AdamW(groups, 0.0, weight_decay=config.weight_decay)
+    losses = []
+    plan = Plan(len(labels), config.global_batch_size, 1, config.seed)
+    for step, (_, chosen) in enumerate(UpdateSampler(plan, config.max_steps)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step, config.max_steps)
+        logits = model(images[chosen])
+        if config.loss == "cross_entropy":
+            loss = F.cross_entropy(logits, labels[chosen], label_smoothing=config.label_smoothing)
+        else:
+            targets = torch.full((len(chosen), 10), config.label_smoothing / 10)
+            targets[range(len(chosen)), labels[chosen]] += 1 - config.label_smoothing
+            loss = F.binary_cross_entropy_with_logits(logits, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        if config.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_losses_of_50_updates_equal_a_plain_loop_over_global_batches(topology):
+    processes, accum = TOPOLOGIES[topology]
+    flags = ("--lr", "0.01", "--max_steps", "50")
+    train_run(processes, "run", *DIGITS, *flags, "--grad_accum", str(accum))
+    expected, _ = plain_losses(*flags)
+    found = [record["loss"] for record in records("run", "train")]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--label_smoothing", "0.1", "--clip_norm", "0.5"),
+        ("--loss", "binary_cross_entropy", "--label_smoothing", "0.1"),
+        ("--optimizer", "adamw", "--lr", "0.001", "--weight_decay", "0.1"),
+        ("--lr_schedule", "cosine", "--warmup_steps", "5", "--momentum", "0.5", "--weight_decay", "0.01"),
+    ],
+    ids=["smoothing and clipping", "binary cross-entropy", "adamw", "cosine"],
+)
+def test_every_setting_of_the_step_means_what_plain_pytorch_means(flags):
+    flags = ("--lr", "0.01", "--max_steps", "15", *flags)
+    train_run(2, "run", *DIGITS, *flags, "--grad_accum", "2")
+    losses, model = plain_losses(*flags)
+    assert [record["loss"] for record in records("run", "train")] == pytest.approx(losses, rel=1e-5)
+    for name, tensor in weights("run").items():
+        torch.testing.assert_close(tensor, model[name], rtol=1e-3, atol=5e-5)  # a unit at zero may flip
+
+
+def test_a_global_batch_smaller_than_the_ranks_still_counts_each_sample_once():
+    flags = ("--data", "synthetic/3x8x25", "--model", "mlp", "--global_batch_size", "12", "--log_every", "1")
+    flags += ("--lr", "0.01", "--epochs", "3")
+    one = train_run(1, "one", *flags)
+    three = train_run(3, "three", *flags)  # the last update of an epoch has one sample: two ranks have none
+    for a, b in zip(*([r for r in log if r["kind"] == "train"] for log in (one, three)), strict=True):
+        assert (a["loss"], a["accuracy"]) == (pytest.approx(b["loss"], rel=1e-5), b["accuracy"])
+    assert len(one) == len(three) == 1 + 9 + 3
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "onecycle"])
+@pytest.mark.parametrize("warmup", [None, 10])
+def test_learning_rate_is_its_closed_form(schedule, warmup):
+    flags = ["--lr", "0.2", "--lr_schedule", schedule] + (["--warmup_steps", str(warmup)] if warmup else [])
+    config = parse_args(TrainConfig, "train.py", flags)
+    found = [learning_rate(config, update, 100) for update in range(100)]
+    if schedule == "onecycle":
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([parameter], 1.0)
+        share = 0.3 if warmup is None else 11 / 100  # torch's peak lies at share * total - 1
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, 100, pct_start=share)
+        expected = []
+        for _ in range(100):
+            expected.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+    else:
+        w = warmup or 0
+        course = {
+            "constant": lambda t: 1,
+            "linear": lambda t: 1 - t,
+            "cosine": lambda t: math.cos(math.pi * t / 2) ** 2,
+        }
+        decayed = [0.2 * course[schedule]((u - w) / (100 - w)) for u in range(w, 100)]
+        expected = [0.2 * (u + 1) / w for u in range(w)] + decayed
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert all(type(lr) is float for lr in found)  # a numpy scalar would make the checkpoint unreadable
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_learning_rate_per_update_is_the_same_on_every_topology(topology):
+    processes, accum = TOPOLOGIES[topology]
+    flags = (*DIGITS, "--lr_schedule", "cosine", "--warmup_steps", "3", "--max_steps", "14")
+    train_run(processes, "run", *flags, "--grad_accum", str(accum))
+    expected = [0.05 * (u + 1) / 3 for u in range(3)] + [0.025 * (1 + math.cos(math.pi * u / 11)) for u in range(11)]
+    assert [record["lr"] for record in records("run", "train")] == pytest.approx(expected)
+
+
+def test_training_loss_and_accuracy_are_means_over_all_samples_since_the_last_record():
+    flags = (*DIGITS, "--lr", "0.01", "--max_steps", "14")
+    train_run(2, "each", *flags)
+    train_run(2, "some", *flags, "--log_every", "5")
+    each, some = records("each", "train"), records("some", "train")
+    assert [record["step"] for record in some] == [5, 10, 14]
+    tail = len(load_data(parse_args(TrainConfig, "train.py", flags)).train) % 120
+    assert tail
+    sizes = [120] * 11 + [tail, 120, 120]
+    for record, window in zip(some, (range(5), range(5, 10), range(10, 14)), strict=True):
+        for key in ("loss", "accuracy"):
+            mean = sum(each[i][key] * sizes[i] for i in window) / sum(sizes[i] for i in window)
+            assert record[key] == pytest.approx(mean, rel=1e-9)
+
+
+def test_augmentation_and_dropout_do_not_depend_on_how_pieces_lie_on_ranks():
+    flags = (*DIGITS, "--model", "mnist_cnn", "--crop_padding", "2", "--flip", "--lr", "0.01", "--max_steps", "8")
+    two = train_run(2, "two", *flags)
+    accumulated = train_run(1, "accumulated", *flags, "--grad_accum", "2")
+    for a, b in zip(*([r["loss"] for r in log if r["kind"] == "train"] for log in (two, accumulated)), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
+    flags = (*DIGITS, "--model", "mnist_cnn", "--crop_padding", "1", "--max_steps", "4")
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        train_run(2, name, *flags, "--seed", seed)
+    a, b, c = (weights(name) for name in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["fc1.weight"], c["fc1.weight"])
+
+
+def test_a_bf16_run_learns():
+    log = train_run(1, "run", *DIGITS, "--mixed_precision", "bf16", "--epochs", "4")
+    assert log[0]["precision"] == "bf16"
+    assert log[-1]["accuracy"] > 0.85
