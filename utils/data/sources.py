@@ -143,7 +143,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     for child in _class_folders(folder):
         if child.name not in number:
             raise ValueError(
-                f"{child}: the training split has no class of this name; its classes are {listed(class_names)}"
+                f"{child.path}: the training split has no class of this name; its classes are {listed(class_names)}"
             )
         files = list(_image_files(child.path))
         paths += files

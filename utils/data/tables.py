@@ -50,7 +50,9 @@ def read_table_files(path: Path):
         return _read(path)
     except Exception as error:  # broken files make the libraries below raise anything
         reason = one_line(error.__cause__ or error)[:300]
-        raise ValueError(f"{_unreadable(path)}: cannot be read ({reason}); mend or remove it") from error
+        raise ValueError(
+            f"{_unreadable(path)}: cannot be read ({reason}); it must have rows: mend or remove it"
+        ) from error
 
 
 def _read(path: Path):

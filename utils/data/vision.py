@@ -39,7 +39,7 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
     if "train" in parameters or name == "EMNIST":
         names = {"train": {"train": True}, "test": {"train": False}}
     elif "split" in parameters:
-        names = {split: {"split": split} for split in _torchvision_splits(cls, parameters["split"].default)}
+        names = {split: {"split": split} for split in _torchvision_splits(cls, fixed)}
     else:
         names = {"train": {}}
     class_names: list[str] = []
@@ -71,12 +71,14 @@ def _is_dataset(value) -> bool:
     return inspect.isclass(value) and issubclass(value, torchvision.datasets.VisionDataset)
 
 
-def _torchvision_splits(cls: type, default) -> list[str]:
-    """The names that the class's `split` parameter takes: its default, and common ones that its source mentions."""
-    text = inspect.getsource(cls)
-    common = ("train", "trainval", "validation", "valid", "val", "test", "extra")
-    found = [name for name in common if re.search(rf"[\"']{name}[\"']", text)] or ["train", "test"]
-    return [default, *found] if isinstance(default, str) and default not in found else found
+def _torchvision_splits(cls: type, fixed: dict) -> list[str]:
+    """The names that the class's `split` parameter takes, which it tells when it is given another."""
+    try:
+        cls(**fixed, split="")
+    except Exception as error:
+        told = re.search(r"Valid values are (.*)", one_line(error))
+        return re.findall(r"'([^']+)'", told[1]) if told else ["train", "test"]
+    return ["train", "test"]
 
 
 def _torchvision_dataset(cls: type, arguments: dict, root: str):

@@ -1,0 +1,562 @@
+"""--data from name to splits: every kind of source, how splits are chosen, and what is said when something is wrong."""
+
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torchvision
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
+from make_data import image_folder, mnist_files, parquet, pictures, table
+from PIL import Image as PillowImage
+from ranks import returned
+
+from utils.config import TrainConfig
+from utils.data.decode import decode, decode_all, peek
+from utils.data.sources import check_source, load_data, load_split
+from utils.data.splits import hold_out, random_subset, renumber, whole_split
+
+ANIMALS = ["cat", "dog", "emu"]
+NAMED = ClassLabel(names=ANIMALS)
+
+
+def load(data, **settings):
+    return load_data(TrainConfig(data=str(data), cache_dir="cache", **settings))
+
+
+def refused(data, *parts, **settings):
+    """That loading fails with one line holding all the parts."""
+    with pytest.raises((ValueError, OSError)) as caught:
+        load(data, **settings)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def same_images(split, expected):
+    images = np.stack([decode(split, position, 3).numpy() for position in range(len(split))])
+    return (images == expected).all()
+
+
+def labels_of(count, classes=3):
+    return [i % classes for i in range(count)]
+
+
+# -- bundled and made sets -------------------------------------------------------------------------------------------
+
+
+def test_digits_are_the_scans_scaled_to_255_with_a_tenth_held_out():
+    from sklearn.datasets import load_digits
+
+    data, scans = load("digits"), load_digits()
+    assert len(data.train) + len(data.evaluation) == 1797 and abs(len(data.evaluation) - 180) <= 1
+    for split in (data.train, data.evaluation):
+        pixels = decode_all(split, 8, 8, 1, "cache", None)[..., 0]
+        assert np.abs(pixels - scans.images[split.rows] * 255 / 16).max() <= 0.5
+        assert (split.labels == scans.target[split.rows]).all()
+    assert data.class_names == [str(i) for i in range(10)] and peek(data.train) == (1, (8, 8))
+
+
+def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned():
+    data = load("synthetic/4x16x3000")
+    assert (len(data.train), len(data.evaluation), data.evaluation.name) == (3000, 300, "test")
+    assert data.class_names == ["0", "1", "2", "3"] and peek(data.train) == (3, (16, 16))
+    assert sorted(set(data.train.labels)) == [0, 1, 2, 3]
+    for position in (0, 1, 2, 3, 2999):  # each class is a brighter band
+        bands = decode(data.train, position, 3).numpy().reshape(4, -1).mean(1)
+        assert bands.argmax() == data.train.labels[position]
+    pixels = decode_all(data.train, 16, 16, 3, "cache", None)
+    assert (pixels[np.array([2999])][0] == decode(data.train, 2999, 3).numpy()).all()
+    assert len(load("synthetic").train) == 10_000
+    assert not (decode(data.train, 0, 3) == decode(data.evaluation, 0, 3)).all()
+
+
+def open_ten_million():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    data = load("synthetic/10x32x10000000")
+    pixels = decode_all(data.train, 32, 32, 3, "cache", None)
+    enlarged = decode_all(data.train, 40, 40, 3, "cache", iter)
+    assert pixels[np.array([9_999_999, 3])].shape == (2, 32, 32, 3)
+    assert enlarged[np.array([9_999_999, 3])].shape == (2, 40, 40, 3)
+    assert len(data.train) == 10**7
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+def test_ten_million_synthetic_samples_open_in_little_memory():
+    assert returned(1, open_ten_million)[0] < 1_000_000  # KiB, while the decoded images would take 30 GB
+
+
+@pytest.mark.parametrize("name", ["synthetic/", "synthetic/10x32", "synthetic/0x32x10", "synthetic/axbxc"])
+def test_a_misspelt_synthetic_set_is_refused_with_the_right_spelling(name):
+    refused(name, "synthetic/CLASSESxSIZExCOUNT") if name != "synthetic/" else load(name)
+
+
+@pytest.mark.parametrize("name", ["nothing", "./no/such", "/no/such", "~/no", "a/b/c", "torchvision/MNISTY"])
+def test_data_that_do_not_exist_are_refused_before_anything_is_opened(name):
+    with pytest.raises(ValueError, match=name):
+        check_source(TrainConfig(data=name))
+
+
+def test_data_that_may_exist_pass_the_first_check(tmp_path):
+    for name in ("digits", "synthetic/3x3x3", "torchvision/MNIST", "someone/something", str(tmp_path)):
+        check_source(TrainConfig(data=name))
+
+
+def test_a_hub_name_that_cannot_be_loaded_is_one_line_that_names_it():
+    refused("someone/something", "--data someone/something", "no such file or folder", "Hub")
+
+
+# -- torchvision -----------------------------------------------------------------------------------------------------
+
+
+def digits_for_mnist():
+    train, test = pictures(40, (28, 28), 1, seed=1), pictures(20, (28, 28), 1, seed=2)
+    return train, np.arange(40) % 10, test, np.arange(20) % 10
+
+
+@pytest.mark.parametrize("name", ["MNIST", "FashionMNIST"])
+def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache(name):
+    train, train_labels, test, test_labels = digits_for_mnist()
+    for root, settings in (("cache/torchvision", {}), ("mine", {"data_dir": "mine"})):
+        mnist_files(root, train=(train, train_labels), t10k=(test, test_labels))
+        os.rename(f"{root}/MNIST", f"{root}/{name}")
+        data = load(f"torchvision/{name}", **settings)
+        assert (decode_all(data.train, 28, 28, 1, "cache", None)[..., 0] == train).all()
+        assert (decode_all(data.evaluation, 28, 28, 1, "cache", None)[..., 0] == test).all()
+        assert (data.train.labels == train_labels).all() and (data.evaluation.labels == test_labels).all()
+        assert len(data.class_names) == 10 and peek(data.train) == (1, (28, 28))
+        assert (decode_all(data.train, 32, 32, 1, "cache", iter).shape) == (40, 32, 32, 1)
+
+
+def test_emnist_reads_the_characters_that_data_subset_names():
+    train, train_labels, test, test_labels = digits_for_mnist()
+    raw = Path("mine/EMNIST/raw")
+    mnist_files("mine", train=(train, train_labels), t10k=(test, test_labels))
+    raw.mkdir(parents=True)
+    for file in Path("mine/MNIST/raw").iterdir():
+        shutil.copy(file, raw / ("emnist-digits-" + file.name.replace("t10k", "test")))
+    data = load("torchvision/EMNIST", data_dir="mine", data_subset="digits")
+    assert (len(data.train), len(data.evaluation), len(data.class_names)) == (40, 20, 10)
+    refused("torchvision/EMNIST", "EMNIST", "vowels", data_dir="mine", data_subset="vowels")
+
+
+def test_a_missing_set_that_cannot_be_downloaded_is_one_line_with_the_mend(monkeypatch):
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
+    refused("torchvision/MNIST", "torchvision/MNIST: not in nowhere", "downloading", "--data_dir", data_dir="nowhere")
+    refused("torchvision/StanfordCars", "torchvision/StanfordCars", "--data_dir", data_dir="nowhere")
+    refused("torchvision/ImageNet", "torchvision/ImageNet: not readable in nowhere", "--data_dir", data_dir="nowhere")
+
+
+def test_a_set_held_as_an_array_is_read_whole(monkeypatch):
+    import pickle
+
+    images = {name: pictures(20, (32, 32), seed=seed) for seed, name in enumerate(("data_batch_1", "test_batch"))}
+    folder = Path("mine/cifar-10-batches-py")
+    folder.mkdir(parents=True)
+    for name, pixels in images.items():
+        entry = {"data": pixels.transpose(0, 3, 1, 2).reshape(20, -1), "labels": labels_of(20, 10)}
+        (folder / name).write_bytes(pickle.dumps(entry))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    cifar = torchvision.datasets.CIFAR10
+    monkeypatch.setattr(cifar, "train_list", [["data_batch_1", None]])
+    monkeypatch.setattr(cifar, "test_list", [["test_batch", None]])
+    monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": None})
+    data = load("torchvision/CIFAR10", data_dir="mine")
+    assert (decode_all(data.train, 32, 32, 3, "cache", None) == images["data_batch_1"]).all()
+    assert (decode_all(data.evaluation, 32, 32, 3, "cache", None) == images["test_batch"]).all()
+    assert same_images(data.train.select(np.arange(3)), images["data_batch_1"][:3])
+    assert data.class_names == list("abcdefghij") and data.train.labels.tolist() == labels_of(20, 10)
+
+
+def test_a_set_with_a_split_argument_and_image_files_is_read_by_its_files():
+    paths = {
+        split: image_folder(f"mine/rendered-sst2/{folder}", {"negative": 4, "positive": 6}, seed=seed)
+        for seed, (split, folder) in enumerate((("train", "train"), ("val", "valid"), ("test", "test")))
+    }
+    data = load("torchvision/RenderedSST2", data_dir="mine")
+    assert data.evaluation.name == "val" and data.class_names == ["negative", "positive"]
+    assert data.train.labels.tolist() == [0] * 4 + [1] * 6
+    assert same_images(data.evaluation, [np.asarray(PillowImage.open(path)) for path in paths["val"]])
+    assert data.train.describe(7).endswith("positive/003.png")
+    before = data.train.cache_key
+    os.utime(data.train.images.paths[0], (1, 1))
+    assert load("torchvision/RenderedSST2", data_dir="mine").train.cache_key != before
+    test = load("torchvision/RenderedSST2", data_dir="mine", eval_split="test").evaluation
+    assert same_images(test, [np.asarray(PillowImage.open(path)) for path in paths["test"]])
+
+
+def test_a_set_that_only_gives_items_is_read_item_by_item(monkeypatch):
+    init = torchvision.datasets.FakeData.__init__
+    monkeypatch.setattr(init, "__defaults__", (60, (3, 40, 48), 10, None, None, 0))
+    data = load("torchvision/FakeData")
+    items = torchvision.datasets.FakeData()
+    assert (len(data.train), len(data.evaluation)) == (54, 6)
+    for split in (data.train, data.evaluation):
+        assert split.labels.tolist() == [int(items[int(row)][1]) for row in split.rows]
+        assert same_images(split, [np.asarray(items[int(row)][0]) for row in split.rows])
+
+
+def test_torchvision_names_are_suggested_and_sets_without_classes_refused():
+    refused("torchvision/mnist", "no such data set", "did you mean MNIST")
+    refused("torchvision/Kinetics400", "Kinetics400")
+    for folder in ("images", "annotations"):
+        Path(f"mine/{folder}").mkdir(parents=True)
+    (Path("mine") / "captions.txt").write_text("a.jpg#0\tA captionless dog\n")
+    refused("torchvision/VOCDetection", "torchvision/VOCDetection", data_dir="mine/none/\0")
+
+
+# -- image folders ---------------------------------------------------------------------------------------------------
+
+
+def test_an_image_folder_without_splits_is_held_out_from():
+    paths = image_folder("folder", {"cat": 20, "dog": 30}, kind="png")
+    data = load("folder")
+    assert (len(data.train), len(data.evaluation), data.evaluation.name) == (45, 5, "train hold-out")
+    assert data.class_names == ["cat", "dog"]
+    for split in (data.train, data.evaluation):
+        assert same_images(split, [np.asarray(PillowImage.open(paths[row])) for row in split.rows])
+        assert [Path(split.describe(i)).parent.name for i in range(len(split))] == [
+            data.class_names[label] for label in split.labels
+        ]
+
+
+@pytest.mark.parametrize("name", ["test", "val", "valid", "validation"])
+def test_an_image_folder_with_two_splits_uses_both(name):
+    image_folder("folder/train", {"cat": 6, "dog": 4}, kind="jpg")
+    image_folder(f"folder/{name}", {"dog": 3}, kind="jpg")
+    data = load("folder")
+    assert (len(data.train), data.evaluation.name, data.evaluation.labels.tolist()) == (10, name, [1, 1, 1])
+
+
+def test_other_folders_can_be_named_as_splits():
+    for name, count in (("first", 5), ("second", 3), ("train", 4)):
+        image_folder(f"folder/{name}", {"cat": count, "dog": count})
+    data = load("folder", train_split="first", eval_split="second")
+    assert (len(data.train), len(data.evaluation), data.evaluation.name) == (10, 6, "second")
+
+
+def test_only_images_count_at_any_depth_and_hidden_ones_do_not():
+    image_folder("folder/cat/2020/may", {"day": 12}, kind="JPEG")
+    image_folder("folder", {"dog": 12}, kind="PNG")
+    image_folder("folder", {".thumbnails": 12})
+    Path("folder/cat/notes.txt").write_text("no image")
+    Path("folder/cat/._000.jpg").write_bytes(b"no image either")
+    data = load("folder")
+    assert data.class_names == ["cat", "dog"] and len(data.train) + len(data.evaluation) == 24
+
+
+def test_a_folder_that_holds_no_data_set_is_refused_with_what_it_should_hold():
+    Path("folder/train").mkdir(parents=True)
+    refused("folder", "folder/train: no images in it", "CLASS/IMAGE.jpg")
+    Path("folder/train/cat").mkdir()
+    refused("folder", "folder/train: no images in it", "CLASS/IMAGE.jpg")
+    image_folder("folder/train", {"cat": 9})
+    image_folder("folder/test", {"emu": 2})
+    refused("folder", "folder/test/emu", "no class of this name", "cat")
+    parquet("clone/data", train=table(labels_of(9), NAMED))
+    refused("clone", "clone: no images in it", "give clone/data")
+    Path("file.txt").write_text("nothing")
+    refused("file.txt", "file.txt: give a folder, or a .parquet or .arrow file")
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def tables(train=30, test=9):
+    images = {"train": pictures(train, seed=1), "test": pictures(test, seed=2)}
+    return images, {name: table(labels_of(len(i)), NAMED, list(i)) for name, i in images.items()}
+
+
+@pytest.mark.parametrize("layout", ["parquet", "arrow", "saved"])
+def test_tables_of_two_splits_are_read(layout):
+    images, splits = tables()
+    if layout == "parquet":
+        parquet("tables", **splits)
+    else:
+        DatasetDict(splits).save_to_disk("tables")
+    if layout == "arrow":
+        for name in splits:
+            os.rename(f"tables/{name}/data-00000-of-00001.arrow", f"tables/{name}-00000-of-00001.arrow")
+        os.unlink("tables/dataset_dict.json")
+    data = load("tables")
+    assert data.class_names == ANIMALS and data.evaluation.name == "test"
+    for split, name in ((data.train, "train"), (data.evaluation, "test")):
+        assert split.labels.tolist() == labels_of(len(images[name]))
+        assert same_images(split, images[name])
+        assert (decode_all(split, 8, 8, 3, "cache", iter) == images[name]).all()
+
+
+@pytest.mark.parametrize("layout", ["parquet file", "arrow file", "saved"])
+def test_a_single_table_is_held_out_from(layout):
+    images, splits = tables()
+    parquet("tables", train=splits["train"])
+    splits["train"].save_to_disk("saved")
+    data = load(
+        {"parquet file": "tables/train-00000-of-00001.parquet", "saved": "saved"}.get(layout)
+        or next(Path("saved").glob("*.arrow"))
+    )
+    assert (len(data.train), len(data.evaluation)) == (27, 3)
+    for split in (data.train, data.evaluation):
+        assert same_images(split, images["train"][split.rows])
+        assert split.labels.tolist() == [row % 3 for row in split.rows]
+
+
+def test_files_are_grouped_into_splits_by_their_names():
+    names = {
+        "train-00000-of-00002": "train",
+        "train-00001-of-00002": "train",
+        "my-set-unsupervised-00000-of-00001": "unsupervised",
+        "test_1": "test",
+        "Valid.v2": "valid",
+        "part7": "train",
+    }
+    Path("tables").mkdir()
+    for count, name in enumerate(names, 1):
+        table(labels_of(count), NAMED).to_parquet(f"tables/{name}.parquet")
+    sizes = {}
+    for count, name in enumerate(names.values(), 1):
+        sizes[name] = sizes.get(name, 0) + count
+    for name, size in sizes.items():
+        assert len(load("tables", eval_split=name).evaluation) == size
+
+
+def plain_parquet(path, labels, images):
+    """As a writer that knows nothing of `datasets` leaves it: a struct of bytes, no types of features."""
+    import pyarrow as pa
+    from make_data import encoded
+    from pyarrow import parquet
+
+    files = [{"bytes": encoded(image, "PNG"), "path": f"{i}.png"} for i, image in enumerate(images)]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.table({"picture": files, "category": labels}), path)
+
+
+@pytest.mark.parametrize("labels, names", [([0, 2, 1], ["0", "1", "2"]), (["emu", "cat", "dog"], ANIMALS)])
+def test_a_plain_parquet_file_needs_no_types_of_columns(labels, names):
+    images = pictures(30)
+    plain_parquet("tables/train.parquet", labels * 10, images)
+    plain_parquet("tables/test.parquet", labels, images[:3])
+    data = load("tables")
+    assert data.class_names == names
+    wanted = [names.index(label) if isinstance(label, str) else label for label in labels * 10]
+    assert data.train.labels.tolist() == wanted and same_images(data.train, images)
+    assert data.evaluation.labels.tolist() == wanted[:3]
+
+
+@pytest.mark.parametrize(
+    "feature, values, names",
+    [
+        (Value("int16"), [3, 0, 1], ["0", "1", "2", "3"]),
+        (Value("bool"), [True, False, True], ["0", "1"]),
+        (Value("large_string"), ["b", "a", "b"], ["a", "b"]),
+        (ClassLabel(names=["x", "y"]), [1, 0, 1], ["x", "y"]),
+    ],
+)
+def test_labels_of_every_kind_become_numbers_and_names(feature, values, names):
+    table(values * 10, feature).save_to_disk("tables")
+    data = load("tables")
+    assert data.class_names == names
+    numbers = [names.index(value) if isinstance(value, str) else int(value) for value in values]
+    for split in (data.train, data.evaluation):
+        assert split.labels.dtype == np.int64 and split.labels.tolist() == [numbers[row % 3] for row in split.rows]
+
+
+def test_columns_are_found_by_type_or_by_name():
+    count = 30
+    coarse = ([label // 2 for label in labels_of(count)], ClassLabel(names=["fur", "feather"]))
+    second = (list(pictures(count, seed=5)), Image())
+    table(labels_of(count), NAMED, coarse=coarse).save_to_disk("two labels")
+    refused("two labels", "label, coarse may each be the label column", "--label_column")
+    assert load("two labels", label_column="coarse").class_names == ["fur", "feather"]
+    table(labels_of(count), NAMED, other=second).save_to_disk("two images")
+    refused("two images", "image, other may each be the image column", "--image_column")
+    data = load("two images", image_column="other")
+    assert same_images(data.train, pictures(count, seed=5)[data.train.rows])
+
+
+def test_columns_that_do_not_fit_are_refused():
+    table(labels_of(30), NAMED, weight=([0.5] * 30, Value("float32"))).save_to_disk("tables")
+    refused("tables", "--image_column photo: no such column; there are image, label, weight", image_column="photo")
+    refused("tables", "--label_column kind: no such column; there are image, label, weight", label_column="kind")
+    refused("tables", "--image_column label: holds no images", image_column="label")
+    refused("tables", "--label_column image: labels must be whole numbers or names", label_column="image")
+    refused("tables", "--label_column weight: labels must be whole numbers or names", label_column="weight")
+    table([10**9] * 30, Value("int64")).save_to_disk("identifiers")
+    refused("identifiers", "--label_column label: labels go up to 1000000000")
+    Dataset.from_dict({"number": [1, 2, 3]}).save_to_disk("numbers")
+    refused("numbers", "there is no image column", "--image_column", "number")
+    table(labels_of(30), NAMED).rename_column("label", "thing").cast_column("thing", Value("int64")).save_to_disk("odd")
+    refused("odd", "there is no label column", "--label_column", "thing")
+
+
+def test_a_split_without_a_label_column_is_refused_only_when_it_is_used():
+    bare = Dataset.from_dict({"image": list(pictures(5))}, features=Features({"image": Image()}))
+    DatasetDict(test=bare, train=table(labels_of(30), NAMED)).save_to_disk("tables")
+    refused("tables", "split 'test' has no column 'label'", "choose another split")
+    assert len(load("tables", eval_fraction=0.2).evaluation) == 6
+
+
+def test_labels_outside_the_classes_are_refused_with_their_place():
+    DatasetDict(train=table(labels_of(30), NAMED), test=table([-1] * 5, NAMED)).save_to_disk("unlabelled")
+    refused("unlabelled", "image 0 of split 'test' has the label -1, outside 0..2", "unlabelled", "--eval_split")
+    holed = {"train": table([0, 1, None] * 5, Value("int64"))}
+    DatasetDict(holed).save_to_disk("holed")
+    refused("holed", "image 2 of split 'train' has the label -1, outside 0..1")
+    more = {"train": table([0, 1] * 5, Value("int64")), "test": table([0, 1, 7], Value("int64"))}
+    DatasetDict(more).save_to_disk("more")
+    refused("more", "image 2 of split 'test' has the label 7, outside 0..1")
+    named = {"train": table(["a", "b"] * 5, Value("string")), "test": table(["a", "emu"], Value("string"))}
+    DatasetDict(named).save_to_disk("named")
+    refused("named", "split 'test' has the class 'emu'", "its classes are a, b")
+
+
+def write_arrow(path, dataset):
+    import pyarrow as pa
+
+    with pa.ipc.new_stream(path, dataset.features.arrow_schema) as stream:
+        stream.write_table(dataset.data.table)
+
+
+def test_empty_splits_are_refused():
+    DatasetDict(train=table(labels_of(30), NAMED), test=table([], NAMED)).save_to_disk("tables")
+    refused("tables", "tables: cannot be read", "it must have rows")
+    shutil.rmtree("tables")
+    empty = Dataset.from_dict({"image": [], "label": []}, features=Features({"image": Image(), "label": NAMED}))
+    write_arrow("none.arrow", empty)
+    refused("none.arrow", "split 'train' is empty", "--train_split")
+    parquet("files", train=table(labels_of(30), NAMED), test=table([], NAMED))
+    refused("files", "test-00000-of-00001.parquet", "it must have rows")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "middle"])
+def test_a_corrupt_parquet_file_is_named(damage):
+    parquet("tables", train=table(labels_of(30), NAMED), test=table(labels_of(9), NAMED))
+    file = Path("tables/test-00000-of-00001.parquet")
+    raw = file.read_bytes()
+    middle = raw[:200] + b"\xff" * 400 + raw[600:]
+    file.write_bytes({"truncated": raw[: len(raw) // 2], "garbage": b"nothing", "middle": middle}[damage])
+    refused("tables", "tables" if damage == "middle" else str(file), "cannot be read", "mend or remove it")
+
+
+def test_a_damaged_arrow_file_or_saved_folder_is_named():
+    table(labels_of(30), NAMED).save_to_disk("saved")
+    file = next(Path("saved").glob("*.arrow"))
+    file.write_bytes(file.read_bytes()[:500])
+    refused("saved", "saved: cannot be read")
+    refused(file, f"{file}: cannot be read")
+    file.unlink()
+    refused("saved", "saved: cannot be read", "data-00000-of-00001.arrow")
+    Path("saved/state.json").write_text("{")
+    refused("saved", "saved: cannot be read")
+
+
+# -- which splits ----------------------------------------------------------------------------------------------------
+
+
+def test_splits_are_chosen_by_name_and_by_custom():
+    sizes = {"train": 30, "validation": 6, "test": 9, "extra": 12}
+    splits = {name: table(labels_of(size), NAMED) for name, size in sizes.items()}
+    DatasetDict(splits).save_to_disk("tables")
+
+    def sizes_with(**settings):
+        data = load("tables", **settings)
+        return len(data.train), data.evaluation.name, len(data.evaluation)
+
+    assert sizes_with() == (30, "validation", 6)
+    assert sizes_with(eval_split="test") == (30, "test", 9)
+    assert sizes_with(train_split="extra") == (12, "validation", 6)
+    assert sizes_with(train_split="validation") == (6, "test", 9)
+    assert sizes_with(eval_fraction=0.5) == (15, "train hold-out", 15)
+    assert sizes_with(train_split="extra", eval_fraction=0.25) == (9, "extra hold-out", 3)
+    refused("tables", "--train_split day: no such split; there are train, validation, test, extra", train_split="day")
+    refused("tables", "--eval_split day: no such split; there are train, validation, test, extra", eval_split="day")
+    DatasetDict(one=splits["train"], two=splits["test"]).save_to_disk("others")
+    refused("others", "no split called train", "--train_split", "one, two")
+    assert len(load("others", train_split="one").train) == 27
+
+
+def labelled(counts, images=None):
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
+    return whole_split("train", np.zeros((len(labels), 1, 1), np.uint8) if images is None else images, labels, "made")
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 1 / 3, 0.5, 0.9])
+def test_a_hold_out_is_disjoint_complete_and_of_every_class_its_share(fraction):
+    split = labelled([500, 100, 37, 10, 6, 1])
+    rest, held = hold_out(split, fraction, seed=3)
+    assert sorted([*rest.rows, *held.rows]) == list(range(654))
+    assert not set(rest.rows) & set(held.rows)
+    assert abs(len(held) - fraction * 654) <= 2
+    for label, count in enumerate([500, 100, 37, 10, 6]):
+        assert abs((held.labels == label).sum() - fraction * count) <= 1
+    assert (rest.labels == 5).sum() == 1  # what there is one of can only be learned
+    for part in (rest, held):
+        assert (part.labels == split.labels[part.rows]).all() and (np.diff(part.rows) > 0).all()
+
+
+def test_a_hold_out_is_the_same_for_a_seed_and_another_for_another():
+    split = labelled([100, 100])
+    first = hold_out(split, 0.2, 0)[1].rows
+    assert (hold_out(split, 0.2, 0)[1].rows == first).all()
+    for seed in range(1, 6):
+        common = len(set(first) & set(hold_out(split, 0.2, seed)[1].rows))
+        assert common < 25  # of 40, where 8 are to be expected
+    often = np.bincount(np.concatenate([hold_out(split, 0.2, seed)[1].rows for seed in range(200)]), minlength=200)
+    assert often.min() > 15 and often.max() < 70  # every sample's turn comes, about 40 times
+
+
+def test_few_samples_of_many_classes_can_be_held_out_from():
+    _, held = hold_out(labelled([4] * 100), 0.1, 0)
+    assert len(held) == 40 and np.bincount(held.labels).max() == 1
+
+
+@pytest.mark.parametrize("counts, fraction", [([3, 2], 0.01), ([1, 1, 1], 0.5), ([2, 2], 0.999)])
+def test_a_hold_out_of_nothing_or_everything_is_refused(counts, fraction):
+    with pytest.raises(ValueError, match=r"too few samples .* --eval_fraction or name an --eval_split"):
+        for seed in range(20):
+            hold_out(labelled(counts), fraction, seed)
+
+
+def test_subsets_are_random_and_of_both_splits():
+    data = load("digits", max_train_samples=100, max_eval_samples=50)
+    whole = load("digits")
+    assert (len(data.train), len(data.evaluation)) == (100, 50)
+    assert set(data.train.rows) <= set(whole.train.rows) and set(data.evaluation.rows) <= set(whole.evaluation.rows)
+    assert data.train.rows.max() > 1400 and len(set(data.train.labels)) == 10
+    assert (data.train.rows == load("digits", max_train_samples=100).train.rows).all()
+    assert set(data.train.rows) != set(random_subset(whole.train, 100, seed=1).rows)
+    assert len(load("digits", max_train_samples=10**6).train) == len(whole.train)
+
+
+def test_eval_gets_the_split_that_was_evaluated_or_trained_on_or_any_other():
+    sizes = {"train": 30, "validation": 6, "test": 9}
+    DatasetDict({name: table(labels_of(size), NAMED) for name, size in sizes.items()}).save_to_disk("tables")
+    config = TrainConfig(data="tables", max_train_samples=5)
+    for name, (expected, size) in {
+        None: ("validation", 6),
+        "train": ("train", 30),
+        "test": ("test", 9),
+        "validation": ("validation", 6),
+    }.items():
+        split = load_split(config, name, ANIMALS)
+        assert (split.name, len(split)) == (expected, size)
+    with pytest.raises(ValueError, match="--split day: no such split; there are train, validation, test"):
+        load_split(config, "day", ANIMALS)
+    config = TrainConfig(data="tables", eval_fraction=0.2, max_eval_samples=4)
+    data = load_data(config)
+    held, trained = load_split(config, None, ANIMALS), load_split(config, "train", ANIMALS)
+    assert (held.rows == data.evaluation.rows).all() and len(held) == 4
+    assert len(trained) == 4 and set(trained.rows) <= set(data.train.rows)
+    assert len(load_split(config, "test", ANIMALS)) == 4
+
+
+def test_eval_counts_classes_as_the_checkpoint_does():
+    table(labels_of(30), NAMED).save_to_disk("tables")
+    config = TrainConfig(data="tables", eval_fraction=0.5)
+    split = load_split(config, "train", ["emu", "ant", "cat", "dog"])
+    assert split.labels.tolist() == [[2, 3, 0][row % 3] for row in split.rows]
+    with pytest.raises(ValueError, match="does not know the class 'dog'; its classes are cat, emu"):
+        load_split(config, "train", ["cat", "emu"])
+    only_cats = split.select(np.flatnonzero(split.labels == 2))
+    assert set(renumber(only_cats, ["emu", "ant", "cat", "dog"], ["cat"]).labels) == {0}
