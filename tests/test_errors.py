@@ -1,8 +1,6 @@
 """What is wrong ends in one line that names it and the mend, from one rank, with code 2, before anything is trained."""
 
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -178,11 +176,10 @@ def _replace_setting(run, old, new):
     _seal(checkpoint)
 
 
-@pytest.mark.parametrize(("script", "settings"), [("train.py", TrainConfig), ("eval.py", EvalConfig)])
-def test_help_has_a_sentence_for_every_setting(script, settings):
-    root = Path(__file__).parent.parent
-    result = subprocess.run([sys.executable, root / script, "--help"], capture_output=True, text=True, check=True)
-    text = " ".join(result.stdout.split("\noptions:")[1].split())
+@pytest.mark.parametrize(("main", "settings"), [(train.main, TrainConfig), (eval.main, EvalConfig)])
+def test_help_has_a_sentence_for_every_setting(main, settings):
+    (outcome,) = run_ranks(1, main, ["--help"])
+    text = " ".join(outcome.out.split("\noptions:")[1].split())
     for field in fields(settings):
         sentence = text.split(f" --{field.name} ")[1].split(" (type:")[0]
         assert re.search(r"[A-Za-z].{15,}", sentence.split(" ", 1)[1]), f"--{field.name} is not explained: {sentence}"

@@ -1,0 +1,340 @@
+"""Models by name: what they are fed, the shape that they give, their stems, heads and published weights."""
+
+import os
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from utils.config import TrainConfig
+from utils.data.loader import InputSpec
+from utils.models import build_model, check_model, input_spec
+
+FAMILIES = [
+    "mnist_cnn",
+    "mlp",
+    "resnet18",
+    "densenet121",
+    "mobilenet_v3_small",
+    "efficientnet_b0",
+    "convnext_tiny",
+    "swin_t",
+    "squeezenet1_0",
+    "googlenet",
+    "inception_v3",
+    "shufflenet_v2_x0_5",
+    "regnet_y_400mf",
+    "timm/resnet10t",
+    "timm/convnext_atto",
+]
+HEAVY = ["vgg11", "alexnet", "vit_b_16"]  # tried once only
+
+
+def spec_of(size, channels):
+    return InputSpec(size, size, channels, [0.5] * channels, [0.5] * channels)
+
+
+def build(name, spec, classes=7, load=True, **settings):
+    return build_model(TrainConfig(model=name, **settings), spec, classes, load)
+
+
+def logits_of(model, spec, count=2, seed=0):
+    images = torch.randn(count, spec.channels, spec.height, spec.width, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return model.eval()(images)
+
+
+def check_training(model, spec):
+    """A full and an empty batch go forward and backward, as ranks do."""
+    model.train()
+    for count in (4, 0):
+        logits = model(torch.zeros(count, spec.channels, spec.height, spec.width))
+        assert logits.shape == (count, 7)
+        logits.sum().backward()
+    assert all(torch.isfinite(value.float()).all() for value in model.state_dict().values())
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("channels, name", [(channels, name) for name in FAMILIES for channels in (1, 3)])
+def test_small_images_go_through_every_family_and_so_does_an_empty_batch(name, channels):
+    spec = spec_of(32, channels)
+    model = build(name, spec)
+    assert model.training
+    assert logits_of(model, spec).shape == (2, 7) and logits_of(model, spec, 0).shape == (0, 7)
+    if channels == 1:  # beyond its stem it is the same network
+        check_training(model, spec)
+
+
+@pytest.mark.parametrize("name, channels", zip(HEAVY, [1, 3, 1], strict=True))
+def test_heavy_families_take_small_images_too(name, channels):
+    spec = spec_of(32, channels)
+    model = build(name, spec)
+    assert logits_of(model, spec).shape == (2, 7) and logits_of(model, spec, 0).shape == (0, 7)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "swin_t", "inception_v3", "squeezenet1_0"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_photographs_go_through_as_well(name, channels):
+    spec = spec_of(224, channels)
+    assert logits_of(build(name, spec), spec, 1).shape == (1, 7)
+
+
+@pytest.mark.parametrize("height, width, channels", [(28, 28, 1), (32, 32, 3), (28, 40, 3), (64, 28, 1)])
+def test_own_models_take_any_shape_from_their_least_size_on(height, width, channels):
+    spec = InputSpec(height, width, channels, [0.5] * channels, [0.5] * channels)
+    for name in ("mnist_cnn", "mlp"):
+        assert logits_of(build(name, spec), spec).shape == (2, 7)
+
+
+def test_the_networks_of_ours_compute_what_they_say():
+    spec = spec_of(28, 1)
+    cnn, mlp = build("mnist_cnn", spec).eval(), build("mlp", spec, model_args={"hidden": 33}).eval()
+    images = torch.randn(3, 1, 28, 28)
+    f = nn.functional
+    x = f.relu(f.max_pool2d(f.conv2d(images, cnn.conv1.weight, cnn.conv1.bias), 2))
+    x = f.relu(f.max_pool2d(f.conv2d(x, cnn.conv2.weight, cnn.conv2.bias), 2)).flatten(1)
+    expected = f.relu(x @ cnn.fc1.weight.T + cnn.fc1.bias) @ cnn.fc2.weight.T + cnn.fc2.bias
+    assert torch.allclose(cnn(images), expected, atol=1e-5)
+    hidden = torch.relu(images.flatten(1) @ mlp.hidden.weight.T + mlp.hidden.bias)
+    assert hidden.shape == (3, 33)
+    assert torch.allclose(mlp(images), hidden @ mlp.output.weight.T + mlp.output.bias, atol=1e-5)
+    assert (build("mnist_cnn", spec, model_args={"dropout": 0.1}).drop_units.p) == 0.1
+
+
+# -- stems -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_stem_fits_small_images():
+    model = build("resnet18", spec_of(32, 3))
+    conv = model.conv1
+    assert (conv.kernel_size, conv.stride, conv.padding, conv.bias) == ((3, 3), (1, 1), (1, 1), None)
+    assert isinstance(model.maxpool, nn.Identity)
+    shapes = []
+    model.layer1.register_forward_hook(lambda module, given, output: shapes.append(output.shape))
+    logits_of(model, spec_of(32, 3))
+    assert shapes == [(2, 64, 32, 32)]
+    densenet = build("densenet121", spec_of(32, 1))
+    assert densenet.features.conv0.stride == (1, 1) and isinstance(densenet.features.pool0, nn.Identity)
+
+
+def test_large_images_keep_the_stem_and_grey_ones_change_its_channels_only():
+    plain = torchvision.models.resnet18().conv1
+    for channels in (1, 3):
+        model = build("resnet18", spec_of(224, channels))
+        conv = model.conv1
+        assert (conv.kernel_size, conv.stride, conv.padding) == (plain.kernel_size, plain.stride, plain.padding)
+        assert (conv.in_channels, conv.out_channels, conv.bias) == (channels, 64, None)
+        assert isinstance(model.maxpool, nn.MaxPool2d)
+    squeeze = build("squeezenet1_0", spec_of(224, 1)).features[0]
+    assert squeeze.bias is not None and squeeze.in_channels == 1 and squeeze.kernel_size == (7, 7)
+
+
+def test_patch_stems_stay_and_vgg_has_nothing_to_change():
+    assert build("convnext_tiny", spec_of(32, 3)).features[0][0].kernel_size == (4, 4)
+    assert build("swin_t", spec_of(32, 1)).features[0][0].in_channels == 1
+    torch.manual_seed(0)
+    model = build("shufflenet_v2_x0_5", spec_of(224, 3))
+    torch.manual_seed(0)
+    plain = torchvision.models.shufflenet_v2_x0_5(num_classes=7)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+# -- published weights -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A torch hub folder of the test's own, and no way into the network."""
+    monkeypatch.setenv("TORCH_HOME", os.path.abspath("torch"))
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    Path("torch/hub/checkpoints").mkdir(parents=True)
+    return Path("torch/hub/checkpoints")
+
+
+def publish(hub, name, **arguments):
+    """Write random weights where torchvision looks for the published ones; returns their network."""
+    weights = torchvision.models.get_model_weights(name).DEFAULT
+    if name in ("googlenet", "inception_v3"):
+        arguments = {"init_weights": False, "transform_input": True, "aux_logits": True}
+    torch.manual_seed(1)
+    model = torchvision.models.get_model(name, **arguments)
+    torch.save(model.state_dict(), hub / weights.url.rsplit("/", 1)[1])
+    return model
+
+
+@pytest.mark.parametrize(
+    "name, head",
+    [
+        ("resnet18", "fc"),
+        ("squeezenet1_0", "classifier.1"),
+        ("mobilenet_v3_small", "classifier.3"),
+        ("googlenet", "fc"),
+        ("inception_v3", "fc"),
+        ("swin_t", "head"),
+    ],
+)
+def test_published_weights_are_loaded_under_a_new_head_and_evaluated_as_trained(hub, name, head):
+    published = publish(hub, name)
+    config = TrainConfig(model=name, pretrained=True)
+    spec = input_spec(config, 1, (28, 28))
+    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    assert (spec.channels, spec.height, spec.width) == (3, preset.crop_size[0], preset.crop_size[0])
+    assert (spec.mean, spec.std) == (preset.mean, preset.std)
+    model = build_model(config, spec, 7)
+    state, wanted = model.state_dict(), published.state_dict()
+    kept = [key for key in state if not key.startswith(head + ".")]
+    assert all(torch.equal(state[key], wanted[key]) for key in kept) and len(kept) > 20
+    assert not any(torch.equal(state[key], wanted[key]) for key in state if key.startswith(head + "."))
+    for empty in hub.iterdir():
+        empty.unlink()
+    again = build_model(config, spec, 7, load=False)  # as eval.py does: no weights, no download, the same network
+    again.load_state_dict(state)
+    small = InputSpec(96, 96, 3, spec.mean, spec.std)
+    assert torch.equal(logits_of(model, small), logits_of(again, small))
+    check_training(model, small)
+
+
+def test_the_vision_transformer_takes_its_weights_at_their_size_only(hub):
+    config = TrainConfig(model="vit_b_16", pretrained=True, image_size=32)
+    with pytest.raises(ValueError, match=r"--pretrained: the weights of vit_b_16 cannot be loaded .*--image_size"):
+        build_model(config, input_spec(config, 3, (32, 32)), 7)
+
+
+def test_weights_that_are_missing_or_damaged_are_one_line_with_the_mend(hub):
+    config = TrainConfig(model="resnet18", pretrained=True)
+    spec = input_spec(config, 3, None)
+    with pytest.raises(ValueError, match=r"the weights of resnet18 cannot be loaded .*torch/hub/checkpoints"):
+        build_model(config, spec, 7)
+    publish(hub, "resnet18")
+    file = next(hub.iterdir())
+    for content in (file.read_bytes()[:1000], b"nothing", b""):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"the weights of resnet18 cannot be loaded .*delete a damaged file"):
+            build_model(config, spec, 7)
+    config = TrainConfig(model="timm/resnet10t", pretrained=True)
+    with pytest.raises(ValueError, match=r"the weights of timm/resnet10t cannot be loaded .*Hugging Face cache"):
+        build_model(config, input_spec(config, 3, None), 7)
+
+
+def test_grey_images_become_coloured_for_published_weights_unless_the_user_says_grey():
+    config = TrainConfig(model="resnet18", pretrained=True)
+    assert input_spec(config, 1, (28, 28)).channels == 3
+    config = TrainConfig(model="resnet18", pretrained=True, channels=1)
+    spec = input_spec(config, 1, (28, 28))
+    assert spec.channels == 1 and spec.mean == pytest.approx([(0.485 + 0.456 + 0.406) / 3])
+    with pytest.raises(ValueError, match="leave out --channels 1"):
+        build_model(config, spec, 7)
+
+
+def test_timm_models_take_grey_images_under_their_weights():
+    name = "timm/resnet10t"
+    torch.manual_seed(1)
+    published = timm.create_model("resnet10t")
+    torch.save(published.state_dict(), "weights.pt")
+    overlay = {"pretrained_cfg_overlay": {"file": "weights.pt"}}
+    config = TrainConfig(model=name, pretrained=True, channels=1, model_args=overlay)
+    spec = input_spec(config, 1, (28, 28))
+    cfg = timm.get_pretrained_cfg("resnet10t")
+    assert (spec.height, spec.channels) == (cfg.input_size[1], 1) and spec.std == [sum(cfg.std) / 3]
+    state = build_model(config, spec, 7).state_dict()
+    assert torch.equal(state["layer1.0.conv1.weight"], published.state_dict()["layer1.0.conv1.weight"])
+    stem = published.state_dict()["conv1.0.weight"].sum(1, keepdim=True)
+    assert torch.allclose(state["conv1.0.weight"], stem) and state["fc.weight"].shape[0] == 7
+
+
+# -- what the model is fed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, seen, shape",
+    [
+        ({"model": "mnist_cnn"}, (1, (28, 28)), (28, 28, 1)),
+        ({"model": "mnist_cnn"}, (1, (8, 8)), (28, 28, 1)),
+        ({"model": "mlp"}, (1, (8, 8)), (8, 8, 1)),
+        ({"model": "resnet18"}, (3, (16, 40)), (32, 80, 3)),
+        ({"model": "resnet18"}, (3, (96, 64)), (96, 64, 3)),
+        ({"model": "resnet18"}, (3, (97, 64)), (224, 224, 3)),
+        ({"model": "resnet18"}, (3, None), (224, 224, 3)),
+        ({"model": "resnet18", "image_size": 64}, (3, None), (64, 64, 3)),
+        ({"model": "resnet18", "channels": 1}, (3, (32, 32)), (32, 32, 1)),
+        ({"model": "resnet18", "channels": 3}, (1, (32, 32)), (32, 32, 3)),
+        ({"model": "resnet18", "pretrained": True, "image_size": 64}, (3, (32, 32)), (64, 64, 3)),
+    ],
+)
+def test_the_input_follows_the_flags_then_the_weights_then_the_data(settings, seen, shape):
+    spec = input_spec(TrainConfig(**settings), *seen)
+    assert (spec.height, spec.width, spec.channels) == shape
+    assert len(spec.mean) == len(spec.std) == spec.channels
+
+
+def test_means_and_deviations_are_given_for_each_channel_or_for_all():
+    spec = input_spec(TrainConfig(mean=[0.1, 0.2, 0.3], std=[0.4]), 3, (32, 32))
+    assert (spec.mean, spec.std) == ([0.1, 0.2, 0.3], [pytest.approx(0.4)] * 3)
+    assert input_spec(TrainConfig(), 3, (32, 32)).mean == [0.5] * 3
+    given = TrainConfig(model="resnet18", pretrained=True, mean=[0.1], std=[1.0, 2.0, 3.0])
+    assert input_spec(given, 3, None).mean == [pytest.approx(0.1)] * 3
+    assert input_spec(given, 3, None).std == [1.0, 2.0, 3.0]
+    for flag in ("mean", "std"):
+        with pytest.raises(ValueError, match=f"--{flag} has 3 values for 1 channels; give one or 1"):
+            input_spec(TrainConfig(**{flag: [0.1, 0.2, 0.3]}), 1, (28, 28))
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({"model": "resnet81"}, "--model resnet81: no such model; did you mean .*resnet18"),
+        ({"model": "xyzzy"}, "--model xyzzy: no such model$"),
+        ({"model": "timm/resnet81"}, "--model timm/resnet81: timm has no such model; did you mean timm/resnet"),
+        ({"model": "mnist_cnn", "pretrained": True}, "--pretrained: mnist_cnn has no published weights"),
+    ],
+)
+def test_models_that_do_not_exist_are_refused_with_the_nearest_name(settings, text):
+    with pytest.raises(ValueError, match=text):
+        check_model(TrainConfig(**settings))
+
+
+def test_models_of_timm_without_weights_cannot_start_from_them():
+    bare = next(name for name in timm.list_models() if not timm.is_model_pretrained(name))
+    check_model(TrainConfig(model=f"timm/{bare}"))
+    with pytest.raises(ValueError, match=f"--pretrained: timm has no weights for {bare}"):
+        check_model(TrainConfig(model=f"timm/{bare}", pretrained=True))
+
+
+@pytest.mark.parametrize("name", ["mnist_cnn", "mlp", "resnet18", "timm/resnet10t"])
+def test_a_wrong_model_argument_is_named(name):
+    with pytest.raises(ValueError, match=f"--model_args for {name}: .*'colour'"):
+        build(name, spec_of(32, 3), model_args={"colour": 1})
+
+
+def test_extra_heads_are_refused():
+    with pytest.raises(ValueError, match="--model_args aux_logits"):
+        build("googlenet", spec_of(32, 3), model_args={"aux_logits": True})
+
+
+@pytest.mark.parametrize(
+    "name, size, mend", [("mnist_cnn", 8, 28), ("maxvit_t", 32, 224), ("timm/vit_tiny_patch16_384", 32, 384)]
+)
+def test_images_that_do_not_fit_are_refused_with_a_size_that_does(name, size, mend):
+    with pytest.raises(ValueError, match=rf"{name} cannot take {size}x{size}x3 images .*; try --image_size {mend}$"):
+        build(name, spec_of(size, 3))
+    config = TrainConfig(model=name, image_size=mend)
+    spec = input_spec(config, 3, (size, size))
+    build_model(config, spec, 7)
+
+
+def test_a_model_that_cannot_take_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match=r"cannot take an empty batch .*take another model"):
+        build("timm/swin_tiny_patch4_window7_224", spec_of(224, 3), model_args={"depths": [1, 1, 1, 1]})
+
+
+def test_a_model_that_gives_no_scores_is_refused():
+    with pytest.raises(ValueError, match=r"gives an output of shape \[1, 512, 7, 7\], not one score per class"):
+        build("timm/resnet10t", spec_of(224, 3), model_args={"num_classes": 0, "global_pool": ""})
