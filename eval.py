@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from utils.checkpoint import find_checkpoint, load_model, read_json, verify, write_file
+from utils.checkpoint import find_checkpoint, load_model, verify
 from utils.cli import parse_args
 from utils.config import EvalConfig, TrainConfig, expand, from_yaml
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
@@ -19,6 +19,7 @@ from utils.data.order import BlockSampler
 from utils.data.sources import check_source, load_split
 from utils.distributed import Ranks, check_precision, make_accelerator, ranks_of_launch
 from utils.evaluation import evaluate_split
+from utils.files import read_json, write_file
 from utils.models import build_model
 from utils.report import progress, table
 

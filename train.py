@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.checkpoint import load_model, load_optimizer, prune, save_checkpoint, write_file
+from utils.checkpoint import load_model, load_optimizer, prune, save_checkpoint
 from utils.cli import parse_args
 from utils.config import TrainConfig, resolve_batch, to_yaml
 from utils.data.decode import peek
@@ -28,6 +28,7 @@ from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
 from utils.data.sources import check_source, load_data
 from utils.distributed import Ranks, check_precision, make_accelerator, ranks_of_launch, settle_buckets
 from utils.evaluation import evaluate_split
+from utils.files import write_file
 from utils.losses import loss_sum
 from utils.meter import Meter, Totals
 from utils.models import build_model, check_model, has_batch_norm, input_spec, seed_layers

@@ -21,6 +21,7 @@ from torch import nn
 
 from utils.distributed import Ranks
 from utils.errors import one_line
+from utils.files import read_json, sync, write_file
 
 MANIFEST = "manifest.json"
 
@@ -47,7 +48,7 @@ def save_checkpoint(
             _seal(partial)
             shutil.rmtree(final, ignore_errors=True)  # an older one of the same step, from before a resume
             partial.rename(final)
-            _sync(folder)
+            sync(folder)
             write_file(folder / "latest", final.name + "\n")
             if is_best:
                 write_file(folder / "best", final.name + "\n")
@@ -126,25 +127,6 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"{path}: not this run's optimizer ({one_line(error)[:120]})") from error
 
 
-def read_json(path: Path):
-    """Parse a JSON file; ValueError names it when it is none."""
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON ({one_line(error)})") from None
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    _sync(path.parent)
-
-
 def _save_state(accelerator: Accelerator, folder: Path) -> None:
     try:
         accelerator.save_state(str(folder))
@@ -160,17 +142,9 @@ def _seal(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         path.chmod(0o666 & ~umask)  # safetensors makes its files private
         entries[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-        _sync(path)
+        sync(path)
     write_file(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder)
 
 
 def _sha256(path: Path) -> str:

@@ -204,6 +204,11 @@ def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelera
     if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None) and ranks.is_main:
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     cpu = ranks.device.type == "cpu"
+    if getattr(config, "deterministic", False):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.backends.cudnn.benchmark = True  # image shapes do not change, so trying the kernels out pays
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision=config.mixed_precision,

@@ -134,7 +134,7 @@ def seed_layers(device: torch.device, seed: int) -> None:
     """Start the layers' random numbers (dropout) afresh: they then depend on no history, so resuming needs no state."""
     # torch.manual_seed would do, but takes 100 us; a CPU generator uses only the low 32 bits.
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed % 2**32)
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed % 2**32)
     torch.default_generator.manual_seed(seed % 2**32)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from utils.checkpoint import write_file
+from utils.files import write_file
 
 
 class RunLog:

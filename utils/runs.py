@@ -13,10 +13,11 @@ import numpy
 import torch
 import torchvision
 
-from utils.checkpoint import MANIFEST, find_checkpoint, read_json, verify
+from utils.checkpoint import MANIFEST, find_checkpoint, verify
 from utils.config import TrainConfig, expand
 from utils.data.order import Plan
 from utils.distributed import Ranks
+from utils.files import read_json
 from utils.state import TrainState
 
 
