@@ -80,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 
 
 def build(config: TrainConfig, ranks: Ranks, accelerator: Accelerator) -> Run:
-    """Make the run folder, the data, the model and the optimizer, and go to the point to start from."""
-    folder = make_run_folder(config, ranks)
+    """Make the data, the model, the optimizer and the run folder, and go to the point to start from."""
     data = ranks.together(lambda: load_data(config), main_first=True)
     spec = ranks.together(lambda: input_spec(config, *peek(data.train)))
     bar = progress("decoding", ranks.is_main)
@@ -98,6 +97,7 @@ def build(config: TrainConfig, ranks: Ranks, accelerator: Accelerator) -> Run:
     updates = ranks.together(lambda: total_updates(config, plan))
     if has_batch_norm(module):
         ranks.together(lambda: check_batch_norm(plan, updates))
+    folder = make_run_folder(config, ranks)
     checkpoint = ranks.together(lambda: starting_point(config, folder))
     state = ranks.together(lambda: read_state(checkpoint, plan, data.class_names)) if checkpoint else TrainState()
 
@@ -280,7 +280,7 @@ def announce(run: Run) -> None:
 
 def close(run: Run, result: dict | None) -> None:
     """Say what came out and what to type next."""
-    state, run_name = run.state, run.folder
+    state = run.state
     rows = []
     if result is None:
         rows.append(("finished", f"all {run.updates} updates were done before; raise --epochs or --max_steps to go on"))
@@ -289,10 +289,11 @@ def close(run: Run, result: dict | None) -> None:
     rows += [
         ("best", f"{state.best_accuracy:.4f} at update {state.best_step}"),
         ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"),
-        ("next", f"python eval.py --ckpt {run_name}"),
+        ("next", f"python eval.py --ckpt {run.folder}"),
     ]
-    run.log.say(table("Done", rows))
     run.log.close()
+    if run.ranks.is_main:
+        print(table("Done", rows))
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def test_bad_input_is_one_line_from_rank_0_and_code_2_from_each(case, processes)
     assert text in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1 and outcomes[0].err.startswith("train.py: error: ")
     assert all(outcome.err == "" for outcome in outcomes[1:])
+    assert [path.name for path in Path("runs").iterdir()] == ["taken"]  # no folder of a run that never was
 
 
 def test_traceback_shows_it():
