@@ -81,7 +81,7 @@ def test_draws_epochs_seeds_and_neighbours_are_independent():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("padding, flip", [(0, True), (2, False), (3, True)])
+@pytest.mark.parametrize("padding, flip", [(0, False), (0, True), (2, False), (3, True)])
 def test_shift_and_flip_equals_a_loop_over_images(channels, padding, flip):
     images = torch.from_numpy(pictures(40, (7, 9))[..., :channels].copy())
     random = uniform(0, 0, torch.arange(40), 3)

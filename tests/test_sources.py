@@ -5,6 +5,7 @@ import resource
 import shutil
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torchvision
@@ -107,6 +108,16 @@ def test_a_hub_name_that_cannot_be_loaded_is_one_line_that_names_it():
     refused("someone/something", "--data someone/something", "no such file or folder", "Hub")
 
 
+def test_a_hub_set_is_read_like_a_local_one_and_its_flaws_are_told_as_they_are(monkeypatch):
+    asked, splits = [], DatasetDict(train=table(labels_of(30), NAMED), test=table(labels_of(9), NAMED))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: asked.append(names) or splits)
+    data = load("someone/something", data_subset="small")
+    assert asked == [("someone/something", "small")]
+    assert (len(data.train), data.evaluation.name, data.class_names) == (30, "test", ANIMALS)
+    with pytest.raises(ValueError, match=r"^--label_column kind: no such column"):
+        load("someone/something", label_column="kind")
+
+
 # -- torchvision -----------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +153,8 @@ def test_emnist_reads_the_characters_that_data_subset_names():
 
 
 def test_a_missing_set_that_cannot_be_downloaded_is_one_line_with_the_mend(monkeypatch):
-    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     refused("torchvision/MNIST", "torchvision/MNIST: not in nowhere", "downloading", "--data_dir", data_dir="nowhere")
     refused("torchvision/StanfordCars", "torchvision/StanfordCars", "--data_dir", data_dir="nowhere")
     refused("torchvision/ImageNet", "torchvision/ImageNet: not readable in nowhere", "--data_dir", data_dir="nowhere")
@@ -197,13 +209,18 @@ def test_a_set_that_only_gives_items_is_read_item_by_item(monkeypatch):
         assert same_images(split, [np.asarray(items[int(row)][0]) for row in split.rows])
 
 
-def test_torchvision_names_are_suggested_and_sets_without_classes_refused():
+def test_torchvision_names_are_suggested_and_sets_without_classes_refused(monkeypatch):
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     refused("torchvision/mnist", "no such data set", "did you mean MNIST")
-    refused("torchvision/Kinetics400", "Kinetics400")
-    for folder in ("images", "annotations"):
-        Path(f"mine/{folder}").mkdir(parents=True)
-    (Path("mine") / "captions.txt").write_text("a.jpg#0\tA captionless dog\n")
-    refused("torchvision/VOCDetection", "torchvision/VOCDetection", data_dir="mine/none/\0")
+    voc = Path("mine/VOCdevkit/VOC2012")
+    for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
+        (voc / folder).mkdir(parents=True)
+    PillowImage.fromarray(pictures(1)[0]).save(voc / "JPEGImages/one.jpg")
+    (voc / "Annotations/one.xml").write_text("<annotation><object><name>cat</name></object></annotation>")
+    (voc / "ImageSets/Main/train.txt").write_text("one\n")
+    refused("torchvision/VOCDetection", "torchvision/VOCDetection: not a classification data set", data_dir="mine")
+    refused("torchvision/CelebA", "torchvision/CelebA: not in nowhere", "--data_dir", data_dir="nowhere")
 
 
 # -- image folders ---------------------------------------------------------------------------------------------------
@@ -474,6 +491,8 @@ def test_splits_are_chosen_by_name_and_by_custom():
     DatasetDict(one=splits["train"], two=splits["test"]).save_to_disk("others")
     refused("others", "no split called train", "--train_split", "one, two")
     assert len(load("others", train_split="one").train) == 27
+    DatasetDict(one=splits["train"]).save_to_disk("single")
+    assert (len(load("single").train), load("single").evaluation.name) == (27, "one hold-out")
 
 
 def labelled(counts, images=None):
