@@ -25,6 +25,7 @@ from utils.report import progress, table
 
 OVERRIDES = (
     "data",
+    "data_subset",
     "image_column",
     "label_column",
     "eval_batch_size",
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if asked.json and not Path(asked.json).absolute().parent.is_dir():
             raise ValueError(f"--json {asked.json}: its folder does not exist")
         ranks.join()
-        record, class_names = evaluate_checkpoint(checkpoint, config, asked.split, ranks)
+        record, class_names = evaluate_checkpoint(checkpoint, config, asked, ranks)
         if ranks.is_main:
             show(record, class_names, checkpoint)
             if asked.json:
@@ -62,15 +63,18 @@ def settings_of(checkpoint: Path, asked: EvalConfig) -> TrainConfig:
     except ValueError as error:
         raise ValueError(f"{checkpoint / 'config.yaml'}: {error}") from None
     given = {name: getattr(asked, name) for name in OVERRIDES if getattr(asked, name) is not None}
+    if asked.data:  # how the run's own data was split says nothing of other data
+        given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
     return replace(config, metrics=True, max_eval_samples=asked.max_eval_samples, **given)
 
 
-def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str | None, ranks: Ranks):
+def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, asked: EvalConfig, ranks: Ranks):
     """The numbers of one split, and the names of the classes; collective."""
     accelerator = make_accelerator(ranks, config)
     saved, class_names = read_json(checkpoint / "state.json"), read_json(checkpoint / "labels.json")
     spec = InputSpec(**saved["input"])
-    split = ranks.together(lambda: load_split(config, split_name, class_names), main_first=True)
+    own_data = asked.data is None
+    split = ranks.together(lambda: load_split(config, asked.split, class_names, own_data), main_first=True)
     bar = progress("decoding", ranks.is_main)
     dataset = ranks.together(lambda: make_dataset(split, spec, config, False, bar), main_first=True)
     model = ranks.together(lambda: build_model(config, spec, len(class_names), load=False))

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from make_files import image_folder
+from make_data import image_folder
 from ranks import run_ranks
 
 import eval
@@ -63,8 +63,8 @@ def files():
     Path("runs/taken").mkdir(parents=True)
     Path("flat").mkdir()
     Path("empty/cat").mkdir(parents=True)
-    image_folder("photos", classes=2, images=12, size=(32, 32))
-    image_folder("broken", classes=2, images=40, size=(32, 32))
+    image_folder("photos", {"class0": 12, "class1": 12}, size=(32, 32))
+    image_folder("broken", {"class0": 40, "class1": 40}, size=(32, 32))
     Path("broken/class0/0.png").write_bytes(b"no image")
 
 
@@ -86,7 +86,7 @@ def test_traceback_shows_it():
 
 
 def test_an_error_of_another_rank_during_training_is_told_by_rank_0():
-    image_folder("photos", classes=2, images=40, size=(120, 120))
+    image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
     outcomes = run_ranks(2, _train_with_a_file_that_rank_1_cannot_read, ["--data", "photos", "--num_workers", "0"])
     assert [outcome.code for outcome in outcomes] == [2, 2], [outcome.err for outcome in outcomes]
     assert outcomes[0].err == "train.py: error: rank 1: photos/class0/3.png: not a readable image (planted)\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from make_data import image_folder
 from ranks import returned
 from runs import records, train_run, weights
 from torch.nn import functional as F
@@ -116,3 +117,16 @@ def test_eval_evaluates_the_training_split_too():
     train_run(1, "run", *FLAGS)
     found = returned(2, eval.main, ["--ckpt", "runs/run", "--split", "train"])[0]
     assert (found["split"], found["count"]) == ("train", 1797 - 180)
+
+
+def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
+    train_run(1, "run", "--data", "synthetic/3x32x90", "--model", "mlp", "--max_steps", "2")
+    for folder, count in (("whole", 11), ("split/train", 12), ("split/test", 7)):
+        image_folder(folder, dict.fromkeys("012", count), size=(32, 32))  # the classes that the checkpoint knows
+    for flags, split, count in (
+        (("--data", "whole"), "train", 33),
+        (("--data", "split"), "test", 21),
+        (("--data", "split", "--split", "train"), "train", 36),
+    ):
+        found = returned(2, eval.main, ["--ckpt", "runs/run", *flags])[0]
+        assert (found["split"], found["count"]) == (split, count)

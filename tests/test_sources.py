@@ -229,7 +229,7 @@ def test_torchvision_names_are_suggested_and_sets_without_classes_refused(monkey
 def test_an_image_folder_without_splits_is_held_out_from():
     paths = image_folder("folder", {"cat": 20, "dog": 30}, kind="png")
     data = load("folder")
-    assert (len(data.train), len(data.evaluation), data.evaluation.name) == (45, 5, "train hold-out")
+    assert (len(data.train), len(data.evaluation), data.evaluation.name) == (45, 5, "hold-out of train")
     assert data.class_names == ["cat", "dog"]
     for split in (data.train, data.evaluation):
         assert same_images(split, [np.asarray(PillowImage.open(paths[row])) for row in split.rows])
@@ -484,15 +484,15 @@ def test_splits_are_chosen_by_name_and_by_custom():
     assert sizes_with(eval_split="test") == (30, "test", 9)
     assert sizes_with(train_split="extra") == (12, "validation", 6)
     assert sizes_with(train_split="validation") == (6, "test", 9)
-    assert sizes_with(eval_fraction=0.5) == (15, "train hold-out", 15)
-    assert sizes_with(train_split="extra", eval_fraction=0.25) == (9, "extra hold-out", 3)
+    assert sizes_with(eval_fraction=0.5) == (15, "hold-out of train", 15)
+    assert sizes_with(train_split="extra", eval_fraction=0.25) == (9, "hold-out of extra", 3)
     refused("tables", "--train_split day: no such split; there are train, validation, test, extra", train_split="day")
     refused("tables", "--eval_split day: no such split; there are train, validation, test, extra", eval_split="day")
     DatasetDict(one=splits["train"], two=splits["test"]).save_to_disk("others")
     refused("others", "no split called train", "--train_split", "one, two")
     assert len(load("others", train_split="one").train) == 27
     DatasetDict(one=splits["train"]).save_to_disk("single")
-    assert (len(load("single").train), load("single").evaluation.name) == (27, "one hold-out")
+    assert (len(load("single").train), load("single").evaluation.name) == (27, "hold-out of one")
 
 
 def labelled(counts, images=None):

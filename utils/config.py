@@ -18,7 +18,7 @@ class TrainConfig:
     """What to train on: digits (bundled), synthetic[/CLASSESxSIZExCOUNT], a Hub id such as ylecun/mnist,
     torchvision/NAME, an image folder, a folder of parquet or arrow files, or a save_to_disk folder."""
     data_subset: str | None = None
-    """Name of the configuration of a Hub data set that has several."""
+    """Configuration of a Hub data set that has several, or the character set of torchvision/EMNIST."""
     train_split: str | None = None
     """Split to train on (default: train, or the only one there is)."""
     eval_split: str | None = None
@@ -153,9 +153,11 @@ class EvalConfig:
     ckpt: str
     """A run folder (its best checkpoint, else its latest) or a checkpoint folder."""
     split: str | None = None
-    """Split to evaluate: train, or one of the data set's own (default: the one evaluated during training)."""
+    """Split to evaluate (default: what training evaluated on; of other data its validation or test split, or all)."""
     data: str | None = None
     """Other data to evaluate on, named as for train.py (default: the data of the run)."""
+    data_subset: str | None = None
+    """Configuration of a Hub data set that has several (default: as in the run)."""
     image_column: str | None = None
     """Column that holds the images (default: as in the run)."""
     label_column: str | None = None

@@ -61,19 +61,20 @@ def _two_splits(source: Source, config: TrainConfig) -> tuple[Split, Split]:
     return train, random_subset(evaluation, config.max_eval_samples, config.seed)
 
 
-def load_split(config: TrainConfig, name: str | None, class_names: list[str]) -> Split:
+def load_split(config: TrainConfig, name: str | None, class_names: list[str], own_data: bool = True) -> Split:
     """One split to evaluate, its labels counted as in `class_names`.
 
-    None means what the run evaluated on, "train" what it trained on, any other name that split of the data set.
+    Of the run's `own_data`, None means what the run evaluated on and "train" what it trained on, hold-outs included.
+    Of other data, None means its evaluation split, or all there is if it has only one. Any other name is that split.
     """
     source = _open(config)
-    if name in (None, "train"):
-        train, evaluation = _two_splits(source, replace(config, max_train_samples=None))
-        split = evaluation if name is None else random_subset(train, config.max_eval_samples, config.seed)
+    if own_data and name in (None, "train"):
+        train, evaluation = _two_splits(source, replace(config, max_train_samples=None, max_eval_samples=None))
+        split = train if name == "train" else evaluation
     else:
+        name = name or _eval_name(source, "", None) or _train_name(source, None)
         split = source.split(_known(source, name, "--split"))
-        split = random_subset(split, config.max_eval_samples, config.seed)
-    return renumber(split, source.class_names, class_names)
+    return renumber(random_subset(split, config.max_eval_samples, config.seed), source.class_names, class_names)
 
 
 def _open(config: TrainConfig) -> Source:

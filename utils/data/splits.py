@@ -139,7 +139,7 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
             f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of them; "
             "change --eval_fraction or name an --eval_split"
         )
-    held = replace(split.select(np.flatnonzero(is_held)), name=f"{split.name} hold-out")
+    held = replace(split.select(np.flatnonzero(is_held)), name=f"hold-out of {split.name}")
     return split.select(np.flatnonzero(~is_held)), held
 
 

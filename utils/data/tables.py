@@ -1,6 +1,7 @@
 """Hugging Face data sets: from the Hub, from parquet and arrow files, and from save_to_disk folders."""
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def read_table_files(path: Path):
 def _read(path: Path):
     from datasets import Dataset, load_dataset, load_from_disk
 
+    _no_bars_without_a_terminal()
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return load_from_disk(str(path))
     if path.is_file() and path.suffix == ".arrow":
@@ -93,16 +95,25 @@ def _files_by_split(files: list[Path]) -> dict[str, list[str]]:
     return groups
 
 
+def _no_bars_without_a_terminal() -> None:
+    from datasets import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+
+
 def load_hub(config: TrainConfig) -> Source:
     """A data set of the Hugging Face Hub; none of its code is executed."""
     from datasets import load_dataset
 
+    _no_bars_without_a_terminal()
     try:
         splits = load_dataset(config.data, config.data_subset)
     except Exception as error:  # from a network, a cache and files, all of them others'
         reason = one_line(error)[:300]
         raise ValueError(
-            f"--data {config.data}: no such file or folder, and it cannot be loaded from the Hub ({reason})"
+            f"--data {config.data}: no such file or folder, and it cannot be loaded from the Hub ({reason}); "
+            "check the name and the network, or give a local folder"
         ) from error
     return hugging_face(splits, config)
 

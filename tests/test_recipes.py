@@ -1,0 +1,43 @@
+"""Recipes reach what their headers and the README say."""
+
+import os
+from pathlib import Path
+
+import pytest
+from ranks import returned
+from runs import records, train_run
+
+import eval
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+def test_the_digits_recipe_learns_in_two_processes_and_evaluates_the_same_in_one():
+    recipe = str(RECIPES / "digits.yaml")
+    log = train_run(2, "run", "--config", recipe, "--epochs", "8", "--log_every", "46", "--eval_every", "92")
+    losses = [record["loss"] for record in log if record["kind"] == "train"]
+    assert losses[-1] < losses[0] / 4
+    best = max(record["accuracy"] for record in records("run", "eval"))
+    assert best > 0.95
+    assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["accuracy"] == best
+
+
+@pytest.mark.slow
+def test_the_digits_recipe_reaches_98_percent_over_five_hold_outs():
+    accuracies = []
+    for seed in range(5):
+        flags = ("--config", str(RECIPES / "digits.yaml"), "--seed", str(seed))
+        accuracies.append(train_run(2, f"run{seed}", *flags)[-1]["accuracy"])
+    print(f"digits: {accuracies}, mean {sum(accuracies) / 5:.4f}")
+    assert sum(accuracies) / 5 >= 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "LOCKSTEP_MNIST" not in os.environ, reason="set LOCKSTEP_MNIST to a folder with MNIST's parquet files"
+)
+def test_the_mnist_recipe_reaches_99_2_percent():
+    flags = ("--config", str(RECIPES / "mnist.yaml"), "--data", os.environ["LOCKSTEP_MNIST"])
+    returned_log = train_run(2, "run", *flags)
+    print(f"mnist: {returned_log[-1]}")
+    assert returned_log[-1]["accuracy"] >= 0.992 and returned_log[-1]["count"] == 10000
