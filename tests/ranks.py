@@ -34,9 +34,9 @@ def run_ranks(processes: int, function: Callable, *arguments: Any, seconds: floa
     return [_outcome(*child) for child in children]
 
 
-def returned(processes: int, function: Callable, *arguments: Any) -> list[Any]:
+def returned(processes: int, function: Callable, *arguments: Any, seconds: float = 120) -> list[Any]:
     """What `function(*arguments)` returns on each rank; fails with a rank's output if one ended badly."""
-    outcomes = run_ranks(processes, function, *arguments)
+    outcomes = run_ranks(processes, function, *arguments, seconds=seconds)
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0, f"rank {rank} of {processes} ended with {outcome.code}:\n{outcome.err}{outcome.out}"
     return [outcome.value for outcome in outcomes]

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 import train
 
 
-def train_run(processes: int, name: str, *flags: str) -> list[dict]:
+def train_run(processes: int, name: str, *flags: str, seconds: float = 120) -> list[dict]:
     """Train on that many ranks in runs/NAME; returns the records of its log."""
-    returned(processes, train.main, ["--run_name", name, *flags])
+    returned(processes, train.main, ["--run_name", name, *flags], seconds=seconds)
     return records(name)
 
 
