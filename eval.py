@@ -7,13 +7,14 @@ The numbers are the same on any number of processes. `python eval.py --help` lis
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from utils.checkpoint import find_checkpoint, load_model, verify
 from utils.cli import parse_args
-from utils.config import EvalConfig, TrainConfig, expand, from_yaml
+from utils.config import EvalConfig, TrainConfig, expand
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler
 from utils.data.sources import check_source, load_split
@@ -22,6 +23,7 @@ from utils.evaluation import evaluate_split
 from utils.files import read_json, write_file
 from utils.models import build_model
 from utils.report import progress, table
+from utils.runs import read_saved, read_settings
 
 OVERRIDES = (
     "data",
@@ -45,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
         config = settings_of(checkpoint, asked)
         check_precision(config, ranks)
         check_source(config)
-        if asked.json and not Path(asked.json).absolute().parent.is_dir():
-            raise ValueError(f"--json {asked.json}: its folder does not exist")
+        if asked.json:
+            check_output_file(expand(asked.json))
         ranks.join()
         record, class_names = evaluate_checkpoint(checkpoint, config, asked, ranks)
         if ranks.is_main:
@@ -58,22 +60,26 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 def settings_of(checkpoint: Path, asked: EvalConfig) -> TrainConfig:
     """The settings of the run that wrote the checkpoint, with those that were asked for now in their place."""
-    try:
-        config = from_yaml((checkpoint / "config.yaml").read_text())
-    except ValueError as error:
-        raise ValueError(f"{checkpoint / 'config.yaml'}: {error}") from None
+    config = read_settings(checkpoint)
     given = {name: getattr(asked, name) for name in OVERRIDES if getattr(asked, name) is not None}
-    if asked.data:  # how the run's own data was split says nothing of other data
+    if asked.data not in (None, config.data):  # how the run's own data was split says nothing of other data
         given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
     return replace(config, metrics=True, max_eval_samples=asked.max_eval_samples, **given)
+
+
+def check_output_file(path: Path) -> None:
+    """Raise ValueError when no file can be written there."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"--json {path}: {'is a folder' if path.is_dir() else f'{folder} is no folder to write to'}")
 
 
 def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, asked: EvalConfig, ranks: Ranks):
     """The numbers of one split, and the names of the classes; collective."""
     accelerator = make_accelerator(ranks, config)
-    saved, class_names = read_json(checkpoint / "state.json"), read_json(checkpoint / "labels.json")
+    saved, class_names = read_saved(checkpoint), read_json(checkpoint / "labels.json")
     spec = InputSpec(**saved["input"])
-    own_data = asked.data is None
+    own_data = asked.data in (None, read_settings(checkpoint).data)
     split = ranks.together(lambda: load_split(config, asked.split, class_names, own_data), main_first=True)
     bar = progress("decoding", ranks.is_main)
     dataset = ranks.together(lambda: make_dataset(split, spec, config, False, bar), main_first=True)

@@ -7,11 +7,12 @@
 Parse, start, build, loop, close: this file is the whole run, top to bottom. `python train.py --help` lists settings.
 """
 
-import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,13 +20,14 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.checkpoint import load_model, load_optimizer, prune, save_checkpoint
+from utils.checkpoint import forget_after, prune, save_checkpoint
 from utils.cli import parse_args
-from utils.config import TrainConfig, resolve_batch, to_yaml
+from utils.config import TrainConfig, resolve_batch, to_yaml, without_effect
 from utils.data.decode import peek
 from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
 from utils.data.sources import check_source, load_data
+from utils.data.splits import Data
 from utils.distributed import Ranks, check_precision, make_accelerator, ranks_of_launch, settle_buckets
 from utils.evaluation import evaluate_split
 from utils.files import write_file
@@ -34,8 +36,16 @@ from utils.meter import Meter, Totals
 from utils.models import build_model, check_model, has_batch_norm, input_spec, seed_layers
 from utils.optim import build_optimizer, learning_rate, set_learning_rate
 from utils.report import RunLog, progress, table
-from utils.runs import check_run_folder, make_run_folder, read_state, starting_point, state_json
-from utils.state import TrainState, check_batch_norm, total_updates
+from utils.runs import (
+    changes,
+    check_run_folder,
+    checkpoint_texts,
+    load_run,
+    make_run_folder,
+    resolved,
+    starting_point,
+)
+from utils.state import TrainState, check_batch_norm, check_finite, total_updates
 
 
 @dataclass
@@ -46,8 +56,8 @@ class Run:
     ranks: Ranks
     accelerator: Accelerator
     folder: Path
+    data: Data
     spec: InputSpec
-    class_names: list[str]
     plan: Plan
     updates: int
     state: TrainState
@@ -56,7 +66,6 @@ class Run:
     optimizer: Optimizer
     train_batches: Batches
     eval_batches: Batches
-    eval_split: str
     meter: Meter
     log: RunLog
 
@@ -98,8 +107,8 @@ def build(config: TrainConfig, ranks: Ranks, accelerator: Accelerator) -> Run:
     if has_batch_norm(module):
         ranks.together(lambda: check_batch_norm(plan, updates))
     folder = make_run_folder(config, ranks)
-    checkpoint = ranks.together(lambda: starting_point(config, folder))
-    state = ranks.together(lambda: read_state(checkpoint, plan, data.class_names)) if checkpoint else TrainState()
+    checkpoint, state = starting_point(config, folder, plan, data, ranks)
+    config = resolved(config, plan, accelerator.mixed_precision)
 
     # Accelerate deals the pieces of each update, and the blocks of the evaluation split, to the ranks in turn.
     order = UpdateSampler(plan, max(0, updates - state.step), state.epoch, state.position)
@@ -108,27 +117,16 @@ def build(config: TrainConfig, ranks: Ranks, accelerator: Accelerator) -> Run:
     model, optimizer, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
     settle_buckets(model, module, torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device))
     if checkpoint:
-        ranks.together(lambda: load_model(checkpoint, module))
-        ranks.together(lambda: load_optimizer(checkpoint, optimizer))
-    return Run(
-        config=config,
-        ranks=ranks,
-        accelerator=accelerator,
-        folder=folder,
-        spec=spec,
-        class_names=data.class_names,
-        plan=plan,
-        updates=updates,
-        state=state,
-        model=model,
-        module=module,
-        optimizer=optimizer,
-        train_batches=Batches(train_loader, spec, config, accelerator.device, training=True),
-        eval_batches=Batches(eval_loader, spec, config, accelerator.device, training=False),
-        eval_split=data.evaluation.name,
-        meter=Meter(accelerator.device, Totals(**state.since_log) if ranks.is_main else Totals()),
-        log=RunLog(folder, ranks.is_main, state.step, updates),
-    )
+        load_run(checkpoint, module, optimizer, accelerator, ranks)
+        if ranks.is_main:
+            print("\n".join([f"going on from {checkpoint}", *changes(checkpoint, config, ranks)]))
+            forget_after(folder / "checkpoints", state.step, state.best_step)
+    train_batches = Batches(train_loader, spec, config, accelerator.device, training=True)
+    eval_batches = Batches(eval_loader, spec, config, accelerator.device, training=False)
+    meter = Meter(accelerator.device, Totals(**state.since_log) if ranks.is_main else Totals())
+    log = RunLog(folder, ranks.is_main, state.step, updates)
+    parts = (model, module, optimizer, train_batches, eval_batches, meter, log)
+    return Run(config, ranks, accelerator, folder, data, spec, plan, updates, state, *parts)
 
 
 def train(run: Run) -> dict | None:
@@ -153,6 +151,8 @@ def train(run: Run) -> dict | None:
         totals, seconds, failed = run.meter.meet(run.accelerator, run.train_batches.error is not None)
         if failed:
             run.ranks.together(run.train_batches.check)
+        if not math.isfinite(totals.loss):
+            run.ranks.together(partial(check_finite, totals.loss, state.step))
         met, next_meeting = state.step, state.step + max(1, int((state.step - met) / max(seconds, 1e-6)))
         state.seconds += seconds
         state.since_log = asdict(totals)
@@ -224,18 +224,14 @@ def evaluate(run: Run) -> dict:
     run.ranks.same_buffers(run.module)
     bar = progress("evaluating", run.ranks.is_main)
     result = evaluate_split(run.ranks, run.accelerator, run.module, run.eval_batches, run.config, bar)
-    run.log.write("eval", step=run.state.step, epoch=run.state.epochs_begun, split=run.eval_split, **result)
+    run.log.write("eval", step=run.state.step, epoch=run.state.epochs_begun, split=run.data.evaluation.name, **result)
     return result
 
 
 def save(run: Run, is_best: bool) -> None:
     """Write a checkpoint, then delete those no longer wanted."""
-    run.ranks.same_buffers(run.module)
-    texts = {
-        "state.json": state_json(run.state, run.plan, run.ranks, asdict(run.spec)),
-        "config.yaml": to_yaml(run.config),
-        "labels.json": json.dumps(run.class_names, ensure_ascii=False),
-    }
+    more = {"input": asdict(run.spec), "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict()}
+    texts = checkpoint_texts(run.config, run.state, run.plan, run.ranks, run.data, more)
     folder = run.folder / "checkpoints"
     save_checkpoint(run.ranks, run.accelerator, folder, run.state.step, texts, is_best)
     if run.ranks.is_main:
@@ -244,38 +240,30 @@ def save(run: Run, is_best: bool) -> None:
 
 def announce(run: Run) -> None:
     """Say what will run where, and keep the settings in the run folder."""
-    config, plan, ranks, state = run.config, run.plan, run.ranks, run.state
-    rows = ranks.gather(ranks.describe())
-    processes, accum = run.accelerator.num_processes, plan.pieces // run.accelerator.num_processes
-    batch_size = plan.global_batch_size // plan.pieces
-    run.log.write(
-        "start",
-        step=state.step,
-        processes=processes,
-        batch_size=batch_size,
-        grad_accum=accum,
-        global_batch_size=plan.global_batch_size,
-        threads=ranks.threads,
-        precision=run.accelerator.mixed_precision,
-        time=time.time(),
-    )
-    if not ranks.is_main:
-        return
-    write_file(run.folder / "config.yaml", to_yaml(config))
-    parameters = sum(p.numel() for p in run.module.parameters())
-    run.log.say(
-        table(
-            f"Lockstep  {run.folder}",
-            [
-                *((f"rank {rank}", place) for rank, place in enumerate(rows)),
-                ("backend", f"{ranks.backend}, precision {run.accelerator.mixed_precision}"),
-                ("data", f"{config.data}: {plan.samples} training, {len(run.eval_batches.labels)} {run.eval_split}"),
-                ("model", f"{config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
-                ("batch", f"{batch_size} x {processes} processes x {accum} accumulation = {plan.global_batch_size}"),
-                ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {state.step}"),
-            ],
-        )
-    )
+    plan, ranks, processes = run.plan, run.ranks, run.accelerator.num_processes
+    numbers = {
+        "processes": processes,
+        "batch_size": plan.global_batch_size // plan.pieces,
+        "grad_accum": plan.pieces // processes,
+        "global_batch_size": plan.global_batch_size,
+        "threads": ranks.threads,
+        "precision": run.accelerator.mixed_precision,
+    }
+    run.log.write("start", step=run.state.step, **numbers, time=time.time())
+    places = ranks.gather(ranks.describe())
+    parameters = sum(parameter.numel() for parameter in run.module.parameters())
+    batch = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}".format(**numbers)
+    rows = [
+        *((f"rank {rank}", place) for rank, place in enumerate(places)),
+        ("backend", f"{ranks.backend}, precision {numbers['precision']}"),
+        ("data", f"{run.config.data}: {plan.samples} training, {len(run.data.evaluation)} {run.data.evaluation.name}"),
+        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
+        ("batch", batch),
+        ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
+    ]
+    run.log.say("\n".join([table(f"Lockstep  {run.folder}", rows), *without_effect(run.config, run.spec.small)]))
+    if ranks.is_main:
+        write_file(run.folder / "config.yaml", to_yaml(run.config))
 
 
 def close(run: Run, result: dict | None) -> None:
@@ -286,8 +274,9 @@ def close(run: Run, result: dict | None) -> None:
         rows.append(("finished", f"all {run.updates} updates were done before; raise --epochs or --max_steps to go on"))
     else:
         rows += [("accuracy", f"{result['accuracy']:.4f}"), ("loss", f"{result['loss']:.4f}")]
+    if state.best_accuracy is not None:
+        rows.append(("best", f"{state.best_accuracy:.4f} at update {state.best_step}"))
     rows += [
-        ("best", f"{state.best_accuracy:.4f} at update {state.best_step}"),
         ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"),
         ("next", f"python eval.py --ckpt {run.folder}"),
     ]

@@ -153,3 +153,127 @@ def _train_where_rank_1_cannot_write(flags):
     if os.environ["RANK"] == "1":  # the random states are the one file that this rank writes
         accelerate.checkpointing.torch.save = fail
     train.main(flags)
+
+
+def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():
+    train_run(1, "run", *FLAGS, "--save_every", "1", "--keep", "99", "--eval_every", "12")
+    assert Path("runs/run/checkpoints/best").read_text() == "step-00000012\n"
+    flags = ("--resume", "runs/run/checkpoints/step-00000005", "--save_every", "1", "--keep", "2")
+    flags += ("--max_steps", "7", "--eval_every", "12")
+    train_run(1, "run", *FLAGS, *flags)
+    assert [name for name in names() if name > "step-00000005"] == ["step-00000006", "step-00000007"]
+    assert Path("runs/run/checkpoints/latest").read_text() == "step-00000007\n"
+    assert Path("runs/run/checkpoints/best").read_text() == "step-00000007\n"
+    assert [record["step"] for record in records("run", "start")] == [0, 5]
+
+
+def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_said_aloud():
+    train_run(1, "run", *FLAGS, "--max_steps", "2")
+    flags = ["--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "3", "--momentum", "0.5"]
+    (outcome,) = run_ranks(1, _momentum_after_training, flags)
+    assert outcome.value == {0.5}, outcome.err
+    assert "momentum was 0.9 in the checkpoint, now 0.5" in outcome.out
+    assert "lr was" not in outcome.out
+
+
+def _momentum_after_training(flags):
+    seen = set()
+    update = train.train_update
+
+    def watched(run, batches):
+        update(run, batches)
+        seen.update(group["momentum"] for group in run.optimizer.param_groups)
+
+    train.train_update = watched
+    train.main(flags)
+    return seen
+
+
+def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
+    train_run(1, "run", *FLAGS, "--max_steps", "2")
+    for flags, text in (
+        (("--optimizer", "adamw"), "was trained with an optimizer of sgd, not adamw"),
+        (("--model", "mlp"), "was trained with a model of mnist_cnn, not mlp"),
+        (("--seed", "1"), "was trained with a seed of 0, not 1"),
+        (("--global_batch_size", "60"), "was trained with a global batch size of 120, not 60"),
+        (("--max_train_samples", "400"), "was trained with training samples of 480, not 400"),
+        (("--data", "synthetic/10x12x480"), "was trained with labels of"),
+    ):
+        (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *FLAGS, "--resume", "auto", *flags])
+        assert outcome.code == 2 and text in outcome.err and outcome.err.count("\n") == 1, outcome.err
+
+
+def test_another_topology_is_said_aloud():
+    train_run(1, "run", *FLAGS, "--max_steps", "2")
+    outcomes = run_ranks(2, train.main, ["--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "3"])
+    assert "processes was 1 in the checkpoint, now 2" in outcomes[0].out and outcomes[1].out == ""
+
+
+def test_a_checkpoint_of_another_run_starts_a_run_of_its_own():
+    train_run(1, "old", *FLAGS, "--max_steps", "4")
+    before = names("old")
+    train_run(1, "new", *FLAGS, "--max_steps", "6", "--eval_every", "99", "--resume", "runs/old")
+    assert names("old") == before
+    assert [record["step"] for record in records("new", "start")] == [4]
+    assert Path("runs/new/checkpoints/best").read_text() == "step-00000006\n"
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "new", *FLAGS, "--resume", "runs/old"])
+    assert outcome.code == 2 and "is another run than runs/old" in outcome.err
+
+
+def test_a_run_without_an_evaluation_yet_can_be_found_finished():
+    flags = (*FLAGS, "--save_every", "2", "--eval_every", "99")
+    train_run(1, "run", *flags, "--max_steps", "3")
+    shutil.rmtree("runs/run/checkpoints/step-00000003")
+    for name in ("best", "latest"):
+        Path(f"runs/run/checkpoints/{name}").unlink()
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags, "--max_steps", "2", "--resume", "auto"])
+    assert outcome.code == 0 and "done before" in outcome.out, outcome.err
+
+
+def test_precision_from_the_environment_is_kept_for_evaluation(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    log = train_run(1, "run", *FLAGS, "--max_steps", "4")
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["loss"] == pytest.approx(log[-1]["loss"], abs=1e-9)
+    exact = returned(1, eval.main, ["--ckpt", "runs/run", "--mixed_precision", "no"])[0]["loss"]
+    assert exact != pytest.approx(log[-1]["loss"], abs=1e-7)
+
+
+class _Payload:
+    def __reduce__(self):
+        return (os.mkdir, ("executed",))
+
+
+def test_nothing_in_a_checkpoint_is_executed_even_under_a_matching_manifest():
+    train_run(1, "run", *FLAGS, "--max_steps", "2")
+    checkpoint = find_checkpoint(Path("runs/run"))
+    for name in ("optimizer.bin", "model.safetensors", "random_states_0.pkl"):
+        before = (checkpoint / name).read_bytes()
+        torch.save(_Payload(), checkpoint / name)
+        _seal_again(checkpoint)
+        flags = ["--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "3"]
+        for main, arguments in ((train.main, flags), (eval.main, ["--ckpt", "runs/run"])):
+            (outcome,) = run_ranks(1, main, arguments)
+            assert not Path("executed").exists()
+            assert outcome.code == (0 if name == "random_states_0.pkl" else 2) or main is eval.main
+            assert "Traceback" not in outcome.err
+        (checkpoint / name).write_bytes(before)
+
+
+@pytest.mark.parametrize(("name", "text"), [("state.json", "{}"), ("config.yaml", "lr: ["), ("config.yaml", "lrr: 3")])
+def test_a_malformed_file_under_a_matching_manifest_is_named(name, text):
+    train_run(1, "run", *FLAGS, "--max_steps", "2")
+    checkpoint = find_checkpoint(Path("runs/run"))
+    (checkpoint / name).write_text(text)
+    _seal_again(checkpoint)
+    flags = ["--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "3"]
+    for main, arguments in ((train.main, flags), (eval.main, ["--ckpt", "runs/run"])):
+        (outcome,) = run_ranks(1, main, arguments)
+        assert outcome.code == 2 and name in outcome.err and outcome.err.count("\n") == 1, outcome.err
+
+
+def _seal_again(checkpoint):
+    from utils.checkpoint import _seal
+
+    (checkpoint / "manifest.json").unlink()
+    _seal(checkpoint)

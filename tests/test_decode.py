@@ -328,3 +328,9 @@ def test_a_cache_without_room_is_an_error_before_anything_is_written(monkeypatch
     with pytest.raises(OSError, match=r"--cache_dir"):
         decode_all(split, 8, 8, 3, "cache", iter)
     assert cached_files() == []
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_of_32_bits_have_no_fixed_range_and_are_refused(dtype):
+    with pytest.raises(ValueError, match="32-bit pixels"):
+        pixels_of(encoded(Image.fromarray(np.full((4, 4), 200, dtype)), "TIFF"), 1)

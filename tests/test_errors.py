@@ -4,6 +4,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import datasets
 import pytest
 from make_data import image_folder
 from ranks import run_ranks
@@ -35,15 +36,26 @@ BAD_SETTINGS = [
     ("resume of nothing named", ("--resume", "auto"), "--resume auto needs --run_name"),
     ("run that exists", ("--run_name", "taken"), "taken exists; go on with it by --resume auto"),
     ("output that is a file", ("--output_dir", "key.yaml/runs"), "is not a folder"),
+    ("output that cannot be made", ("--output_dir", "/proc/nope"), "/proc"),
+    ("boolean of another kind", ("--flip", "maybe"), "--flip: expected true or false, got maybe"),
+    ("empty list", ("--std", "[]"), "--std needs values above 0"),
+    ("threads", ("--threads", "100000"), "--threads 100000: this machine has"),
     ("fp16 without a GPU", ("--mixed_precision", "fp16"), "fp16 needs a GPU"),
 ]  # fmt: skip
 BAD_DATA = [
     ("column", ("--data", "photos", "--train_split", "test"), "--train_split test: no such split; there are train"),
     ("no classes", ("--data", "flat"), "flat: no images in it; an image folder holds CLASS/IMAGE.jpg"),
     ("no images", ("--data", "empty"), "no images in it"),
-    ("undecodable", ("--data", "broken"), "0.png: not a readable image"),
-    ("undecodable photograph", ("--data", "broken", "--image_size", "224"), "0.png: not a readable image"),
+    ("undecodable", ("--data", "broken"), "000.png: not a readable image"),
+    ("undecodable photograph", ("--data", "broken", "--image_size", "224"), "000.png: not a readable image"),
     ("model arguments", ("--model_args", "{depth: 3}"), "--model_args for mlp"),
+    ("bad model arguments", ("--model_args", "{hidden: -3}"), "--model_args for mlp"),
+    ("image column", ("--data", "table", "--image_column", "photo"), "--image_column photo: no such column; there are"),
+    ("label column", ("--data", "table", "--label_column", "kind"), "--label_column kind: no such column; there are"),
+    ("label outside the range", ("--data", "unlabelled"), "has the label -1"),
+    ("empty split", ("--data", "synthetic/2x32x33", "--eval_split", "nope"), "--eval_split nope: no such split"),
+    ("one class", ("--data", "single"), "has one class, class0"),
+    ("loss that is no number", ("--lr", "1e30", "--max_steps", "9"), "the training loss became nan"),
     ("images too small", ("--model", "alexnet", "--image_size", "8"), "alexnet cannot take 8x8"),
     ("no update", ("--drop_last", "--global_batch_size", "9999998"), "--drop_last leaves no update"),
     ("mean of two", ("--mean", "[0.1, 0.2]"), "--mean has 2 values for 1 channels; give one or 1"),
@@ -65,7 +77,18 @@ def files():
     Path("empty/cat").mkdir(parents=True)
     image_folder("photos", {"class0": 12, "class1": 12}, size=(32, 32))
     image_folder("broken", {"class0": 40, "class1": 40}, size=(32, 32))
-    Path("broken/class0/0.png").write_bytes(b"no image")
+    Path("broken/class0/000.png").write_bytes(b"no image")
+    image_folder("single", {"class0": 12}, size=(32, 32))
+    for name, label in (("table", 0), ("unlabelled", -1)):
+        Path(name).mkdir()
+        _table(label).to_parquet(f"{name}/train-00000-of-00001.parquet")
+
+
+def _table(label):
+    """Six small images; the first has this label."""
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    image = {"bytes": Path("photos/class0/000.png").read_bytes(), "path": None}
+    return datasets.Dataset.from_dict({"image": [image] * 6, "label": [label, 0, 1, 0, 1, 1]}, features=features)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -77,7 +100,8 @@ def test_bad_input_is_one_line_from_rank_0_and_code_2_from_each(case, processes)
     assert text in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1 and outcomes[0].err.startswith("train.py: error: ")
     assert all(outcome.err == "" for outcome in outcomes[1:])
-    assert [path.name for path in Path("runs").iterdir()] == ["taken"]  # no folder of a run that never was
+    if case[0] != "loss that is no number":
+        assert [path.name for path in Path("runs").iterdir()] == ["taken"]  # no folder of a run that never was
 
 
 def test_traceback_shows_it():
@@ -148,7 +172,7 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
         (("--ckpt", "runs/nope"), "runs/nope: no such checkpoint or run folder"),
         (("--ckpt", "runs/taken"), "runs/taken: holds no checkpoint"),
         (("--ckpt", "runs/run", "--split", "nope"), "--split nope: no such split; there are train"),
-        (("--ckpt", "runs/run", "--json", "nope/x.json"), "--json nope/x.json: its folder does not exist"),
+        (("--ckpt", "runs/run", "--json", "nope/x.json"), "nope is no folder to write to"),
         (("--ckpt", "runs/run", "--data", "photos"), "the checkpoint does not know the class 'class0'"),
         (("--ckpt", "runs/other"), "holds another model (hidden.weight"),
         (("--cpkt", "runs/run"), "unknown flag --cpkt; did you mean --ckpt?"),

@@ -11,7 +11,7 @@ import yaml
 from ranks import free_port
 from runs import records
 
-from utils.launch import Topology, read_topology
+from utils.launch import Topology, read_topology, threads_per_process
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -89,6 +89,7 @@ def test_configs_hold_only_keys_that_the_launcher_honours(name):
 
 def test_topology_is_read_from_the_launchers_variables():
     env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     assert read_topology(env) == Topology(3, 4, 1, 2)
     assert read_topology({}) == Topology(0, 1, 0, 1)
     del env["LOCAL_WORLD_SIZE"]
@@ -100,6 +101,7 @@ def test_topology_is_read_from_the_launchers_variables():
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=0 and WORLD_SIZE=2"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "contradictory environment: RANK=2 WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set: 2 processes"),
         ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero' is no whole number"),
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
     ],
@@ -107,3 +109,12 @@ def test_topology_is_read_from_the_launchers_variables():
 def test_a_broken_environment_is_named(env, text):
     with pytest.raises(ValueError, match=text.replace("(", r"\(")):
         read_topology(env)
+
+
+def test_a_single_process_gets_all_cores_though_its_launcher_exports_one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_per_process(Topology()) == 1  # the user's own wish
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # accelerate's single-process launcher
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_process(Topology()) == cores
+    assert threads_per_process(Topology(0, 2, 0, 2)) == max(1, cores // 2)

@@ -1,12 +1,18 @@
 """The same run on every topology, equal to a plain PyTorch loop over the global batches."""
 
 import math
+import time
+from contextlib import nullcontext
+from itertools import combinations
+from typing import ClassVar
 
 import pytest
 import torch
+from ranks import returned
 from runs import records, train_run, weights
 from torch.nn import functional as F
 
+import train
 from utils.cli import parse_args
 from utils.config import TrainConfig
 from utils.data.decode import decode_all
@@ -180,3 +186,73 @@ def test_a_bf16_run_learns():
     log = train_run(1, "run", *DIGITS, "--mixed_precision", "bf16", "--epochs", "4")
     assert log[0]["precision"] == "bf16"
     assert log[-1]["accuracy"] > 0.85
+
+
+def _reads_of_the_device(flags):
+    """How often an update makes the host wait for a number from the device, by what reads it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        reads: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if any(word in str(function) for word in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.")):
+                self.reads.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    update = train.train_update
+
+    def watched(run, batches):
+        with Watch() if run.state.step else nullcontext():  # at the first, the loader draws a seed
+            update(run, batches)
+
+    train.train_update = watched
+    train.main(flags)
+    return Watch.reads
+
+
+def test_an_update_never_waits_for_the_device():
+    flags = ["--data", "synthetic/4x32x96", "--model", "resnet18", "--global_batch_size", "16", "--max_steps", "3"]
+    flags += ["--crop_padding", "2", "--flip", "--clip_norm", "1", "--label_smoothing", "0.1", "--grad_accum", "2"]
+    assert returned(1, _reads_of_the_device, flags) == [[]]
+
+
+def _dropout_masks(flags):
+    masks = []
+    update = train.train_update
+
+    def watched(run, batches):
+        hook = run.module.drop_units.register_forward_hook(lambda m, i, out: masks.append((out == 0).tolist()))
+        update(run, batches)
+        hook.remove()
+
+    train.train_update = watched
+    train.main(flags)
+    return masks
+
+
+def test_dropout_differs_between_updates_and_between_pieces():
+    flags = ["--max_steps", "3", "--global_batch_size", "32"]
+    masks = [mask for rank in returned(2, _dropout_masks, flags) for mask in rank]
+    assert len(masks) == 6
+    shared = [sum(a != b for a, b in zip(sum(m, []), sum(n, []), strict=True)) for m, n in combinations(masks, 2)]
+    assert min(shared) > 500  # of 16 x 500 units
+
+
+def test_throughput_and_seconds_in_the_log_fit_the_clock():
+    began = time.perf_counter()
+    log = train_run(1, "run", *DIGITS, "--max_steps", "60", "--log_every", "20", "--save_every", "7")
+    took = time.perf_counter() - began
+    lines = [record for record in log if record["kind"] == "train"]
+    assert 0 < lines[-1]["seconds"] < took
+    for before, record in zip([{"seconds": 0.0, "step": 0}, *lines], lines, strict=False):
+        images = sum(120 if step % 12 != 11 else 118 for step in range(before["step"], record["step"]))
+        assert record["images_per_second"] * (record["seconds"] - before["seconds"]) == pytest.approx(images)
+        assert 0 <= record["data_wait"] < 1
+
+
+def test_settling_the_buckets_leaves_batch_statistics_as_they_were():
+    flags = ("--data", "synthetic/3x32x96", "--model", "resnet18", "--global_batch_size", "16", "--max_steps", "1")
+    train_run(2, "run", *flags)
+    counts = {tensor.item() for name, tensor in weights("run").items() if name.endswith("num_batches_tracked")}
+    assert counts == {1}

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from accelerate import Accelerator
@@ -61,10 +62,28 @@ def save_checkpoint(
 
 def prune(folder: Path, keep: int) -> None:
     """Delete all but the `keep` newest checkpoints and the best one. Call on one rank, after a save."""
-    best = _pointer(folder, "best")
+    kept = (_pointer(folder, "best"), _pointer(folder, "latest"))
     for old in checkpoints_of(folder)[:-keep]:
-        if old != best:
+        if old not in kept:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def forget_after(folder: Path, step: int, best_step: int | None) -> None:
+    """Delete the checkpoints after `step`, whose updates are about to be made anew. Call on one rank.
+
+    Does nothing where `step` itself is not there: then the run goes on from another run's checkpoint.
+    """
+    if not (folder / f"step-{step:08d}").is_dir():
+        return
+    for path in checkpoints_of(folder):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path, ignore_errors=True)
+    best = folder / f"step-{best_step or 0:08d}"
+    if best.is_dir():
+        write_file(folder / "best", best.name + "\n")
+    else:
+        (folder / "best").unlink(missing_ok=True)
+    write_file(folder / "latest", f"step-{step:08d}\n")
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -122,8 +141,11 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     path = checkpoint / "optimizer.bin"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+        own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError) as error:
+        for group, settings in zip(optimizer.param_groups, own, strict=True):
+            group.update(settings)  # momentum, decay and the like are this run's, not the checkpoint's
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, UnpicklingError) as error:
         raise ValueError(f"{path}: not this run's optimizer ({one_line(error)[:120]})") from error
 
 

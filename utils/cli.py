@@ -79,8 +79,11 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
         if name not in names and argument not in ("--help", "--print_config"):
             raise ValueError(f"unknown flag --{name}{_suggestion(name, names)}")
         following = argv[position + 1] if position + 1 < len(argv) else "--"
-        if name in booleans and "=" not in argument and following.lower() not in ("true", "false", "yes", "no"):
-            result.append("true")
+        if name in booleans and "=" not in argument:
+            if following.startswith("--"):
+                result.append("true")
+            elif following.lower() not in ("true", "false", "yes", "no"):
+                raise ValueError(f"--{name}: expected true or false, got {following}")
     return result
 
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import yaml
 
+from utils.errors import one_line
+
 
 @dataclass
 class TrainConfig:
@@ -140,8 +142,13 @@ class TrainConfig:
             self.eval_fraction is None or self.eval_split is None,
             "--eval_split and --eval_fraction exclude each other; give one",
         )
-        _require(self.std is None or min(self.std) > 0, "--std must be above 0")
-        _require(self.run_name is None or Path(self.run_name).name == self.run_name, "--run_name must be one name")
+        _require(self.mean is None or len(self.mean) > 0, "--mean needs one value, or one for each channel")
+        _require(self.std is None or (self.std and min(self.std) > 0), "--std needs values above 0")
+        _require(self.data != "", "--data must not be empty")
+        _require(
+            self.run_name is None or (self.run_name != "" and Path(self.run_name).name == self.run_name),
+            "--run_name must be the name of a folder",
+        )
         if self.resume == "auto":
             _require(self.run_name is not None, "--resume auto needs --run_name to know which run to go on with")
 
@@ -235,6 +242,21 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
     return batch, accum, total
 
 
+def without_effect(config: TrainConfig, small_images: bool) -> list[str]:
+    """A line for each setting that was changed from its default and does nothing in this run."""
+    no_table = config.data.split("/")[0] in ("digits", "synthetic", "torchvision")
+    cases = (
+        ("momentum", config.optimizer == "adamw", "adamw has none"),
+        ("crop_padding", not small_images, "photographs are cropped, see --min_scale"),
+        ("min_scale", small_images, "small images are shifted, see --crop_padding"),
+        ("num_workers", small_images, "small images are decoded once, before training"),
+        ("image_column", no_table, f"{config.data} has no columns"),
+        ("label_column", no_table, f"{config.data} has no columns"),
+    )
+    changed = (case for case in cases if getattr(config, case[0]) != getattr(TrainConfig, case[0]))
+    return [f"--{name} has no effect: {reason}" for name, applies, reason in changed if applies]
+
+
 def to_yaml(config: TrainConfig) -> str:
     """The settings as a YAML file that --config reads."""
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
@@ -242,7 +264,10 @@ def to_yaml(config: TrainConfig) -> str:
 
 def from_yaml(text: str) -> TrainConfig:
     """Settings saved by `to_yaml`; ValueError when the text is no such file."""
-    values = yaml.safe_load(text)
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML ({one_line(error)})") from None
     if not isinstance(values, dict):
         raise ValueError("no settings in it")
     try:

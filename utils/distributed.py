@@ -14,23 +14,34 @@ from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwa
 from torch import Tensor, nn
 
 from utils.config import EvalConfig, TrainConfig
-from utils.errors import USER_ERRORS, LostRank, is_lost_rank, is_main_process, leave, lost_rank_text, one_line
+from utils.errors import (
+    USER_ERRORS,
+    LostRank,
+    is_lost_rank,
+    is_main_process,
+    is_out_of_memory,
+    leave,
+    lost_rank_text,
+    one_line,
+)
 from utils.launch import Topology, read_topology, threads_per_process
 
 Result = TypeVar("Result")
-_PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download; a dead rank is noticed much sooner
+_PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download; a launcher ends it if that rank dies
 
 
 class Ranks:
     """The processes of the run: this one's place among them, its device, and their agreements.
 
-    Its public methods are collective: all ranks call them, or none.
+    `join`, `together`, `gather`, `share`, `same_buffers` and `part` are collective: all ranks call them, or none.
     """
 
     def __init__(self, topology: Topology, threads: int | None = None, timeout: float = 600.0):
         self.topology, self.timeout = topology, timedelta(seconds=timeout)
         self.device = _device(topology)
         self.threads = threads or threads_per_process(topology)
+        if self.threads > (os.cpu_count() or 1):
+            raise ValueError(f"--threads {self.threads}: this machine has {os.cpu_count()} processor cores")
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # Accelerate would set its own number where there is none
         torch.set_num_threads(self.threads)
         self.backend, self._store, self._calls, self._all_know = "none", None, 0, False
@@ -49,13 +60,23 @@ class Ranks:
         if self.topology.world_size == 1:
             return
         self.backend = "nccl" if self.device.type == "cuda" else "gloo"
+        try:
+            self._store = self._meet()
+        except (RuntimeError, ValueError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise ValueError(
+                f"the processes could not meet at {where} over {self.backend} ({one_line(error)[:160]}); check "
+                "that the port is free there, that the address can be reached, and the network interface"
+            ) from error
+
+    def _meet(self) -> dist.Store:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
         # A restarted attempt must not read the addresses that the one before it left in the launcher's store.
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(
             self.backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=self.timeout
         )
-        self._store = dist.PrefixStore("lockstep", store)
+        return dist.PrefixStore("lockstep", store)
 
     def together(self, action: Callable[[], Result], main_first: bool = False) -> Result:
         """Run `action` on every rank; an error on any of them is raised on all.
@@ -183,6 +204,8 @@ def ranks_of_launch(prog: str, config: TrainConfig | EvalConfig) -> Iterator[Ran
         yield ranks
         ranks.part()
     except Exception as error:
+        if is_out_of_memory(error):
+            error = ValueError(f"out of memory ({one_line(error)[:120]}); lower --batch_size, or raise --grad_accum")
         if not isinstance(error, USER_ERRORS) and not is_lost_rank(error):
             raise  # a bug: its traceback is what helps
         speaks = ranks.speaks(error) if ranks else is_main_process()

@@ -1,6 +1,7 @@
 """From an exception to one line that names the thing and the mend, on one rank, and to an exit code."""
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -45,6 +46,11 @@ def is_lost_rank(error: BaseException) -> bool:
     text = str(error).lower()
     signs = ("closed by peer", "connection reset", "broken pipe", "timed out", "connectfullmesh", "socket closed")
     return any(sign in text for sign in signs)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch could not get memory on a GPU or on the host."""
+    return isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error)) is not None
 
 
 def lost_rank_text(error: BaseException) -> str:

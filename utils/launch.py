@@ -45,15 +45,21 @@ def read_topology(env: Mapping[str, str] | None = None) -> Topology:
             f"contradictory environment: RANK={rank} WORLD_SIZE={world_size} LOCAL_RANK={local_rank} "
             f"LOCAL_WORLD_SIZE={local_world_size}; ranks count from 0 and lie below their world size"
         )
+    if world_size > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not env.get(name):
+                raise ValueError(f"{name} is not set: {world_size} processes need an address to meet at")
+        _integer(env, "MASTER_PORT")
     return Topology(rank, world_size, local_rank, local_world_size)
 
 
 def threads_per_process(topology: Topology) -> int:
     """An equal share of the processor cores that this process may use, at least one.
 
-    The launchers export OMP_NUM_THREADS=1 for safety; it counts only when no launcher can have set it.
+    The launchers export OMP_NUM_THREADS=1 for safety; it counts only when neither can have set it.
     """
-    if topology.world_size == 1 and os.environ.get("OMP_NUM_THREADS", "").isdigit():
+    launched = topology.world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if not launched and os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     return max(1, len(os.sched_getaffinity(0)) // topology.local_world_size)
 

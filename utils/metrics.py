@@ -1,4 +1,4 @@
-"""Metrics from counts that add up exactly over ranks, and `evaluate` metrics from the gathered predictions."""
+"""`evaluate` metrics of the predictions gathered from all ranks, computed without a network."""
 
 import tempfile
 

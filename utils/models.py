@@ -120,7 +120,7 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
             model = _timm(config, spec, classes, load)
         else:
             model = _torchvision(config, spec, classes, load)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
         raise ValueError(f"--model_args for {name}: {one_line(error)}") from error
     _try(model, name, spec, classes)
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
@@ -153,6 +153,8 @@ def _pretrained_input(name: str) -> dict:
 def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
     import timm
 
+    if "checkpoint_path" in config.model_args:
+        raise ValueError("--model_args checkpoint_path: timm would unpickle that file; use --pretrained")
     arguments = {"num_classes": classes, "in_chans": spec.channels, **config.model_args}
     with _weights_of(config.model) if config.pretrained and load else nullcontext():
         return timm.create_model(config.model[5:], pretrained=config.pretrained and load, **arguments)

@@ -29,7 +29,9 @@ class RunLog:
     def write(self, kind: str, **values: Any) -> None:
         """Append a record to log.jsonl and show it."""
         if self.is_main:
-            self.file.write(json.dumps({"kind": kind, **values}) + "\n")
+            # JSON has no infinity; an evaluation can reach it where training did not.
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            self.file.write(json.dumps({"kind": kind, **finite}, allow_nan=False) + "\n")
             self.file.flush()
             if kind == "train":
                 self._show_training(values)

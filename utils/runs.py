@@ -1,30 +1,38 @@
-"""The folder of a run: its name, whether it may be used, and where the run starts from."""
+"""The folder of a run: its name, where the run starts from, and what is written down about the run."""
 
 import json
 import os
 import platform
 import re
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import accelerate
 import numpy
 import torch
 import torchvision
+from accelerate import Accelerator
+from torch import nn
 
-from utils.checkpoint import MANIFEST, find_checkpoint, verify
-from utils.config import TrainConfig, expand
+from utils.checkpoint import MANIFEST, find_checkpoint, load_model, load_optimizer, verify
+from utils.config import TrainConfig, expand, from_yaml, to_yaml
 from utils.data.order import Plan
+from utils.data.splits import Data, fingerprint_of
 from utils.distributed import Ranks
 from utils.files import read_json
 from utils.state import TrainState
+
+OF_ONE_START = ("run_name", "resume", "traceback")  # settings of one start, not of the run
 
 
 def check_run_folder(config: TrainConfig) -> None:
     """Raise ValueError or OSError when the run folder is taken or cannot be made, or the checkpoint is not there."""
     if config.resume not in (None, "auto"):
         find_checkpoint(expand(config.resume), prefer=("latest",))
+        folder = expand(config.output_dir) / (config.run_name or "")
+        if config.run_name and folder.exists() and folder.resolve() not in expand(config.resume).resolve().parents:
+            raise ValueError(f"{folder} exists and is another run than {config.resume}; choose another --run_name")
     parent = expand(config.output_dir)
     if config.run_name and config.resume is None and (parent / config.run_name).exists():
         raise ValueError(
@@ -46,56 +54,145 @@ def make_run_folder(config: TrainConfig, ranks: Ranks) -> Path:
         name = config.run_name or re.sub(
             r"[^\w.]+", "-", f"{Path(config.data).name}-{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
         )
-        folder, number = expand(config.output_dir) / name, 2
-        while config.run_name is None and folder.exists():
-            folder, number = folder.with_name(f"{name}-{number}"), number + 1
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        folder = expand(config.output_dir) / name
+        for number in range(2, 100):
+            try:
+                (folder / "checkpoints").mkdir(parents=True, exist_ok=config.resume is not None)
+                break
+            except FileExistsError:  # another run of the same second, or of the same name since it was checked
+                if config.run_name:
+                    raise
+                folder = folder.with_name(f"{name}-{number}")
         return str(folder)
 
     return Path(ranks.share(ranks.together(make)))
 
 
-def starting_point(config: TrainConfig, folder: Path) -> Path | None:
-    """The verified checkpoint to go on from, or None to start afresh."""
-    if config.resume is None:
-        return None
-    if config.resume == "auto" and not any((folder / "checkpoints").glob(f"step-*/{MANIFEST}")):
-        return None
-    path = folder if config.resume == "auto" else expand(config.resume)
-    checkpoint = find_checkpoint(path, prefer=("latest",))
-    verify(checkpoint)
-    return checkpoint
+def _find_start(config: TrainConfig, folder: Path, ranks: Ranks) -> Path | None:
+    """The verified checkpoint to go on from, the same on every rank, or None to start afresh; collective."""
+
+    def find() -> str:
+        if not ranks.is_main or config.resume is None:
+            return ""
+        if config.resume == "auto" and not any((folder / "checkpoints").glob(f"step-*/{MANIFEST}")):
+            return ""
+        path = folder if config.resume == "auto" else expand(config.resume)
+        checkpoint = find_checkpoint(path, prefer=("latest",))
+        verify(checkpoint)
+        return str(checkpoint)
+
+    found = ranks.share(ranks.together(find))
+    return Path(found) if found else None
 
 
-def read_state(checkpoint: Path, plan: Plan, class_names: list[str]) -> TrainState:
-    """The training state in a checkpoint; ValueError when it belongs to a run on other data or batches."""
-    saved = read_json(checkpoint / "state.json")
+def starting_point(
+    config: TrainConfig, folder: Path, plan: Plan, data: Data, ranks: Ranks
+) -> tuple[Path | None, TrainState]:
+    """The checkpoint that --resume means, if any, and the state that it was written in; collective."""
+    checkpoint = _find_start(config, folder, ranks)
+    if checkpoint is None:
+        return None, TrainState()
+    return checkpoint, ranks.together(lambda: _read_state(checkpoint, folder, config, plan, data))
+
+
+def load_run(
+    checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, ranks: Ranks
+) -> None:
+    """Put a checkpoint's tensors, and in fp16 its loss scale, in place; collective."""
+    ranks.together(lambda: load_model(checkpoint, module))
+    ranks.together(lambda: load_optimizer(checkpoint, optimizer))
+    scale = read_saved(checkpoint).get("scaler")
+    if accelerator.scaler is not None and scale:
+        accelerator.scaler.load_state_dict(scale)  # a fresh one would overflow and skip updates
+
+
+def _read_state(checkpoint: Path, folder: Path, config: TrainConfig, plan: Plan, data: Data) -> TrainState:
+    """The training state in a checkpoint; ValueError when it belongs to a run on other data, batches or model."""
+    saved = read_saved(checkpoint)
+    settings = read_settings(checkpoint)
     for what, there, here in (
-        ("training samples", saved["samples"], plan.samples),
+        ("a model", settings.model, config.model),
+        ("an optimizer", settings.optimizer, config.optimizer),
         ("a global batch size", saved["global_batch_size"], plan.global_batch_size),
         ("a seed", saved["seed"], plan.seed),
+        ("training samples", saved["samples"], plan.samples),
+        ("the classes", read_json(checkpoint / "labels.json"), data.class_names),
+        ("labels", saved["labels"], fingerprint_of(data.train.labels.tobytes())),
     ):
         if there != here:
-            raise ValueError(f"{checkpoint}: was trained with {what} of {there}, not {here}; give the same settings")
-    if read_json(checkpoint / "labels.json") != class_names:
-        raise ValueError(f"{checkpoint}: was trained on other classes; give the same --data")
-    return TrainState.from_dict(saved["state"])
+            raise ValueError(
+                f"{checkpoint}: was trained with {what} of {_short(there)}, not {_short(here)}; give the same settings"
+            )
+    state = TrainState.from_dict(saved["state"])
+    if checkpoint.parent.parent.resolve() != folder.resolve():
+        state.best_accuracy = state.best_step = None  # that checkpoint stays behind in its own run
+    return state
 
 
-def state_json(state: TrainState, plan: Plan, ranks: Ranks, input_shape: dict) -> str:
-    """What a checkpoint says about the run besides its tensors and settings."""
+def changes(checkpoint: Path, config: TrainConfig, ranks: Ranks) -> list[str]:
+    """One line for each setting, and the numbers of processes and threads, that differ from the checkpoint's run."""
+    saved, before, now = read_saved(checkpoint), asdict(read_settings(checkpoint)), asdict(config)
+    ignored = (*OF_ONE_START, "global_batch_size", "batch_size", "grad_accum", "num_workers", "threads")
+    pairs = [(name, before[name], now[name]) for name in now if name not in ignored]
+    pairs += [
+        ("processes", saved["processes"], ranks.topology.world_size),
+        ("threads", saved["threads"], ranks.threads),
+    ]
+    lines = [f"{name} was {there} in the checkpoint, now {here}" for name, there, here in pairs if there != here]
+    if any(line.startswith(("processes", "threads")) for line in lines):
+        lines.append("sums are added in another order from here on: equal up to rounding, no longer bit for bit")
+    return lines
+
+
+def checkpoint_texts(
+    config: TrainConfig, state: TrainState, plan: Plan, ranks: Ranks, data: Data, more: dict
+) -> dict[str, str]:
+    """What a checkpoint says besides its tensors, as the contents of small files by name."""
     versions = {m.__name__: m.__version__ for m in (torch, torchvision, accelerate, numpy)}
-    return json.dumps(
-        {
-            "state": asdict(state),
-            "samples": plan.samples,
-            "global_batch_size": plan.global_batch_size,
-            "seed": plan.seed,
-            "processes": ranks.topology.world_size,
-            "threads": ranks.threads,
-            "device": ranks.device.type,
-            "input": input_shape,
-            "versions": versions | {"python": platform.python_version()},
-        },
-        indent=1,
-    )
+    saved = {
+        "state": asdict(state),
+        "samples": plan.samples,
+        "labels": fingerprint_of(data.train.labels.tobytes()),
+        "global_batch_size": plan.global_batch_size,
+        "seed": plan.seed,
+        "processes": ranks.topology.world_size,
+        "threads": ranks.threads,
+        "device": ranks.device.type,
+        "versions": versions | {"python": platform.python_version()},
+    }
+    return {
+        "state.json": json.dumps(saved | more, indent=1, allow_nan=False),
+        "labels.json": json.dumps(data.class_names, ensure_ascii=False),
+        "config.yaml": to_yaml(config),
+    }
+
+
+def resolved(config: TrainConfig, plan: Plan, precision: str) -> TrainConfig:
+    """The settings to keep: what the environment and the arithmetic decided is written out, the topology left open."""
+    once = {name: getattr(TrainConfig, name) for name in OF_ONE_START}
+    batches = {"global_batch_size": plan.global_batch_size, "batch_size": None}
+    return replace(config, mixed_precision=precision, **batches, **once)
+
+
+def read_saved(checkpoint: Path) -> dict:
+    """A checkpoint's state.json; ValueError when something is missing from it."""
+    saved, path = read_json(checkpoint / "state.json"), checkpoint / "state.json"
+    needed = ("state", "input", "samples", "labels", "global_batch_size", "seed", "processes", "threads")
+    missing = [name for name in needed if not isinstance(saved, dict) or name not in saved]
+    if missing:
+        raise ValueError(f"{path}: {missing[0]!r} is missing; take another checkpoint")
+    return saved
+
+
+def read_settings(checkpoint: Path) -> TrainConfig:
+    """The settings of the run that wrote a checkpoint."""
+    path = checkpoint / "config.yaml"
+    try:
+        return from_yaml(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _short(value) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

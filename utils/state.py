@@ -1,5 +1,6 @@
 """What a run must remember to go on: one small object, written as JSON into every checkpoint."""
 
+import math
 from dataclasses import dataclass, field, fields, replace
 
 from utils.config import TrainConfig
@@ -38,6 +39,15 @@ class TrainState:
             return cls(**{f.name: values[f.name] for f in fields(cls)})
         except (KeyError, TypeError) as error:
             raise ValueError(f"no training state: {error} is missing") from None
+
+
+def check_finite(loss: float, step: int) -> None:
+    """Raise ValueError when the summed training loss is no number any more."""
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the training loss became {loss} at or before update {step}; lower --lr, lengthen --warmup_steps or set "
+            "--clip_norm"
+        )
 
 
 def total_updates(config: TrainConfig, plan: Plan) -> int:

@@ -20,6 +20,7 @@ from utils.errors import one_line
 
 SMALL = 96  # pixels; data sets of images up to this side are decoded once and kept
 EVAL_CROP = 0.875  # share of a photograph's shorter side that evaluation looks at, the field's custom since AlexNet
+VERSION = 1  # of the pixels that this module makes; raised when they change, so that no cache keeps older ones
 _CHUNK = 256  # images read at once
 
 
@@ -40,7 +41,7 @@ def _pixels(raw, channels: int) -> Tensor:
     if isinstance(raw, Tensor):
         return raw
     if isinstance(raw, Image.Image):
-        raw = np.array(_eight_bit(ImageOps.exif_transpose(raw)).convert("L" if channels == 1 else "RGB"))
+        raw = np.array(_eight_bit(ImageOps.exif_transpose(raw), raw.format).convert("L" if channels == 1 else "RGB"))
         return torch.from_numpy(raw.reshape(*raw.shape[:2], channels))
     if not isinstance(raw, np.ndarray):
         raise ValueError("there is no image")
@@ -61,11 +62,13 @@ def _jpeg(raw: bytes, channels: int) -> Tensor | Image.Image:
         return Image.open(io.BytesIO(raw))
 
 
-def _eight_bit(image: Image.Image) -> Image.Image:
+def _eight_bit(image: Image.Image, file_format: str | None) -> Image.Image:
     """16-bit grey, which Pillow's own conversion would clip to white instead of scaling."""
-    if not image.mode.startswith("I"):
-        return image
-    return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
+        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"32-bit pixels (mode {image.mode}) have no fixed range; save it with 8 or 16 bits")
+    return image
 
 
 def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None]:
@@ -113,7 +116,7 @@ def decode_all(
         is_whole = np.array_equal(split.rows, np.arange(len(split.images)))
         images = split.images if is_whole else split.images[split.rows]
         return images[..., None] if images.ndim == 3 else images.transpose(0, 2, 3, 1)
-    path = expand(cache_dir) / "decoded" / f"{split.cache_key}-{height}x{width}x{channels}.npy"
+    path = expand(cache_dir) / "decoded" / f"v{VERSION}-{split.cache_key}-{height}x{width}x{channels}.npy"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_room(path.parent, len(split) * height * width * channels)

@@ -45,6 +45,8 @@ def load_data(config: TrainConfig) -> Data:
     """Find the data set and its two splits; raises ValueError or OSError with the mend in its text."""
     source = _open(config)
     train, evaluation = _two_splits(source, config)
+    if len(source.class_names) < 2:
+        raise ValueError(f"--data {config.data} has one class, {listed(source.class_names)}; give at least two")
     return Data(train, evaluation, source.class_names)
 
 
