@@ -76,7 +76,7 @@ def check_output_file(path: Path) -> None:
 
 def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, asked: EvalConfig, ranks: Ranks):
     """The numbers of one split, and the names of the classes; collective."""
-    accelerator = make_accelerator(ranks, config)
+    accelerator = ranks.together(lambda: make_accelerator(ranks, config))
     saved, class_names = read_saved(checkpoint), read_json(checkpoint / "labels.json")
     spec = InputSpec(**saved["input"])
     own_data = asked.data in (None, read_settings(checkpoint).data)

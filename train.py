@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         check_run_folder(config)
         resolve_batch(config, ranks.topology.world_size)
         ranks.join()
-        run = build(config, ranks, make_accelerator(ranks, config))
+        run = build(config, ranks, ranks.together(lambda: make_accelerator(ranks, config)))
         announce(run)
         result = train(run)
         close(run, result)

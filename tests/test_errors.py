@@ -154,6 +154,26 @@ def _train_and_die_on_rank_1():
     train.main(["--model", "mlp"])
 
 
+def test_an_interrupt_is_one_line_and_the_run_can_go_on():
+    flags = ["--model", "mlp", "--run_name", "run", "--save_every", "2", "--max_steps", "6"]
+    (outcome,) = run_ranks(1, _train_and_interrupt, flags)
+    assert outcome.code == 130 and outcome.err.count("\n") == 2 and "interrupted; --run_name" in outcome.err
+    (outcome,) = run_ranks(1, train.main, [*flags, "--resume", "auto"])
+    assert outcome.code == 0 and "from 2" in outcome.out
+
+
+def _train_and_interrupt(flags):
+    update = train.train_update
+
+    def interrupting(run, batches):
+        update(run, batches)
+        if run.state.step == 3:
+            raise KeyboardInterrupt  # what Python makes of Ctrl-C
+
+    train.train_update = interrupting
+    train.main(flags)
+
+
 def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
     import torch
 

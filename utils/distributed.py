@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -203,6 +204,10 @@ def ranks_of_launch(prog: str, config: TrainConfig | EvalConfig) -> Iterator[Ran
         ranks = Ranks(read_topology(), config.threads, config.timeout)
         yield ranks
         ranks.part()
+    except KeyboardInterrupt:
+        if ranks is None or ranks.is_main:
+            sys.stderr.write(f"\n{prog}: interrupted; --run_name NAME --resume auto goes on from the last checkpoint\n")
+        raise SystemExit(130) from None
     except Exception as error:
         if is_out_of_memory(error):
             error = ValueError(f"out of memory ({one_line(error)[:120]}); lower --batch_size, or raise --grad_accum")
