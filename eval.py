@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from utils.accelerator import check_precision, make_accelerator
 from utils.checkpoint import find_checkpoint, load_model, verify
 from utils.cli import parse_args
 from utils.config import EvalConfig, TrainConfig, expand
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler
 from utils.data.sources import check_source, load_split
-from utils.distributed import Ranks, check_precision, make_accelerator, ranks_of_launch
+from utils.distributed import Ranks, ranks_of_launch
 from utils.evaluation import evaluate_split
 from utils.files import read_json, write_file
 from utils.models import build_model

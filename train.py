@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
+from utils.accelerator import check_precision, make_accelerator, settle_buckets
 from utils.checkpoint import forget_after, prune, save_checkpoint
 from utils.cli import parse_args
 from utils.config import TrainConfig, resolve_batch, to_yaml, without_effect
@@ -28,7 +29,7 @@ from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_load
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
 from utils.data.sources import check_source, load_data
 from utils.data.splits import Data
-from utils.distributed import Ranks, check_precision, make_accelerator, ranks_of_launch, settle_buckets
+from utils.distributed import Ranks, ranks_of_launch
 from utils.evaluation import evaluate_split
 from utils.files import write_file
 from utils.losses import loss_sum

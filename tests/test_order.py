@@ -7,10 +7,11 @@ import pytest
 from ranks import returned
 
 import train
+from utils.accelerator import make_accelerator
 from utils.cli import parse_args
 from utils.config import TrainConfig
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix, permutation
-from utils.distributed import make_accelerator, ranks_of_launch
+from utils.distributed import ranks_of_launch
 
 
 def drawn_indices(*flags):

@@ -7,9 +7,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from utils.accelerator import sum_over_ranks
 from utils.config import TrainConfig
 from utils.data.loader import Batches
-from utils.distributed import Ranks, sum_over_ranks
+from utils.distributed import Ranks
 from utils.losses import loss_sum
 
 

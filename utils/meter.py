@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from utils.distributed import sum_over_ranks
+from utils.accelerator import sum_over_ranks
 
 
 @dataclass
