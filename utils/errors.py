@@ -30,7 +30,7 @@ def leave(error: BaseException, prog: str, show: bool = True, show_traceback: bo
         sys.stderr.write(f"{prog}: error: {one_line(error)}\n")
         sys.stderr.flush()
     else:
-        time.sleep(1)  # a launcher that sees this rank gone ends the others: let the one that speaks finish
+        time.sleep(0.5)  # a launcher that sees this rank gone ends the others: let the one that speaks finish
     raise SystemExit(2)
 
 
