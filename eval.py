@@ -15,7 +15,7 @@ from pathlib import Path
 from utils.accelerator import check_precision, make_accelerator
 from utils.checkpoint import find_checkpoint, load_model, verify
 from utils.cli import parse_args
-from utils.config import EvalConfig, TrainConfig, expand
+from utils.config import EvalConfig, TrainConfig, absolute_data, expand
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler
 from utils.data.sources import check_source, load_split
@@ -63,7 +63,9 @@ def settings_of(checkpoint: Path, asked: EvalConfig) -> TrainConfig:
     """The settings of the run that wrote the checkpoint, with those that were asked for now in their place."""
     config = read_settings(checkpoint)
     given = {name: getattr(asked, name) for name in OVERRIDES if getattr(asked, name) is not None}
-    if asked.data not in (None, config.data):  # how the run's own data was split says nothing of other data
+    if (
+        asked.data and absolute_data(asked.data) != config.data
+    ):  # how the run's own data was split says nothing of other data
         given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
     return replace(config, metrics=True, max_eval_samples=asked.max_eval_samples, **given)
 
@@ -80,7 +82,7 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, asked: EvalConfig
     accelerator = ranks.together(lambda: make_accelerator(ranks, config))
     saved, class_names = read_saved(checkpoint), read_json(checkpoint / "labels.json")
     spec = InputSpec(**saved["input"])
-    own_data = asked.data in (None, read_settings(checkpoint).data)
+    own_data = not asked.data or absolute_data(asked.data) == read_settings(checkpoint).data
     split = ranks.together(lambda: load_split(config, asked.split, class_names, own_data), main_first=True)
     bar = progress("decoding", ranks.is_main)
     dataset = ranks.together(lambda: make_dataset(split, spec, config, False, bar), main_first=True)

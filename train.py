@@ -262,7 +262,10 @@ def announce(run: Run) -> None:
         ("batch", batch),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
     ]
-    run.log.say("\n".join([table(f"Lockstep  {run.folder}", rows), *without_effect(run.config, run.spec.small)]))
+    notes = without_effect(run.config, run.spec.small)
+    if run.config.model == "mnist_cnn" and not run.spec.small:
+        notes.append("mnist_cnn is made for small images; for photographs try --model resnet18")
+    run.log.say("\n".join([table(f"Lockstep  {run.folder}", rows), *notes]))
     if ranks.is_main:
         write_file(run.folder / "config.yaml", to_yaml(run.config))
 

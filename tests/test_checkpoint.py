@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import returned, run_ranks
-from runs import records, train_run, weights
+from training_runs import records, train_run, weights
 
 import eval
 import train

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import train_run
+from training_runs import train_run
 
 from utils.cli import parse_args
 from utils.config import TrainConfig, from_yaml, resolve_batch, to_yaml

@@ -8,8 +8,8 @@ import pytest
 import torch
 from make_data import image_folder
 from ranks import returned
-from runs import records, train_run, weights
 from torch.nn import functional as F
+from training_runs import records, train_run, weights
 
 import eval
 from utils.cli import parse_args

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ranks import free_port
-from runs import records
+from training_runs import records
 
 from utils.launch import Topology, read_topology, threads_per_process
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import returned
-from runs import records, train_run
+from training_runs import records, train_run
 
 import eval
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 from ranks import returned
-from runs import records, train_run, weights
 from torch.nn import functional as F
+from training_runs import records, train_run, weights
 
 import train
 from utils.cli import parse_args

@@ -106,6 +106,7 @@ def _suggestion(name: str, names: list[str], prefix: str = "--") -> str:
 
 def _plain(text: str) -> str:
     """jsonargparse's message without its Python types."""
+    text = text.replace("arguments are required: ", "arguments are required: --")
     found = re.search(r'Parser key "([\w.]+)":\s*(.*)', text)
     if not found or found[1] == "config":
         return text

@@ -292,6 +292,12 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def absolute_data(name: str) -> str:
+    """What --data names, for use from any folder: a local path in full, any other name as it is."""
+    is_path = name.split("/")[0] not in ("digits", "synthetic", "torchvision") and expand(name).exists()
+    return str(expand(name).resolve()) if is_path else name
+
+
 def expand(path: str) -> Path:
     """The path with ~ and variables resolved."""
     return Path(os.path.expandvars(path)).expanduser()

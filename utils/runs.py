@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from utils.checkpoint import MANIFEST, find_checkpoint, load_model, load_optimizer, verify
-from utils.config import TrainConfig, expand, from_yaml, to_yaml
+from utils.config import TrainConfig, absolute_data, expand, from_yaml, to_yaml
 from utils.data.order import Plan
 from utils.data.splits import Data, fingerprint_of
 from utils.distributed import Ranks
@@ -140,7 +140,10 @@ def changes(checkpoint: Path, config: TrainConfig, ranks: Ranks) -> list[str]:
     ]
     lines = [f"{name} was {there} in the checkpoint, now {here}" for name, there, here in pairs if there != here]
     if any(line.startswith(("processes", "threads")) for line in lines):
-        lines.append("sums are added in another order from here on: equal up to rounding, no longer bit for bit")
+        lines.append(
+            "the same samples follow, but sums are added in another order, and dropout masks and batch statistics "
+            "differ where processes x accumulation does"
+        )
     return lines
 
 
@@ -171,7 +174,7 @@ def resolved(config: TrainConfig, plan: Plan, precision: str) -> TrainConfig:
     """The settings to keep: what the environment and the arithmetic decided is written out, the topology left open."""
     once = {name: getattr(TrainConfig, name) for name in OF_ONE_START}
     batches = {"global_batch_size": plan.global_batch_size, "batch_size": None}
-    return replace(config, mixed_precision=precision, **batches, **once)
+    return replace(config, data=absolute_data(config.data), mixed_precision=precision, **batches, **once)
 
 
 def read_saved(checkpoint: Path) -> dict:

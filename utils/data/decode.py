@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -32,7 +33,11 @@ def decode(split: Split, position: int, channels: int, raw=None) -> Tensor:
     try:
         return _pixels(split.images[int(split.rows[position])] if raw is None else raw, channels)
     except Exception as error:  # broken bytes make decoders raise anything
-        raise ValueError(f"{split.describe(position)}: not a readable image ({one_line(error)[:120]})") from error
+        raise ValueError(f"{split.describe(position)}: not a readable image ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    return re.sub(r" <_io\.BytesIO[^>]*>", "", one_line(error))[:120]  # Pillow names the buffer, which tells nothing
 
 
 def _pixels(raw, channels: int) -> Tensor:
