@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> dict:
     with ranks_of_launch("eval.py", asked) as ranks:
         checkpoint = find_checkpoint(expand(asked.ckpt))
         verify(checkpoint)
-        config = settings_of(checkpoint, asked)
+        config, own_data = settings_of(checkpoint, asked)
         check_precision(config, ranks)
         check_source(config)
         if asked.json:
             check_output_file(expand(asked.json))
         ranks.join()
-        record, class_names = evaluate_checkpoint(checkpoint, config, asked, ranks)
+        record, class_names = evaluate_checkpoint(checkpoint, config, asked.split, own_data, ranks)
         if ranks.is_main:
             show(record, class_names, checkpoint)
             if asked.json:
@@ -59,15 +59,14 @@ def main(argv: Sequence[str] | None = None) -> dict:
     return record
 
 
-def settings_of(checkpoint: Path, asked: EvalConfig) -> TrainConfig:
-    """The settings of the run that wrote the checkpoint, with those that were asked for now in their place."""
+def settings_of(checkpoint: Path, asked: EvalConfig) -> tuple[TrainConfig, bool]:
+    """The run's settings, with those asked for now in their place, and whether they name the run's own data."""
     config = read_settings(checkpoint)
+    own_data = not asked.data or absolute_data(asked.data) == config.data
     given = {name: getattr(asked, name) for name in OVERRIDES if getattr(asked, name) is not None}
-    if (
-        asked.data and absolute_data(asked.data) != config.data
-    ):  # how the run's own data was split says nothing of other data
+    if not own_data:  # how the run's data was split says nothing of other data
         given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
-    return replace(config, metrics=True, max_eval_samples=asked.max_eval_samples, **given)
+    return replace(config, metrics=True, max_eval_samples=asked.max_eval_samples, **given), own_data
 
 
 def check_output_file(path: Path) -> None:
@@ -77,13 +76,12 @@ def check_output_file(path: Path) -> None:
         raise ValueError(f"--json {path}: {'is a folder' if path.is_dir() else f'{folder} is no folder to write to'}")
 
 
-def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, asked: EvalConfig, ranks: Ranks):
+def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str | None, own_data: bool, ranks: Ranks):
     """The numbers of one split, and the names of the classes; collective."""
     accelerator = ranks.together(lambda: make_accelerator(ranks, config))
     saved, class_names = read_saved(checkpoint), read_json(checkpoint / "labels.json")
     spec = InputSpec(**saved["input"])
-    own_data = not asked.data or absolute_data(asked.data) == read_settings(checkpoint).data
-    split = ranks.together(lambda: load_split(config, asked.split, class_names, own_data), main_first=True)
+    split = ranks.together(lambda: load_split(config, split_name, class_names, own_data), main_first=True)
     bar = progress("decoding", ranks.is_main)
     dataset = ranks.together(lambda: make_dataset(split, spec, config, False, bar), main_first=True)
     model = ranks.together(lambda: build_model(config, spec, len(class_names), load=False))
