@@ -24,7 +24,7 @@ from utils.evaluation import evaluate_split
 from utils.files import read_json, write_file
 from utils.models import build_model
 from utils.report import progress, table
-from utils.runs import read_saved, read_settings
+from utils.saved import read_saved, read_settings
 
 OVERRIDES = (
     "data",

@@ -23,30 +23,27 @@ from torch.optim import Optimizer
 from utils.accelerator import check_precision, make_accelerator, settle_buckets
 from utils.checkpoint import forget_after, prune, save_checkpoint
 from utils.cli import parse_args
-from utils.config import TrainConfig, resolve_batch, to_yaml, without_effect
+from utils.config import TrainConfig, advice, resolve_batch, to_yaml
 from utils.data.decode import peek
 from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
 from utils.data.sources import check_source, load_data
 from utils.data.splits import Data
 from utils.distributed import Ranks, ranks_of_launch
+from utils.errors import AgreedError, one_line
 from utils.evaluation import evaluate_split
 from utils.files import write_file
+from utils.finite import check_weights, report_bad_loss
+from utils.launch import resume_command, typed_command
 from utils.losses import loss_sum
-from utils.meter import Meter, Totals
+from utils.meter import Meter, Pace, Totals
 from utils.models import build_model, check_model, has_batch_norm, input_spec, seed_layers
 from utils.optim import build_optimizer, learning_rate, set_learning_rate
-from utils.report import RunLog, progress, table
-from utils.runs import (
-    changes,
-    check_run_folder,
-    checkpoint_texts,
-    load_run,
-    make_run_folder,
-    resolved,
-    starting_point,
-)
-from utils.state import TrainState, check_batch_norm, check_finite, total_updates
+from utils.report import RunLog, outcome, progress, table
+from utils.runs import Start, check_run_folder, find_start, make_run_folder
+from utils.saved import changes, checkpoint_texts, load_run, read_state, resolved
+from utils.state import TrainState, check_batch_norm, due_after, total_updates
+from utils.stopping import EXIT_RESUME, Stopping
 
 
 @dataclass
@@ -55,7 +52,9 @@ class Run:
 
     config: TrainConfig
     ranks: Ranks
+    stopping: Stopping
     accelerator: Accelerator
+    start: Start
     folder: Path
     data: Data
     spec: InputSpec
@@ -72,25 +71,34 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
-    """Train as the arguments say; returns the last evaluation, or None when the run had been finished before."""
+    """Train as the arguments say; returns the last evaluation, or None when the run had been finished before.
+
+    Raises SystemExit with code 75 when it was told to stop and can be gone on with.
+    """
     config = parse_args(TrainConfig, "train.py", argv)
-    with ranks_of_launch("train.py", config) as ranks:
+    command = typed_command(argv)
+    with ranks_of_launch("train.py", config) as ranks, Stopping() as stopping:
         # What needs no other process is checked before they meet.
         check_precision(config, ranks)
         check_model(config)
         check_source(config)
         check_run_folder(config)
-        resolve_batch(config, ranks.topology.world_size)
+        if config.resume is None:
+            resolve_batch(config, ranks.topology.world_size)
         ranks.join()
-        run = build(config, ranks, ranks.together(lambda: make_accelerator(ranks, config)))
+        run = build(config, ranks, stopping, ranks.together(lambda: make_accelerator(ranks, config)))
         announce(run)
+        stopping.training_begins()
         result = train(run)
-        close(run, result)
+        stopped = close(run, result, command)
+    if stopped:
+        raise SystemExit(EXIT_RESUME)
     return result
 
 
-def build(config: TrainConfig, ranks: Ranks, accelerator: Accelerator) -> Run:
+def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Accelerator) -> Run:
     """Make the data, the model, the optimizer and the run folder, and go to the point to start from."""
+    config, start = find_start(config, ranks)
     data = ranks.together(lambda: load_data(config), main_first=True)
     spec = ranks.together(lambda: input_spec(config, *peek(data.train)))
     bar = progress("decoding", ranks.is_main)
@@ -107,8 +115,8 @@ def build(config: TrainConfig, ranks: Ranks, accelerator: Accelerator) -> Run:
     updates = ranks.together(lambda: total_updates(config, plan))
     if has_batch_norm(module):
         ranks.together(lambda: check_batch_norm(plan, updates))
-    folder = make_run_folder(config, ranks)
-    checkpoint, state = starting_point(config, folder, plan, data, ranks)
+    folder = make_run_folder(config, start, ranks)
+    state = ranks.together(lambda: read_state(start.checkpoint, folder, config, plan, data))
     config = resolved(config, plan, accelerator.mixed_precision)
 
     # Accelerate deals the pieces of each update, and the blocks of the evaluation split, to the ranks in turn.
@@ -117,58 +125,47 @@ def build(config: TrainConfig, ranks: Ranks, accelerator: Accelerator) -> Run:
     loaders = (make_loader(s, o, config, ranks) for s, o in ((train_set, order), (eval_set, blocks)))
     model, optimizer, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
     settle_buckets(model, module, torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device))
-    if checkpoint:
-        load_run(checkpoint, module, optimizer, accelerator, ranks)
+    if start.checkpoint:
+        load_run(start.checkpoint, module, optimizer, accelerator, ranks)
         if ranks.is_main:
-            print("\n".join([f"going on from {checkpoint}", *changes(checkpoint, config, ranks)]))
-            forget_after(folder / "checkpoints", state.step, state.best_step)
+            print("\n".join([f"going on from {start.checkpoint}", *changes(start.checkpoint, config, ranks)]))
+        ranks.together(lambda: ranks.is_main and forget_after(folder / "checkpoints", state.step, state.best_step))
     train_batches = Batches(train_loader, spec, config, accelerator.device, training=True)
     eval_batches = Batches(eval_loader, spec, config, accelerator.device, training=False)
     meter = Meter(accelerator.device, Totals(**state.since_log) if ranks.is_main else Totals())
-    log = RunLog(folder, ranks.is_main, state.step, updates)
+    log = ranks.together(lambda: RunLog(folder, ranks.is_main, state.step, updates))
     parts = (model, module, optimizer, train_batches, eval_batches, meter, log)
-    return Run(config, ranks, accelerator, folder, data, spec, plan, updates, state, *parts)
+    return Run(config, ranks, stopping, accelerator, start, folder, data, spec, plan, updates, state, *parts)
 
 
 def train(run: Run) -> dict | None:
-    """Update after update, over all epochs; returns the last evaluation."""
+    """Update after update, over all epochs, until told to stop; returns the last evaluation if there was one."""
     config, state, result = run.config, run.state, None
     batches = iter(run.train_batches)
     run.model.train()
+    if state.owes_evaluation:
+        result = evaluate(run)
+        save(run)
     run.meter.restart()
-    met, next_meeting = state.step, state.step + 1
-    while state.step < run.updates:
+    pace = Pace(state.step)
+    while state.step < run.updates and not run.stopping.agreed:
         train_update(run, batches)
         run.log.advance()
 
-        last, epoch_ends = state.step == run.updates, state.position == 0
-        log_due = last or state.step % config.log_every == 0
-        eval_due = last or (state.step % config.eval_every == 0 if config.eval_every else epoch_ends)
-        save_due = last or (state.step % config.save_every == 0 if config.save_every else epoch_ends)
-        if not (log_due or eval_due or save_due or state.step >= next_meeting):
+        due = due_after(config, state, run.updates)
+        if not (any(due) or pace.due(state.step)):
             continue
-        # The ranks meet, at least about once a second: one that could not read a sample has gone on without it, so that
-        # no other waits for it, and now all leave together.
-        totals, seconds, failed = run.meter.meet(run.accelerator, run.train_batches.error is not None)
-        if failed:
-            run.ranks.together(run.train_batches.check)
-        if not math.isfinite(totals.loss):
-            run.ranks.together(partial(check_finite, totals.loss, state.step))
-        met, next_meeting = state.step, state.step + max(1, int((state.step - met) / max(seconds, 1e-6)))
-        state.seconds += seconds
-        state.since_log = asdict(totals)
-        if log_due:
-            log_training(run, totals)
-        is_best = False
-        if eval_due:
+        since_save = meet(run, pace)
+        if due.log:
+            log_training(run)
+        if due.evaluate or due.save:
+            run.ranks.together(partial(check_weights, run.module, run.plan, state.step))
+        if due.evaluate:
             result = evaluate(run)
-            is_best = state.best_accuracy is None or result["accuracy"] > state.best_accuracy
-            if is_best:
-                state.best_accuracy, state.best_step = result["accuracy"], state.step
-        if save_due or is_best:
-            save(run, is_best)
-        if eval_due or save_due:
-            run.meter.restart()
+        is_best, in_time = state.best_step == state.step, since_save >= (config.save_seconds or math.inf)
+        if due.save or is_best or in_time or run.stopping.agreed:
+            save(run)
+        run.meter.restart()
     return result
 
 
@@ -191,7 +188,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
             logits = run.model(images)
             loss = loss_sum(config, logits, labels, config.label_smoothing)
             accelerator.backward(loss * scale)
-        run.meter.add(loss, logits, labels, waited)
+        run.meter.add(loss, logits, labels, waited, where=(state.step, piece))
     if config.clip_norm is not None:
         accelerator.clip_grad_norm_(run.model.parameters(), config.clip_norm)
     run.optimizer.step()
@@ -201,92 +198,100 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     state.step += 1
 
 
-def log_training(run: Run, totals: Totals) -> None:
+def meet(run: Run, pace: Pace) -> float:
+    """Agree with the other ranks, at least about once a second, on time, errors and stopping.
+
+    A rank that could not read a sample has gone on without it, so that none waits for it, and now all leave together.
+    Returns the seconds since the last save.
+    """
+    state, failed = run.state, run.train_batches.error is not None
+    failed = failed or (run.log.error is not None and run.config.if_save_fails == "stop")
+    meeting = run.meter.meet(run.accelerator, failed, run.stopping.requested)
+    if meeting.failed:
+        run.ranks.together(run.train_batches.check)
+        run.ranks.together(run.log.check)
+    if not math.isfinite(meeting.totals.loss):
+        bad = run.meter.first_bad()
+        run.ranks.together(lambda: report_bad_loss(run.ranks, run.log, run.plan, run.data.train, bad))
+    pace.met(state.step, meeting.seconds)
+    state.seconds += meeting.seconds
+    state.since_log = asdict(meeting.totals)
+    run.stopping.agreed = meeting.stop
+    return meeting.since_save
+
+
+def log_training(run: Run) -> None:
     """Write a train record over all samples since the last one."""
     state = run.state
-    seconds = state.seconds - state.logged_seconds
-    run.log.write(
-        "train",
-        step=state.step,
-        epoch=state.epochs_begun,
-        loss=totals.loss / totals.count,
-        accuracy=totals.correct / totals.count,
-        lr=learning_rate(run.config, state.step - 1, run.updates),
-        images_per_second=totals.count / seconds,
-        data_wait=totals.wait / run.accelerator.num_processes / seconds,
-        seconds=state.seconds,
-    )
+    lr = learning_rate(run.config, state.step - 1, run.updates)
+    run.log.write("train", **state.train_record(lr, run.accelerator.num_processes))
     state.logged_seconds, state.since_log = state.seconds, asdict(Totals())
     run.meter.reset()
 
 
-def evaluate(run: Run) -> dict:
-    """Evaluate the model as it stands, log it, and return the numbers."""
+def evaluate(run: Run) -> dict | None:
+    """Evaluate the model as it stands, log it, and return the numbers; None when told to stop in the middle of it."""
+    state = run.state
     run.ranks.same_buffers(run.module)
     bar = progress("evaluating", run.ranks.is_main)
-    result = evaluate_split(run.ranks, run.accelerator, run.module, run.eval_batches, run.config, bar)
-    run.log.write("eval", step=run.state.step, epoch=run.state.epochs_begun, split=run.data.evaluation.name, **result)
+    model, batches = run.module, run.eval_batches
+    result = evaluate_split(run.ranks, run.accelerator, model, batches, run.config, bar, run.stopping)
+    state.owes_evaluation = result is None
+    if result is not None:
+        run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=run.data.evaluation.name, **result)
+        if state.best_accuracy is None or result["accuracy"] > state.best_accuracy:
+            state.best_accuracy, state.best_step = result["accuracy"], state.step
     return result
 
 
-def save(run: Run, is_best: bool) -> None:
-    """Write a checkpoint, then delete those no longer wanted."""
+def save(run: Run) -> None:
+    """Write a checkpoint, then delete those no longer wanted; and hear whether a rank was told to stop meanwhile."""
     more = {"input": asdict(run.spec), "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict()}
     texts = checkpoint_texts(run.config, run.state, run.plan, run.ranks, run.data, more)
-    folder = run.folder / "checkpoints"
-    save_checkpoint(run.ranks, run.accelerator, folder, run.state.step, texts, is_best)
-    if run.ranks.is_main:
-        prune(folder, run.config.keep)
+    folder, step = run.folder / "checkpoints", run.state.step
+    try:
+        run.ranks.together(run.log.sync)
+        save_checkpoint(run.ranks, run.accelerator, folder, step, texts, is_best=run.state.best_step == step)
+        if run.ranks.is_main:
+            prune(folder, run.config.keep)
+    except (OSError, AgreedError) as error:
+        if run.config.if_save_fails == "stop":
+            raise
+        run.log.say(f"update {step} could not be saved ({one_line(error)}); training goes on")
+    run.meter.restart_save_clock()
+    run.stopping.agreed = run.ranks.any(run.stopping.agreed or run.stopping.requested)
 
 
 def announce(run: Run) -> None:
     """Say what will run where, and keep the settings in the run folder."""
-    plan, ranks, processes = run.plan, run.ranks, run.accelerator.num_processes
-    numbers = {
-        "processes": processes,
-        "batch_size": plan.global_batch_size // plan.pieces,
-        "grad_accum": plan.pieces // processes,
-        "global_batch_size": plan.global_batch_size,
-        "threads": ranks.threads,
-        "precision": run.accelerator.mixed_precision,
-    }
+    config, plan, ranks, processes = run.config, run.plan, run.ranks, run.accelerator.num_processes
+    numbers = plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
     run.log.write("start", step=run.state.step, **numbers, time=time.time())
-    places = ranks.gather(ranks.describe())
     parameters = sum(parameter.numel() for parameter in run.module.parameters())
     batch = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}".format(**numbers)
     rows = [
-        *((f"rank {rank}", place) for rank, place in enumerate(places)),
+        *((f"rank {rank}", place) for rank, place in enumerate(ranks.gather(ranks.describe()))),
         ("backend", f"{ranks.backend}, precision {numbers['precision']}"),
-        ("data", f"{run.config.data}: {plan.samples} training, {len(run.data.evaluation)} {run.data.evaluation.name}"),
-        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
+        ("data", f"{config.data}: {plan.samples} training, {len(run.data.evaluation)} {run.data.evaluation.name}"),
+        ("model", f"{config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
         ("batch", batch),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
     ]
-    notes = without_effect(run.config, run.spec.small)
-    if run.config.model == "mnist_cnn" and not run.spec.small:
-        notes.append("mnist_cnn is made for small images; for photographs try --model resnet18")
-    run.log.say("\n".join([table(f"Lockstep  {run.folder}", rows), *notes]))
-    if ranks.is_main:
-        write_file(run.folder / "config.yaml", to_yaml(run.config))
+    run.log.say("\n".join([table(f"Lockstep  {run.folder}", rows), *advice(config, run.spec.small)]))
+    ranks.together(lambda: ranks.is_main and write_file(run.folder / "config.yaml", to_yaml(config)))
 
 
-def close(run: Run, result: dict | None) -> None:
-    """Say what came out and what to type next."""
-    state = run.state
-    rows = []
-    if result is None:
-        rows.append(("finished", f"all {run.updates} updates were done before; raise --epochs or --max_steps to go on"))
+def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
+    """Say what came out and what to type next; returns whether there is more to do."""
+    state, done = run.state, run.state.step == run.updates and not run.state.owes_evaluation
+    if done:
+        title, following = "Done", f"evaluate it: python eval.py --ckpt {run.folder}"
     else:
-        rows += [("accuracy", f"{result['accuracy']:.4f}"), ("loss", f"{result['loss']:.4f}")]
-    if state.best_accuracy is not None:
-        rows.append(("best", f"{state.best_accuracy:.4f} at update {state.best_step}"))
-    rows += [
-        ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"),
-        ("next", f"python eval.py --ckpt {run.folder}"),
-    ]
+        title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
+        following = f"go on: {resume_command(command, run.config.output_dir, run.folder.name)}"
+    run.log.say(f"{table(title, outcome(state, result, done))}\n{following}")
     run.log.close()
-    if run.ranks.is_main:
-        print(table("Done", rows))
+    return not done
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin, random_states_RANK.pkl   (Accelerate's save_state)
                                  state.json, config.yaml, labels.json                       (ours)
                                  manifest.json                                              (size and SHA-256 of each)
-RUN/checkpoints/latest, best     one line each: the name of such a folder
+RUN/checkpoints/latest, best     one line each: the name of such a folder; a resume takes the newest good one
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from utils.distributed import Ranks
-from utils.errors import one_line
+from utils.errors import AgreedError, one_line
 from utils.files import read_json, sync, write_file
 
 MANIFEST = "manifest.json"
@@ -29,35 +30,40 @@ MANIFEST = "manifest.json"
 
 def save_checkpoint(
     ranks: Ranks, accelerator: Accelerator, folder: Path, step: int, texts: dict[str, str], is_best: bool
-) -> Path:
+) -> None:
     """Write `folder`/step-N with Accelerate's state and these small text files, then move `latest` (and `best`).
 
-    Collective; an error on any rank is raised on all, and then nothing that was there before has changed.
+    Collective; an error on any rank, OSError or AgreedError, is raised on all, and then nothing that was there before
+    has changed.
     """
     final = folder / f"step-{step:08d}"
     partial = folder / f".{final.name}.partial"
 
     def prepare() -> None:
         if ranks.is_main:
+            if not folder.is_dir():  # not made again: it may be a disk that is away for a while
+                raise FileNotFoundError(f"{folder} has vanished")
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            partial.mkdir()
 
     def publish() -> None:
         if ranks.is_main:
             for name, text in texts.items():
                 (partial / name).write_text(text)
             _seal(partial)
-            shutil.rmtree(final, ignore_errors=True)  # an older one of the same step, from before a resume
-            partial.rename(final)
-            sync(folder)
+            _put_in_place(partial, final)
             write_file(folder / "latest", final.name + "\n")
             if is_best:
                 write_file(folder / "best", final.name + "\n")
 
-    ranks.together(prepare)
-    ranks.together(lambda: _save_state(accelerator, partial))
-    ranks.together(publish)
-    return final
+    try:
+        ranks.together(prepare)
+        ranks.together(lambda: _save_state(accelerator, partial))
+        ranks.together(publish)
+    except (OSError, AgreedError):
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+        raise
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -65,7 +71,7 @@ def prune(folder: Path, keep: int) -> None:
     kept = (_pointer(folder, "best"), _pointer(folder, "latest"))
     for old in checkpoints_of(folder)[:-keep]:
         if old not in kept:
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
 
 
 def forget_after(folder: Path, step: int, best_step: int | None) -> None:
@@ -75,9 +81,9 @@ def forget_after(folder: Path, step: int, best_step: int | None) -> None:
     """
     if not (folder / f"step-{step:08d}").is_dir():
         return
-    for path in checkpoints_of(folder):
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path, ignore_errors=True)
+    for path in reversed(checkpoints_of(folder)):  # killed in the middle, it leaves no later one without those before
+        if _step_of(path) > step:
+            _remove(path)
     best = folder / f"step-{best_step or 0:08d}"
     if best.is_dir():
         write_file(folder / "best", best.name + "\n")
@@ -86,18 +92,41 @@ def forget_after(folder: Path, step: int, best_step: int | None) -> None:
     write_file(folder / "latest", f"step-{step:08d}\n")
 
 
+def tidy(folder: Path) -> None:
+    """Finish or clear away what a kill left half-done. Call on one rank, while no other run writes there."""
+    for old in folder.glob(".step-*.old"):
+        final = folder / old.name[1 : -len(".old")]
+        if not final.exists():  # killed between the two renames
+            old.rename(final)
+    for leftover in [*folder.glob(".step-*"), *folder.glob(".*.partial")]:
+        shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+
+
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoint folders in `folder`, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
+    """The checkpoint folders in `folder`, oldest first; OSError when it cannot be listed."""
+    return sorted((path for path in folder.iterdir() if _is_name(path.name) and path.is_dir()), key=_step_of)
+
+
+def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint in `folder` that is as it was written, and what is wrong with each newer one."""
+    damages = []
+    for checkpoint in reversed(checkpoints_of(folder)):
+        damage = damage_of(checkpoint)
+        if damage is None:
+            return checkpoint, damages
+        damages.append(damage)
+    return None, damages
 
 
 def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) -> Path:
     """The checkpoint that `path` means: itself, or that of a run folder; raises ValueError when there is none."""
-    if (path / MANIFEST).is_file():
-        return path
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint or run folder")
+    if (path / MANIFEST).is_file() or _is_name(path.name):
+        return path
     for folder in (path / "checkpoints", path):
+        if not folder.is_dir():
+            continue
         for name in prefer:
             found = _pointer(folder, name)
             if found is not None and found.is_dir():
@@ -109,15 +138,30 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
 
 def verify(checkpoint: Path) -> None:
     """Raise ValueError unless every file that the manifest names is there with its size and SHA-256."""
-    manifest = read_json(checkpoint / MANIFEST)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or not manifest["files"]:
-        raise ValueError(f"{checkpoint / MANIFEST}: lists no files; take another checkpoint")
-    for name, entry in manifest["files"].items():
-        path = checkpoint / name
-        if Path(name).name != name or not isinstance(entry, dict):
-            raise ValueError(f"{checkpoint / MANIFEST}: has a malformed entry; take another checkpoint")
-        if not path.is_file() or path.stat().st_size != entry.get("size") or _sha256(path) != entry.get("sha256"):
-            raise ValueError(f"{path}: damaged or missing; take another checkpoint of the run")
+    damage = damage_of(checkpoint)
+    if damage is not None:
+        raise ValueError(f"{damage}; take another checkpoint of the run")
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """The first thing that is not as the manifest says, None when all is well."""
+    path = checkpoint / MANIFEST
+    try:
+        manifest = read_json(path)
+        files = manifest.get("files") if isinstance(manifest, dict) else None
+        if not isinstance(files, dict) or not files or path.read_text() != _manifest_text(files):
+            return f"{path}: damaged"
+        for name, entry in files.items():
+            if Path(name).name != name or not isinstance(entry, dict):
+                return f"{path}: damaged"
+            if not (checkpoint / name).is_file():
+                return f"{checkpoint / name}: missing"
+            size, sha256 = (checkpoint / name).stat().st_size, entry.get("sha256")
+            if size != entry.get("size") or _sha256(checkpoint / name) != sha256:
+                return f"{checkpoint / name}: damaged"
+    except (ValueError, OSError) as error:
+        return one_line(error)
+    return None
 
 
 def load_model(checkpoint: Path, model: nn.Module) -> None:
@@ -165,8 +209,32 @@ def _seal(folder: Path) -> None:
         path.chmod(0o666 & ~umask)  # safetensors makes its files private
         entries[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
         sync(path)
-    write_file(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
+    write_file(folder / MANIFEST, _manifest_text(entries))
     sync(folder)
+
+
+def _manifest_text(files: dict) -> str:
+    """The one way to write a manifest, so that any change of its text is seen."""
+    return json.dumps({"files": files}, indent=1) + "\n"
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """Give a finished folder its name; one that has it already is there until the new one is, or `tidy` restores it."""
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    partial.rename(final)
+    sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint: at each instant it is there whole or not at all."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.gone")
+    with suppress(OSError):
+        checkpoint.rename(gone)
+        shutil.rmtree(gone)
 
 
 def _sha256(path: Path) -> str:
@@ -175,8 +243,17 @@ def _sha256(path: Path) -> str:
 
 
 def _pointer(folder: Path, name: str) -> Path | None:
-    path = folder / name
-    if not path.is_file():
+    """The checkpoint that `latest` or `best` names; None where it names none."""
+    try:
+        target = (folder / name).read_text().strip()
+    except (OSError, UnicodeDecodeError):
         return None
-    target = path.read_text().strip()
-    return folder / target if re.fullmatch(r"step-\d+", target) else None
+    return folder / target if _is_name(target) else None
+
+
+def _is_name(name: str) -> bool:
+    return re.fullmatch(r"step-\d+", name) is not None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))

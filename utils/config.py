@@ -110,7 +110,11 @@ class TrainConfig:
     resume: str | None = None
     """auto: go on from the run's newest checkpoint, or start if there is none; or the path of a checkpoint."""
     save_every: int | None = None
-    """Updates between checkpoints (default: one epoch); the last update is always saved."""
+    """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last is always saved."""
+    save_seconds: float | None = None
+    """Seconds between checkpoints, in wall time; with --save_every, whichever comes first."""
+    if_save_fails: Literal["stop", "continue"] = "stop"
+    """When a checkpoint or the log cannot be written: stop, or say so, train on and try again when the next is due."""
     keep: int = 2
     """Newest checkpoints to keep; the best one is kept besides."""
     eval_every: int | None = None
@@ -136,6 +140,7 @@ class TrainConfig:
         _require(self.warmup_steps is None or self.warmup_steps >= 0, "--warmup_steps must be at least 0")
         _require(0 < self.min_scale <= 1, "--min_scale must be above 0 and at most 1")
         _require(0 <= self.label_smoothing < 1, "--label_smoothing must be at least 0 and below 1")
+        _require(self.save_seconds is None or self.save_seconds > 0, "--save_seconds must be above 0")
         _require(self.clip_norm is None or self.clip_norm > 0, "--clip_norm must be above 0")
         _require(self.eval_fraction is None or 0 < self.eval_fraction < 1, "--eval_fraction must lie between 0 and 1")
         _require(
@@ -242,8 +247,8 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
     return batch, accum, total
 
 
-def without_effect(config: TrainConfig, small_images: bool) -> list[str]:
-    """A line for each setting that was changed from its default and does nothing in this run."""
+def advice(config: TrainConfig, small_images: bool) -> list[str]:
+    """A line for each setting that was changed and does nothing in this run, or does not fit its data."""
     no_table = config.data.split("/")[0] in ("digits", "synthetic", "torchvision")
     cases = (
         ("momentum", config.optimizer == "adamw", "adamw has none"),
@@ -254,7 +259,10 @@ def without_effect(config: TrainConfig, small_images: bool) -> list[str]:
         ("label_column", no_table, f"{config.data} has no columns"),
     )
     changed = (case for case in cases if getattr(config, case[0]) != getattr(TrainConfig, case[0]))
-    return [f"--{name} has no effect: {reason}" for name, applies, reason in changed if applies]
+    lines = [f"--{name} has no effect: {reason}" for name, applies, reason in changed if applies]
+    if config.model == "mnist_cnn" and not small_images:
+        lines.append("mnist_cnn is made for small images; for photographs try --model resnet18")
+    return lines
 
 
 def to_yaml(config: TrainConfig) -> str:

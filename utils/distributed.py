@@ -15,6 +15,7 @@ from torch import nn
 from utils.config import EvalConfig, TrainConfig
 from utils.errors import (
     USER_ERRORS,
+    AgreedError,
     LostRank,
     is_lost_rank,
     is_main_process,
@@ -23,16 +24,16 @@ from utils.errors import (
     lost_rank_text,
     one_line,
 )
-from utils.launch import Topology, read_topology, threads_per_process
+from utils.launch import Topology, read_topology, restarts, restarts_are_possible, threads_per_process
 
 Result = TypeVar("Result")
-_PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download; a launcher ends it if that rank dies
+_PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
 
 
 class Ranks:
     """The processes of the run: this one's place among them, its device, and their agreements.
 
-    `join`, `together`, `gather`, `share`, `same_buffers` and `part` are collective: all ranks call them, or none.
+    `join`, `together`, `gather`, `share`, `any`, `same_buffers` and `part` are collective: all ranks call them or none.
     """
 
     def __init__(self, topology: Topology, threads: int | None = None, timeout: float = 600.0):
@@ -43,7 +44,8 @@ class Ranks:
             raise ValueError(f"--threads {self.threads}: this machine has {os.cpu_count()} processor cores")
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # Accelerate would set its own number where there is none
         torch.set_num_threads(self.threads)
-        self.backend, self._store, self._calls, self._all_know = "none", None, 0, False
+        self.backend, self._calls = "none", 0
+        self._store = self._launchers_store = self._prompt = self._patient = None
 
     @property
     def is_main(self) -> bool:
@@ -56,9 +58,10 @@ class Ranks:
             print(
                 "No GPU is visible: running on the CPU" + f", {self.topology.world_size} processes over gloo" * several
             )
-        if self.topology.world_size == 1:
+        if self.topology.world_size == 1 and not restarts_are_possible():
             return
-        self.backend = "nccl" if self.device.type == "cuda" else "gloo"
+        if self.topology.world_size > 1:
+            self.backend = "nccl" if self.device.type == "cuda" else "gloo"
         try:
             self._store = self._meet()
         except (RuntimeError, ValueError) as error:
@@ -68,54 +71,56 @@ class Ranks:
                 "that the port is free there, that the address can be reached, and the network interface"
             ) from error
 
-    def _meet(self) -> dist.Store:
+    def _meet(self) -> dist.Store | None:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
+        self._launchers_store = store
+        if world_size == 1:
+            return None
         # A restarted attempt must not read the addresses that the one before it left in the launcher's store.
-        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(f"attempt-{restarts()}", store)
         dist.init_process_group(
             self.backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=self.timeout
         )
+        # Agreements go over groups of their own: unlike a wait in the store they end when a rank dies, and unlike
+        # NCCL's they need no GPU.
+        self._prompt = dist.new_group(backend="gloo", timeout=self.timeout)
+        self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
         return dist.PrefixStore("lockstep", store)
 
     def together(self, action: Callable[[], Result], main_first: bool = False) -> Result:
-        """Run `action` on every rank; an error on any of them is raised on all.
+        """Run `action` on every rank; an error on any of them is raised on all, as AgreedError.
 
         With `main_first` each machine's first rank runs it alone and the others after it, so that they find the files
-        that it downloaded or decoded. They wait for it in the store, which no collective's timeout cuts short.
+        that it downloaded or decoded. They wait for it as long as it lives.
         """
         if self._store is None:
             return action()
         if not main_first:
-            return self._agreed(action, self.timeout)
+            return self._agreed(action, self._prompt)
         mine = self.topology.local_rank == 0
-        first = self._agreed(action if mine else _nothing, _PATIENCE)
-        others = self._agreed(_nothing if mine else action, _PATIENCE)
+        first = self._agreed(action if mine else _nothing, self._patient)
+        others = self._agreed(_nothing if mine else action, self._patient)
         return first if mine else others
 
-    def _agreed(self, action: Callable[[], Any], patience: timedelta) -> Any:
-        self._calls += 1
-        key, result, error = f"together-{self._calls}", None, None
+    def _agreed(self, action: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+        result, error = None, None
         try:
             result = action()
         except USER_ERRORS as raised:
             error = raised
         who = "" if self.is_main else f"rank {self.topology.rank}: "
-        self._store.set(f"{key}-{self.topology.rank}", who + one_line(error) if error else "")
-        if self.is_main:
-            keys = [f"{key}-{rank}" for rank in range(self.topology.world_size)]
-            self._store.wait(keys, patience)
-            texts = [self._store.get(k).decode() for k in keys]
-            self._store.set(key, next((text for text in texts if text), ""))
-        self._store.wait([key], patience)
-        verdict = self._store.get(key).decode()
+        texts = self._exchange(who + one_line(error) if error else "", group)
+        verdict = next((text for text in texts if text), None)
         if verdict:
-            self._all_know = True
-            self.part()
-        if error:
-            raise error
-        if verdict:
-            raise ValueError(verdict)
+            raise AgreedError(verdict) from error
         return result
+
+    def _exchange(self, text: str, group: dist.ProcessGroup) -> list[str]:
+        self._calls += 1
+        keys = [f"text-{self._calls}-{rank}" for rank in range(self.topology.world_size)]
+        self._store.set(keys[self.topology.rank], text)
+        dist.barrier(group)
+        return [value.decode() for value in self._store.multi_get(keys)]
 
     def part(self) -> None:
         """Wait until all ranks are done with the store: it may live in the main process, which must then go last."""
@@ -127,17 +132,25 @@ class Ranks:
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks."""
-        if self._store is None:
-            return [text]
-        self._calls += 1
-        self._store.set(f"text-{self._calls}-{self.topology.rank}", text)
-        keys = [f"text-{self._calls}-{rank}" for rank in range(self.topology.world_size)]
-        self._store.wait(keys, self.timeout)
-        return [self._store.get(key).decode() for key in keys]
+        return [text] if self._store is None else self._exchange(text, self._prompt)
+
+    def any(self, wish: bool) -> bool:
+        """Whether any rank wishes so."""
+        return any(self.gather("x" if wish else ""))
 
     def share(self, text: str) -> str:
         """The main process's text on every rank."""
         return self.gather(text)[0]
+
+    def remember(self, key: str, text: str) -> None:
+        """Leave a note for the attempt after a restart by the launcher, where it keeps a store. Not collective."""
+        if self._launchers_store is not None:
+            self._launchers_store.set(f"lockstep-{key}", text)
+
+    def remembered(self, key: str) -> str:
+        """What an attempt before this one left; empty when there is none. Not collective."""
+        store, key = self._launchers_store, f"lockstep-{key}"
+        return store.get(key).decode() if store is not None and store.check([key]) else ""
 
     def same_buffers(self, model: nn.Module) -> None:
         """Give every rank the main process's buffers (batch statistics), as DDP does before a training forward."""
@@ -151,7 +164,7 @@ class Ranks:
         The main process tells what all know. If a rank was lost, another one speaks up only if the main process stays
         silent, since that may be the lost one. An error that only this rank knows, it tells itself.
         """
-        if self._store is None or self._all_know or self.is_main:
+        if self._store is None or self.is_main or isinstance(error, AgreedError):
             if self._store is not None:
                 self._store.set("main-spoke", "")
             return self.is_main
@@ -202,15 +215,18 @@ def ranks_of_launch(prog: str, config: TrainConfig | EvalConfig) -> Iterator[Ran
         ranks = Ranks(read_topology(), config.threads, config.timeout)
         yield ranks
         ranks.part()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if ranks is None or ranks.is_main:
-            sys.stderr.write(f"\n{prog}: interrupted; --run_name NAME --resume auto goes on from the last checkpoint\n")
-        raise SystemExit(130) from None
+            text = str(interrupt) or "interrupted"
+            sys.stderr.write(f"\n{prog}: {text}; --run_name NAME --resume auto goes on from the last checkpoint\n")
+        raise SystemExit(getattr(interrupt, "code", 130)) from None
     except Exception as error:
         if is_out_of_memory(error):
             error = ValueError(f"out of memory ({one_line(error)[:120]}); lower --batch_size, or raise --grad_accum")
         if not isinstance(error, USER_ERRORS) and not is_lost_rank(error):
             raise  # a bug: its traceback is what helps
+        if isinstance(error, AgreedError):
+            ranks.part()
         speaks = ranks.speaks(error) if ranks else is_main_process()
         leave(LostRank(lost_rank_text(error)) if is_lost_rank(error) else error, prog, speaks, config.traceback)
     finally:

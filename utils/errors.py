@@ -10,6 +10,10 @@ from typing import NoReturn
 USER_ERRORS = (ValueError, OSError, ImportError)  # what names a cause outside this code; anything else is a bug
 
 
+class AgreedError(ValueError):
+    """An error of one rank that every rank raises alike, so that they may also go on together."""
+
+
 class LostRank(ValueError):
     """A collective failed because another process of the run is gone."""
 

@@ -12,17 +12,25 @@ from utils.config import TrainConfig
 from utils.data.loader import Batches
 from utils.distributed import Ranks
 from utils.losses import loss_sum
+from utils.meter import Pace
+from utils.stopping import Stopping
 
 
 @torch.no_grad()
 def evaluate_split(
-    ranks: Ranks, accelerator: Accelerator, model: nn.Module, batches: Batches, config: TrainConfig, progress: Callable
-) -> dict:
+    ranks: Ranks,
+    accelerator: Accelerator,
+    model: nn.Module,
+    batches: Batches,
+    config: TrainConfig,
+    progress: Callable,
+    stopping: Stopping | None = None,
+) -> dict | None:
     """Loss, accuracy, top-5 accuracy and count of a split, and with --metrics macro scores and per-class accuracy.
 
-    Collective, with no communication inside the loop, where ranks may have unequal numbers of blocks: `model` is the
-    bare module, not DDP's wrapper. The metrics are computed on the main process and missing from the others' result.
-    Raises RuntimeError when a sample was missed or counted twice.
+    Collective. `model` is the bare module, not DDP's wrapper, as ranks may have unequal numbers of blocks. With
+    `stopping` the ranks agree about once a second whether to stop; the result is then None. The metrics are computed on
+    the main process and missing from the others' result. Raises RuntimeError when a sample was missed or counted twice.
     """
     start, samples, count = time.perf_counter(), len(batches.labels), 0
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, hits, top-5 hits
@@ -30,7 +38,8 @@ def evaluate_split(
     found = torch.zeros(samples, dtype=torch.int64, device=accelerator.device)
     was_training = model.training
     model.eval()
-    for images, labels, indices in progress(batches):
+    pace, shared_blocks = Pace(), -(-samples // config.eval_batch_size) // accelerator.num_processes
+    for block, (images, labels, indices) in enumerate(progress(batches), 1):
         with accelerator.autocast():
             logits = model(images)
         logits = logits.float()
@@ -39,7 +48,13 @@ def evaluate_split(
         sums += torch.stack([loss_sum(config, logits, labels).double(), hits[:, 0].sum(), hits.sum()])
         found[indices] += ranked[:, 0] + 1
         count += len(labels)
+        if stopping is not None and block <= shared_blocks and pace.due(block):
+            stopping.agreed = _any_wants_to_stop(accelerator, stopping, pace, block)
+            if stopping.agreed:
+                break
     model.train(was_training)
+    if stopping is not None and stopping.agreed:
+        return None
     ranks.together(batches.check)
     sums = torch.cat([sums, torch.tensor([count], dtype=torch.float64, device=accelerator.device)])
     loss, correct, top5, count = sum_over_ranks(accelerator, sums).tolist()
@@ -52,3 +67,11 @@ def evaluate_split(
 
         result |= label_metrics(predictions, batches.labels, classes=logits.shape[1])
     return result | {"seconds": time.perf_counter() - start}
+
+
+def _any_wants_to_stop(accelerator: Accelerator, stopping: Stopping, pace: Pace, block: int) -> bool:
+    own = [stopping.requested, time.perf_counter() - pace.time]
+    own = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
+    stops, seconds = sum_over_ranks(accelerator, own).tolist()
+    pace.met(block, seconds / accelerator.num_processes)
+    return stops > 0

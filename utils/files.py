@@ -1,8 +1,14 @@
-"""Small files that appear whole or not at all."""
+"""Small files that appear whole or not at all, and a lock on a folder."""
 
+import errno
+import fcntl
 import json
 import os
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from utils.errors import one_line
 
@@ -11,7 +17,7 @@ def read_json(path: Path):
     """Parse a JSON file; ValueError names it when it is none."""
     try:
         return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({one_line(error)})") from None
 
 
@@ -33,3 +39,33 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock(folder: Path, patience: float, say: Callable[[str], None] = print) -> TextIO:
+    """Hold `folder` against other runs until the returned file is closed or this process ends, however it ends.
+
+    Waits up to `patience` seconds for another holder to leave; then raises ValueError with its host and process.
+    """
+    file = (folder / ".lock").open("a+")
+    deadline, told = time.monotonic() + patience, False
+    while True:
+        try:
+            # A POSIX lock: unlike flock's it is not inherited by loader workers, which may outlive a killed rank.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                say(f"{folder}: this file system has no locks ({error.strerror}); see that no other run writes there")
+                return file
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        if time.monotonic() > deadline:
+            raise ValueError(f"{folder} is in use by {holder}; stop it, or choose another --run_name")
+        if not told:
+            say(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to leave")
+            told = True
+        time.sleep(0.1)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file

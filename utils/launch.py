@@ -1,8 +1,14 @@
 """From the environment that a launcher leaves behind to the topology of the run. Needs no torch."""
 
 import os
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,44 @@ def threads_per_process(topology: Topology) -> int:
     if not launched and os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     return max(1, len(os.sched_getaffinity(0)) // topology.local_world_size)
+
+
+def is_launched() -> bool:
+    """Whether torchrun or accelerate started this process and waits for it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_BACKEND" in os.environ
+
+
+def restarts_are_possible() -> bool:
+    """Whether a launcher started this process that can start it again."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def restarts() -> int:
+    """How often the launcher has started this run again (--max_restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
+    """The command that started the run, the launcher's if there is one; `arguments` are the script's own."""
+    command = ["python", sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
+    if is_launched():
+        with suppress(psutil.Error):
+            command = psutil.Process(os.getppid()).cmdline() or command
+    if len(command) > 1 and Path(command[1]).name in ("accelerate", "accelerate-launch", "torchrun"):
+        command = command[1:]
+    return [Path(command[0]).name, *command[1:]]
+
+
+def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> str:
+    """The shell command that goes on with the run that `command` started."""
+    kept, skip = [], False
+    for word in command:
+        name = word.split("=")[0]
+        if not skip and name not in ("--resume", "--run_name", "--output_dir"):
+            kept.append(word)
+        skip = not skip and name == word and name in ("--resume", "--run_name", "--output_dir")
+    place = ["--output_dir", output_dir] if output_dir != "runs" else []
+    return shlex.join([*kept, *place, "--run_name", run_name, "--resume", "auto"])
 
 
 def _present(env: Mapping[str, str], names: tuple[str, ...]) -> str:

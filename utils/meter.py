@@ -1,7 +1,9 @@
 """Training loss, accuracy and time over all ranks, gathered on the device and read only when the ranks meet."""
 
+import math
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,39 +22,82 @@ class Totals:
     wait: float = 0.0
 
 
+class Pace:
+    """When the ranks meet: about once a second, after the same number of steps on all of them."""
+
+    def __init__(self, step: int = 0):
+        self.step, self.next, self.time = step, step + 1, time.perf_counter()
+
+    def due(self, step: int) -> bool:
+        """Whether to meet after `step` steps."""
+        return step >= self.next
+
+    def met(self, step: int, seconds: float) -> None:
+        """The steps since the last meeting took `seconds`, a number that all ranks share."""
+        self.step, self.next = step, step + max(1, int((step - self.step) / max(seconds, 1e-6)))
+        self.time = time.perf_counter()
+
+
+class Meeting(NamedTuple):
+    """What all ranks know after a meeting: sums, mean seconds since the last one and the last save, wishes."""
+
+    totals: Totals
+    seconds: float
+    since_save: float
+    failed: bool
+    stop: bool
+
+
 class Meter:
     """Adds up on this rank between two train records, and over the ranks when they meet."""
 
     def __init__(self, device: torch.device, start: Totals):
         self.sums = torch.tensor([start.loss, start.correct], dtype=torch.float64, device=device)
         self.count, self.wait = start.count, start.wait
-        self.started = time.perf_counter()
+        self.losses: list[tuple[tuple[int, int], Tensor]] = []
+        self.started = self.saved = time.perf_counter()
 
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, wait: float) -> None:
-        """Count one batch: its summed loss, its logits [n, classes] against `labels` [n]. Does not wait for the GPU."""
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, wait: float, where: tuple[int, int]) -> None:
+        """Count one batch, known by `where`: its summed loss, its logits [n, classes] against `labels` [n].
+
+        Does not wait for the GPU.
+        """
         self.sums += torch.stack([loss.detach().double(), (logits.detach().argmax(1) == labels).sum()])
+        self.losses.append((where, loss.detach()))
         self.count += len(labels)
         self.wait += wait
 
-    def meet(self, accelerator: Accelerator, failed: bool) -> tuple[Totals, float, bool]:
-        """The totals, the seconds since the last meeting or `restart`, and whether any rank `failed`; collective.
+    def meet(self, accelerator: Accelerator, failed: bool, stop: bool) -> Meeting:
+        """The totals, and whether any rank `failed` or wants to `stop`; collective.
 
-        This is the one place where the loop waits for the device. All ranks get the same numbers, the seconds their
-        mean over the ranks.
+        This is the one place where the loop waits for the device. All ranks get the same numbers, seconds their mean
+        over the ranks.
         """
         if self.sums.is_cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
-        own = torch.tensor([self.count, self.wait, now - self.started, failed], dtype=torch.float64)
+        own = [self.count, self.wait, now - self.started, now - self.saved, failed, stop]
         self.started = now
-        *totals, seconds, failures = sum_over_ranks(
-            accelerator, torch.cat([self.sums, own.to(self.sums.device)])
+        own = torch.tensor(own, dtype=torch.float64).to(self.sums.device)
+        *totals, seconds, since_save, failures, stops = sum_over_ranks(
+            accelerator, torch.cat([self.sums, own])
         ).tolist()
-        return Totals(*totals), seconds / accelerator.num_processes, failures > 0
+        processes, totals = accelerator.num_processes, Totals(*totals)
+        if math.isfinite(totals.loss):
+            self.losses.clear()
+        return Meeting(totals, seconds / processes, since_save / processes, failures > 0, stops > 0)
+
+    def first_bad(self) -> tuple[int, int] | None:
+        """`where` the first batch of this rank since the last meeting was whose loss is no number."""
+        return next((where for where, loss in self.losses if not loss.isfinite()), None)
 
     def restart(self) -> None:
         """Leave out the time since the last meeting, which was spent on something else than training."""
         self.started = time.perf_counter()
+
+    def restart_save_clock(self) -> None:
+        """Count the time to the next checkpoint from now on."""
+        self.saved = time.perf_counter()
 
     def reset(self) -> None:
         """Begin the next train record."""

@@ -2,52 +2,78 @@
 
 import json
 import math
+import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
 from utils.files import write_file
+from utils.state import TrainState
 
 
 class RunLog:
     """log.jsonl and the progress bar; every method does nothing on ranks other than the main process."""
 
     def __init__(self, folder: Path, is_main: bool, step: int, updates: int):
-        self.is_main, self.updates = is_main, updates
+        self.path, self.is_main, self.updates = folder / "log.jsonl", is_main, updates
+        self.error: OSError | None = None
         if is_main:
-            self.file = _reopen(folder / "log.jsonl", step)
+            self.file, self.pending = _reopen(self.path, step), b""
             self.bar = tqdm(total=updates, initial=step, unit="update", disable=not sys.stderr.isatty())
 
     def advance(self) -> None:
         """One more update is done."""
         if self.is_main:
-            self.bar.update()
+            with suppress(OSError):  # a terminal that is gone ends no run
+                self.bar.update()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a record to log.jsonl and show it."""
+        """Append a record to log.jsonl and show it; what cannot be written is kept for the next time, see `check`."""
+        if not self.is_main:
+            return
+        # JSON has no infinity; an evaluation can reach it where training did not.
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self.pending += json.dumps({"kind": kind, **finite}, allow_nan=False).encode() + b"\n"
+        self._flush()
+        if kind == "train":
+            self._show_training(values)
+        elif kind == "eval":
+            self.say(evaluation_line(values))
+
+    def sync(self) -> None:
+        """See that the records are on the disk, before a checkpoint says that they are."""
         if self.is_main:
-            # JSON has no infinity; an evaluation can reach it where training did not.
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-            self.file.write(json.dumps({"kind": kind, **finite}, allow_nan=False) + "\n")
-            self.file.flush()
-            if kind == "train":
-                self._show_training(values)
-            elif kind == "eval":
-                self.say(evaluation_line(values))
+            self._flush()
+            os.fsync(self.file)
+
+    def check(self) -> None:
+        """Raise OSError if the last record could not be written."""
+        if self.error is not None:
+            raise OSError(self.error.errno, self.error.strerror, str(self.path))
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self.is_main:
-            self.bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            with suppress(OSError):
+                self.bar.write(text, file=sys.stdout)
+                sys.stdout.flush()
 
     def close(self) -> None:
         if self.is_main:
             self.bar.close()
-            self.file.close()
+            os.close(self.file)
+
+    def _flush(self) -> None:
+        try:
+            while self.pending:
+                self.pending = self.pending[os.write(self.file, self.pending) :]
+            self.error = None
+        except OSError as error:
+            self.error = error
 
     def _show_training(self, values: dict) -> None:
         numbers = {
@@ -65,12 +91,12 @@ class RunLog:
             self.bar.set_postfix(numbers, refresh=False)
 
 
-def _reopen(path: Path, step: int) -> TextIO:
+def _reopen(path: Path, step: int) -> int:
     """Open the log to append, without what was logged after update `step` by a run that is now redone from there."""
     if path.exists():
-        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        lines = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= step]
         write_file(path, "".join(line + "\n" for line in lines))
-    return path.open("a")
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
 def _step_of(line: str) -> float:
@@ -94,6 +120,16 @@ def evaluation_line(record: dict) -> str:
         f"update {record['step']}  {record['split']}: accuracy {record['accuracy']:.4f}  top-5 {record['top5']:.4f}  "
         f"loss {record['loss']:.4f}  ({record['count']} samples, {record['seconds']:.1f} s)"
     )
+
+
+def outcome(state: TrainState, result: dict | None, done: bool) -> list[tuple[str, str]]:
+    """The rows of a run's last table."""
+    rows = [("accuracy", f"{result['accuracy']:.4f}"), ("loss", f"{result['loss']:.4f}")] if result else []
+    if done and result is None:
+        rows = [("finished", f"all {state.step} updates were done before; raise --epochs or --max_steps to go on")]
+    if state.best_accuracy is not None:
+        rows.append(("best", f"{state.best_accuracy:.4f} at update {state.best_step}"))
+    return [*rows, ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s")]
 
 
 def table(title: str, rows: list[tuple[str, Any]]) -> str:

@@ -1,42 +1,41 @@
-"""The folder of a run: its name, where the run starts from, and what is written down about the run."""
+"""The folder of a run: its name, its lock, and the checkpoint in it to start from."""
 
 import json
 import os
-import platform
 import re
 import time
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
-import accelerate
-import numpy
-import torch
-import torchvision
-from accelerate import Accelerator
-from torch import nn
-
-from utils.checkpoint import MANIFEST, find_checkpoint, load_model, load_optimizer, verify
-from utils.config import TrainConfig, absolute_data, expand, from_yaml, to_yaml
-from utils.data.order import Plan
-from utils.data.splits import Data, fingerprint_of
+from utils.checkpoint import find_checkpoint, newest_good, tidy, verify
+from utils.config import TrainConfig, expand, resolve_batch
 from utils.distributed import Ranks
-from utils.files import read_json
+from utils.files import lock
+from utils.launch import restarts
+from utils.saved import read_saved
 from utils.state import TrainState
 
-OF_ONE_START = ("run_name", "resume", "traceback")  # settings of one start, not of the run
+_ORPHANS_LEAVE_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
 
 
-def check_run_folder(config: TrainConfig) -> None:
-    """Raise ValueError or OSError when the run folder is taken or cannot be made, or the checkpoint is not there."""
+def check_run_folder(config: TrainConfig, after_meeting: bool = False) -> None:
+    """Raise ValueError or OSError when the run folder is taken or cannot be made, or the checkpoint is not there.
+
+    After a restart by the launcher the folder that exists may be the run's own: then it is checked `after_meeting`.
+    """
+    if restarts() and not after_meeting:
+        return
     if config.resume not in (None, "auto"):
         find_checkpoint(expand(config.resume), prefer=("latest",))
-        folder = expand(config.output_dir) / (config.run_name or "")
+        folder = _named_folder(config)
         if config.run_name and folder.exists() and folder.resolve() not in expand(config.resume).resolve().parents:
             raise ValueError(f"{folder} exists and is another run than {config.resume}; choose another --run_name")
     parent = expand(config.output_dir)
-    if config.run_name and config.resume is None and (parent / config.run_name).exists():
+    if config.run_name and config.resume is None and _named_folder(config).exists():
         raise ValueError(
-            f"{parent / config.run_name} exists; go on with it by --resume auto, or choose another --run_name"
+            f"{_named_folder(config)} exists; go on with it by --resume auto, or choose another --run_name"
         )
     existing = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
     if not existing.is_dir():
@@ -45,8 +44,108 @@ def check_run_folder(config: TrainConfig) -> None:
         raise ValueError(f"--output_dir {parent}: {existing} is not writable")
 
 
-def make_run_folder(config: TrainConfig, ranks: Ranks) -> Path:
-    """Make OUTPUT_DIR/RUN_NAME on the main process and return it on every rank; collective."""
+@dataclass
+class Start:
+    """Where a run starts: its folder, unless that is made later; the checkpoint to go on from, if any; its lock."""
+
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    lock: TextIO | None = None
+
+
+def find_start(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Start]:
+    """What --resume or a launcher's restart means, and the settings with the batch sizes of this start; collective.
+
+    Nobody else writes to the folder from here on. Only verified checkpoints are taken: with `auto`, or a run folder,
+    the newest good one.
+    """
+    start = Start()
+
+    def find() -> str:
+        if not ranks.is_main:
+            return ""
+        before = ranks.remembered("run-folder") if restarts() else ""
+        if before:
+            start.folder = Path(before)
+        else:
+            check_run_folder(config, after_meeting=True)
+            start.folder = _named_folder(config) if config.run_name and config.resume else None
+        if start.folder is not None:
+            _take(start, ranks)
+        if start.folder is not None and (before or config.resume == "auto"):
+            tidy(start.folder / "checkpoints")
+            start.checkpoint = _newest(start.folder)
+        if start.checkpoint is None and config.resume not in (None, "auto"):
+            start.checkpoint = _named_checkpoint(expand(config.resume))
+        return json.dumps([str(path or "") for path in (start.folder, start.checkpoint)])
+
+    found = ranks.share(ranks.together(find))
+    start.folder, start.checkpoint = (Path(path) if path else None for path in json.loads(found))
+    return ranks.together(lambda: batch_of_start(config, start.checkpoint, ranks.topology.world_size)), start
+
+
+def _newest(folder: Path) -> Path | None:
+    """The newest good checkpoint of a run, None when it has saved none; the bad ones are said aloud."""
+    checkpoint, damages = newest_good(folder / "checkpoints")
+    if damages and checkpoint is None:
+        raise ValueError(f"{damages[0]}; the run has no good checkpoint: begin it anew under another --run_name")
+    for damage in damages:
+        print(f"{damage}; going on from {checkpoint} instead")
+    return checkpoint
+
+
+def _named_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` is, or the newest good one of the run that it is."""
+    if (path / "checkpoints").is_dir():
+        path = _newest(path) or path
+    checkpoint = find_checkpoint(path, prefer=("latest",))
+    verify(checkpoint)
+    return checkpoint
+
+
+def _take(start: Start, ranks: Ranks) -> None:
+    """Make the folder where it is missing, lock it, and leave its name to the attempt after a restart."""
+    (start.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    start.lock = lock(start.folder, _ORPHANS_LEAVE_WITHIN)
+    ranks.remember("run-folder", str(start.folder.absolute()))
+
+
+def batch_of_start(config: TrainConfig, checkpoint: Path | None, processes: int) -> TrainConfig:
+    """The settings with batch sizes that keep a checkpoint's global batch on this number of processes.
+
+    The batch size per process grows no larger than it was, or than --batch_size. Raises ValueError with the numbers of
+    processes that would work.
+    """
+    if checkpoint is None:
+        resolve_batch(config, processes)
+        return config
+    saved = read_saved(checkpoint)
+    total = saved["global_batch_size"]
+    largest = config.batch_size or TrainState.from_dict(saved["state"]).batch_size
+    if config.batch_size or config.grad_accum:
+        with suppress(ValueError):
+            if resolve_batch(config, processes)[2] == total:
+                return config
+    if config.global_batch_size not in (None, total):
+        raise ValueError(
+            f"{checkpoint}: was trained with a global batch size of {total}, not {config.global_batch_size}; give the "
+            "same settings"
+        )
+    if total % processes:
+        works = [str(number) for number in range(1, 2 * processes) if total % number == 0]
+        raise ValueError(
+            f"{checkpoint}: the global batch of {total} does not divide by {processes} processes; go on with "
+            f"{' or '.join(works)} processes"
+        )
+    accumulations = (a for a in range(1, total // processes + 1) if total % (processes * a) == 0)
+    accumulation = next(a for a in accumulations if total // (processes * a) <= largest)
+    return replace(config, global_batch_size=total, batch_size=None, grad_accum=accumulation)
+
+
+def make_run_folder(config: TrainConfig, start: Start, ranks: Ranks) -> Path:
+    """The run folder, made now for a run that starts afresh; collective."""
+    if start.folder is not None:
+        return start.folder
 
     def make() -> str:
         if not ranks.is_main:
@@ -54,148 +153,21 @@ def make_run_folder(config: TrainConfig, ranks: Ranks) -> Path:
         name = config.run_name or re.sub(
             r"[^\w.]+", "-", f"{Path(config.data).name}-{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
         )
-        folder = expand(config.output_dir) / name
+        start.folder = folder = expand(config.output_dir) / name
         for number in range(2, 100):
             try:
-                (folder / "checkpoints").mkdir(parents=True, exist_ok=config.resume is not None)
+                start.folder.mkdir(parents=True)
                 break
             except FileExistsError:  # another run of the same second, or of the same name since it was checked
                 if config.run_name:
                     raise
-                folder = folder.with_name(f"{name}-{number}")
-        return str(folder)
+                start.folder = folder.with_name(f"{name}-{number}")
+        _take(start, ranks)
+        return str(start.folder)
 
-    return Path(ranks.share(ranks.together(make)))
-
-
-def _find_start(config: TrainConfig, folder: Path, ranks: Ranks) -> Path | None:
-    """The verified checkpoint to go on from, the same on every rank, or None to start afresh; collective."""
-
-    def find() -> str:
-        if not ranks.is_main or config.resume is None:
-            return ""
-        if config.resume == "auto" and not any((folder / "checkpoints").glob(f"step-*/{MANIFEST}")):
-            return ""
-        path = folder if config.resume == "auto" else expand(config.resume)
-        checkpoint = find_checkpoint(path, prefer=("latest",))
-        verify(checkpoint)
-        return str(checkpoint)
-
-    found = ranks.share(ranks.together(find))
-    return Path(found) if found else None
+    start.folder = Path(ranks.share(ranks.together(make)))
+    return start.folder
 
 
-def starting_point(
-    config: TrainConfig, folder: Path, plan: Plan, data: Data, ranks: Ranks
-) -> tuple[Path | None, TrainState]:
-    """The checkpoint that --resume means, if any, and the state that it was written in; collective."""
-    checkpoint = _find_start(config, folder, ranks)
-    if checkpoint is None:
-        return None, TrainState()
-    return checkpoint, ranks.together(lambda: _read_state(checkpoint, folder, config, plan, data))
-
-
-def load_run(
-    checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, ranks: Ranks
-) -> None:
-    """Put a checkpoint's tensors, and in fp16 its loss scale, in place; collective."""
-    ranks.together(lambda: load_model(checkpoint, module))
-    ranks.together(lambda: load_optimizer(checkpoint, optimizer))
-    scale = read_saved(checkpoint).get("scaler")
-    if accelerator.scaler is not None and scale:
-        accelerator.scaler.load_state_dict(scale)  # a fresh one would overflow and skip updates
-
-
-def _read_state(checkpoint: Path, folder: Path, config: TrainConfig, plan: Plan, data: Data) -> TrainState:
-    """The training state in a checkpoint; ValueError when it belongs to a run on other data, batches or model."""
-    saved = read_saved(checkpoint)
-    settings = read_settings(checkpoint)
-    for what, there, here in (
-        ("a model", settings.model, config.model),
-        ("an optimizer", settings.optimizer, config.optimizer),
-        ("a global batch size", saved["global_batch_size"], plan.global_batch_size),
-        ("a seed", saved["seed"], plan.seed),
-        ("training samples", saved["samples"], plan.samples),
-        ("the classes", read_json(checkpoint / "labels.json"), data.class_names),
-        ("labels", saved["labels"], fingerprint_of(data.train.labels.tobytes())),
-    ):
-        if there != here:
-            raise ValueError(
-                f"{checkpoint}: was trained with {what} of {_short(there)}, not {_short(here)}; give the same settings"
-            )
-    state = TrainState.from_dict(saved["state"])
-    if checkpoint.parent.parent.resolve() != folder.resolve():
-        state.best_accuracy = state.best_step = None  # that checkpoint stays behind in its own run
-    return state
-
-
-def changes(checkpoint: Path, config: TrainConfig, ranks: Ranks) -> list[str]:
-    """One line for each setting, and the numbers of processes and threads, that differ from the checkpoint's run."""
-    saved, before, now = read_saved(checkpoint), asdict(read_settings(checkpoint)), asdict(config)
-    ignored = (*OF_ONE_START, "global_batch_size", "batch_size", "grad_accum", "num_workers", "threads")
-    pairs = [(name, before[name], now[name]) for name in now if name not in ignored]
-    pairs += [
-        ("processes", saved["processes"], ranks.topology.world_size),
-        ("threads", saved["threads"], ranks.threads),
-    ]
-    lines = [f"{name} was {there} in the checkpoint, now {here}" for name, there, here in pairs if there != here]
-    if any(line.startswith(("processes", "threads")) for line in lines):
-        lines.append(
-            "the same samples follow, but sums are added in another order, and dropout masks and batch statistics "
-            "differ where processes x accumulation does"
-        )
-    return lines
-
-
-def checkpoint_texts(
-    config: TrainConfig, state: TrainState, plan: Plan, ranks: Ranks, data: Data, more: dict
-) -> dict[str, str]:
-    """What a checkpoint says besides its tensors, as the contents of small files by name."""
-    versions = {m.__name__: m.__version__ for m in (torch, torchvision, accelerate, numpy)}
-    saved = {
-        "state": asdict(state),
-        "samples": plan.samples,
-        "labels": fingerprint_of(data.train.labels.tobytes()),
-        "global_batch_size": plan.global_batch_size,
-        "seed": plan.seed,
-        "processes": ranks.topology.world_size,
-        "threads": ranks.threads,
-        "device": ranks.device.type,
-        "versions": versions | {"python": platform.python_version()},
-    }
-    return {
-        "state.json": json.dumps(saved | more, indent=1, allow_nan=False),
-        "labels.json": json.dumps(data.class_names, ensure_ascii=False),
-        "config.yaml": to_yaml(config),
-    }
-
-
-def resolved(config: TrainConfig, plan: Plan, precision: str) -> TrainConfig:
-    """The settings to keep: what the environment and the arithmetic decided is written out, the topology left open."""
-    once = {name: getattr(TrainConfig, name) for name in OF_ONE_START}
-    batches = {"global_batch_size": plan.global_batch_size, "batch_size": None}
-    return replace(config, data=absolute_data(config.data), mixed_precision=precision, **batches, **once)
-
-
-def read_saved(checkpoint: Path) -> dict:
-    """A checkpoint's state.json; ValueError when something is missing from it."""
-    saved, path = read_json(checkpoint / "state.json"), checkpoint / "state.json"
-    needed = ("state", "input", "samples", "labels", "global_batch_size", "seed", "processes", "threads")
-    missing = [name for name in needed if not isinstance(saved, dict) or name not in saved]
-    if missing:
-        raise ValueError(f"{path}: {missing[0]!r} is missing; take another checkpoint")
-    return saved
-
-
-def read_settings(checkpoint: Path) -> TrainConfig:
-    """The settings of the run that wrote a checkpoint."""
-    path = checkpoint / "config.yaml"
-    try:
-        return from_yaml(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _short(value) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _named_folder(config: TrainConfig) -> Path:
+    return expand(config.output_dir) / (config.run_name or "")

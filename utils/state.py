@@ -1,10 +1,11 @@
 """What a run must remember to go on: one small object, written as JSON into every checkpoint."""
 
-import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 from utils.config import TrainConfig
 from utils.data.order import Plan
+from utils.meter import Totals
 
 
 @dataclass
@@ -26,28 +27,58 @@ class TrainState:
     """`seconds` at the last train record."""
     since_log: dict = field(default_factory=dict)
     """The meter's totals since then."""
+    owes_evaluation: bool = False
+    """Whether an evaluation was due at this step and a stop came in the middle of it."""
+    batch_size: int = 0
+    """The largest batch of one process so far; on fewer processes a resumed run accumulates instead of exceeding it."""
 
     @property
     def epochs_begun(self) -> int:
         """The epoch, counted from 1, of the last finished update."""
         return self.epoch + (self.position > 0)
 
+    def train_record(self, lr: float, processes: int) -> dict:
+        """What the log says of the updates since the last record, over all samples on all ranks."""
+        totals, seconds = Totals(**self.since_log), self.seconds - self.logged_seconds
+        return {
+            "step": self.step,
+            "epoch": self.epochs_begun,
+            "loss": totals.loss / totals.count,
+            "accuracy": totals.correct / totals.count,
+            "lr": lr,
+            "images_per_second": totals.count / seconds,
+            "data_wait": totals.wait / processes / seconds,
+            "seconds": self.seconds,
+        }
+
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
-        """The state that `asdict` wrote; ValueError when a field is missing."""
-        try:
-            return cls(**{f.name: values[f.name] for f in fields(cls)})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no training state: {error} is missing") from None
+        """The state that `asdict` wrote; ValueError when a field is missing or of another kind."""
+        default = asdict(cls())
+        for name, value in default.items():
+            kind = (int, float, type(None)) if value is None else (int, float) if type(value) is float else type(value)
+            if not isinstance(values, dict) or not isinstance(values.get(name, ""), kind):
+                raise ValueError(f"no training state: {name!r} is missing or malformed")
+        return cls(**{name: values[name] for name in default})
 
 
-def check_finite(loss: float, step: int) -> None:
-    """Raise ValueError when the summed training loss is no number any more."""
-    if not math.isfinite(loss):
-        raise ValueError(
-            f"the training loss became {loss} at or before update {step}; lower --lr, lengthen --warmup_steps or set "
-            "--clip_norm"
-        )
+class Due(NamedTuple):
+    """What follows an update."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+
+
+def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
+    """What is due now that `state.step` of all `updates` are done; --save_seconds comes on top."""
+    last, epoch_ends = state.step == updates, state.position == 0
+    save = state.step % config.save_every == 0 if config.save_every else epoch_ends and not config.save_seconds
+    return Due(
+        log=last or state.step % config.log_every == 0,
+        evaluate=last or (state.step % config.eval_every == 0 if config.eval_every else epoch_ends),
+        save=last or save,
+    )
 
 
 def total_updates(config: TrainConfig, plan: Plan) -> int:

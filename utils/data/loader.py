@@ -17,6 +17,7 @@ from utils.data.order import Piece
 from utils.data.splits import Split
 from utils.distributed import Ranks
 from utils.errors import one_line
+from utils.stopping import leave_signals_to_parent
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,12 @@ def make_loader(dataset: Dataset, batch_sampler, config: TrainConfig, ranks: Ran
         prefetch_factor=4 if workers else None,
         pin_memory=ranks.device.type == "cuda",
         generator=torch.Generator(),  # of its own: starting workers must not draw from the global one
+        worker_init_fn=_start_worker,
     )
+
+
+def _start_worker(number: int) -> None:
+    leave_signals_to_parent()
 
 
 def _as_it_is(batch: dict) -> dict:

@@ -48,6 +48,15 @@ class Plan:
         full, rest = divmod(self.samples, self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
 
+    def sizes(self, processes: int) -> dict[str, int]:
+        """How the global batch divides, for the log."""
+        return {
+            "processes": processes,
+            "batch_size": self.global_batch_size // self.pieces,
+            "grad_accum": self.pieces // processes,
+            "global_batch_size": self.global_batch_size,
+        }
+
     def update_size(self, position: int) -> int:
         """Samples of the update that starts after `position` samples of its epoch; 0 at the epoch's end."""
         size = min(self.global_batch_size, self.samples - position)
@@ -57,6 +66,11 @@ class Plan:
         """Where the update after the one at (epoch, position) starts."""
         position += self.update_size(position)
         return (epoch, position) if self.update_size(position) else (epoch + 1, 0)
+
+    def at(self, step: int) -> tuple[int, int]:
+        """The epoch and the position where update `step`, counted from 0, starts."""
+        epoch, update = divmod(step, self.updates_per_epoch)
+        return epoch, update * self.global_batch_size
 
     def piece_sizes(self, position: int) -> list[int]:
         """Samples in each piece of the update at `position`; they differ by at most one."""

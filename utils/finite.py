@@ -1,0 +1,51 @@
+"""Numbers gone bad: which update, rank and samples, and no checkpoint of what they leave behind."""
+
+import json
+
+import torch
+from torch import nn
+
+from utils.data.order import Plan, permutation
+from utils.data.splits import Split
+from utils.distributed import Ranks
+from utils.report import RunLog
+
+_MEND = "lower --lr, lengthen --warmup_steps or set --clip_norm"
+_SHOWN = 8  # samples in the message; the log has all
+
+
+def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tuple[int, int] | None) -> None:
+    """Raise ValueError on all ranks that names the first batch whose loss is no number; collective.
+
+    `bad` is the first such of this rank since the ranks met: its update, counted from 0, and its piece.
+    """
+    step, piece = min(tuple(json.loads(text)) for text in ranks.gather(json.dumps(bad)) if text != "null")
+    positions = samples_of(plan, step, piece)
+    samples = train.rows[positions].tolist()
+    rank = piece % ranks.topology.world_size
+    log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
+    shown = ", ".join(map(str, samples[:_SHOWN]))
+    more = f" and {len(samples) - _SHOWN} more, see {log.path}" if len(samples) > _SHOWN else ""
+    raise ValueError(
+        f"the training loss became no number at update {step + 1} on rank {rank}, samples {shown}{more}; {_MEND}"
+    )
+
+
+def samples_of(plan: Plan, step: int, piece: int) -> list[int]:
+    """Positions in the training split of the samples in one piece of an update, counted from 0."""
+    epoch, position = plan.at(step)
+    sizes = plan.piece_sizes(position)
+    start = position + sum(sizes[:piece])
+    return permutation(plan.samples, plan.seed, epoch)[start : start + sizes[piece]].tolist()
+
+
+def check_weights(module: nn.Module, plan: Plan, step: int) -> None:
+    """Raise ValueError when a weight is no number after `step` updates, the losses so far having been fine."""
+    tensors = [tensor for tensor in module.state_dict().values() if tensor.is_floating_point()]
+    if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
+        samples = [sample for piece in range(plan.pieces) for sample in samples_of(plan, step - 1, piece)]
+        shown = ", ".join(map(str, samples[:_SHOWN]))
+        raise ValueError(
+            f"update {step}, of {len(samples)} samples {shown}..., made weights that are no numbers, though its loss "
+            f"was one; {_MEND}"
+        )

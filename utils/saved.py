@@ -1,0 +1,131 @@
+"""What a checkpoint says besides its tensors, and a run's return to what it said."""
+
+import json
+import platform
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import accelerate
+import numpy
+import torch
+import torchvision
+from accelerate import Accelerator
+from torch import nn
+
+from utils.checkpoint import load_model, load_optimizer
+from utils.config import TrainConfig, absolute_data, from_yaml, to_yaml
+from utils.data.order import Plan
+from utils.data.splits import Data, fingerprint_of
+from utils.distributed import Ranks
+from utils.files import read_json
+from utils.state import TrainState
+
+_OF_ONE_START = ("run_name", "resume", "traceback")  # settings of one start, not of the run
+
+
+def load_run(
+    checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, ranks: Ranks
+) -> None:
+    """Put a checkpoint's tensors, and in fp16 its loss scale, in place; collective."""
+    ranks.together(lambda: load_model(checkpoint, module))
+    ranks.together(lambda: load_optimizer(checkpoint, optimizer))
+    scale = read_saved(checkpoint).get("scaler")
+    if accelerator.scaler is not None and scale:
+        accelerator.scaler.load_state_dict(scale)  # a fresh one would overflow and skip updates
+
+
+def read_state(checkpoint: Path | None, folder: Path, config: TrainConfig, plan: Plan, data: Data) -> TrainState:
+    """The state to go on from, a checkpoint's or a fresh one; ValueError when it is of another data set or model."""
+    if checkpoint is None:
+        return TrainState(batch_size=plan.global_batch_size // plan.pieces)
+    saved = read_saved(checkpoint)
+    settings = read_settings(checkpoint)
+    for what, there, here in (
+        ("a model", settings.model, config.model),
+        ("an optimizer", settings.optimizer, config.optimizer),
+        ("a seed", saved["seed"], plan.seed),
+        ("training samples", saved["samples"], plan.samples),
+        ("the classes", read_json(checkpoint / "labels.json"), data.class_names),
+        ("labels", saved["labels"], fingerprint_of(data.train.labels.tobytes())),
+    ):
+        if there != here:
+            raise ValueError(
+                f"{checkpoint}: was trained with {what} of {_short(there)}, not {_short(here)}; give the same settings"
+            )
+    state = TrainState.from_dict(saved["state"])
+    state.batch_size = max(state.batch_size, plan.global_batch_size // plan.pieces)
+    if checkpoint.parent.parent.resolve() != folder.resolve():
+        state.best_accuracy = state.best_step = None  # that checkpoint stays behind in its own run
+    return state
+
+
+def changes(checkpoint: Path, config: TrainConfig, ranks: Ranks) -> list[str]:
+    """One line for each setting, and the numbers of processes and threads, that differ from the checkpoint's run."""
+    saved, before, now = read_saved(checkpoint), asdict(read_settings(checkpoint)), asdict(config)
+    ignored = (*_OF_ONE_START, "global_batch_size", "batch_size", "grad_accum", "num_workers", "threads")
+    pairs = [(name, before[name], now[name]) for name in now if name not in ignored]
+    pairs += [
+        ("processes", saved["processes"], ranks.topology.world_size),
+        ("threads", saved["threads"], ranks.threads),
+    ]
+    lines = [f"{name} was {there} in the checkpoint, now {here}" for name, there, here in pairs if there != here]
+    if any(line.startswith(("processes", "threads")) for line in lines):
+        lines.append(
+            "the same samples follow, but sums are added in another order, and dropout masks and batch statistics "
+            "differ where processes x accumulation does"
+        )
+    return lines
+
+
+def checkpoint_texts(
+    config: TrainConfig, state: TrainState, plan: Plan, ranks: Ranks, data: Data, more: dict
+) -> dict[str, str]:
+    """What a checkpoint says besides its tensors, as the contents of small files by name."""
+    versions = {m.__name__: m.__version__ for m in (torch, torchvision, accelerate, numpy)}
+    saved = {
+        "state": asdict(state),
+        "samples": plan.samples,
+        "labels": fingerprint_of(data.train.labels.tobytes()),
+        "global_batch_size": plan.global_batch_size,
+        "seed": plan.seed,
+        "processes": ranks.topology.world_size,
+        "threads": ranks.threads,
+        "device": ranks.device.type,
+        "versions": versions | {"python": platform.python_version()},
+    }
+    return {
+        "state.json": json.dumps(saved | more, indent=1, allow_nan=False),
+        "labels.json": json.dumps(data.class_names, ensure_ascii=False),
+        "config.yaml": to_yaml(config),
+    }
+
+
+def resolved(config: TrainConfig, plan: Plan, precision: str) -> TrainConfig:
+    """The settings to keep: what the environment and the arithmetic decided is written out, the topology left open."""
+    once = {name: getattr(TrainConfig, name) for name in _OF_ONE_START}
+    batches = {"global_batch_size": plan.global_batch_size, "batch_size": None}
+    return replace(config, data=absolute_data(config.data), mixed_precision=precision, **batches, **once)
+
+
+def read_saved(checkpoint: Path) -> dict:
+    """A checkpoint's state.json; ValueError when something is missing from it."""
+    saved, path = read_json(checkpoint / "state.json"), checkpoint / "state.json"
+    needed = ("state", "input", "samples", "labels", "global_batch_size", "seed", "processes", "threads")
+    missing = [name for name in needed if not isinstance(saved, dict) or name not in saved]
+    if missing:
+        raise ValueError(f"{path}: {missing[0]!r} is missing; take another checkpoint")
+    return saved
+
+
+def read_settings(checkpoint: Path) -> TrainConfig:
+    """The settings of the run that wrote a checkpoint."""
+    path = checkpoint / "config.yaml"
+    try:
+        return from_yaml(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _short(value) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,92 @@
+"""Being told to stop, by a signal or by the death of the launcher, and leaving in a way that can be gone on from."""
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from utils.launch import is_launched
+
+EXIT_RESUME = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Stopping:
+    """Whether this rank was told to stop, and whether all ranks have agreed to.
+
+    As a context it takes the signals SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Until `training_begins` there is nothing to
+    save, so they raise KeyboardInterrupt; from then on the first one is a wish that the ranks agree on when they next
+    meet, and a second SIGINT ends the process at once.
+    """
+
+    def __init__(self):
+        self.agreed = False
+        self._signal: signal.Signals | None = None
+        self._training = False
+        # A killed launcher tells nobody, and its processes would train on. A shell may go away: nohup expects that.
+        self._launcher = os.getppid() if is_launched() else None
+        self._before: dict = {}
+
+    def __enter__(self) -> "Stopping":
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def training_begins(self) -> None:
+        """From now on finish the update and save before leaving."""
+        self._training = True
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank wants to stop; the others need not know yet."""
+        return self._signal is not None or self._is_orphan
+
+    @property
+    def reason(self) -> str:
+        """Why, as far as this rank knows."""
+        if self._signal is not None:
+            return self._signal.name
+        return "the launcher is gone" if self._is_orphan else "another rank was told to"
+
+    @property
+    def _is_orphan(self) -> bool:
+        return self._launcher is not None and os.getppid() != self._launcher
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number)  # told twice is told once: SLURM and a launcher may both pass it on
+        if not self._training:
+            raise Interrupted(self._signal)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal before training began."""
+
+    def __init__(self, number: signal.Signals):
+        super().__init__(f"stopped by {number.name} before training began")
+        self.code = 130 if number == signal.SIGINT else EXIT_RESUME
+
+
+def leave_signals_to_parent() -> None:
+    """Called in a loader's worker: only the rank itself may end it.
+
+    Ctrl-C in a terminal and scancel reach workers too, and without them the rank could not finish its update.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_await_parents_sigterm, args=(os.getppid(),), daemon=True).start()
+
+
+def _await_parents_sigterm(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
