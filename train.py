@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     """
     config = parse_args(TrainConfig, "train.py", argv)
     command = typed_command(argv)
-    with ranks_of_launch("train.py", config) as ranks, Stopping() as stopping:
+    with ranks_of_launch("train.py", config) as ranks, Stopping(ranks) as stopping:
         # What needs no other process is checked before they meet.
         check_precision(config, ranks)
         check_model(config)

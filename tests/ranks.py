@@ -23,15 +23,79 @@ class Outcome:
     err: str
 
 
+@dataclass
+class Launch:
+    """Ranks that run: their process numbers, and their launcher's where it is a process of its own."""
+
+    pids: list[int]
+    pipes: list[int]
+    launcher: int | None = None
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to every rank."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def finish(self) -> list[Outcome]:
+        """Wait for the ranks to end. A killed one, or one that hung, has no output."""
+        outcomes = []
+        for pid, reading in zip(self.pids, self.pipes, strict=True):
+            with os.fdopen(reading, "rb") as pipe:
+                data = pipe.read()
+            value, code, out, err = (
+                pickle.loads(data) if data else (None, None, "", "no answer: it hung, or was killed")
+            )
+            if self.launcher is None:
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            outcomes.append(Outcome(value, -signal.SIGKILL if code is None else code, out, err))
+        if self.launcher is not None:
+            os.waitpid(self.launcher, 0)
+        return outcomes
+
+
 def run_ranks(processes: int, function: Callable, *arguments: Any, seconds: float = 120) -> list[Outcome]:
     """Run `function(*arguments)` on that many ranks at once, with the environment that torchrun would set.
 
     One process gets no such environment, as under plain python. A rank still running after `seconds` is killed, and
     the test fails.
     """
-    port = free_port()
-    children = [_fork(rank, processes, port, function, arguments, seconds) for rank in range(processes)]
-    return [_outcome(*child) for child in children]
+    return start_ranks(processes, function, *arguments, seconds=seconds).finish()
+
+
+def start_ranks(
+    processes: int, function: Callable, *arguments: Any, seconds: float = 120, launcher: bool = False
+) -> Launch:
+    """Start the ranks and come back at once; with `launcher` they have a parent of their own, as under torchrun."""
+    port, pipes = free_port(), [os.pipe() for _ in range(processes)]
+    sys.stdout.flush()
+
+    def fork_all() -> list[int]:
+        return [_fork(rank, processes, port, pipes, function, arguments, seconds) for rank in range(processes)]
+
+    if not launcher:
+        started = Launch(fork_all(), [reading for reading, _ in pipes])
+    else:
+        hear, tell = os.pipe()
+        parent = os.fork()
+        if not parent:
+            try:
+                # torchrun's sign, or that of accelerate's launcher for one process
+                os.environ["TORCHELASTIC_RUN_ID" if processes > 1 else "ACCELERATE_DYNAMO_BACKEND"] = "no"
+                pids = fork_all()
+                os.write(tell, pickle.dumps(pids))
+                for _, writing in pipes:
+                    os.close(writing)
+                for pid in pids:
+                    os.waitpid(pid, 0)
+            finally:
+                os._exit(0)
+        started = Launch(pickle.loads(os.read(hear, 65536)), [reading for reading, _ in pipes], parent)
+        os.close(hear)
+        os.close(tell)
+    for _, writing in pipes:
+        os.close(writing)
+    return started
 
 
 def returned(processes: int, function: Callable, *arguments: Any, seconds: float = 120) -> list[Any]:
@@ -48,14 +112,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _fork(rank: int, processes: int, port: int, function: Callable, arguments: tuple, seconds: float):
-    reading, writing = os.pipe()
-    sys.stdout.flush()
+def _fork(rank: int, processes: int, port: int, pipes: list, function: Callable, arguments: tuple, seconds: float):
     child = os.fork()
     if child:
-        os.close(writing)
-        return child, reading
-    os.close(reading)
+        return child
+    for number, (reading, writing) in enumerate(pipes):
+        os.close(reading)
+        if number != rank:
+            os.close(writing)
+    writing = pipes[rank][1]
     code, value, out, err = 1, None, io.StringIO(), io.StringIO()
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -73,14 +138,6 @@ def _fork(rank: int, processes: int, port: int, function: Callable, arguments: t
             except BaseException:
                 traceback.print_exc()
         with os.fdopen(writing, "wb") as pipe:
-            pipe.write(pickle.dumps((value, out.getvalue(), err.getvalue())))
+            pipe.write(pickle.dumps((value, code, out.getvalue(), err.getvalue())))
     finally:
         os._exit(code)
-
-
-def _outcome(child: int, reading: int) -> Outcome:
-    with os.fdopen(reading, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(child, 0)
-    value, out, err = pickle.loads(data) if data else (None, "", "no answer: it hung, or was killed")
-    return Outcome(value, os.waitstatus_to_exitcode(status), out, err)

@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,7 +24,14 @@ from utils.errors import (
     lost_rank_text,
     one_line,
 )
-from utils.launch import Topology, read_topology, restarts, restarts_are_possible, threads_per_process
+from utils.launch import (
+    Topology,
+    is_launched,
+    read_topology,
+    restarts,
+    restarts_are_possible,
+    threads_per_process,
+)
 
 Result = TypeVar("Result")
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
@@ -44,12 +51,19 @@ class Ranks:
             raise ValueError(f"--threads {self.threads}: this machine has {os.cpu_count()} processor cores")
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # Accelerate would set its own number where there is none
         torch.set_num_threads(self.threads)
-        self.backend, self._calls = "none", 0
+        # A killed launcher tells nobody, and its processes would train on. A shell may go away: nohup expects that.
+        self._launcher = os.getppid() if is_launched() else None
+        self.backend = "none"
         self._store = self._launchers_store = self._prompt = self._patient = None
 
     @property
     def is_main(self) -> bool:
         return self.topology.is_main
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the launcher that started this process is gone."""
+        return self._launcher is not None and os.getppid() != self._launcher
 
     def join(self) -> None:
         """Make the process group, if there are several processes; Accelerate adopts the one it finds."""
@@ -81,8 +95,8 @@ class Ranks:
         dist.init_process_group(
             self.backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=self.timeout
         )
-        # Agreements go over groups of their own: unlike a wait in the store they end when a rank dies, and unlike
-        # NCCL's they need no GPU.
+        # Agreements go over groups of their own: unlike a wait in the store, which may live in the launcher, they end
+        # when a rank dies and go on when the launcher does; and unlike NCCL's they need no GPU.
         self._prompt = dist.new_group(backend="gloo", timeout=self.timeout)
         self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
         return dist.PrefixStore("lockstep", store)
@@ -116,19 +130,18 @@ class Ranks:
         return result
 
     def _exchange(self, text: str, group: dist.ProcessGroup) -> list[str]:
-        self._calls += 1
-        keys = [f"text-{self._calls}-{rank}" for rank in range(self.topology.world_size)]
-        self._store.set(keys[self.topology.rank], text)
-        dist.barrier(group)
-        return [value.decode() for value in self._store.multi_get(keys)]
+        texts = [""] * self.topology.world_size
+        dist.all_gather_object(texts, text, group)
+        return texts
 
     def part(self) -> None:
         """Wait until all ranks are done with the store: it may live in the main process, which must then go last."""
-        if self._store is None:
+        if self._store is None or self.orphaned:
             return
-        self._store.set(f"parted-{self.topology.rank}", "")
-        if self.is_main:
-            self._hears(*(f"parted-{rank}" for rank in range(self.topology.world_size)), seconds=10)
+        with suppress(RuntimeError):  # of a launcher that goes just now
+            self._store.set(f"parted-{self.topology.rank}", "")
+            if self.is_main:
+                self._hears(*(f"parted-{rank}" for rank in range(self.topology.world_size)), seconds=10)
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks."""
@@ -166,7 +179,8 @@ class Ranks:
         """
         if self._store is None or self.is_main or isinstance(error, AgreedError):
             if self._store is not None:
-                self._store.set("main-spoke", "")
+                with suppress(RuntimeError):
+                    self._store.set("main-spoke", "")
             return self.is_main
         return not is_lost_rank(error) or not self._hears("main-spoke", seconds=3)
 

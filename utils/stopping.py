@@ -5,7 +5,7 @@ import signal
 import threading
 from types import FrameType
 
-from utils.launch import is_launched
+from utils.distributed import Ranks
 
 EXIT_RESUME = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -19,12 +19,11 @@ class Stopping:
     meet, and a second SIGINT ends the process at once.
     """
 
-    def __init__(self):
+    def __init__(self, ranks: Ranks):
         self.agreed = False
+        self._ranks = ranks
         self._signal: signal.Signals | None = None
         self._training = False
-        # A killed launcher tells nobody, and its processes would train on. A shell may go away: nohup expects that.
-        self._launcher = os.getppid() if is_launched() else None
         self._before: dict = {}
 
     def __enter__(self) -> "Stopping":
@@ -45,18 +44,14 @@ class Stopping:
     @property
     def requested(self) -> bool:
         """Whether this rank wants to stop; the others need not know yet."""
-        return self._signal is not None or self._is_orphan
+        return self._signal is not None or self._ranks.orphaned
 
     @property
     def reason(self) -> str:
         """Why, as far as this rank knows."""
         if self._signal is not None:
             return self._signal.name
-        return "the launcher is gone" if self._is_orphan else "another rank was told to"
-
-    @property
-    def _is_orphan(self) -> bool:
-        return self._launcher is not None and os.getppid() != self._launcher
+        return "the launcher is gone" if self._ranks.orphaned else "another rank was told to"
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)  # told twice is told once: SLURM and a launcher may both pass it on

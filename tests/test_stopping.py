@@ -1,0 +1,207 @@
+"""A run that is told to stop saves, leaves together and goes on as if nothing had happened."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from make_data import image_folder
+from ranks import Outcome, start_ranks
+from training_runs import records, train_run, weights
+
+import train
+
+FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--log_every", "5"]
+FLAGS += ["--max_train_samples", "480", "--eval_every", "40", "--save_every", "30"]  # 4 updates an epoch
+
+
+def until(condition, seconds=60):
+    """Wait for a condition to become true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def has_logged(step, name="run"):
+    log = Path("runs") / name / "log.jsonl"
+    return lambda: log.exists() and any(json.loads(line)["step"] >= step for line in log.read_text().splitlines())
+
+
+def newest(name="run") -> int:
+    return max(int(path.name[5:]) for path in Path(f"runs/{name}/checkpoints").glob("step-*"))
+
+
+def check_stopped(outcomes: list[Outcome], reason: str) -> None:
+    """All ranks left with the code that asks for a resume, and the main process said last how to go on."""
+    assert [outcome.code for outcome in outcomes] == [75] * len(outcomes), [outcome.err for outcome in outcomes]
+    assert f"Stopped after update {newest()} of" in outcomes[0].out and reason in outcomes[0].out
+    last = outcomes[0].out.splitlines()[-1]
+    assert last.startswith("go on: ") and last.endswith("--run_name run --resume auto")
+    assert all(outcome.err == "" for outcome in outcomes)
+
+
+def slow_train(flags, pause=0.01):
+    """Train with a pause in each update, so that a test finds it under way."""
+    update = train.train_update
+
+    def slow(run, batches):
+        time.sleep(pause)
+        update(run, batches)
+
+    train.train_update = slow
+    train.main(["--run_name", "run", *flags])
+
+
+@pytest.mark.parametrize(
+    ("processes", "number"),
+    [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGUSR1), (3, signal.SIGINT)],
+)
+def test_a_signal_to_one_rank_stops_all_after_the_same_update_and_loses_nothing(processes, number):
+    flags = [*FLAGS, "--max_steps", "150"]
+    launch = start_ranks(processes, slow_train, flags)
+    until(has_logged(50))
+    os.kill(launch.pids[-1], number)
+    check_stopped(launch.finish(), number.name if processes == 1 else "another rank was told to")
+    stopped = newest()
+    assert 50 <= stopped < 150
+    train_run(processes, "run", *flags, "--resume", "auto")
+    whole = train_run(processes, "whole", *flags)
+    assert [record["step"] for record in records("run", "start")] == [0, stopped]
+    found, expected = ([r["loss"] for r in log if r["kind"] != "start"] for log in (records("run"), whole))
+    assert found == expected
+    mine, theirs = weights("run"), weights("whole")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ranks_whose_launcher_is_killed_save_and_leave(processes):
+    launch = start_ranks(processes, slow_train, [*FLAGS, "--max_steps", "10000"], launcher=True)
+    until(has_logged(20))
+    os.kill(launch.launcher, signal.SIGKILL)
+    killed = time.monotonic()
+    check_stopped(launch.finish(), "the launcher is gone")
+    assert time.monotonic() - killed < 15
+
+
+def test_a_shell_that_goes_away_does_not_stop_a_run():
+    """nohup expects that; only a launcher's death counts."""
+    launch = start_ranks(1, slow_train, [*FLAGS, "--max_steps", "150"])
+    until(has_logged(10))
+    launch.kill(signal.SIGHUP)  # what a closed terminal sends, when nohup has not hidden it
+    check_stopped(launch.finish(), "SIGHUP")
+    launch = start_ranks(1, _train_under_nohup, [*FLAGS, "--max_steps", "150", "--resume", "auto"])
+    until(has_logged(100))
+    launch.kill(signal.SIGHUP)
+    assert launch.finish()[0].code == 0
+
+
+def _train_under_nohup(flags):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    slow_train(flags)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run(processes):
+    flags = [*FLAGS, "--max_steps", "50", "--eval_batch_size", "4"]
+    launch = start_ranks(processes, _train_and_evaluate_slowly, flags)
+    until(Path("evaluating-80").exists)  # the second evaluation would be after the end; 40 is the first, 50 the last
+    told = time.monotonic()
+    os.kill(launch.pids[-1], signal.SIGTERM)
+    check_stopped(launch.finish(), "")
+    assert time.monotonic() - told < 10 and newest() == 40
+    assert records("run", "eval") == []
+    train_run(processes, "run", *flags, "--resume", "auto")
+    whole = train_run(processes, "whole", *flags)
+    drop = ("seconds",)
+    found, expected = ([{k: v for k, v in r.items() if k not in drop} for r in log if r["kind"] == "eval"]
+                       for log in (records("run"), whole))  # fmt: skip
+    assert found == expected and [record["step"] for record in found] == [40, 50]
+    assert Path("runs/run/checkpoints/best").read_text() == Path("runs/whole/checkpoints/best").read_text()
+
+
+def _train_and_evaluate_slowly(flags):
+    import utils.evaluation as evaluation
+
+    loss_sum = evaluation.loss_sum
+
+    def slow(*arguments):
+        Path("evaluating-80").touch()
+        time.sleep(0.4)
+        return loss_sum(*arguments)
+
+    evaluation.loss_sum = slow
+    slow_train(flags)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_while_a_checkpoint_is_written_leaves_after_it(processes):
+    launch = start_ranks(processes, _train_and_save_slowly, [*FLAGS, "--max_steps", "500"])
+    until(lambda: list(Path("runs").glob("run/checkpoints/.step-00000030.partial/*")))
+    os.kill(launch.pids[-1], signal.SIGTERM)
+    check_stopped(launch.finish(), "")
+    assert newest() == 30  # the checkpoint that was being written is all that is needed
+
+
+def _train_and_save_slowly(flags):
+    import utils.checkpoint as checkpoint
+
+    save_state = checkpoint._save_state
+
+    def slow(*arguments):
+        save_state(*arguments)
+        time.sleep(0.5)
+
+    checkpoint._save_state = slow
+    slow_train(flags)
+
+
+def test_a_second_interrupt_leaves_at_once():
+    launch = start_ranks(1, slow_train, [*FLAGS, "--max_steps", "500"], 30)
+    until(Path("runs/run/log.jsonl").exists)
+    time.sleep(0.5)
+    for _ in range(2):
+        launch.kill(signal.SIGINT)
+        time.sleep(0.2)
+    started = time.monotonic()
+    assert launch.finish()[0].code == -signal.SIGINT
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_before_training_is_one_line(number, code):
+    launch = start_ranks(1, _start_slowly, number)
+    (outcome,) = launch.finish()
+    assert outcome.code == code
+    assert f"stopped by {number.name} before training began" in outcome.err and outcome.err.count("\n") == 2
+
+
+def _start_slowly(number):
+    load_data = train.load_data
+
+    def interrupted(config):
+        os.kill(os.getpid(), number)
+        return load_data(config)
+
+    train.load_data = interrupted
+    train.main(["--run_name", "run", *FLAGS])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_process_group_leaves_the_loader_workers_to_their_rank(number):
+    """As Ctrl-C in a terminal and scancel send it."""
+    image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
+    flags = ["--data", "photos", "--num_workers", "2", "--model", "resnet18", "--image_size", "112"]
+    flags += ["--global_batch_size", "8", "--max_steps", "300", "--log_every", "1", "--threads", "1"]
+    launch = start_ranks(1, _train_in_a_group_of_its_own, flags)
+    until(has_logged(2))
+    os.killpg(launch.pids[0], number)
+    check_stopped(launch.finish(), number.name)
+
+
+def _train_in_a_group_of_its_own(flags):
+    os.setpgid(0, 0)
+    slow_train(flags)
