@@ -1,0 +1,154 @@
+"""kill -9 of any process at any moment, saving included: a resumed run ends with the very weights of a whole one.
+
+The full table of docs/faults.md:  python -m pytest -m slow -s tests/test_kills.py
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Launch, start_ranks
+from test_stopping import FLAGS as MLP
+from test_stopping import has_logged, until
+from training_runs import records, train_run, weights
+
+import train
+
+SAVE_EVERY = 3
+UPDATES = 40
+FLAGS = ["--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "2", "--flip", "--global_batch_size", "120"]
+FLAGS += ["--max_train_samples", "500", "--threads", "1", "--lr", "0.02", "--max_steps", str(UPDATES)]
+FLAGS += ["--log_every", "1", "--save_every", str(SAVE_EVERY), "--eval_every", "10", "--run_name", "run"]
+
+
+def kill(launch: Launch, whom: str, chance: random.Random) -> None:
+    if whom == "launcher":
+        os.kill(launch.launcher, signal.SIGKILL)
+    elif whom == "one rank":
+        os.kill(chance.choice(launch.pids), signal.SIGKILL)
+    else:
+        launch.kill()
+
+
+def being_written() -> list[Path]:
+    return list(Path("runs/run/checkpoints").glob(".step-*.partial"))
+
+
+def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Random) -> dict:
+    """Start a run, kill it at a random moment, resume it to its end; returns what to compare and to tell."""
+    shutil.rmtree("runs/run", ignore_errors=True)
+    launch = start_ranks(processes, train.main, FLAGS, launcher=True)
+    step = chance.randrange(1, UPDATES - 4)
+    if saving:
+        until(lambda: any(int(path.name[6:14]) >= step for path in being_written()))
+        time.sleep(chance.uniform(0, 0.02))
+    else:
+        until(has_logged(step))
+        time.sleep(chance.uniform(0, 0.05))
+    was_saving = bool(being_written())
+    kill(launch, whom, chance)
+    killed = time.monotonic()
+    if whom == "one rank":
+        outcomes = launch.finish()
+        assert all(outcome.code != 0 for outcome in outcomes), "a rank went on alone"
+        seconds = time.monotonic() - killed
+        assert seconds < 20
+    # a killed launcher's orphans are still saving when the next attempt starts, and it waits for them
+    reached = records("run", "train")[-1]["step"] if whom != "launcher" else None
+    after = start_ranks(processes, train.main, [*FLAGS, "--resume", "auto"]).finish()
+    assert [outcome.code for outcome in after] == [0] * processes, after[0].err
+    start = records("run", "start")[-1]["step"]
+    return {
+        "processes": processes,
+        "killed": whom,
+        "saving": was_saving,
+        "resumed": start,
+        "redone": 0 if reached is None else reached - start,
+        "weights": weights("run"),
+        "steps": [record["step"] for record in records("run", "train")],
+    }
+
+
+def check(result: dict, whole: dict) -> None:
+    assert 0 <= result["redone"] <= SAVE_EVERY, "more than since the last checkpoint was done again"
+    assert result["resumed"] > 0 or result["redone"] < SAVE_EVERY, "the run silently started over"
+    assert result["steps"] == list(range(1, UPDATES + 1)), "the log has a hole or repeats an update"
+    assert all(torch.equal(result["weights"][name], tensor) for name, tensor in whole.items()), "other weights"
+
+
+def uninterrupted(processes: int) -> dict:
+    train_run(processes, "whole", *FLAGS, "--run_name", "whole")
+    return weights("whole")
+
+
+def test_killed_runs_end_with_the_weights_of_a_whole_one():
+    whole, chance = uninterrupted(2), random.Random(1)
+    for whom, saving in (("one rank", False), ("all ranks", True), ("launcher", False), ("one rank", True)):
+        check(kill_and_resume(2, whom, saving, chance), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_twenty_kills_at_random_moments(processes):
+    whole, chance = uninterrupted(processes), random.Random(processes)
+    print("\n| processes | killed | while saving | resumed from update | redone | weights |\n| --- " * 6 + "|")
+    results = []
+    for number in range(20):
+        whom = ("one rank", "all ranks", "launcher")[number % 3]
+        result = kill_and_resume(processes, whom, number % 2 == 1, chance)
+        check(result, whole)
+        results.append(result)
+        saving = "yes" if result["saving"] else "no"
+        print(f"| {processes} | {whom} | {saving} | {result['resumed']} | {result['redone']} | bit-identical |")
+    assert sum(result["saving"] for result in results) >= 5
+
+
+def test_two_kills_and_a_move_from_two_to_one_to_three_processes_keep_order_and_losses():
+    flags = [*MLP, "--max_steps", "60", "--log_every", "1", "--save_every", "4", "--lr_schedule", "constant"]
+    whole = train_run(1, "whole", *flags)
+    for attempt, (processes, stop) in enumerate([(2, 22), (1, 43)]):
+        launch = start_ranks(processes, _train_and_record, attempt, [*flags, "--resume", "auto"])
+        until(has_logged(stop))
+        launch.kill()
+        launch.finish()
+    assert [o.code for o in start_ranks(3, _train_and_record, 2, [*flags, "--resume", "auto"]).finish()] == [0] * 3
+    losses, expected = ([r["loss"] for r in log if r["kind"] == "train"] for log in (records("run"), whole))
+    assert len(losses) == 60 and losses == pytest.approx(expected, rel=1e-5)
+    seen: dict[int, dict[int, list[int]]] = defaultdict(dict)  # update -> attempt -> samples
+    for path in sorted(Path("seen").iterdir()):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            seen[record["step"]].setdefault(int(path.name[0]), []).extend(record["samples"])
+    assert {len(attempts) for attempts in seen.values()} == {1, 2}  # some updates were done again
+    for epoch in range(15):  # of 4 updates
+        last = [seen[step][max(seen[step])] for step in range(4 * epoch, 4 * epoch + 4)]
+        assert sorted(sample for samples in last for sample in samples) == list(range(480))
+
+
+def _train_and_record(attempt, flags):
+    """Train and write down which samples each update has on this rank."""
+    update = train.train_update
+    Path("seen").mkdir(exist_ok=True)
+
+    def recorded(run, batches):
+        samples, step = [], run.state.step
+
+        def watched():
+            batch = next(batches)
+            samples.extend(batch.indices.tolist())
+            yield batch
+
+        update(run, (batch for _ in iter(int, 1) for batch in watched()))
+        with Path(f"seen/{attempt}-{run.ranks.topology.rank}").open("a") as file:
+            file.write(json.dumps({"step": step, "samples": samples}) + "\n")
+        time.sleep(0.01)
+
+    train.train_update = recorded
+    train.main(["--run_name", "run", *flags])
