@@ -55,7 +55,7 @@ BAD_DATA = [
     ("label outside the range", ("--data", "unlabelled"), "has the label -1"),
     ("empty split", ("--data", "synthetic/2x32x33", "--eval_split", "nope"), "--eval_split nope: no such split"),
     ("one class", ("--data", "single"), "has one class, class0"),
-    ("loss that is no number", ("--lr", "1e30", "--max_steps", "9"), "the training loss became nan"),
+    ("loss that is no number", ("--lr", "1e30", "--max_steps", "9"), "the training loss became no number at update"),
     ("images too small", ("--model", "alexnet", "--image_size", "8"), "alexnet cannot take 8x8"),
     ("no update", ("--drop_last", "--global_batch_size", "9999998"), "--drop_last leaves no update"),
     ("mean of two", ("--mean", "[0.1, 0.2]"), "--mean has 2 values for 1 channels; give one or 1"),
@@ -131,47 +131,6 @@ def _train_with_a_file_that_rank_1_cannot_read(flags):
 
     loader.decode = broken
     train.main([*flags, "--model", "resnet18", "--image_size", "112", "--global_batch_size", "8", "--max_steps", "3"])
-
-
-def test_a_rank_that_dies_ends_the_others_within_seconds():
-    outcomes = run_ranks(2, _train_and_die_on_rank_1, seconds=60)
-    assert outcomes[0].code == 2 and outcomes[1].code == -9
-    assert "another process of this run left" in outcomes[0].err and outcomes[0].err.count("\n") == 1
-
-
-def _train_and_die_on_rank_1():
-    import os
-    import signal
-
-    update = train.train_update
-
-    def dying(run, batches):
-        if run.state.step == 3 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        update(run, batches)
-
-    train.train_update = dying
-    train.main(["--model", "mlp"])
-
-
-def test_an_interrupt_is_one_line_and_the_run_can_go_on():
-    flags = ["--model", "mlp", "--run_name", "run", "--save_every", "2", "--max_steps", "6"]
-    (outcome,) = run_ranks(1, _train_and_interrupt, flags)
-    assert outcome.code == 130 and outcome.err.count("\n") == 2 and "interrupted; --run_name" in outcome.err
-    (outcome,) = run_ranks(1, train.main, [*flags, "--resume", "auto"])
-    assert outcome.code == 0 and "from 2" in outcome.out
-
-
-def _train_and_interrupt(flags):
-    update = train.train_update
-
-    def interrupting(run, batches):
-        update(run, batches)
-        if run.state.step == 3:
-            raise KeyboardInterrupt  # what Python makes of Ctrl-C
-
-    train.train_update = interrupting
-    train.main(flags)
 
 
 def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):

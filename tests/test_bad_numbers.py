@@ -1,0 +1,82 @@
+"""Numbers that go bad are named by update, rank and samples, and no checkpoint of them replaces a good one."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import returned, run_ranks
+from training_runs import records, train_run, weights
+
+import train
+from utils.checkpoint import newest_good
+from utils.data.order import permutation
+
+FLAGS = ["--model", "mlp", "--global_batch_size", "12", "--threads", "1", "--lr", "0.01", "--run_name", "run"]
+FLAGS += ["--max_train_samples", "48", "--save_every", "2", "--max_steps", "9", "--eval_every", "99"]
+
+
+def _train_with_a_bad_sample(flags, step, rank):
+    """Make the images of one batch of one rank NaN, at update `step` counted from 1."""
+    update = train.train_update
+
+    def poisoned(run, batches):
+        if run.state.step == step - 1 and run.ranks.topology.rank == rank:
+            batches = (batch._replace(images=batch.images * torch.nan) for batch in batches)
+        update(run, batches)
+
+    train.train_update = poisoned
+    train.main(flags)
+
+
+@pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 1), (3, 0)])
+def test_a_loss_that_is_no_number_names_update_rank_and_samples_and_saves_nothing(processes, rank):
+    outcomes = run_ranks(processes, _train_with_a_bad_sample, FLAGS, 6, rank)  # a checkpoint is due after update 6
+    assert [outcome.code for outcome in outcomes] == [2] * processes
+    assert f"became no number at update 6 on rank {rank}, samples" in outcomes[0].err
+    assert outcomes[0].err.count("\n") == 1 and all(outcome.err == "" for outcome in outcomes[1:])
+    # the order by hand: update 6 is the second of the second epoch, cut into equal pieces
+    piece = np.split(permutation(48, 0, 1)[12:24], processes)[rank]
+    # --max_train_samples took a random subset: rows are positions in the whole split
+    assert sorted(records("run", "bad_loss")[0]["samples"]) == sorted(returned(1, _rows, FLAGS, piece)[0])
+    assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
+    assert all(tensor.isfinite().all() for tensor in weights("run").values())
+
+
+def _rows(flags, positions):
+    from utils.cli import parse_args
+    from utils.config import TrainConfig
+    from utils.data.sources import load_data
+
+    return load_data(parse_args(TrainConfig, "train.py", flags)).train.rows[positions].tolist()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_that_an_update_ruins_are_not_saved_though_its_loss_was_fine(processes):
+    outcomes = run_ranks(processes, _train_and_ruin_weights, FLAGS, 6)
+    assert [outcome.code for outcome in outcomes] == [2] * processes
+    assert re.search(r"update 6, of 12 samples (\d+, ){7}\d+\.\.\., made weights that are no numbers", outcomes[0].err)
+    assert outcomes[0].err.count("\n") == 1
+    assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
+
+
+def _train_and_ruin_weights(flags, step):
+    update = train.train_update
+
+    def ruining(run, batches):
+        update(run, batches)
+        if run.state.step == step:
+            with torch.no_grad():
+                next(run.module.parameters()).view(-1)[0] = torch.inf
+
+    train.train_update = ruining
+    train.main(flags)
+
+
+def test_after_bad_numbers_the_run_goes_on_from_the_last_good_checkpoint():
+    run_ranks(1, _train_with_a_bad_sample, FLAGS, 6, 0)
+    train_run(1, "run", *FLAGS, "--resume", "auto")
+    train_run(1, "whole", *FLAGS, "--run_name", "whole")
+    assert [record["step"] for record in records("run", "start")] == [0, 4] and records("run", "bad_loss") == []
+    assert all(torch.equal(weights("run")[name], tensor) for name, tensor in weights("whole").items())

@@ -1,0 +1,127 @@
+"""Signals, kills and restarts under the real launchers:  python -m pytest -m slow -s tests/test_launch_faults.py"""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from ranks import free_port
+from test_launch import BIN, ROOT
+from test_stopping import has_logged, newest, until
+from training_runs import records, weights
+
+pytestmark = pytest.mark.slow
+FLAGS = ["--data", "synthetic/10x28x6000", "--model", "mlp", "--global_batch_size", "120", "--lr", "0.01"]
+FLAGS += ["--log_every", "1", "--save_every", "20", "--eval_every", "1000", "--run_name", "run", "--timeout", "60"]
+BIG = ["--model_args", "{hidden: 20000}"]  # a checkpoint of 130 MB
+LAUNCHERS = {
+    "accelerate launch, 2 processes": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/2cpu.yaml"],
+    "accelerate launch, 1 process": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/cpu.yaml"],
+    "torchrun, 2 processes": ["torchrun", "--nproc_per_node", "2", "--master_port", "0"],
+    "python": ["python"],
+}
+
+
+def begin(launcher, *flags):
+    command = [*LAUNCHERS[launcher], f"{ROOT}/train.py", *FLAGS, *flags]
+    if "--master_port" in command:
+        command[command.index("--master_port") + 1] = str(free_port())
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_"))}
+    with Path("out.txt").open("w") as out:
+        return subprocess.Popen([str(BIN / command[0]), *command[1:]], stdout=out, stderr=subprocess.STDOUT, env=clean)
+
+
+def ranks_of(process):
+    """The training processes: the launcher's children, or the process itself under plain python."""
+    children = [child for child in psutil.Process(process.pid).children() if "train.py" in " ".join(child.cmdline())]
+    return children or [psutil.Process(process.pid)]
+
+
+def wait_for_all(process, ranks, seconds=30):
+    """The exit code of what was started, once all ranks are gone too."""
+    code = process.wait(timeout=seconds)
+    _, alive = psutil.wait_procs(ranks, timeout=seconds)
+    assert not alive, "a rank is still there"
+    return code
+
+
+MOMENTS = {
+    "training": ([], has_logged(30)),
+    "evaluation": (["--eval_every", "30", "--eval_batch_size", "1", "--save_every", "1000"], has_logged(30)),
+    "saving": (BIG, lambda: any(Path("runs/run/checkpoints").glob(".step-*.partial/*"))),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_sigterm_to_what_was_started_saves_and_ends_all_ranks_within_30_seconds(launcher, moment):
+    flags, reached = MOMENTS[moment]
+    process = begin(launcher, *flags)
+    until(reached, seconds=120)
+    if moment == "evaluation":
+        time.sleep(0.2)
+    ranks, told = ranks_of(process), time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code = wait_for_all(process, ranks)
+    seconds = time.monotonic() - told
+    text = Path("out.txt").read_text()
+    print(f"\n| {launcher} | {moment} | SIGTERM | {seconds:.1f} s | exit code {code} |")
+    assert seconds < 30 and code == (75 if launcher == "python" else code) != 0
+    steps = [record["step"] for record in records("run", "train")]
+    assert newest() == steps[-1], "something was lost"
+    (line,) = [line for line in text.splitlines() if line.startswith("go on: ")]
+    assert "--resume auto" in line and Path(LAUNCHERS[launcher][0]).name in line
+    # what it says to type goes on from there
+    command = line.removeprefix("go on: ").split()
+    again = subprocess.run([str(BIN / command[0]), *command[1:], "--max_steps", str(steps[-1] + 1), "--model_args",
+                            BIG[1] if moment == "saving" else "{}"], capture_output=True, text=True)  # fmt: skip
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert records("run", "start")[-1]["step"] == steps[-1]
+    if moment == "evaluation":
+        assert [record["step"] for record in records("run", "eval")] == [30, 31]
+
+
+@pytest.mark.parametrize("whom", ["a rank", "all ranks", "the launcher"])
+def test_a_kill_under_accelerate_launch_ends_all_and_the_run_goes_on(whom):
+    process = begin("accelerate launch, 2 processes", "--max_steps", "400")
+    until(has_logged(random.Random(whom).randrange(20, 60)), seconds=120)
+    ranks, told = ranks_of(process), time.monotonic()
+    for victim in {"a rank": ranks[1:], "all ranks": ranks, "the launcher": [process]}[whom]:
+        victim.kill()
+    assert wait_for_all(process, ranks) != 0
+    print(f"\n| kill -9 of {whom} | {time.monotonic() - told:.1f} s |")
+    reached = records("run", "train")[-1]["step"]
+    process = begin("accelerate launch, 2 processes", "--max_steps", "400", "--resume", "auto")
+    assert process.wait(timeout=300) == 0
+    start = records("run", "start")[-1]["step"]
+    assert start > 0 and reached - start <= 20
+    check_against_a_whole_run()
+
+
+def test_max_restarts_goes_on_by_itself_each_time():
+    """Three kills at random moments, one command, no --resume."""
+    launcher = LAUNCHERS["accelerate launch, 2 processes"]
+    LAUNCHERS["restarting"] = [*launcher, "--max_restarts", "3"]
+    process, chance = begin("restarting", "--max_steps", "400"), random.Random(5)
+    for step in (30, 130, 230):
+        until(has_logged(step + chance.randrange(60)), seconds=200)
+        ranks = ranks_of(process)
+        chance.choice(ranks).kill()
+        psutil.wait_procs(ranks, timeout=60)
+    assert process.wait(timeout=300) == 0, Path("out.txt").read_text()[-3000:]
+    starts = [record["step"] for record in records("run", "start")]
+    print(f"\n| --max_restarts 3 | three kills | started from updates {starts} |")
+    assert len(starts) == 4 and sorted(starts) == starts and starts[1] > 0
+    check_against_a_whole_run()
+
+
+def check_against_a_whole_run():
+    process = begin("accelerate launch, 2 processes", "--max_steps", "400", "--run_name", "whole")
+    assert process.wait(timeout=300) == 0
+    assert all(torch.equal(weights("run")[name], tensor) for name, tensor in weights("whole").items())
+    assert [record["step"] for record in records("run", "train")] == list(range(1, 401))

@@ -1,0 +1,114 @@
+"""A rank that dies or hangs ends the run on all ranks, and a launcher's restart continues it by itself."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import free_port, run_ranks, start_ranks
+from test_stopping import FLAGS, has_logged, slow_train, until
+from torch.distributed import TCPStore
+from training_runs import records, train_run, weights
+
+import train
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_ends_the_others_within_seconds(victim):
+    launch = start_ranks(3, slow_train, FLAGS)
+    until(has_logged(10))
+    os.kill(launch.pids[victim], signal.SIGKILL)
+    killed = time.monotonic()
+    outcomes = launch.finish()
+    assert time.monotonic() - killed < 10
+    survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+    assert [outcome.code for outcome in survivors] == [2, 2]
+    assert sum("another process of this run left" in outcome.err for outcome in survivors) >= 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_while_the_others_wait_for_its_download_ends_them_too(victim):
+    launch = start_ranks(2, _load_slowly, victim, seconds=30)
+    until(Path("loading").exists)
+    os.kill(launch.pids[victim], signal.SIGKILL)
+    killed = time.monotonic()
+    survivor = launch.finish()[1 - victim]
+    assert time.monotonic() - killed < 10
+    assert survivor.code == 2 and "another process of this run left" in survivor.err
+
+
+def _load_slowly(victim):
+    load_data = train.load_data
+
+    def slow(config):
+        if os.environ["RANK"] == str(victim):  # rank 0 goes first, then rank 1
+            Path("loading").touch()
+            time.sleep(60)
+        return load_data(config)
+
+    train.load_data = slow
+    train.main(FLAGS)
+
+
+def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
+    launch = start_ranks(2, slow_train, [*FLAGS, "--timeout", "5"])
+    until(has_logged(10))
+    os.kill(launch.pids[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    with suppress(ChildProcessError):
+        until(lambda: os.waitid(os.P_PID, launch.pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT), seconds=30)
+    waited = time.monotonic() - stopped
+    os.kill(launch.pids[1], signal.SIGKILL)
+    outcomes = launch.finish()
+    assert 4 < waited < 15 and outcomes[0].code == 2
+    assert "another process of this run left or stopped answering" in outcomes[0].err
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_restart_by_the_launcher_goes_on_in_the_folder_of_the_attempt_before(processes, named):
+    """With and without --run_name, and without --resume: the launcher types the same command again."""
+    flags = [*FLAGS, "--max_steps", "80", "--save_every", "10", *(["--run_name", "run"] if named else [])]
+    port = free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    assert store.port == port
+    assert {o.code for o in run_ranks(processes, _attempt, 0, port, processes, flags, 33)} == {1}
+    (folder,) = Path("runs").iterdir()
+    assert {o.code for o in run_ranks(processes, _attempt, 1, port, processes, flags, 57)} == {1}
+    last = run_ranks(processes, _attempt, 2, port, processes, flags, None)
+    assert [outcome.code for outcome in last] == [0] * processes, last[0].err
+    assert list(Path("runs").iterdir()) == [folder]
+    assert [record["step"] for record in records(folder.name, "start")] == [0, 30, 50]
+    train_run(processes, "whole", *flags, "--run_name", "whole")
+    assert all(torch.equal(weights(folder.name)[name], tensor) for name, tensor in weights("whole").items())
+
+
+def _attempt(number, port, processes, flags, fails_at):
+    """One attempt under a launcher that keeps the store at `port`, as torchrun does."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": str(number)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if processes == 1:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    update = train.train_update
+
+    def failing(run, batches):
+        if run.state.step == fails_at:
+            raise RuntimeError("planted")
+        update(run, batches)
+
+    train.train_update = failing
+    train.main(flags)
+
+
+def test_a_restart_before_the_first_checkpoint_starts_again_in_the_same_folder():
+    flags, port = [*FLAGS, "--max_steps", "40", "--run_name", "run"], free_port()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    assert store.port == port
+    run_ranks(2, _attempt, 0, port, 2, flags, 7)
+    assert [o.code for o in run_ranks(2, _attempt, 1, port, 2, flags, None)] == [0, 0]
+    assert [record["step"] for record in records("run", "start")] == [0, 0]
+    assert [record["step"] for record in records("run", "train")] == list(range(5, 41, 5))
