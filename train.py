@@ -158,8 +158,6 @@ def train(run: Run) -> dict | None:
         since_save = meet(run, pace)
         if due.log:
             log_training(run)
-        if due.evaluate or due.save:
-            run.ranks.together(partial(check_weights, run.module, run.plan, state.step))
         if due.evaluate:
             result = evaluate(run)
         is_best, in_time = state.best_step == state.step, since_save >= (config.save_seconds or math.inf)
@@ -232,12 +230,15 @@ def log_training(run: Run) -> None:
 def evaluate(run: Run) -> dict | None:
     """Evaluate the model as it stands, log it, and return the numbers; None when told to stop in the middle of it."""
     state = run.state
+    state.owes_evaluation = True
+    if run.stopping.agreed:
+        return None
     run.ranks.same_buffers(run.module)
     bar = progress("evaluating", run.ranks.is_main)
     model, batches = run.module, run.eval_batches
     result = evaluate_split(run.ranks, run.accelerator, model, batches, run.config, bar, run.stopping)
-    state.owes_evaluation = result is None
     if result is not None:
+        state.owes_evaluation = False
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=run.data.evaluation.name, **result)
         if state.best_accuracy is None or result["accuracy"] > state.best_accuracy:
             state.best_accuracy, state.best_step = result["accuracy"], state.step
@@ -249,6 +250,7 @@ def save(run: Run) -> None:
     more = {"input": asdict(run.spec), "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict()}
     texts = checkpoint_texts(run.config, run.state, run.plan, run.ranks, run.data, more)
     folder, step = run.folder / "checkpoints", run.state.step
+    run.ranks.together(partial(check_weights, run.module, run.plan, step))
     try:
         run.ranks.together(run.log.sync)
         save_checkpoint(run.ranks, run.accelerator, folder, step, texts, is_best=run.state.best_step == step)

@@ -1,6 +1,7 @@
 """Numbers that go bad are named by update, rank and samples, and no checkpoint of them replaces a good one."""
 
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -52,16 +53,18 @@ def _rows(flags, positions):
     return load_data(parse_args(TrainConfig, "train.py", flags)).train.rows[positions].tolist()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_weights_that_an_update_ruins_are_not_saved_though_its_loss_was_fine(processes):
-    outcomes = run_ranks(processes, _train_and_ruin_weights, FLAGS, 6)
+@pytest.mark.parametrize(("processes", "why_saved"), [(1, "due"), (2, "due"), (1, "told to stop")])
+def test_weights_that_an_update_ruins_are_not_saved_though_its_loss_was_fine(processes, why_saved):
+    outcomes = run_ranks(processes, _train_and_ruin_weights, FLAGS, 6 if why_saved == "due" else 5, why_saved)
     assert [outcome.code for outcome in outcomes] == [2] * processes
-    assert re.search(r"update 6, of 12 samples (\d+, ){7}\d+\.\.\., made weights that are no numbers", outcomes[0].err)
+    assert re.search(
+        r"update [56], of 12 samples (\d+, ){7}\d+\.\.\., made weights that are no numbers", outcomes[0].err
+    )
     assert outcomes[0].err.count("\n") == 1
     assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
 
 
-def _train_and_ruin_weights(flags, step):
+def _train_and_ruin_weights(flags, step, why_saved):
     update = train.train_update
 
     def ruining(run, batches):
@@ -69,6 +72,8 @@ def _train_and_ruin_weights(flags, step):
         if run.state.step == step:
             with torch.no_grad():
                 next(run.module.parameters()).view(-1)[0] = torch.inf
+            if why_saved == "told to stop":
+                run.stopping._signal = signal.SIGTERM
 
     train.train_update = ruining
     train.main(flags)

@@ -224,9 +224,14 @@ def _put_in_place(partial: Path, final: Path) -> None:
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
-    partial.rename(final)
-    sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        partial.rename(final)
+        sync(final.parent)
+    finally:
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            old.rename(final)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -57,10 +57,13 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        if self.is_main:
-            with suppress(OSError):
-                self.bar.write(text, file=sys.stdout)
-                sys.stdout.flush()
+        if not self.is_main:
+            return
+        try:
+            self.bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        except OSError:  # Ctrl-C ends the `tee` that it was piped to as well, and the run has yet to be saved
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:
         if self.is_main:

@@ -73,13 +73,12 @@ def find_start(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Start]:
         if start.folder is not None:
             _take(start, ranks)
         if start.folder is not None and (before or config.resume == "auto"):
-            tidy(start.folder / "checkpoints")
             start.checkpoint = _newest(start.folder)
         if start.checkpoint is None and config.resume not in (None, "auto"):
             start.checkpoint = _named_checkpoint(expand(config.resume))
         return json.dumps([str(path or "") for path in (start.folder, start.checkpoint)])
 
-    found = ranks.share(ranks.together(find))
+    found = ranks.share(ranks.together(find, main_first=True))  # it may have to wait, and verifies large files
     start.folder, start.checkpoint = (Path(path) if path else None for path in json.loads(found))
     return ranks.together(lambda: batch_of_start(config, start.checkpoint, ranks.topology.world_size)), start
 
@@ -107,6 +106,7 @@ def _take(start: Start, ranks: Ranks) -> None:
     """Make the folder where it is missing, lock it, and leave its name to the attempt after a restart."""
     (start.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     start.lock = lock(start.folder, _ORPHANS_LEAVE_WITHIN)
+    tidy(start.folder / "checkpoints")
     ranks.remember("run-folder", str(start.folder.absolute()))
 
 
