@@ -68,6 +68,7 @@ class Run:
     eval_batches: Batches
     meter: Meter
     log: RunLog
+    best: tuple[float | None, int | None]  # accuracy and update of the best checkpoint on the disk
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -134,7 +135,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     eval_batches = Batches(eval_loader, spec, config, accelerator.device, training=False)
     meter = Meter(accelerator.device, Totals(**state.since_log) if ranks.is_main else Totals())
     log = ranks.together(lambda: RunLog(folder, ranks.is_main, state.step, updates))
-    parts = (model, module, optimizer, train_batches, eval_batches, meter, log)
+    best = state.best_accuracy, state.best_step
+    parts = (model, module, optimizer, train_batches, eval_batches, meter, log, best)
     return Run(config, ranks, stopping, accelerator, start, folder, data, spec, plan, updates, state, *parts)
 
 
@@ -220,8 +222,7 @@ def meet(run: Run, pace: Pace) -> float:
 
 def log_training(run: Run) -> None:
     """Write a train record over all samples since the last one."""
-    state = run.state
-    lr = learning_rate(run.config, state.step - 1, run.updates)
+    state, lr = run.state, learning_rate(run.config, run.state.step - 1, run.updates)
     run.log.write("train", **state.train_record(lr, run.accelerator.num_processes))
     state.logged_seconds, state.since_log = state.seconds, asdict(Totals())
     run.meter.reset()
@@ -234,14 +235,11 @@ def evaluate(run: Run) -> dict | None:
     if run.stopping.agreed:
         return None
     run.ranks.same_buffers(run.module)
-    bar = progress("evaluating", run.ranks.is_main)
-    model, batches = run.module, run.eval_batches
-    result = evaluate_split(run.ranks, run.accelerator, model, batches, run.config, bar, run.stopping)
+    parts = run.ranks, run.accelerator, run.module, run.eval_batches, run.config
+    result = evaluate_split(*parts, progress("evaluating", run.ranks.is_main), run.stopping)
     if result is not None:
-        state.owes_evaluation = False
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=run.data.evaluation.name, **result)
-        if state.best_accuracy is None or result["accuracy"] > state.best_accuracy:
-            state.best_accuracy, state.best_step = result["accuracy"], state.step
+        state.evaluated(result["accuracy"])
     return result
 
 
@@ -252,14 +250,15 @@ def save(run: Run) -> None:
     folder, step = run.folder / "checkpoints", run.state.step
     run.ranks.together(partial(check_weights, run.module, run.plan, step))
     try:
-        run.ranks.together(run.log.sync)
+        run.ranks.together(lambda: (run.start.check_own(), run.log.sync()))
         save_checkpoint(run.ranks, run.accelerator, folder, step, texts, is_best=run.state.best_step == step)
-        if run.ranks.is_main:
-            prune(folder, run.config.keep)
+        run.best = run.state.best_accuracy, run.state.best_step
+        run.ranks.together(lambda: run.ranks.is_main and prune(folder, run.config.keep))
     except (OSError, AgreedError) as error:
         if run.config.if_save_fails == "stop":
             raise
-        run.log.say(f"update {step} could not be saved ({one_line(error)}); training goes on")
+        run.state.best_accuracy, run.state.best_step = run.best  # `best` is a checkpoint
+        run.log.say(f"update {step} could not be saved: {one_line(error)}")
     run.meter.restart_save_clock()
     run.stopping.agreed = run.ranks.any(run.stopping.agreed or run.stopping.requested)
 

@@ -55,13 +55,11 @@ def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Rand
     was_saving = bool(being_written())
     kill(launch, whom, chance)
     killed = time.monotonic()
-    if whom == "one rank":
-        outcomes = launch.finish()
-        assert all(outcome.code != 0 for outcome in outcomes), "a rank went on alone"
-        seconds = time.monotonic() - killed
-        assert seconds < 20
-    # a killed launcher's orphans are still saving when the next attempt starts, and it waits for them
-    reached = records("run", "train")[-1]["step"] if whom != "launcher" else None
+    outcomes = launch.finish()
+    assert time.monotonic() - killed < 20, "a rank went on alone"
+    # orphans save what they have and ask to be gone on with
+    assert all(outcome.code in (0, 75) if whom == "launcher" else outcome.code != 0 for outcome in outcomes)
+    reached = records("run", "train")[-1]["step"]
     after = start_ranks(processes, train.main, [*FLAGS, "--resume", "auto"]).finish()
     assert [outcome.code for outcome in after] == [0] * processes, after[0].err
     start = records("run", "start")[-1]["step"]
@@ -70,7 +68,7 @@ def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Rand
         "killed": whom,
         "saving": was_saving,
         "resumed": start,
-        "redone": 0 if reached is None else reached - start,
+        "redone": reached - start,
         "weights": weights("run"),
         "steps": [record["step"] for record in records("run", "train")],
     }
@@ -78,7 +76,6 @@ def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Rand
 
 def check(result: dict, whole: dict) -> None:
     assert 0 <= result["redone"] <= SAVE_EVERY, "more than since the last checkpoint was done again"
-    assert result["resumed"] > 0 or result["redone"] < SAVE_EVERY, "the run silently started over"
     assert result["steps"] == list(range(1, UPDATES + 1)), "the log has a hole or repeats an update"
     assert all(torch.equal(result["weights"][name], tensor) for name, tensor in whole.items()), "other weights"
 
@@ -98,7 +95,8 @@ def test_killed_runs_end_with_the_weights_of_a_whole_one():
 @pytest.mark.parametrize("processes", [2, 3])
 def test_twenty_kills_at_random_moments(processes):
     whole, chance = uninterrupted(processes), random.Random(processes)
-    print("\n| processes | killed | while saving | resumed from update | redone | weights |\n| --- " * 6 + "|")
+    print("\n| processes | killed | while saving | resumed from update | redone | weights |")
+    print("| --- " * 6 + "|")
     results = []
     for number in range(20):
         whom = ("one rank", "all ranks", "launcher")[number % 3]

@@ -2,9 +2,11 @@
 
 import os
 import random
+import shlex
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,7 +18,7 @@ from test_stopping import has_logged, newest, until
 from training_runs import records, weights
 
 pytestmark = pytest.mark.slow
-FLAGS = ["--data", "synthetic/10x28x6000", "--model", "mlp", "--global_batch_size", "120", "--lr", "0.01"]
+FLAGS = ["--data", "synthetic/10x28x20000", "--model", "mlp", "--global_batch_size", "120", "--lr", "0.01"]
 FLAGS += ["--log_every", "1", "--save_every", "20", "--eval_every", "1000", "--run_name", "run", "--timeout", "60"]
 BIG = ["--model_args", "{hidden: 20000}"]  # a checkpoint of 130 MB
 LAUNCHERS = {
@@ -27,13 +29,31 @@ LAUNCHERS = {
 }
 
 
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers():
+    """A failed test leaves no run behind that disturbs the next."""
+    yield
+    for process in STARTED:
+        with suppress(psutil.Error):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        process.kill()
+        process.wait()
+    STARTED.clear()
+
+
 def begin(launcher, *flags):
     command = [*LAUNCHERS[launcher], f"{ROOT}/train.py", *FLAGS, *flags]
     if "--master_port" in command:
         command[command.index("--master_port") + 1] = str(free_port())
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_"))}
     with Path("out.txt").open("w") as out:
-        return subprocess.Popen([str(BIN / command[0]), *command[1:]], stdout=out, stderr=subprocess.STDOUT, env=clean)
+        command[0] = str(BIN / command[0])
+        STARTED.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=clean))
+    return STARTED[-1]
 
 
 def ranks_of(process):
@@ -77,7 +97,7 @@ def test_sigterm_to_what_was_started_saves_and_ends_all_ranks_within_30_seconds(
     (line,) = [line for line in text.splitlines() if line.startswith("go on: ")]
     assert "--resume auto" in line and Path(LAUNCHERS[launcher][0]).name in line
     # what it says to type goes on from there
-    command = line.removeprefix("go on: ").split()
+    command = shlex.split(line.removeprefix("go on: "))
     again = subprocess.run([str(BIN / command[0]), *command[1:], "--max_steps", str(steps[-1] + 1), "--model_args",
                             BIG[1] if moment == "saving" else "{}"], capture_output=True, text=True)  # fmt: skip
     assert again.returncode == 0, again.stderr[-2000:]

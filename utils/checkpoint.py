@@ -23,7 +23,7 @@ from torch import nn
 
 from utils.distributed import Ranks
 from utils.errors import AgreedError, one_line
-from utils.files import read_json, sync, write_file
+from utils.files import named, read_json, sync, write_file
 
 MANIFEST = "manifest.json"
 
@@ -49,7 +49,8 @@ def save_checkpoint(
     def publish() -> None:
         if ranks.is_main:
             for name, text in texts.items():
-                (partial / name).write_text(text)
+                with named(partial / name):
+                    (partial / name).write_text(text)
             _seal(partial)
             _put_in_place(partial, final)
             write_file(folder / "latest", final.name + "\n")

@@ -6,7 +6,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -21,10 +22,21 @@ def read_json(path: Path):
         raise ValueError(f"{path}: not valid JSON ({one_line(error)})") from None
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An OSError inside says `path`: the system names the file when it is opened, not when it is written to."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_file(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
+    with named(path), partial.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -36,7 +48,8 @@ def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -65,7 +78,16 @@ def lock(folder: Path, patience: float, say: Callable[[str], None] = print) -> T
             say(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to leave")
             told = True
         time.sleep(0.1)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    with named(folder / ".lock"):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
     return file
+
+
+def is_taken_over(lock: TextIO, folder: Path) -> bool:
+    """Whether the locked `folder` was deleted and another run has made it anew."""
+    try:
+        return (folder / ".lock").stat().st_ino != os.fstat(lock.fileno()).st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return False

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from utils.files import write_file
+from utils.files import named, write_file
 from utils.state import TrainState
 
 
@@ -48,7 +48,9 @@ class RunLog:
         """See that the records are on the disk, before a checkpoint says that they are."""
         if self.is_main:
             self._flush()
-            os.fsync(self.file)
+            self.check()
+            with named(self.path):
+                os.fsync(self.file)
 
     def check(self) -> None:
         """Raise OSError if the last record could not be written."""

@@ -12,7 +12,7 @@ from typing import TextIO
 from utils.checkpoint import find_checkpoint, newest_good, tidy, verify
 from utils.config import TrainConfig, expand, resolve_batch
 from utils.distributed import Ranks
-from utils.files import lock
+from utils.files import is_taken_over, lock
 from utils.launch import restarts
 from utils.saved import read_saved
 from utils.state import TrainState
@@ -51,6 +51,11 @@ class Start:
     folder: Path | None = None
     checkpoint: Path | None = None
     lock: TextIO | None = None
+
+    def check_own(self) -> None:
+        """Raise OSError when the folder that this process locked was deleted and is another run's by now."""
+        if self.lock is not None and is_taken_over(self.lock, self.folder):
+            raise OSError(f"{self.folder} was deleted and is another run's now")
 
 
 def find_start(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Start]:

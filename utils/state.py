@@ -37,6 +37,12 @@ class TrainState:
         """The epoch, counted from 1, of the last finished update."""
         return self.epoch + (self.position > 0)
 
+    def evaluated(self, accuracy: float) -> None:
+        """Take note of an evaluation at this step."""
+        self.owes_evaluation = False
+        if self.best_accuracy is None or accuracy > self.best_accuracy:
+            self.best_accuracy, self.best_step = accuracy, self.step
+
     def train_record(self, lr: float, processes: int) -> dict:
         """What the log says of the updates since the last record, over all samples on all ranks."""
         totals, seconds = Totals(**self.since_log), self.seconds - self.logged_seconds

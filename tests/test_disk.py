@@ -1,0 +1,541 @@
+"""Disks that are full, read-only or gone, and folders that two runs want: one clear line, and nothing good is lost."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from make_data import image_folder
+from ranks import Outcome, returned, run_ranks, start_ranks
+from safetensors.torch import load_file
+from test_stopping import slow_train, until
+from training_runs import records, train_run, weights
+
+import train
+import utils.runs
+from utils.checkpoint import verify
+
+FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--max_train_samples", "480"]
+FLAGS += ["--max_steps", "12", "--save_every", "3", "--eval_every", "6", "--log_every", "2", "--keep", "9"]
+GO_ON = [*FLAGS, "--if_save_fails", "continue"]
+SMALL = 4096  # bytes: more than the log of these runs, less than any checkpoint's part that a rank writes
+CHECKPOINTS = Path("runs/run/checkpoints")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A function that gives the run folder of an uninterrupted run on so many processes."""
+
+    @cache
+    def trained(processes: int) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        returned(processes, train.main, ["--output_dir", str(folder), "--run_name", "whole", *FLAGS])
+        return folder / "whole"
+
+    return trained
+
+
+def train_with(events, flags):
+    """Train; `events` has for some numbers of finished updates what happens before the next one."""
+    update = train.train_update
+
+    def eventful(run, batches):
+        events.get(run.state.step, lambda run: None)(run)
+        update(run, batches)
+
+    train.train_update = eventful
+    train.main(["--run_name", "run", *flags])
+
+
+def hold(run):
+    """An event: wait for a file named `go`."""
+    Path(f"held-{run.ranks.topology.rank}").touch()
+    until(Path("go").exists)
+
+
+def limit_files(size=resource.RLIM_INFINITY, on=None):
+    """An event: from now on no file of a rank, or of all, can grow beyond `size` bytes."""
+
+    def event(run):
+        if on in (None, run.ranks.topology.rank):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    return event
+
+
+def on_main(action):
+    """An event on the main process alone."""
+    return lambda run: run.ranks.is_main and action()
+
+
+def names(folder=CHECKPOINTS):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def check_failed(outcomes: list[Outcome], *texts: str) -> None:
+    """All ranks left with code 2, and the main process said why on one line, which has one of the texts at least."""
+    assert [outcome.code for outcome in outcomes] == [2] * len(outcomes), [(o.out, o.err) for o in outcomes]
+    error, *others = [outcome.err for outcome in outcomes]
+    assert error.startswith("train.py: error: ") and error.count("\n") == 1 and not any(others), (error, others)
+    assert all(text in error for text in texts), error
+
+
+def unsaved(outcome: Outcome) -> list[str]:
+    """The lines of a run that went on, one for each save that failed."""
+    return [line for line in outcome.out.splitlines() if "could not be saved (" in line]
+
+
+def check_intact(expected: Path, *steps: int, run=CHECKPOINTS) -> None:
+    """These checkpoints, and no others nor parts of them, are there with the weights of the uninterrupted run."""
+    folders = [f"step-{step:08d}" for step in steps]
+    assert [name for name in names(run) if "step" in name] == folders
+    assert (run / "latest").read_text() == folders[-1] + "\n"
+    for name in folders:
+        verify(run / name)
+        mine, theirs = (load_file(where / name / "model.safetensors") for where in (run, expected / "checkpoints"))
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+def check_log(expected: Path, run=Path("runs/run")) -> None:
+    """The log has each record of the uninterrupted run once, with its numbers."""
+    logs = [map(json.loads, (folder / "log.jsonl").read_text().splitlines()) for folder in (run, expected)]
+    found, whole = ([(r["kind"], r["step"], r["loss"]) for r in log if r["kind"] in ("train", "eval")] for log in logs)
+    assert found == whole
+
+
+# A full disk, which a limit on the size of files stands for
+
+
+@pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(processes, rank, whole, capfd):
+    outcomes = run_ranks(processes, train_with, {4: limit_files(SMALL, rank)}, FLAGS)
+    check_failed(outcomes, str(CHECKPOINTS), "full?")
+    assert ("rank 1: " in outcomes[0].err) == (rank == 1)
+    assert capfd.readouterr().err == ""  # nor do the libraries say anything past Python
+    check_intact(whole(processes), 3)
+    train_run(processes, "run", *FLAGS, "--resume", "auto")
+    check_intact(whole(processes), 3, 6, 9, 12)
+    check_log(whole(processes))
+
+
+@pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_a_run_told_to_continue_says_what_it_could_not_save_and_saves_again_when_it_can(processes, rank, whole):
+    outcomes = run_ranks(processes, train_with, {4: limit_files(SMALL, rank), 10: limit_files()}, GO_ON)
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
+    said = unsaved(outcomes[0])
+    assert [line.split(" could")[0] for line in said] == ["update 6", "update 9"]
+    assert all(str(CHECKPOINTS) in line for line in said)
+    assert all(outcome.out == "" for outcome in outcomes[1:])
+    check_intact(whole(processes), 3, 12)
+    check_log(whole(processes))
+
+
+def test_the_best_checkpoint_is_the_best_of_those_that_could_be_saved():
+    flags = [*GO_ON, "--eval_every", "1", "--save_every", "4", "--keep", "1"]
+    run_ranks(1, train_with, {5: limit_files(SMALL), 11: limit_files()}, flags)
+    accuracy = {f"step-{r['step']:08d}": r["accuracy"] for r in records("run", "eval")}
+    there = [name for name in names() if name.startswith("step")]
+    assert there[-1] == "step-00000012" and not {f"step-{step:08d}" for step in range(6, 12)} & set(there)
+    best = (CHECKPOINTS / "best").read_text().strip()
+    assert best == max(there, key=accuracy.get) > "step-00000005"
+    train_run(1, "run", *flags, "--resume", "auto", "--max_steps", "13", "--eval_every", "99")
+    assert (CHECKPOINTS / "best").read_text().strip() in (best, "step-00000013")
+
+
+def limit_log(run):
+    """An event: the log has room for half a record more, every other file for all that it needs."""
+    log = Path("runs/run/log.jsonl")
+    with log.open("a") as file:
+        file.write(json.dumps({"kind": "long", "step": 0, "text": " " * 300_000}) + "\n")
+    assert log.stat().st_size > 2 * max(path.stat().st_size for path in CHECKPOINTS.glob("step-*/*"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 50, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize(("processes", "update"), [(1, 7), (1, 11), (2, 4)])
+def test_a_log_that_cannot_be_written_ends_the_run_by_its_name(processes, update, whole):
+    event = {update: lambda run: run.ranks.is_main and limit_log(run)}
+    check_failed(run_ranks(processes, train_with, event, FLAGS), "runs/run/log.jsonl: File too large")
+    check_intact(whole(processes), *range(3, update, 3))  # none that says that the record is on the disk
+    train_run(processes, "run", *FLAGS, "--resume", "auto")
+    check_log(whole(processes))
+
+
+def test_a_run_told_to_continue_catches_up_with_its_log(whole):
+    (outcome,) = run_ranks(1, train_with, {4: limit_log, 10: limit_files()}, GO_ON)
+    said = unsaved(outcome)
+    assert outcome.code == 0 and [line.split()[1] for line in said] == ["6", "9"]
+    assert all("(runs/run/log.jsonl: File too large)" in line for line in said)
+    check_intact(whole(1), 3, 12)
+    check_log(whole(1))
+
+
+def test_no_checkpoint_is_newer_than_the_log_so_that_a_resumed_log_has_no_hole(whole):
+    (outcome,) = run_ranks(1, train_with, {4: limit_log}, GO_ON)
+    assert outcome.code == 0 and [line.split()[1] for line in unsaved(outcome)] == ["6", "9", "12"]
+    check_intact(whole(1), 3)
+    train_run(1, "run", *FLAGS, "--resume", "auto")
+    check_intact(whole(1), 3, 6, 9, 12)
+    check_log(whole(1))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("cause", ["full", "gone"])
+def test_a_stop_while_nothing_can_be_saved_leaves_all_the_same(processes, cause, whole):
+    trouble = limit_files(SMALL) if cause == "full" else on_main(lambda: shutil.rmtree("runs/run"))
+    told = {7: lambda run: run.ranks.topology.rank == processes - 1 and os.kill(os.getpid(), signal.SIGTERM)}
+    outcomes = run_ranks(processes, train_with, {4: trouble, **told}, GO_ON)
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(75, "")] * processes
+    stopped = int(outcomes[0].out.split("Stopped after update ")[1].split()[0])
+    assert unsaved(outcomes[0])[-1].startswith(f"update {stopped} could")
+    if cause == "full":
+        check_intact(whole(processes), 3)
+    else:
+        assert not Path("runs/run").exists()
+
+
+# A disk of a few pages
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A function that mounts something on a folder, as root may."""
+    mounted = []
+
+    def mount(folder: Path, *arguments: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["mount", *arguments, str(folder.resolve())]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("needs `mount`")
+        if done.returncode:
+            pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
+        mounted.append(folder.resolve())
+
+    yield mount
+    for folder in reversed(mounted):
+        subprocess.run(["umount", "-l", str(folder)], capture_output=True)
+
+
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def leave_pages(pages):
+    """Fill the disk up so that so many pages are free."""
+    filler = Path("runs/filler")
+    filler.unlink(missing_ok=True)
+    filler.write_bytes(b"x" * (PAGE * (os.statvfs("runs").f_bavail - pages)))
+    assert os.statvfs("runs").f_bavail == pages
+
+
+def test_wherever_the_disk_gets_full_a_checkpoint_is_whole_or_not_there(disk):
+    """An update after another finds one more page free, from none to enough for a whole checkpoint."""
+    disk(Path("runs"), "-t", "tmpfs", "-o", "size=4m", "lockstep-test")
+    flags = [*GO_ON, "--model_args", "{hidden: 16}", "--save_every", "1", "--log_every", "5"]
+    flags += ["--max_steps", "26", "--eval_every", "99", "--keep", "2"]
+    good = []
+
+    def look(run):
+        good.append([path.name for path in sorted(CHECKPOINTS.glob("step-*"))])
+        assert not list(CHECKPOINTS.glob(".step-*"))
+        for name in good[-1]:
+            verify(CHECKPOINTS / name)
+            torch.load(CHECKPOINTS / name / "optimizer.bin")
+        assert (CHECKPOINTS / "latest").read_text().strip() in good[-1]
+
+    def look_and_leave(pages):
+        return lambda run: (look(run), leave_pages(pages))
+
+    def train_and_return():
+        train_with({step: look_and_leave(step - 2) for step in range(2, 25)} | {25: enough}, flags)
+        return good
+
+    def enough(run):
+        look(run)
+        Path("runs/filler").unlink()
+
+    (outcome,) = run_ranks(1, train_and_return)
+    assert outcome.code == 0 and outcome.err == "", outcome.err
+    said = unsaved(outcome)
+    assert 8 < len(said) < 23, said  # too little room at first, then enough
+    assert [line.split()[1] for line in said] == [str(step) for step in range(3, 3 + len(said))]
+    assert all("runs/run/" in line and ("full?" in line or "No space" in line) for line in said), said
+    assert all(there[:2] == ["step-00000001", "step-00000002"] for there in outcome.value[: len(said) + 1])
+    assert outcome.value[-1] == ["step-00000024", "step-00000025"]
+    assert [r["step"] for r in records("run", "train")] == [5, 10, 15, 20, 25, 26]
+    train_run(1, "whole", *flags)
+    mine, theirs = weights("run"), weights("whole")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_full_disk_ends_a_run_with_one_line_and_is_said_at_the_next_start(disk, whole):
+    disk(Path("runs"), "-t", "tmpfs", "-o", "size=4m", "lockstep-test")
+    check_failed(run_ranks(1, train_with, {4: on_main(lambda: leave_pages(3))}, FLAGS), str(CHECKPOINTS), "full?")
+    check_intact(whole(1), 3)
+    leave_pages(0)
+    for name, flags in (("run", ["--resume", "auto"]), ("other", [])):
+        (outcome,) = run_ranks(1, train.main, ["--run_name", name, *FLAGS, *flags])
+        check_failed([outcome], f"runs/{name}/", "No space left on device")
+    check_intact(whole(1), 3)
+    Path("runs/filler").unlink()
+    train_run(1, "run", *FLAGS, "--resume", "auto")
+    check_intact(whole(1), 3, 6, 9, 12)
+    check_log(whole(1))
+
+
+def test_a_folder_that_becomes_read_only_and_writable_again(disk, whole):
+    def remount(how):
+        command = ["mount", "-o", f"remount,bind,{how}", str(CHECKPOINTS.resolve())]
+        return on_main(lambda: subprocess.run(command, check=True))
+
+    disk(CHECKPOINTS, "--bind", str(CHECKPOINTS.resolve()))
+    outcomes = run_ranks(1, train_with, {4: remount("ro"), 10: remount("rw")}, [*GO_ON, "--resume", "auto"])
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * 1
+    said = unsaved(outcomes[0])
+    assert [line.split()[1] for line in said] == ["6", "9"] and all("Read-only file system" in line for line in said)
+    check_intact(whole(1), 3, 12)
+    check_log(whole(1))
+    flags = [*FLAGS, "--max_steps", "20", "--resume", "auto"]
+    check_failed(run_ranks(1, train_with, {13: remount("ro")}, flags), str(CHECKPOINTS), "Read-only file system")
+    check_intact(whole(1), 3, 12)
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *FLAGS, "--resume", "auto"])
+    check_failed([outcome], str(CHECKPOINTS), "Read-only file system")
+
+
+def test_a_disk_that_is_away_for_a_while_is_written_to_when_it_is_back(disk, whole):
+    disk(Path("disk"), "-t", "tmpfs", "-o", "size=4m", "lockstep-test")
+    runs, there = Path("runs").resolve(), Path("disk").resolve()
+    disk(runs, "--bind", str(there))
+    away = on_main(lambda: subprocess.run(["umount", "-l", str(runs)], check=True))
+    back = on_main(lambda: subprocess.run(["mount", "--bind", str(there), str(runs)], check=True))
+    outcomes = run_ranks(2, train_with, {4: away, 10: back}, GO_ON)
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * 2
+    said = unsaved(outcomes[0])
+    assert [line.split()[1] for line in said] == ["6", "9"] and all("has vanished" in line for line in said)
+    check_intact(whole(2), 3, 12)
+    check_log(whole(2))
+
+
+# Folders that a run has no right to
+
+
+@pytest.fixture
+def anyones_folder(monkeypatch):
+    """The current folder is one that a user without rights may use, not below root's."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in (Path(folder), Path(folder, "runs")):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o777)
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("HOME", folder)
+        yield
+
+
+def as_nobody(function, *arguments):
+    """Run it without root's rights, for whom no folder is read-only."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    return function(*arguments)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_folder_whose_rights_change_while_a_run_trains(processes, anyones_folder, whole):
+    lock, unlock = (on_main(lambda mode=mode: CHECKPOINTS.chmod(mode)) for mode in (0o555, 0o755))
+    outcomes = run_ranks(processes, as_nobody, train_with, {4: lock, 10: unlock}, GO_ON)
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
+    said = unsaved(outcomes[0])
+    assert [line.split()[1] for line in said] == ["6", "9"]
+    assert all(f"{CHECKPOINTS}/.step-" in line and "Permission denied" in line for line in said)
+    check_intact(whole(processes), 3, 12)
+    flags = [*FLAGS, "--max_steps", "20", "--resume", "auto"]
+    outcomes = run_ranks(processes, as_nobody, train_with, {13: lock}, flags)
+    check_failed(outcomes, str(CHECKPOINTS), "Permission denied")
+    check_intact(whole(processes), 3, 12)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(anyones_folder):
+    def no_data(config):
+        raise AssertionError("the data were read")
+
+    def start(flags):
+        train.load_data = no_data
+        train.main([*FLAGS, *flags])
+
+    returned(1, as_nobody, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "3"])
+    Path("runs").chmod(0o555)
+    for flags in ([], ["--run_name", "new"], ["--output_dir", "runs/deep/er"]):
+        check_failed(run_ranks(1, as_nobody, start, flags), "--output_dir runs", "runs is not writable")
+        assert names(Path("runs")) == ["run"]
+
+
+# Folders that vanish
+
+
+@pytest.mark.parametrize(("folder", "processes"), [("runs", 1), ("runs/run", 2), ("runs/run/checkpoints", 1)])
+def test_a_vanished_folder_is_said_and_not_made_again(folder, processes):
+    gone = {4: on_main(lambda: shutil.rmtree(folder))}
+    check_failed(run_ranks(processes, train_with, gone, FLAGS), f"{CHECKPOINTS} has vanished")
+    assert not Path(folder).exists()
+    shutil.rmtree("runs", ignore_errors=True)
+    outcomes = run_ranks(processes, train_with, gone, GO_ON)
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
+    said = unsaved(outcomes[0])
+    assert [line.split()[1] for line in said] == ["6", "9", "12"] and all("has vanished" in line for line in said)
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_whose_folder_was_deleted_leaves_a_new_run_of_that_name_alone(processes, whole):
+    old = start_ranks(processes, train_with, {4: hold}, [*GO_ON, "--seed", "1"])
+    until(Path("held-0").exists)
+    shutil.rmtree("runs/run")
+    train_run(processes, "run", *FLAGS)
+    Path("go").touch()
+    outcomes = old.finish()
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
+    assert [line.split()[1] for line in unsaved(outcomes[0])] == ["6", "9", "12"]
+    check_intact(whole(processes), 3, 6, 9, 12)
+    check_log(whole(processes))
+
+
+# Two runs that want one folder
+
+
+def impatient(flags, seconds=1.0):
+    """Train, but wait no longer than this for others to leave the folder."""
+    utils.runs._ORPHANS_LEAVE_WITHIN = seconds
+    train.main(["--run_name", "run", *flags])
+
+
+@pytest.mark.parametrize(("processes", "second"), [(1, 2), (2, 1)])
+def test_a_second_run_is_refused_with_the_place_of_the_first_which_it_does_not_disturb(processes, second, whole):
+    first = start_ranks(processes, train_with, {4: hold}, FLAGS)
+    until(Path("held-0").exists)
+    outcomes = run_ranks(second, impatient, [*FLAGS, "--resume", "auto"])
+    check_failed(outcomes, "runs/run is in use by", f"process {first.pids[0]} on {socket.gethostname()}")
+    Path("go").touch()
+    assert [outcome.code for outcome in first.finish()] == [0] * processes
+    check_intact(whole(processes), 3, 6, 9, 12)
+    check_log(whole(processes))
+
+
+def test_a_killed_run_frees_its_folder_though_its_loader_workers_live_on():
+    image_folder("photos", {"class0": 40, "class1": 40}, size=(100, 100))
+    flags = ["--data", "photos", "--num_workers", "2", "--model", "mlp", "--model_args", "{hidden: 2}"]
+    flags += ["--image_size", "100", "--global_batch_size", "8", "--threads", "1", "--save_every", "2"]
+    first = start_ranks(1, slow_train, [*flags, "--max_steps", "10000"], 0.2)
+    until((CHECKPOINTS / "step-00000002").exists)
+    workers = psutil.Process(first.pids[0]).children()
+    os.kill(first.pids[0], signal.SIGKILL)
+    assert len(workers) >= 2 and all(worker.is_running() for worker in workers)
+    (outcome,) = run_ranks(1, _train_beside, workers, [*flags, "--resume", "auto", "--max_steps", "10"])
+    assert outcome.code == 0, outcome.err
+    assert "going on from runs/run/checkpoints/step-" in outcome.out
+    assert "waiting" not in outcome.out and outcome.value >= 2
+    assert first.finish()[0].code == -signal.SIGKILL
+
+
+def _train_beside(workers, flags):
+    """How many of the processes were alive when the run had the folder."""
+    alive = []
+    lock = utils.runs.lock
+
+    def counted(*arguments):
+        held = lock(*arguments)
+        alive.extend(worker for worker in workers if worker.is_running())
+        return held
+
+    utils.runs.lock = counted
+    impatient(flags, 0.0)
+    return len(alive)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_start_waits_for_ranks_without_a_launcher_to_save_and_leave(processes, whole):
+    first = start_ranks(processes, _train_and_leave_slowly, FLAGS, launcher=True)
+    until((CHECKPOINTS / "step-00000003").exists)
+    os.kill(first.launcher, signal.SIGKILL)
+    outcomes = run_ranks(processes, _train_when_told, [*FLAGS, "--resume", "auto"])
+    assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].err
+    assert "is in use by process" in outcomes[0].out and "waiting up to 20 s" in outcomes[0].out
+    assert [outcome.code for outcome in first.finish()] == [75] * processes
+    saved = records("run", "start")[-1]["step"]
+    assert 3 <= saved < 12 and f"going on from {CHECKPOINTS}/step-{saved:08d}" in outcomes[0].out
+    steps = sorted({3, 6, 9, 12, saved})
+    assert [name for name in names() if "step" in name] == [f"step-{step:08d}" for step in steps]
+    check_log(whole(processes))
+    assert (CHECKPOINTS / "latest").read_text() == "step-00000012\n"
+    mine, theirs = weights("run"), load_file(whole(processes) / "checkpoints/step-00000012/model.safetensors")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def _train_and_leave_slowly(flags):
+    close = train.close
+
+    def slow(*arguments):
+        until(Path("waiting").exists)
+        time.sleep(0.5)
+        return close(*arguments)
+
+    train.close = slow
+    slow_train(flags, 0.2)
+
+
+def _train_when_told(flags):
+    lock = utils.runs.lock
+
+    def told(*arguments):
+        Path("waiting").touch()
+        return lock(*arguments)
+
+    utils.runs.lock = told
+    train.main(["--run_name", "run", *flags])
+
+
+@pytest.mark.parametrize("flags", [[], ["--resume", "auto"]], ids=["afresh", "auto"])
+def test_of_two_starts_of_one_name_at_the_same_time_exactly_one_gets_the_folder(flags, whole):
+    starts = [start_ranks(1, _train_when_both_are_ready, [*FLAGS, *flags]) for _ in range(2)]
+    outcomes = sorted((start.finish()[0] for start in starts), key=lambda outcome: outcome.code)
+    assert [outcome.code for outcome in outcomes] == [0, 2]
+    check_failed(outcomes[1:], "runs/run")
+    check_intact(whole(1), 3, 6, 9, 12)
+    check_log(whole(1))
+
+
+def _train_when_both_are_ready(flags):
+    """Both have found no such folder when the first makes it."""
+    name = "find_start" if "auto" in flags else "make_run_folder"
+    take = getattr(train, name)
+
+    def together(*arguments):
+        Path(f"ready-{os.getpid()}").touch()
+        until(lambda: len(list(Path().glob("ready-*"))) == 2)
+        return take(*arguments)
+
+    setattr(train, name, together)
+    utils.runs._ORPHANS_LEAVE_WITHIN = 0.3
+    slow_train(flags, 0.1)
+
+
+def test_what_a_dead_process_left_in_the_lock_blocks_nobody():
+    train_run(1, "run", *FLAGS, "--max_steps", "3")
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    for process in (dead.stdout.strip(), os.getpid()):
+        text = f"process {process} on {socket.gethostname()}\n"
+        Path("runs/run/.lock").write_text(text)
+        (outcome,) = run_ranks(1, impatient, [*FLAGS, "--max_steps", "3", "--resume", "auto"], 0.0)
+        assert outcome.code == 0 and "in use" not in outcome.out
+    assert Path("runs/run/.lock").read_text().count("\n") == 1
