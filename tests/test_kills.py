@@ -109,7 +109,7 @@ def test_twenty_kills_at_random_moments(processes):
 
 
 def test_two_kills_and_a_move_from_two_to_one_to_three_processes_keep_order_and_losses():
-    flags = [*MLP, "--max_steps", "60", "--log_every", "1", "--save_every", "4", "--lr_schedule", "constant"]
+    flags = [*MLP, "--max_steps", "60", "--log_every", "1", "--save_every", "3", "--lr_schedule", "constant"]
     whole = train_run(1, "whole", *flags)
     for attempt, (processes, stop) in enumerate([(2, 22), (1, 43)]):
         launch = start_ranks(processes, _train_and_record, attempt, [*flags, "--resume", "auto"])
@@ -124,7 +124,7 @@ def test_two_kills_and_a_move_from_two_to_one_to_three_processes_keep_order_and_
         for line in path.read_text().splitlines():
             record = json.loads(line)
             seen[record["step"]].setdefault(int(path.name[0]), []).extend(record["samples"])
-    assert {len(attempts) for attempts in seen.values()} == {1, 2}  # some updates were done again
+    assert any(len(attempts) > 1 for attempts in seen.values()), "no update was done again: nothing was shown"
     for epoch in range(15):  # of 4 updates
         last = [seen[step][max(seen[step])] for step in range(4 * epoch, 4 * epoch + 4)]
         assert sorted(sample for samples in last for sample in samples) == list(range(480))
