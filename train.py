@@ -248,7 +248,7 @@ def save(run: Run) -> None:
     more = {"input": asdict(run.spec), "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict()}
     texts = checkpoint_texts(run.config, run.state, run.plan, run.ranks, run.data, more)
     folder, step = run.folder / "checkpoints", run.state.step
-    run.ranks.together(partial(check_weights, run.module, run.plan, step))
+    run.ranks.together(partial(check_weights, run.module, run.plan, run.data.train, step))
     try:
         run.ranks.together(lambda: (run.start.check_own(), run.log.sync()))
         save_checkpoint(run.ranks, run.accelerator, folder, step, texts, is_best=run.state.best_step == step)

@@ -12,6 +12,7 @@ from utils.cli import parse_args
 from utils.config import TrainConfig
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix, permutation
 from utils.distributed import ranks_of_launch
+from utils.stopping import Stopping
 
 
 def drawn_indices(*flags):
@@ -19,7 +20,7 @@ def drawn_indices(*flags):
     config = parse_args(TrainConfig, "train.py", ["--model", "mlp", *flags])
     with ranks_of_launch("train.py", config) as ranks:
         ranks.join()
-        run = train.build(config, ranks, make_accelerator(ranks, config))
+        run = train.build(config, ranks, Stopping(ranks), make_accelerator(ranks, config))
         return [batch.indices.tolist() for batch in run.train_batches]
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,8 +21,9 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
     `bad` is the first such of this rank since the ranks met: its update, counted from 0, and its piece.
     """
     step, piece = min(tuple(json.loads(text)) for text in ranks.gather(json.dumps(bad)) if text != "null")
-    positions = samples_of(plan, step, piece)
-    samples = train.rows[positions].tolist()
+    sizes = plan.piece_sizes(plan.at(step)[1])
+    start = sum(sizes[:piece])
+    samples = train.rows[samples_of(plan, step)[start : start + sizes[piece]]].tolist()
     rank = piece % ranks.topology.world_size
     log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
     shown = ", ".join(map(str, samples[:_SHOWN]))
@@ -31,19 +33,17 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
     )
 
 
-def samples_of(plan: Plan, step: int, piece: int) -> list[int]:
-    """Positions in the training split of the samples in one piece of an update, counted from 0."""
+def samples_of(plan: Plan, step: int) -> np.ndarray:
+    """Positions in the training split of the samples of an update, counted from 0, in the order of its pieces."""
     epoch, position = plan.at(step)
-    sizes = plan.piece_sizes(position)
-    start = position + sum(sizes[:piece])
-    return permutation(plan.samples, plan.seed, epoch)[start : start + sizes[piece]].tolist()
+    return permutation(plan.samples, plan.seed, epoch)[position : position + plan.update_size(position)]
 
 
-def check_weights(module: nn.Module, plan: Plan, step: int) -> None:
+def check_weights(module: nn.Module, plan: Plan, train: Split, step: int) -> None:
     """Raise ValueError when a weight is no number after `step` updates, the losses so far having been fine."""
     tensors = [tensor for tensor in module.state_dict().values() if tensor.is_floating_point()]
     if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
-        samples = [sample for piece in range(plan.pieces) for sample in samples_of(plan, step - 1, piece)]
+        samples = train.rows[samples_of(plan, step - 1)].tolist()
         shown = ", ".join(map(str, samples[:_SHOWN]))
         raise ValueError(
             f"update {step}, of {len(samples)} samples {shown}..., made weights that are no numbers, though its loss "

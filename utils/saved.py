@@ -15,7 +15,7 @@ from torch import nn
 from utils.checkpoint import load_model, load_optimizer
 from utils.config import TrainConfig, absolute_data, from_yaml, to_yaml
 from utils.data.order import Plan
-from utils.data.splits import Data, fingerprint_of
+from utils.data.splits import Data
 from utils.distributed import Ranks
 from utils.files import read_json
 from utils.state import TrainState
@@ -46,7 +46,7 @@ def read_state(checkpoint: Path | None, folder: Path, config: TrainConfig, plan:
         ("a seed", saved["seed"], plan.seed),
         ("training samples", saved["samples"], plan.samples),
         ("the classes", read_json(checkpoint / "labels.json"), data.class_names),
-        ("labels", saved["labels"], fingerprint_of(data.train.labels.tobytes())),
+        ("labels", saved["labels"], data.train.label_fingerprint),
     ):
         if there != here:
             raise ValueError(
@@ -85,7 +85,7 @@ def checkpoint_texts(
     saved = {
         "state": asdict(state),
         "samples": plan.samples,
-        "labels": fingerprint_of(data.train.labels.tobytes()),
+        "labels": data.train.label_fingerprint,
         "global_batch_size": plan.global_batch_size,
         "seed": plan.seed,
         "processes": ranks.topology.world_size,

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,11 @@ class Split:
         """Names the selected images in their order, for a file that holds something derived from them."""
         stamps = self.images.stamps(self.rows) if isinstance(self.images, Files) else ()
         return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).data, *stamps)
+
+    @cached_property
+    def label_fingerprint(self) -> str:
+        """Changes when a label or the order of the samples does; computed once, as every checkpoint has it."""
+        return fingerprint_of(np.ascontiguousarray(self.labels).data)
 
     def read_ahead(self, positions: Sequence[int]) -> list:
         """The encoded images of several samples, or None where reading them together gains nothing."""

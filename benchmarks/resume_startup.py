@@ -1,0 +1,138 @@
+"""How long a resumed run takes to its first update, and its memory, at 1 % and at 99 % of a long epoch.
+
+    python benchmarks/resume_startup.py --json FILE                          10 million samples, about eight minutes
+    python benchmarks/resume_startup.py --samples 100000 --rounds 2          a try, in a minute
+
+It trains a small network to 1 % of an epoch of synthetic images, and goes on with the same run to 99 %. Then it resumes
+from either checkpoint in turn, each time for one update of train.py, a hundredth of the epoch, in a new run. With each
+resume the order of the epoch is made alone, in a fresh process: by `permutation`, which does not know of the place, so
+that its two columns differ by noise, and as far as the first piece that `UpdateSampler` gives at that place.
+
+Processor time is what counts where other work slows the machine down: all of this is done by one thread. Memory is
+resident memory in MB of 10^6 bytes; that of the order is counted without what the process held before.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from math import sqrt
+from pathlib import Path
+from statistics import mean, median, stdev
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import psutil
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from utils.data.order import Plan, UpdateSampler, permutation
+
+PLACES = {"1 %": 1, "99 %": 99}  # finished updates of the hundred in the epoch
+BATCH = 1000  # samples of one forward pass
+
+
+def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
+    """Run train.py to its end; returns what it took."""
+    command = [sys.executable, str(Path(__file__).resolve().parent.parent / "train.py"), "--model", "mlp"]
+    command += ["--data", f"synthetic/10x8x{samples}", "--global_batch_size", str(samples // 100), "--threads", "1"]
+    command += ["--batch_size", str(BATCH), "--lr_schedule", "constant", "--max_eval_samples", "100"]
+    command += ["--log_every", "1", "--output_dir", str(runs), *flags]
+    updated, lines, begun = None, [], time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            for line in process.stdout:
+                if updated is None and line.startswith("update "):
+                    updated, used = time.perf_counter(), psutil.Process(process.pid).cpu_times()
+                lines.append(line)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        finally:
+            process.kill()  # does nothing to one that has ended
+    if process.returncode or updated is None:
+        raise SystemExit(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
+    return {
+        "Resume, start of the process to the end of its first update, s": updated - begun,
+        "Resume, processor time until then, s": used.user + used.system,
+        "Resume, peak memory of the process, MB": usage.ru_maxrss * 1024 / 1e6,
+    }
+
+
+def make_order(samples: int, step: int, whole: bool) -> dict[str, float]:
+    """Make the `whole` order, or ask the sampler for the first piece of update `step`; returns what it took."""
+    permutation(1, seed=0, epoch=0)  # numpy imports its random part when first used
+    plan, before = Plan(samples, samples // 100, pieces=samples // 100 // BATCH, seed=0), resident("VmRSS")
+    begun = time.process_time()
+    if whole:
+        name, held = "Order alone", permutation(samples, plan.seed, epoch=0)
+    else:
+        name, held = "Sampler's first piece", iter(UpdateSampler(plan, 1, *plan.at(step)))
+        next(held)
+    seconds, peak, kept = time.process_time() - begun, resident("VmHWM") - before, resident("VmRSS") - before
+    return {f"{name}, processor time, s": seconds, f"{name}, peak memory, MB": peak, f"{name}, memory kept, MB": kept}
+
+
+def resident(field: str) -> float:
+    """This process's resident memory in MB: VmRSS is what it holds now, VmHWM the most it has held."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / 1e6
+
+
+def measure(samples: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """The numbers of all rounds, by what they are and by place."""
+    results = defaultdict(lambda: {place: [] for place in PLACES})
+    fresh = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
+    bar = tqdm(total=len(PLACES) * (1 + rounds))
+    with TemporaryDirectory(prefix="lockstep-") as folder, fresh, bar:
+        for place, step in PLACES.items():
+            bar.set_description(f"training to {place}")
+            train(samples, Path(folder), "--run_name", "whole", "--resume", "auto", "--max_steps", str(step))
+            bar.update()
+        for number in range(rounds):
+            for place in sorted(PLACES, reverse=number % 2 == 1):  # turn about, so that a drift cancels out
+                bar.set_description(f"resuming at {place}")
+                step, checkpoint = PLACES[place], f"{folder}/whole/checkpoints/step-{PLACES[place]:08d}"
+                name = ("--run_name", f"{number}-from-{step}", "--max_steps", str(step + 1))
+                taken = train(samples, Path(folder), "--resume", checkpoint, *name)
+                for whole in (True, False):
+                    taken |= fresh.submit(make_order, samples, step, whole).result()
+                for what, value in taken.items():
+                    results[what][place].append(value)
+                bar.update()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=10_000_000, help="a multiple of 100000 (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="resumes from either place (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single number to FILE")
+    args = parser.parse_args()
+    if args.samples < 1 or args.samples % (100 * BATCH) or args.rounds < 2:
+        parser.error(f"--samples must be a multiple of {100 * BATCH}, and --rounds at least 2")
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: its folder does not exist")
+    results = measure(args.samples, args.rounds)
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    machine = f"{os.cpu_count()} x {cpu[1] if cpu else platform.machine()}"
+    print(f"{args.samples} samples, {args.rounds} resumes from either place, {machine}, numpy {np.__version__}\n")
+    print("| Median (lowest to highest) | at 1 % | at 99 % | 99 % less 1 %, mean ± standard error |")
+    print("| --- | --- | --- | --- |")
+    for what, at in results.items():
+        cells = [f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in at.values()]
+        later = [last - first for first, last in zip(*at.values(), strict=True)]
+        print(f"| {what} | {' | '.join(cells)} | {mean(later):+.2f} ± {stdev(later) / sqrt(len(later)):.2f} |")
+    if args.json:
+        record = {"samples": args.samples, "machine": machine, "numpy": np.__version__, "results": results}
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
