@@ -21,10 +21,10 @@ from utils.data.order import BlockSampler
 from utils.data.sources import check_source, load_split
 from utils.distributed import Ranks, ranks_of_launch
 from utils.evaluation import evaluate_split
-from utils.files import read_json, write_file
+from utils.files import write_file
 from utils.models import build_model
 from utils.report import progress, table
-from utils.saved import read_saved, read_settings
+from utils.saved import read_classes, read_saved, read_settings
 
 OVERRIDES = (
     "data",
@@ -43,20 +43,29 @@ def main(argv: Sequence[str] | None = None) -> dict:
     """Evaluate as the arguments say; returns the numbers."""
     asked = parse_args(EvalConfig, "eval.py", argv)
     with ranks_of_launch("eval.py", asked) as ranks:
-        checkpoint = find_checkpoint(expand(asked.ckpt))
-        verify(checkpoint)
-        config, own_data = settings_of(checkpoint, asked)
-        check_precision(config, ranks)
-        check_source(config)
+        find_checkpoint(expand(asked.ckpt))  # a mistake is said before the processes meet
         if asked.json:
             check_output_file(expand(asked.json))
         ranks.join()
+        # The main process chooses: a training run that goes on may move `best` between two looks.
+        checkpoint = Path(ranks.share(ranks.together(lambda: choose(asked, ranks), main_first=True)))
+        config, own_data = ranks.together(lambda: settings_of(checkpoint, asked))
+        ranks.together(lambda: (check_precision(config, ranks), check_source(config)))
         record, class_names = evaluate_checkpoint(checkpoint, config, asked.split, own_data, ranks)
         if ranks.is_main:
             show(record, class_names, checkpoint)
             if asked.json:
                 write_file(expand(asked.json), json.dumps(record, indent=1) + "\n")
     return record
+
+
+def choose(asked: EvalConfig, ranks: Ranks) -> str:
+    """The verified checkpoint that --ckpt means, on the main process."""
+    if not ranks.is_main:
+        return ""
+    checkpoint = find_checkpoint(expand(asked.ckpt))
+    verify(checkpoint)
+    return str(checkpoint)
 
 
 def settings_of(checkpoint: Path, asked: EvalConfig) -> tuple[TrainConfig, bool]:
@@ -79,8 +88,8 @@ def check_output_file(path: Path) -> None:
 def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str | None, own_data: bool, ranks: Ranks):
     """The numbers of one split, and the names of the classes; collective."""
     accelerator = ranks.together(lambda: make_accelerator(ranks, config))
-    saved, class_names = read_saved(checkpoint), read_json(checkpoint / "labels.json")
-    spec = InputSpec(**saved["input"])
+    saved, class_names = ranks.together(lambda: (read_saved(checkpoint), read_classes(checkpoint)))
+    spec = InputSpec.from_dict(saved["input"])
     split = ranks.together(lambda: load_split(config, split_name, class_names, own_data), main_first=True)
     bar = progress("decoding", ranks.is_main)
     dataset = ranks.together(lambda: make_dataset(split, spec, config, False, bar), main_first=True)

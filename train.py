@@ -72,13 +72,10 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
-    """Train as the arguments say; returns the last evaluation, or None when the run had been finished before.
-
-    Raises SystemExit with code 75 when it was told to stop and can be gone on with.
-    """
+    """Train as the arguments say; returns the last evaluation, if any; exits with code 75 when told to stop before."""
     config = parse_args(TrainConfig, "train.py", argv)
     command = typed_command(argv)
-    with ranks_of_launch("train.py", config) as ranks, Stopping(ranks) as stopping:
+    with ranks_of_launch("train.py", config) as ranks, Stopping(lambda: ranks.orphaned) as stopping:
         # What needs no other process is checked before they meet.
         check_precision(config, ranks)
         check_model(config)
@@ -131,10 +128,11 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         if ranks.is_main:
             print("\n".join([f"going on from {start.checkpoint}", *changes(start.checkpoint, config, ranks)]))
         ranks.together(lambda: ranks.is_main and forget_after(folder / "checkpoints", state.step, state.best_step))
+    ranks.remember("started", "yes")
     train_batches = Batches(train_loader, spec, config, accelerator.device, training=True)
     eval_batches = Batches(eval_loader, spec, config, accelerator.device, training=False)
     meter = Meter(accelerator.device, Totals(**state.since_log) if ranks.is_main else Totals())
-    log = ranks.together(lambda: RunLog(folder, ranks.is_main, state.step, updates))
+    log = ranks.together(lambda: RunLog(folder, ranks.is_main, state, updates))
     best = state.best_accuracy, state.best_step
     parts = (model, module, optimizer, train_batches, eval_batches, meter, log, best)
     return Run(config, ranks, stopping, accelerator, start, folder, data, spec, plan, updates, state, *parts)
@@ -255,12 +253,12 @@ def save(run: Run) -> None:
         run.best = run.state.best_accuracy, run.state.best_step
         run.ranks.together(lambda: run.ranks.is_main and prune(folder, run.config.keep))
     except (OSError, AgreedError) as error:
-        if run.config.if_save_fails == "stop":
+        if run.config.if_save_fails == "stop" or step >= run.updates:  # nothing is left to go on with
             raise
         run.state.best_accuracy, run.state.best_step = run.best  # `best` is a checkpoint
         run.log.say(f"update {step} could not be saved: {one_line(error)}")
     run.meter.restart_save_clock()
-    run.stopping.agreed = run.ranks.any(run.stopping.agreed or run.stopping.requested)
+    run.stopping.agreed = run.ranks.any_rank(run.stopping.agreed or run.stopping.requested)
 
 
 def announce(run: Run) -> None:
@@ -284,7 +282,7 @@ def announce(run: Run) -> None:
 
 def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     """Say what came out and what to type next; returns whether there is more to do."""
-    state, done = run.state, run.state.step == run.updates and not run.state.owes_evaluation
+    state, done = run.state, run.state.step >= run.updates and not run.state.owes_evaluation
     if done:
         title, following = "Done", f"evaluate it: python eval.py --ckpt {run.folder}"
     else:

@@ -14,7 +14,7 @@ from training_runs import records, train_run, weights
 import eval
 import train
 from utils.checkpoint import find_checkpoint, verify
-from utils.config import from_yaml
+from utils.cli import read_config
 
 FLAGS = ("--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "1", "--global_batch_size", "120")
 FLAGS += ("--max_train_samples", "480", "--threads", "1", "--lr", "0.02", "--epochs", "3")  # 4 updates an epoch
@@ -32,7 +32,7 @@ def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_pat
         "state.json", "config.yaml", "labels.json", "manifest.json",
     }  # fmt: skip
     assert json.loads((checkpoint / "labels.json").read_text()) == [str(i) for i in range(10)]
-    assert from_yaml((checkpoint / "config.yaml").read_text()).crop_padding == 1
+    assert read_config(checkpoint / "config.yaml").crop_padding == 1
     there = returned(1, eval.main, ["--ckpt", "runs/run"])[0]
     shutil.move(checkpoint, tmp_path / "elsewhere")
     shutil.rmtree("runs")
@@ -97,10 +97,18 @@ def test_a_run_goes_on_at_the_next_sample_on_other_numbers_of_processes():
     assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected if r["kind"] == "train"], rel=1e-5)
 
 
+def test_a_run_that_is_past_its_end_says_so_and_ends_well():
+    train_run(1, "run", *FLAGS, "--max_steps", "6")
+    for processes in (1, 2):
+        flags = ["--run_name", "run", "--resume", "auto", *FLAGS, "--max_steps", "4"]
+        outcomes = run_ranks(processes, train.main, flags)
+        assert [o.code for o in outcomes] == [0] * processes and "6 updates were done before" in outcomes[0].out
+
+
 def test_a_finished_run_says_so_and_ends_well():
     train_run(1, "run", *FLAGS)
     (again,) = run_ranks(1, train.main, ["--run_name", "run", "--resume", "auto", *FLAGS])
-    assert again.code == 0 and "all 12 updates were done before" in again.out
+    assert again.code == 0 and "12 updates were done before" in again.out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Settings: files first, then flags; what is saved can be read back; batch sizes multiply to the global batch."""
 
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -7,8 +8,8 @@ import pytest
 import yaml
 from training_runs import train_run
 
-from utils.cli import parse_args
-from utils.config import TrainConfig, from_yaml, resolve_batch, to_yaml
+from utils.cli import parse_args, read_config
+from utils.config import TrainConfig, resolve_batch, to_yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,7 +58,8 @@ def test_lists_and_dictionaries_are_written_as_yaml():
 
 def test_settings_survive_saving_and_a_saved_file_is_a_config_file():
     config = parse("--model_args", "{a: 1}", "--std", "[0.5]", "--seed", "3", "--flip", "--data", "ä/b")
-    assert from_yaml(to_yaml(config)) == config
+    Path("kept.yaml").write_text(to_yaml(config))
+    assert read_config(Path("kept.yaml")) == config
     Path("saved.yaml").write_text(to_yaml(config))
     assert parse("--config", "saved.yaml") == config
 
@@ -106,3 +108,23 @@ def test_batch_sizes_multiply_to_the_global_batch(flags, processes, expected):
 def test_batch_sizes_that_do_not_divide_are_refused_with_numbers_that_work(flags, processes, mend):
     with pytest.raises(ValueError, match=mend):
         resolve_batch(parse(*flags), processes)
+
+
+@pytest.mark.parametrize("place", ["model_args: {class_path: CLASS}", "model_args: {a: {class_path: CLASS}}",
+                                   "model_args: {a: [{b: {class_path: CLASS}}]}", "data: {class_path: CLASS}",
+                                   "mean: {class_path: CLASS}"])  # fmt: skip
+def test_settings_from_a_stranger_import_and_execute_nothing(place, monkeypatch):
+    """jsonargparse makes an object of a class_path wherever the type of a setting allows any."""
+    Path("trap.py").write_text(
+        "import os\nos.mkdir('imported')\nclass Trap:\n    def __init__(self): os.mkdir('made')\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    Path("recipe.yaml").write_text(place.replace("CLASS", "trap.Trap") + "\n")
+    with suppress(ValueError):
+        read_config(Path("recipe.yaml"))
+    with suppress(SystemExit):
+        parse_args(TrainConfig, "train.py", ["--config", "recipe.yaml"])
+    flag, value = Path("recipe.yaml").read_text().strip().split(": ", 1)
+    with suppress(SystemExit):
+        parse_args(TrainConfig, "train.py", [f"--{flag}", value])
+    assert not Path("imported").exists() and not Path("made").exists()

@@ -13,7 +13,6 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from accelerate import Accelerator
@@ -33,8 +32,8 @@ def save_checkpoint(
 ) -> None:
     """Write `folder`/step-N with Accelerate's state and these small text files, then move `latest` (and `best`).
 
-    Collective; an error on any rank, OSError or AgreedError, is raised on all, and then nothing that was there before
-    has changed.
+    Collective; an error on any rank, OSError or AgreedError, is raised on all, and the checkpoints that were there
+    before are as they were.
     """
     final = folder / f"step-{step:08d}"
     partial = folder / f".{final.name}.partial"
@@ -78,19 +77,27 @@ def prune(folder: Path, keep: int) -> None:
 def forget_after(folder: Path, step: int, best_step: int | None) -> None:
     """Delete the checkpoints after `step`, whose updates are about to be made anew. Call on one rank.
 
-    Does nothing where `step` itself is not there: then the run goes on from another run's checkpoint.
+    Damaged ones are put aside as step-N.damaged: perhaps the disk is what has to be mended. Does nothing where `step`
+    itself is not there: then the run goes on from another run's checkpoint.
     """
     if not (folder / f"step-{step:08d}").is_dir():
         return
-    for path in reversed(checkpoints_of(folder)):  # killed in the middle, it leaves no later one without those before
-        if _step_of(path) > step:
-            _remove(path)
     best = folder / f"step-{best_step or 0:08d}"
     if best.is_dir():
         write_file(folder / "best", best.name + "\n")
     else:
         (folder / "best").unlink(missing_ok=True)
     write_file(folder / "latest", f"step-{step:08d}\n")
+    for path in reversed(checkpoints_of(folder)):  # killed in the middle, it leaves no later one without those before
+        if _step_of(path) <= step:
+            break
+        aside = path.with_name(f"{path.name}.damaged")
+        if damage_of(path) and not aside.exists():
+            path.rename(aside)
+            print(f"{path} is now {aside.name}")
+        else:
+            _remove(path)
+            print(f"{path} is deleted: what follows is trained anew")
 
 
 def tidy(folder: Path) -> None:
@@ -104,8 +111,8 @@ def tidy(folder: Path) -> None:
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoint folders in `folder`, oldest first; OSError when it cannot be listed."""
-    return sorted((path for path in folder.iterdir() if _is_name(path.name) and path.is_dir()), key=_step_of)
+    """The checkpoints in `folder`, whatever is left of them, oldest first; OSError when it cannot be listed."""
+    return sorted((path for path in folder.iterdir() if _is_name(path.name)), key=_step_of)
 
 
 def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
@@ -148,20 +155,23 @@ def damage_of(checkpoint: Path) -> str | None:
     """The first thing that is not as the manifest says, None when all is well."""
     path = checkpoint / MANIFEST
     try:
+        if not path.is_file():
+            return f"{path}: missing"
         manifest = read_json(path)
         files = manifest.get("files") if isinstance(manifest, dict) else None
-        if not isinstance(files, dict) or not files or path.read_text() != _manifest_text(files):
+        if not isinstance(files, dict) or not files or path.read_bytes() != _manifest_text(files).encode():
             return f"{path}: damaged"
         for name, entry in files.items():
             if Path(name).name != name or not isinstance(entry, dict):
+                return f"{checkpoint / MANIFEST}: damaged"
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{path}: missing"
+            if path.stat().st_size != entry.get("size") or _sha256(path) != entry.get("sha256"):
                 return f"{path}: damaged"
-            if not (checkpoint / name).is_file():
-                return f"{checkpoint / name}: missing"
-            size, sha256 = (checkpoint / name).stat().st_size, entry.get("sha256")
-            if size != entry.get("size") or _sha256(checkpoint / name) != sha256:
-                return f"{checkpoint / name}: damaged"
     except (ValueError, OSError) as error:
-        return one_line(error)
+        text = one_line(error)
+        return text if text.startswith(str(path)) else f"{path}: {text}"  # a disk's error names no file
     return None
 
 
@@ -188,10 +198,19 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
         state = torch.load(path, map_location="cpu", weights_only=True)
         own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
+        _check_shapes(optimizer)
         for group, settings in zip(optimizer.param_groups, own, strict=True):
             group.update(settings)  # momentum, decay and the like are this run's, not the checkpoint's
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, UnpicklingError) as error:
+    except Exception as error:  # torch.load raises many kinds: of struct, of pickle, AssertionError, IndexError
         raise ValueError(f"{path}: not this run's optimizer ({one_line(error)[:120]})") from error
+
+
+def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError where a tensor is neither a number nor like its parameter: the first update would fail."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if value is not None and value.shape not in ((), parameter.shape):
+                raise ValueError(f"{name} of shape {list(value.shape)} for a parameter of {list(parameter.shape)}")
 
 
 def _save_state(accelerator: Accelerator, folder: Path) -> None:

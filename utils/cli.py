@@ -20,22 +20,32 @@ Config = TypeVar("Config")
 def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None) -> Config:
     """Fill `cls` from --config FILE, then from the flags; a mistake ends the process with one line and code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(cls, prog)
-    names = [f.name for f in fields(cls)]
     try:
         files, flags = _split_config_files(argv)
-        flags = _normalise_flags(flags, names, cls)
-        arguments = []
-        for path in files:
-            _check_config_file(path, names)
-            arguments += ["--config", path]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            namespace = parser.parse_args(arguments + flags)
-            values = parser.instantiate(namespace).as_dict()
-        return cls(**{name: values[name] for name in names})
+        return _fill(cls, prog, files, _normalise_flags(flags, [f.name for f in fields(cls)], cls))
     except Exception as error:  # jsonargparse raises many kinds; each of them means a bad setting
         leave(ValueError(_plain(one_line(error))), prog, is_main_process())
+
+
+def read_config(path: Path) -> TrainConfig:
+    """The settings in a file that --config reads; ValueError when it is none."""
+    try:
+        return _fill(TrainConfig, "train.py", [str(path)], [])
+    except Exception as error:
+        text = _plain(one_line(error))
+        raise ValueError(text if text.startswith(str(path)) else f"{path}: {text}") from error
+
+
+def _fill(cls: type[Config], prog: str, files: list[str], flags: list[str]) -> Config:
+    names = [f.name for f in fields(cls)]
+    parser, arguments = _parser(cls, prog), []
+    for path in files:
+        _check_config_file(path, names)
+        arguments += ["--config", path]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        values = parser.parse_args(arguments + flags).as_dict()
+    return cls(**{name: values[name] for name in names})
 
 
 def _parser(cls: type, prog: str):
@@ -90,7 +100,9 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
 def _check_config_file(path: str, names: list[str]) -> None:
     try:
         values = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
+    except OSError:
+        raise
+    except Exception as error:  # not only YAMLError: also RecursionError, and KeyError for `!!bool x`
         raise ValueError(f"{path}: not valid YAML ({one_line(error)})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: must hold 'name: value' lines")

@@ -5,11 +5,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
-
-from utils.errors import one_line
 
 
 @dataclass
@@ -59,7 +57,7 @@ class TrainConfig:
 
     model: str = "mnist_cnn"
     """mnist_cnn, mlp, any torchvision classification model, or timm/NAME."""
-    model_args: dict[str, Any] = field(default_factory=dict)
+    model_args: dict[str, bool | int | float | str | list | dict | None] = field(default_factory=dict)
     """Keyword arguments for the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False
     """Start from the model's published weights."""
@@ -128,7 +126,7 @@ class TrainConfig:
     threads: int | None = None
     """Processor threads per process (default: an equal share of the cores)."""
     timeout: float = 600.0
-    """Seconds that a rank waits for another before the run fails."""
+    """Seconds that a rank waits for another before the run fails; a download may take longer."""
     traceback: bool = False
     """Show the Python traceback of an error."""
 
@@ -191,7 +189,7 @@ class EvalConfig:
     threads: int | None = None
     """Processor threads per process (default: an equal share of the cores)."""
     timeout: float = 600.0
-    """Seconds that a rank waits for another before the run fails."""
+    """Seconds that a rank waits for another before the run fails; a download may take longer."""
     traceback: bool = False
     """Show the Python traceback of an error."""
 
@@ -268,20 +266,6 @@ def advice(config: TrainConfig, small_images: bool) -> list[str]:
 def to_yaml(config: TrainConfig) -> str:
     """The settings as a YAML file that --config reads."""
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
-
-
-def from_yaml(text: str) -> TrainConfig:
-    """Settings saved by `to_yaml`; ValueError when the text is no such file."""
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"not valid YAML ({one_line(error)})") from None
-    if not isinstance(values, dict):
-        raise ValueError("no settings in it")
-    try:
-        return TrainConfig(**values)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
 
 
 def _check_ranges(config, at_least_one: Sequence[str], at_least_zero: Sequence[str]) -> None:

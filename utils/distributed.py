@@ -26,7 +26,7 @@ from utils.errors import (
 )
 from utils.launch import (
     Topology,
-    is_launched,
+    launcher,
     read_topology,
     restarts,
     restarts_are_possible,
@@ -40,7 +40,7 @@ _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
 class Ranks:
     """The processes of the run: this one's place among them, its device, and their agreements.
 
-    `join`, `together`, `gather`, `share`, `any`, `same_buffers` and `part` are collective: all ranks call them or none.
+    Collective, called by all ranks or none: `join`, `together`, `gather`, `share`, `any_rank`, `same_buffers`, `part`.
     """
 
     def __init__(self, topology: Topology, threads: int | None = None, timeout: float = 600.0):
@@ -52,7 +52,7 @@ class Ranks:
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # Accelerate would set its own number where there is none
         torch.set_num_threads(self.threads)
         # A killed launcher tells nobody, and its processes would train on. A shell may go away: nohup expects that.
-        self._launcher = os.getppid() if is_launched() else None
+        self._launcher = launcher()
         self.backend = "none"
         self._store = self._launchers_store = self._prompt = self._patient = None
 
@@ -82,7 +82,8 @@ class Ranks:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise ValueError(
                 f"the processes could not meet at {where} over {self.backend} ({one_line(error)[:160]}); check "
-                "that the port is free there, that the address can be reached, and the network interface"
+                "that the port is free there, that the address can be reached, and the network interface "
+                "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
             ) from error
 
     def _meet(self) -> dist.Store | None:
@@ -147,7 +148,7 @@ class Ranks:
         """Every rank's text, in the order of the ranks."""
         return [text] if self._store is None else self._exchange(text, self._prompt)
 
-    def any(self, wish: bool) -> bool:
+    def any_rank(self, wish: bool) -> bool:
         """Whether any rank wishes so."""
         return any(self.gather("x" if wish else ""))
 

@@ -49,6 +49,7 @@ def is_lost_rank(error: BaseException) -> bool:
         return False
     text = str(error).lower()
     signs = ("closed by peer", "connection reset", "broken pipe", "timed out", "connectfullmesh", "socket closed")
+    signs += ("ncclremoteerror", "nccl communicator was aborted")
     return any(sign in text for sign in signs)
 
 

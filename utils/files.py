@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -18,7 +18,7 @@ def read_json(path: Path):
     """Parse a JSON file; ValueError names it when it is none."""
     try:
         return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number too long, nested too deep
         raise ValueError(f"{path}: not valid JSON ({one_line(error)})") from None
 
 
@@ -54,7 +54,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(folder: Path, patience: float, say: Callable[[str], None] = print) -> TextIO:
+def lock(folder: Path, patience: float) -> TextIO:
     """Hold `folder` against other runs until the returned file is closed or this process ends, however it ends.
 
     Waits up to `patience` seconds for another holder to leave; then raises ValueError with its host and process.
@@ -68,26 +68,32 @@ def lock(folder: Path, patience: float, say: Callable[[str], None] = print) -> T
             break
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                say(f"{folder}: this file system has no locks ({error.strerror}); see that no other run writes there")
-                return file
+                print(f"{folder}: this file system has no locks ({error.strerror}); see that no other run writes there")
+                break
         file.seek(0)
         holder = file.read().strip() or "another process"
         if time.monotonic() > deadline:
             raise ValueError(f"{folder} is in use by {holder}; stop it, or choose another --run_name")
         if not told:
-            say(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to leave")
+            print(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to leave")
             told = True
         time.sleep(0.1)
     with named(folder / ".lock"):
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.write(holder_text())
         file.flush()
+        os.fsync(file.fileno())  # the other machines look for it, see utils/runs.py
     return file
 
 
-def is_taken_over(lock: TextIO, folder: Path) -> bool:
-    """Whether the locked `folder` was deleted and another run has made it anew."""
+def holder_text() -> str:
+    """Who holds a lock of this process."""
+    return f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def is_taken_over(folder: Path, held: TextIO) -> bool:
+    """Whether the folder of a lock that is held was deleted and another run has made it anew."""
     try:
-        return (folder / ".lock").stat().st_ino != os.fstat(lock.fileno()).st_ino
+        return (folder / ".lock").stat().st_ino != os.fstat(held.fileno()).st_ino
     except (FileNotFoundError, NotADirectoryError):
         return False

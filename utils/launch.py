@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -75,6 +76,14 @@ def is_launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_BACKEND" in os.environ
 
 
+def launcher() -> int | None:
+    """The process number of the launcher; None without one, 0 when it is gone already."""
+    if not is_launched():
+        return None
+    parent = os.getppid()
+    return 0 if parent == 1 and not _names_script(_command_of(parent)) else parent
+
+
 def restarts_are_possible() -> bool:
     """Whether a launcher started this process that can start it again."""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -87,13 +96,23 @@ def restarts() -> int:
 
 def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
     """The command that started the run, the launcher's if there is one; `arguments` are the script's own."""
-    command = ["python", sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
-    if is_launched():
-        with suppress(psutil.Error):
-            command = psutil.Process(os.getppid()).cmdline() or command
+    command = _command_of(os.getppid()) if is_launched() else []
+    if not _names_script(command):
+        command = [sys.executable, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
     if len(command) > 1 and Path(command[1]).name in ("accelerate", "accelerate-launch", "torchrun"):
         command = command[1:]
-    return [Path(command[0]).name, *command[1:]]
+    name = Path(command[0]).name
+    return [name if shutil.which(name) in (command[0], shutil.which(command[0])) else command[0], *command[1:]]
+
+
+def _command_of(process: int) -> list[str]:
+    with suppress(psutil.Error):
+        return psutil.Process(process).cmdline()
+    return []
+
+
+def _names_script(command: Sequence[str]) -> bool:
+    return any(Path(word).name == Path(sys.argv[0]).name for word in command)
 
 
 def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> str:

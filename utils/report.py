@@ -18,12 +18,12 @@ from utils.state import TrainState
 class RunLog:
     """log.jsonl and the progress bar; every method does nothing on ranks other than the main process."""
 
-    def __init__(self, folder: Path, is_main: bool, step: int, updates: int):
+    def __init__(self, folder: Path, is_main: bool, state: TrainState, updates: int):
         self.path, self.is_main, self.updates = folder / "log.jsonl", is_main, updates
         self.error: OSError | None = None
         if is_main:
-            self.file, self.pending = _reopen(self.path, step), b""
-            self.bar = tqdm(total=updates, initial=step, unit="update", disable=not sys.stderr.isatty())
+            self.file, self.pending = _reopen(self.path, state), b""
+            self.bar = tqdm(total=updates, initial=state.step, unit="update", disable=not sys.stderr.isatty())
 
     def advance(self) -> None:
         """One more update is done."""
@@ -96,19 +96,23 @@ class RunLog:
             self.bar.set_postfix(numbers, refresh=False)
 
 
-def _reopen(path: Path, step: int) -> int:
-    """Open the log to append, without what was logged after update `step` by a run that is now redone from there."""
+def _reopen(path: Path, state: TrainState) -> int:
+    """Open the log to append, without what was logged of that which is now done again."""
     if path.exists():
-        lines = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= step]
+        lines = [line for line in path.read_text(errors="replace").splitlines() if _is_kept(line, state)]
         write_file(path, "".join(line + "\n" for line in lines))
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
-def _step_of(line: str) -> float:
+def _is_kept(line: str, state: TrainState) -> bool:
     try:
-        return json.loads(line)["step"]
+        record = json.loads(line)
+        again = record["step"] > state.step or (
+            record["kind"] == "eval" and record["step"] == state.step and state.owes_evaluation
+        )
     except (ValueError, KeyError, TypeError):
-        return math.inf  # a line that a crash cut short
+        return False  # a line that a crash cut short
+    return not again
 
 
 def progress(description: str, is_main: bool):
@@ -131,7 +135,7 @@ def outcome(state: TrainState, result: dict | None, done: bool) -> list[tuple[st
     """The rows of a run's last table."""
     rows = [("accuracy", f"{result['accuracy']:.4f}"), ("loss", f"{result['loss']:.4f}")] if result else []
     if done and result is None:
-        rows = [("finished", f"all {state.step} updates were done before; raise --epochs or --max_steps to go on")]
+        rows = [("finished", f"{state.step} updates were done before; raise --epochs or --max_steps to go on")]
     if state.best_accuracy is not None:
         rows.append(("best", f"{state.best_accuracy:.4f} at update {state.best_step}"))
     return [*rows, ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s")]

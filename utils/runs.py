@@ -12,7 +12,7 @@ from typing import TextIO
 from utils.checkpoint import find_checkpoint, newest_good, tidy, verify
 from utils.config import TrainConfig, expand, resolve_batch
 from utils.distributed import Ranks
-from utils.files import is_taken_over, lock
+from utils.files import holder_text, is_taken_over, lock
 from utils.launch import restarts
 from utils.saved import read_saved
 from utils.state import TrainState
@@ -30,7 +30,8 @@ def check_run_folder(config: TrainConfig, after_meeting: bool = False) -> None:
     if config.resume not in (None, "auto"):
         find_checkpoint(expand(config.resume), prefer=("latest",))
         folder = _named_folder(config)
-        if config.run_name and folder.exists() and folder.resolve() not in expand(config.resume).resolve().parents:
+        path = expand(config.resume).resolve()
+        if config.run_name and folder.exists() and folder.resolve() not in (path, *path.parents):
             raise ValueError(f"{folder} exists and is another run than {config.resume}; choose another --run_name")
     parent = expand(config.output_dir)
     if config.run_name and config.resume is None and _named_folder(config).exists():
@@ -54,7 +55,7 @@ class Start:
 
     def check_own(self) -> None:
         """Raise OSError when the folder that this process locked was deleted and is another run's by now."""
-        if self.lock is not None and is_taken_over(self.lock, self.folder):
+        if self.lock is not None and is_taken_over(self.folder, self.lock):
             raise OSError(f"{self.folder} was deleted and is another run's now")
 
 
@@ -74,10 +75,11 @@ def find_start(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Start]:
             start.folder = Path(before)
         else:
             check_run_folder(config, after_meeting=True)
-            start.folder = _named_folder(config) if config.run_name and config.resume else None
+            goes_on_there = config.resume == "auto" or (config.resume and _named_folder(config).exists())
+            start.folder = _named_folder(config) if config.run_name and goes_on_there else None
         if start.folder is not None:
             _take(start, ranks)
-        if start.folder is not None and (before or config.resume == "auto"):
+        if config.resume == "auto" or (before and ranks.remembered("started")):
             start.checkpoint = _newest(start.folder)
         if start.checkpoint is None and config.resume not in (None, "auto"):
             start.checkpoint = _named_checkpoint(expand(config.resume))
@@ -85,7 +87,11 @@ def find_start(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Start]:
 
     found = ranks.share(ranks.together(find, main_first=True))  # it may have to wait, and verifies large files
     start.folder, start.checkpoint = (Path(path) if path else None for path in json.loads(found))
-    return ranks.together(lambda: batch_of_start(config, start.checkpoint, ranks.topology.world_size)), start
+    derived = ranks.together(lambda: batch_of_start(config, start.checkpoint, ranks.topology.world_size))
+    if ranks.is_main and derived.batch_size is None and config.batch_size is not None:
+        asked = f"--batch_size {config.batch_size}" + f" --grad_accum {config.grad_accum}" * bool(config.grad_accum)
+        print(f"{asked} cannot make the run's global batch of {derived.global_batch_size} here; see the batch below")
+    return derived, start
 
 
 def _newest(folder: Path) -> Path | None:
@@ -95,6 +101,8 @@ def _newest(folder: Path) -> Path | None:
         raise ValueError(f"{damages[0]}; the run has no good checkpoint: begin it anew under another --run_name")
     for damage in damages:
         print(f"{damage}; going on from {checkpoint} instead")
+    if checkpoint is None and (folder / "log.jsonl").exists():
+        print(f"{folder} has no checkpoint; beginning anew")
     return checkpoint
 
 
@@ -126,35 +134,33 @@ def batch_of_start(config: TrainConfig, checkpoint: Path | None, processes: int)
         return config
     saved = read_saved(checkpoint)
     total = saved["global_batch_size"]
-    largest = config.batch_size or TrainState.from_dict(saved["state"]).batch_size
-    if config.batch_size or config.grad_accum:
-        with suppress(ValueError):
-            if resolve_batch(config, processes)[2] == total:
-                return config
     if config.global_batch_size not in (None, total):
         raise ValueError(
             f"{checkpoint}: was trained with a global batch size of {total}, not {config.global_batch_size}; give the "
             "same settings"
         )
+    config = replace(config, global_batch_size=total)
+    if config.batch_size or config.grad_accum:
+        with suppress(ValueError):
+            resolve_batch(config, processes)
+            return config
     if total % processes:
         works = [str(number) for number in range(1, 2 * processes) if total % number == 0]
         raise ValueError(
             f"{checkpoint}: the global batch of {total} does not divide by {processes} processes; go on with "
             f"{' or '.join(works)} processes"
         )
-    accumulations = (a for a in range(1, total // processes + 1) if total % (processes * a) == 0)
-    accumulation = next(a for a in accumulations if total // (processes * a) <= largest)
-    return replace(config, global_batch_size=total, batch_size=None, grad_accum=accumulation)
+    share, largest = total // processes, config.batch_size or TrainState.from_dict(saved["state"]).batch_size
+    batch = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
+    return replace(config, batch_size=None, grad_accum=share // batch)
 
 
 def make_run_folder(config: TrainConfig, start: Start, ranks: Ranks) -> Path:
     """The run folder, made now for a run that starts afresh; collective."""
-    if start.folder is not None:
-        return start.folder
 
     def make() -> str:
-        if not ranks.is_main:
-            return ""
+        if not ranks.is_main or start.folder is not None:
+            return str(start.folder or "")
         name = config.run_name or re.sub(
             r"[^\w.]+", "-", f"{Path(config.data).name}-{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
         )
@@ -171,7 +177,19 @@ def make_run_folder(config: TrainConfig, start: Start, ranks: Ranks) -> Path:
         return str(start.folder)
 
     start.folder = Path(ranks.share(ranks.together(make)))
+    holder = ranks.share(holder_text())
+    ranks.together(lambda: ranks.is_main or _check_shared(start.folder, holder))
     return start.folder
+
+
+def _check_shared(folder: Path, holder: str) -> None:
+    """Raise ValueError on a rank that finds another folder, or none, where the main process has locked one."""
+    for _ in range(20):  # a network file system may show a new file late
+        with suppress(OSError):
+            if (folder / ".lock").read_text() == holder:
+                return
+        time.sleep(0.25)
+    raise ValueError(f"{folder} is not the folder that rank 0 has made; --output_dir must be shared by all machines")
 
 
 def _named_folder(config: TrainConfig) -> Path:

@@ -13,10 +13,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from utils.checkpoint import load_model, load_optimizer
-from utils.config import TrainConfig, absolute_data, from_yaml, to_yaml
+from utils.cli import read_config
+from utils.config import TrainConfig, absolute_data, to_yaml
+from utils.data.loader import InputSpec
 from utils.data.order import Plan
 from utils.data.splits import Data
 from utils.distributed import Ranks
+from utils.errors import one_line
 from utils.files import read_json
 from utils.state import TrainState
 
@@ -31,7 +34,15 @@ def load_run(
     ranks.together(lambda: load_optimizer(checkpoint, optimizer))
     scale = read_saved(checkpoint).get("scaler")
     if accelerator.scaler is not None and scale:
-        accelerator.scaler.load_state_dict(scale)  # a fresh one would overflow and skip updates
+        ranks.together(lambda: _load_scale(scale, accelerator, checkpoint))
+
+
+def _load_scale(scale: dict, accelerator: Accelerator, checkpoint: Path) -> None:
+    """The loss scale where the run left it: a fresh one would overflow and skip updates."""
+    try:
+        accelerator.scaler.load_state_dict(scale)
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{checkpoint / 'state.json'}: 'scaler' is malformed ({one_line(error)[:120]})") from error
 
 
 def read_state(checkpoint: Path | None, folder: Path, config: TrainConfig, plan: Plan, data: Data) -> TrainState:
@@ -45,7 +56,7 @@ def read_state(checkpoint: Path | None, folder: Path, config: TrainConfig, plan:
         ("an optimizer", settings.optimizer, config.optimizer),
         ("a seed", saved["seed"], plan.seed),
         ("training samples", saved["samples"], plan.samples),
-        ("the classes", read_json(checkpoint / "labels.json"), data.class_names),
+        ("the classes", read_classes(checkpoint), data.class_names),
         ("labels", saved["labels"], data.train.label_fingerprint),
     ):
         if there != here:
@@ -53,6 +64,12 @@ def read_state(checkpoint: Path | None, folder: Path, config: TrainConfig, plan:
                 f"{checkpoint}: was trained with {what} of {_short(there)}, not {_short(here)}; give the same settings"
             )
     state = TrainState.from_dict(saved["state"])
+    try:
+        state.check_place(plan)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint / 'state.json'}: {error}; take another checkpoint") from None
+    if not plan.update_size(state.position):  # --drop_last is new: the epoch ends here
+        state.epoch, state.position = state.epoch + 1, 0
     state.batch_size = max(state.batch_size, plan.global_batch_size // plan.pieces)
     if checkpoint.parent.parent.resolve() != folder.resolve():
         state.best_accuracy = state.best_step = None  # that checkpoint stays behind in its own run
@@ -108,22 +125,35 @@ def resolved(config: TrainConfig, plan: Plan, precision: str) -> TrainConfig:
 
 
 def read_saved(checkpoint: Path) -> dict:
-    """A checkpoint's state.json; ValueError when something is missing from it."""
-    saved, path = read_json(checkpoint / "state.json"), checkpoint / "state.json"
-    needed = ("state", "input", "samples", "labels", "global_batch_size", "seed", "processes", "threads")
-    missing = [name for name in needed if not isinstance(saved, dict) or name not in saved]
-    if missing:
-        raise ValueError(f"{path}: {missing[0]!r} is missing; take another checkpoint")
+    """A checkpoint's state.json; ValueError when something in it is missing or malformed."""
+    path = checkpoint / "state.json"
+    saved = read_json(path)
+    needed = {"state": dict, "input": dict, "samples": int, "labels": str, "global_batch_size": int, "seed": int}
+    for name, kind in (needed | {"processes": int, "threads": int}).items():
+        if not isinstance(saved, dict) or type(saved.get(name)) is not kind:
+            raise ValueError(f"{path}: {name!r} is missing or malformed; take another checkpoint")
+    try:
+        TrainState.from_dict(saved["state"])
+        InputSpec.from_dict(saved["input"])
+        if saved["global_batch_size"] < 1:
+            raise ValueError("'global_batch_size' is malformed")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; take another checkpoint") from None
     return saved
+
+
+def read_classes(checkpoint: Path) -> list[str]:
+    """The names of a checkpoint's classes."""
+    path = checkpoint / "labels.json"
+    names = read_json(path)
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: not a list of class names; take another checkpoint")
+    return names
 
 
 def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint."""
-    path = checkpoint / "config.yaml"
-    try:
-        return from_yaml(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return read_config(checkpoint / "config.yaml")
 
 
 def _short(value) -> str:

@@ -59,13 +59,37 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
-        """The state that `asdict` wrote; ValueError when a field is missing or of another kind."""
+        """The state that `asdict` wrote; ValueError when a field is missing or cannot be."""
         default = asdict(cls())
-        for name, value in default.items():
-            kind = (int, float, type(None)) if value is None else (int, float) if type(value) is float else type(value)
-            if not isinstance(values, dict) or not isinstance(values.get(name, ""), kind):
+        for name in default:
+            if not isinstance(values, dict) or name not in values or not _can_be(name, values[name]):
                 raise ValueError(f"no training state: {name!r} is missing or malformed")
         return cls(**{name: values[name] for name in default})
+
+    def check_place(self, plan: Plan) -> None:
+        """Raise ValueError when a run of this plan does not come by here, with --drop_last in any of its parts."""
+        full, rest = divmod(plan.samples, plan.global_batch_size)
+        before, odd = divmod(self.position, plan.global_batch_size)
+        least = self.epoch * full + before
+        if odd or self.position >= plan.samples or not least <= self.step <= least + self.epoch * (rest > 0):
+            raise ValueError(f"step {self.step}, epoch {self.epoch} and position {self.position} contradict each other")
+
+
+def _can_be(name: str, value) -> bool:
+    """Whether a field of TrainState may have this value."""
+    if name == "owes_evaluation":
+        return type(value) is bool
+    if name == "since_log":
+        fits = isinstance(value, dict) and value.keys() in (set(), asdict(Totals()).keys())
+        return fits and all(_is_number(total, int, float) for total in value.values())
+    if name in ("best_accuracy", "best_step") and value is None:
+        return True
+    is_real = name in ("best_accuracy", "seconds", "logged_seconds")
+    return _is_number(value, int, *(float,) * is_real) and (name != "batch_size" or value > 0)
+
+
+def _is_number(value, *kinds: type) -> bool:
+    return type(value) in kinds and 0 <= value < 2**63  # which no NaN is
 
 
 class Due(NamedTuple):

@@ -3,9 +3,8 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-
-from utils.distributed import Ranks
 
 EXIT_RESUME = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -19,9 +18,9 @@ class Stopping:
     meet, and a second SIGINT ends the process at once.
     """
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, is_orphan: Callable[[], bool]):
         self.agreed = False
-        self._ranks = ranks
+        self._is_orphan = is_orphan
         self._signal: signal.Signals | None = None
         self._training = False
         self._before: dict = {}
@@ -29,13 +28,15 @@ class Stopping:
     def __enter__(self) -> "Stopping":
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for number in _SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+                # nohup ignores SIGHUP and means it; a shell that starts a job in the background ignores SIGINT.
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # Told twice is told once, also while the last ranks leave: SLURM and a launcher may both pass it on.
+            signal.signal(number, signal.SIG_IGN if self.agreed and number != signal.SIGINT else handler)
 
     def training_begins(self) -> None:
         """From now on finish the update and save before leaving."""
@@ -44,17 +45,17 @@ class Stopping:
     @property
     def requested(self) -> bool:
         """Whether this rank wants to stop; the others need not know yet."""
-        return self._signal is not None or self._ranks.orphaned
+        return self._signal is not None or self._is_orphan()
 
     @property
     def reason(self) -> str:
         """Why, as far as this rank knows."""
         if self._signal is not None:
             return self._signal.name
-        return "the launcher is gone" if self._ranks.orphaned else "another rank was told to"
+        return "the launcher is gone" if self._is_orphan() else "another rank was told to"
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number)  # told twice is told once: SLURM and a launcher may both pass it on
+        self._signal = signal.Signals(number)
         if not self._training:
             raise Interrupted(self._signal)
         if number == signal.SIGINT:

@@ -30,6 +30,20 @@ class InputSpec:
     mean: list[float]
     std: list[float]
 
+    @classmethod
+    def from_dict(cls, values: dict) -> "InputSpec":
+        """The spec that `asdict` wrote; ValueError when it is none."""
+        try:
+            spec = cls(**values)
+            fits = all(type(n) is int and 0 < n < 2**16 for n in (spec.height, spec.width, spec.channels))
+            fits = fits and len(spec.mean) == len(spec.std) == spec.channels and min(spec.std) > 0
+            fits = fits and bool(np.isfinite([*spec.mean, *spec.std]).all())
+        except TypeError:
+            fits = False
+        if not fits:
+            raise ValueError("'input' is missing or malformed")
+        return spec
+
     def describe(self) -> str:
         return f"{self.height}x{self.width} {'grey' if self.channels == 1 else 'colour'}"
 
@@ -162,9 +176,18 @@ class Batches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self.loader:
+        for batch in self._from_workers():
             self.error = batch.get("error", self.error)
             yield Batch(self._input(batch), batch["labels"], batch["indices"])
+
+    def _from_workers(self) -> Iterator[dict]:
+        try:
+            yield from self.loader
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            text = f"a loader process was killed ({one_line(error)[:100]}); if memory is short, lower --num_workers"
+            raise ValueError(text) from error
 
     def _input(self, batch: dict) -> Tensor:
         images = batch["images"]

@@ -1,0 +1,608 @@
+"""A damaged checkpoint is found out before anything changes, and a malicious one executes nothing."""
+
+import contextlib
+import errno
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from ranks import run_ranks
+from training_runs import records, train_run, weights
+
+import eval
+import train
+from utils.checkpoint import _seal, damage_of, newest_good
+
+FLAGS = ("--data", "digits", "--model", "mlp", "--model_args", "{hidden: 16}", "--threads", "1", "--keep", "9")
+FLAGS += ("--lr_schedule", "constant", "--save_every", "2", "--eval_every", "99")
+FRESH = (*FLAGS, "--global_batch_size", "120")
+RESUME = ("--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "10")
+STEPS = ("step-00000002", "step-00000004", "step-00000006", "step-00000008")
+RUN, CHECKPOINTS, NEWEST = (Path("runs/run", *parts) for parts in ((), ("checkpoints",), ("checkpoints", STEPS[-1])))
+NOBODY = 65534  # a user and a group without rights
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with `run`, which has the four checkpoints, and `whole`, which went on without a stop."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        patch.chdir(folder)
+        train_run(1, "whole", *FRESH, "--max_steps", "10")
+        train_run(1, "run", *FRESH, "--max_steps", "8")
+    return folder / "runs"
+
+
+@pytest.fixture(autouse=True)
+def fresh_copy(own_folders, trained):
+    """runs/run and runs/whole in the test's own folder."""
+    shutil.copytree(trained, "runs")
+
+
+def contents(folder):
+    """Everything below a folder, except the lock, which names whoever looked last."""
+    files = (path for path in sorted(folder.rglob("*")) if path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in files}
+
+
+def refused(outcome, *texts):
+    """Assert that a rank ended with code 2 and one line that says all of this."""
+    assert outcome.code == 2, (outcome.code, outcome.err, outcome.out)
+    assert outcome.err.count("\n") == 1 and "Traceback" not in outcome.err + outcome.out, outcome.err
+    assert all(text in outcome.err for text in texts), outcome.err
+
+
+# Each damages one checkpoint, given as its folder, with the random numbers of its first argument.
+
+
+def truncate(rng, checkpoint):
+    path = rng.choice(files_of(checkpoint))
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def flip_a_bit(rng, checkpoint):
+    path = rng.choice(files_of(checkpoint))
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def delete(rng, checkpoint):
+    rng.choice(files_of(checkpoint)).unlink()
+
+
+def swap(rng, checkpoint):
+    one, other = rng.sample(files_of(checkpoint), 2)
+    exchange(one, other)
+
+
+def swap_with_another_checkpoint(rng, checkpoint):
+    """With the one before; only files that an update changes, the others may be the same in both."""
+    name = rng.choice(["model.safetensors", "optimizer.bin", "state.json", "manifest.json"])
+    exchange(checkpoint / name, CHECKPOINTS / STEPS[STEPS.index(checkpoint.name) - 1] / name)
+
+
+def empty(rng, checkpoint):
+    rng.choice(files_of(checkpoint)).write_bytes(b"")
+
+
+def overwrite(rng, checkpoint):
+    path = rng.choice(files_of(checkpoint))
+    path.write_bytes(rng.randbytes(path.stat().st_size))
+
+
+def append(rng, checkpoint):
+    with rng.choice(files_of(checkpoint)).open("ab") as file:
+        file.write(rng.randbytes(1))
+
+
+def put_a_folder_there(rng, checkpoint):
+    path = rng.choice(files_of(checkpoint))
+    path.unlink()
+    path.mkdir()
+
+
+def put_a_broken_link_there(rng, checkpoint):
+    path = rng.choice(files_of(checkpoint))
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def put_a_file_in_its_own_place(rng, checkpoint):
+    shutil.rmtree(checkpoint)
+    checkpoint.write_bytes(rng.randbytes(9))
+
+
+def flip_a_bit_of_the_manifest(rng, checkpoint):
+    data = bytearray((checkpoint / "manifest.json").read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    (checkpoint / "manifest.json").write_bytes(data)
+
+
+def delete_the_manifest(rng, checkpoint):
+    (checkpoint / "manifest.json").unlink()
+
+
+DAMAGES = [truncate, flip_a_bit, delete, swap, swap_with_another_checkpoint, empty, overwrite, append]
+DAMAGES += [put_a_folder_there, put_a_broken_link_there, put_a_file_in_its_own_place]
+DAMAGES += [flip_a_bit_of_the_manifest, delete_the_manifest]
+POINTERS = [b"", b"\xff\xfe\x00", b"../..\n", b"/\n", b"step-99999999\n", b"step-00000002\n", b"rubbish", None]
+
+
+def files_of(checkpoint):
+    return sorted(checkpoint.iterdir())
+
+
+def exchange(one, other):
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("seed", range(2))
+def test_each_of_260_random_damages_is_named_and_the_newest_good_checkpoint_is_taken(trained, damage, seed):
+    rng = random.Random(f"{damage.__name__} {seed}")
+    for _ in range(10):
+        shutil.rmtree("runs")
+        shutil.copytree(trained / "run", RUN)
+        for name in STEPS[-1 : -rng.choice([2, 2, 3]) : -1]:
+            damage(rng, CHECKPOINTS / name)
+        for pointer in rng.choice([(), ("latest",), ("best",), ("latest", "best")]):
+            (CHECKPOINTS / pointer).unlink()
+            if content := rng.choice(POINTERS):
+                (CHECKPOINTS / pointer).write_bytes(content)
+        changed = {name: changed_files(trained, name) for name in reversed(STEPS)}
+        assert changed[STEPS[-1]]  # no damage left everything as it was
+        good = next(name for name in changed if not changed[name])
+        found, damages = newest_good(CHECKPOINTS)
+        assert found == CHECKPOINTS / good
+        assert len(damages) == list(changed).index(good)
+        for name, line in zip(changed, damages, strict=False):
+            assert line == damage_of(CHECKPOINTS / name) and "\n" not in line
+            assert "manifest.json" in changed[name] or any(
+                line.startswith(f"{CHECKPOINTS / name / file}: ") for file in changed[name]
+            ), (line, changed[name])
+
+
+def changed_files(trained, name):
+    """Of a checkpoint, the names of the files that are not as they were written."""
+    before, after = contents(trained / "run/checkpoints" / name), contents(CHECKPOINTS / name)
+    return [file for file in before if after.get(file) != before[file]]
+
+
+def test_each_change_of_one_byte_of_a_manifest_is_seen(tmp_path):
+    """Each bit flipped, and each byte replaced by one that a reader of text or of JSON might take for the same."""
+    checkpoint = tmp_path / "step-00000001"
+    checkpoint.mkdir()
+    (checkpoint / "a").write_text("a")
+    _seal(checkpoint)
+    assert damage_of(checkpoint) is None
+    path, manifest = checkpoint / "manifest.json", (checkpoint / "manifest.json").read_bytes()
+    for position, byte in enumerate(manifest):
+        for other in {byte ^ 1 << bit for bit in range(8)} | set(b"\r\n ") - {byte}:
+            path.write_bytes(manifest[:position] + bytes([other]) + manifest[position + 1 :])
+            assert str(checkpoint) in (damage_of(checkpoint) or ""), (position, byte, other)
+    for other in (manifest.replace(b"\n", b"\r\n"), manifest[:-1], manifest + b"\n", b" " + manifest):
+        path.write_bytes(other)
+        assert damage_of(checkpoint) is not None
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_a_disk_that_cannot_read_counts_as_damage_and_the_file_is_named(monkeypatch, position):
+    names = ["labels.json", "model.safetensors", "state.json"]
+    real = hashlib.file_digest
+
+    def digest(file, kind):
+        if file.name == str(NEWEST / names[position]):
+            raise OSError(errno.EIO, "Input/output error")  # as read() raises it: without the name
+        return real(file, kind)
+
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    found, (line,) = newest_good(CHECKPOINTS)
+    assert found == CHECKPOINTS / STEPS[-2]
+    assert line.startswith(f"{NEWEST / names[position]}: ") and "Input/output error" in line
+
+
+# The same through train.py and eval.py.
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_run_goes_on_from_the_newest_good_checkpoint_as_if_it_had_never_stopped(trained, damage):
+    damage(random.Random(damage.__name__), NEWEST)
+    before = {name for name in reversed(STEPS) if not changed_files(trained, name)}
+    (outcome,) = run_ranks(1, train.main, RESUME)
+    went_on(outcome, CHECKPOINTS / max(before))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"../..\n", None], ids=repr)
+def test_pointers_matter_to_no_resume_and_are_mended_by_it(content):
+    for name in ("latest", "best"):
+        (CHECKPOINTS / name).unlink()
+        if content is not None:
+            (CHECKPOINTS / name).write_bytes(content)
+    (evaluated,) = run_ranks(1, eval.main, ("--ckpt", "runs/run"))
+    assert evaluated.code == 0 and evaluated.value["step"] == 8, evaluated.err
+    (outcome,) = run_ranks(1, train.main, RESUME)
+    assert outcome.code == 0 and outcome.err == "" and f"going on from {NEWEST}\n" in outcome.out
+    assert all(torch.equal(weights("whole")[name], tensor) for name, tensor in weights("run").items())
+    state = json.loads((CHECKPOINTS / "step-00000010/state.json").read_text())["state"]
+    assert (CHECKPOINTS / "latest").read_text() == "step-00000010\n"
+    assert (CHECKPOINTS / "best").read_text() == f"step-{state['best_step']:08d}\n"
+
+
+def test_two_processes_go_on_from_the_newest_good_checkpoint():
+    shutil.rmtree("runs")
+    train_run(2, "whole", *FRESH, "--max_steps", "10")
+    train_run(2, "run", *FRESH, "--max_steps", "8")
+    flip_a_bit(random.Random(0), NEWEST)
+    outcomes = run_ranks(2, train.main, RESUME)
+    went_on(outcomes[0], CHECKPOINTS / STEPS[-2])
+    assert outcomes[1].code == 0 and outcomes[1].err + outcomes[1].out == ""
+
+
+def went_on(outcome, good):
+    """Assert that a rank said what was damaged, went on from this checkpoint, and ended where `whole` did."""
+    assert outcome.code == 0 and outcome.err == "" and "Traceback" not in outcome.out, outcome.err + outcome.out
+    said = [line for line in outcome.out.splitlines() if line.endswith(f"; going on from {good} instead")]
+    assert len(said) == (int(STEPS[-1][5:]) - int(good.name[5:])) / 2, outcome.out
+    assert said[0].startswith(str(NEWEST))
+    assert [record["step"] for record in records("run", "start")][-1] == int(good.name[5:])
+    ours, uninterrupted = weights("run"), weights("whole")
+    assert ours.keys() == uninterrupted.keys()
+    assert all(torch.equal(ours[name], uninterrupted[name]) for name in ours)
+    assert damage_of(CHECKPOINTS / "step-00000008") is None  # made anew
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_without_a_good_checkpoint_nothing_is_trained_and_nothing_changes(processes):
+    for number, name in enumerate(STEPS):
+        DAMAGES[number](random.Random(number), CHECKPOINTS / name)
+    before = contents(RUN)
+    outcomes = run_ranks(processes, train.main, RESUME)
+    refused(outcomes[0], f"{NEWEST}/", "the run has no good checkpoint: begin it anew under another --run_name")
+    assert all(outcome.code == 2 and outcome.err == "" for outcome in outcomes[1:])
+    assert contents(RUN) == before
+
+
+def test_a_run_that_lost_its_checkpoints_says_that_it_begins_anew():
+    for name in STEPS:
+        shutil.rmtree(CHECKPOINTS / name)
+    (outcome,) = run_ranks(1, train.main, (*RESUME, "--global_batch_size", "120"))
+    assert outcome.code == 0 and "no checkpoint" in outcome.out, outcome.err + outcome.out
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, delete, delete_the_manifest], ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_asked_for_by_its_path_is_refused(damage):
+    damage(random.Random(0), NEWEST)
+    before = contents(RUN)
+    flags = ("--run_name", "run", *FLAGS, "--resume", str(NEWEST), "--max_steps", "10")
+    for main, arguments in (
+        (train.main, flags),
+        (eval.main, ("--ckpt", str(NEWEST))),
+        (eval.main, ("--ckpt", "runs/run")),
+    ):
+        (outcome,) = run_ranks(1, main, arguments)
+        refused(outcome, f"{NEWEST}/", "take another checkpoint of the run")
+    assert contents(RUN) == before
+
+
+def test_all_is_verified_before_anything_is_loaded():
+    flip_a_bit(random.Random(0), NEWEST)
+    (outcome,) = run_ranks(1, _order_of_events, train.main, RESUME)
+    good = CHECKPOINTS / STEPS[-2]
+    assert outcome.value[:2] == [("verified", NEWEST, False), ("verified", good, True)], outcome.err
+    *before, aside = outcome.value[2:]
+    assert before[-4:] == [
+        ("read", good / "model.safetensors"), ("loaded", "Module"), ("read", good / "optimizer.bin"), ("loaded", "SGD"),
+    ]  # fmt: skip
+    assert {event[0] for event in before[:-4]} <= {"loaded"}  # Accelerate gives the optimizer its own state
+    assert aside == ("verified", NEWEST, False) and NEWEST.with_name(f"{NEWEST.name}.damaged").is_dir()
+
+
+def _order_of_events(main, flags):
+    """What main verifies, reads and loads, in that order."""
+    import utils.checkpoint as checkpoint
+
+    events = []
+
+    def watch(owner, name, note):
+        real = getattr(owner, name)
+
+        def watched(*arguments, **named):
+            result = real(*arguments, **named)
+            events.append(note(arguments[0], result))
+            return result
+
+        setattr(owner, name, watched)
+
+    watch(checkpoint, "damage_of", lambda folder, damage: ("verified", folder, damage is None))
+    watch(checkpoint, "load_file", lambda path, _: ("read", path))
+    watch(torch, "load", lambda path, _: ("read", path))
+    watch(torch.nn.Module, "load_state_dict", lambda *_: ("loaded", "Module"))
+    watch(torch.optim.Optimizer, "load_state_dict", lambda optimizer, _: ("loaded", type(optimizer).__name__))
+    main(flags)
+    return events
+
+
+# Permissions, as a user who is not root.
+
+
+@pytest.fixture
+def of_nobody(trained, monkeypatch):
+    """The runs in a folder that an unprivileged user owns and can reach; the tests' own are closed to others."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="lockstep-of-nobody-"))
+    shutil.copytree(trained, folder / "runs")
+    shutil.copytree(trained / "run", folder / "runs/warm")
+    if os.geteuid() == 0:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    monkeypatch.setenv("HF_HOME", str(folder / "home"))
+    monkeypatch.chdir(folder)
+    yield folder
+    for path in (RUN, CHECKPOINTS, *CHECKPOINTS.iterdir()):
+        path.chmod(0o700)
+    shutil.rmtree(folder)
+
+
+def _without_privileges(main, flags):
+    with contextlib.redirect_stdout(io.StringIO()):
+        train.main([*RESUME, "--run_name", "warm"])  # imports what is imported late: Python itself may lie in /root
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    main(flags)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "random_states_0.pkl", "manifest.json", ""])
+def test_what_may_not_be_read_counts_as_damaged(of_nobody, name):
+    (NEWEST / name).chmod(0)
+    (outcome,) = run_ranks(1, _without_privileges, train.main, RESUME)
+    assert f"{NEWEST / (name or 'manifest.json')}: Permission denied; going on from" in outcome.out
+    went_on(outcome, CHECKPOINTS / STEPS[-2])
+
+
+@pytest.mark.parametrize(("folder", "mode"), [(CHECKPOINTS, 0), (CHECKPOINTS, 0o300), (CHECKPOINTS, 0o400), (RUN, 0)])
+def test_a_folder_that_may_not_be_listed_or_entered_is_no_fresh_start(of_nobody, folder, mode):
+    before = contents(RUN)
+    folder.chmod(mode)
+    (outcome,) = run_ranks(1, _without_privileges, train.main, RESUME)
+    folder.chmod(0o700)
+    refused(outcome, str(folder), "Permission denied")
+    assert contents(RUN) == before
+
+
+def test_evaluation_says_what_may_not_be_read(of_nobody):
+    for path in (NEWEST / "model.safetensors", CHECKPOINTS):
+        path.chmod(0)
+        (outcome,) = run_ranks(1, _without_privileges, eval.main, ("--ckpt", "runs/run"))
+        path.chmod(0o700)
+        refused(outcome, str(path), "Permission denied")
+
+
+# Malicious files under a manifest that matches.
+
+
+class Payload:
+    def __reduce__(self):
+        return (os.mkdir, ("executed",))
+
+
+def as_torch_writes_it(path):
+    torch.save(Payload(), path)
+
+
+def as_torch_wrote_it_once(path):
+    torch.save(Payload(), path, _use_new_zipfile_serialization=False)
+
+
+def as_pickle_writes_it(path):
+    path.write_bytes(pickle.dumps(Payload()))
+
+
+def as_pickle_of_text(path):
+    path.write_bytes(pickle.dumps(Payload(), protocol=0))
+
+
+def inside_a_state(path):
+    momentum = {"momentum_buffer": Payload()}
+    torch.save(
+        {"state": {0: momentum}, "param_groups": [{"params": [0]}, {"params": [1]}], "fc.weight": Payload()}, path
+    )
+
+
+def as_yaml(path):
+    path.write_text("model: !!python/object/apply:os.mkdir [executed]\n")
+
+
+PICKLES = [as_torch_writes_it, as_torch_wrote_it_once, as_pickle_writes_it, as_pickle_of_text, inside_a_state, as_yaml]
+CODES = {  # of train.py and of eval.py when a file is something else than it should be
+    "model.safetensors": (2, 2),
+    "optimizer.bin": (2, 0),
+    "random_states_0.pkl": (0, 0),
+    "state.json": (2, 2),
+    "config.yaml": (2, 2),
+    "labels.json": (2, 2),
+}
+
+
+def some_are_slow(cases, is_fast):
+    return [case if is_fast(*case) else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def both(train_code, eval_code):
+    """Assert that train.py and eval.py end so (None: with 0 or 2), and where they refuse, in one line without a trace.
+
+    They are given the newest checkpoint, under a manifest that is made to match.
+    """
+    (NEWEST / "manifest.json").unlink()
+    _seal(NEWEST)
+    before = contents(RUN)
+    for main, flags, code in ((eval.main, ("--ckpt", str(NEWEST)), eval_code), (train.main, RESUME, train_code)):
+        (outcome,) = run_ranks(1, main, flags, seconds=60)
+        assert not Path("executed").exists()
+        assert outcome.code in ((0, 2) if code is None else (code,)), (main, outcome.code, outcome.out + outcome.err)
+        if outcome.code == 2:
+            refused(outcome, str(NEWEST))
+            assert contents(RUN) == before
+        assert "Traceback" not in outcome.out + outcome.err, (main, outcome.out + outcome.err)
+
+
+def test_the_pickles_would_be_executed_by_who_loads_them_carelessly():
+    for write in PICKLES:
+        write(Path("pickle"))
+        with contextlib.suppress(Exception):
+            torch.load("pickle", weights_only=False)
+        if not Path("executed").exists():
+            with contextlib.suppress(Exception):
+                yaml.unsafe_load(Path("pickle").read_text())
+        Path("executed").rmdir()
+
+
+def _is_fast_pickle(name, write):
+    others = [
+        ("optimizer.bin", as_torch_wrote_it_once),
+        ("optimizer.bin", as_pickle_writes_it),
+        ("config.yaml", as_yaml),
+    ]
+    return write is as_torch_writes_it or (name, write) in others
+
+
+@pytest.mark.parametrize(("name", "write"), some_are_slow(itertools.product(CODES, PICKLES), _is_fast_pickle))
+def test_no_file_of_a_checkpoint_is_executed(name, write):
+    write(NEWEST / name)
+    both(*CODES[name])
+
+
+MALFORMED = {  # the first two of each always, the others when there is time
+    "state.json": [
+        b"[" * 100_000, b"9" * 5000, b"{}", b"", b"null", b"[]", b'{"state": ' * 20_000, b"\xff\xfe", b"NaN",
+    ],
+    "labels.json": [
+        b"null", b"[[]]", b"9" * 5000, b"", b"3", b"{}", b"[]", b'"abcdefghij"', b"[1, 2]", b"[" * 100_000, b"\xff",
+    ],
+    "config.yaml": [
+        b"[" * 500, b"model: !!bool x", b"lr: {}", b"", b"3", b"[]", b"a: &a [*a]", b"model: !!timestamp x", b"\xff",
+        b"1: 2", b"epochs: x", b"std: [x]", b"eval_batch_size: x", b"num_workers: []", b"lr: .nan", b"model: 3",
+        b"lr: 1" + 5000 * b"0",
+    ],
+    "optimizer.bin": [b".", b"", b"\x80\x02.", b"0.", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"(" * 1000],
+    "model.safetensors": [b"\xff" * 8, b"", b"\x02" + bytes(7) + b"{}", bytes(8), b"\x02" + bytes(7) + b"[]"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    some_are_slow(
+        [(name, content) for name, contents in MALFORMED.items() for content in contents],
+        lambda name, content: content in MALFORMED[name][:2],
+    ),
+    ids=lambda part: repr(part)[:30],
+)
+def test_a_malformed_file_is_named_in_one_line(name, content):
+    put(name, content)
+    both(*CODES[name])
+
+
+def put(name, content):
+    """Write the file; into config.yaml a line in the place of the setting's own."""
+    if name == "config.yaml" and b": " in content:
+        settings = yaml.safe_load((NEWEST / name).read_bytes())
+        settings.pop(content.split(b":")[0].decode(), None)
+        content = yaml.safe_dump(settings).encode() + content + b"\n"
+    (NEWEST / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("setting", "eval_code"),
+    some_are_slow(
+        [
+            *((setting, 2) for setting in ("data: 3", "model_args: []", "mixed_precision: 7", "data: [digits]")),
+            *(
+                (setting, 2)
+                for setting in ("model_args: {1: 2}", "model: [mlp]", "loss: nothing", "max_eval_samples: x")
+            ),
+            *((setting, None) for setting in ("seed: x", "flip: 3", "mean: x", "data_subset: 7", "cache_dir: 3")),
+            *((setting, None) for setting in ("optimizer: nothing", "channels_last: x", "eval_fraction: x")),
+        ],
+        lambda setting, _: setting in ("data: 3", "model_args: []"),
+    ),
+)
+def test_a_setting_of_the_wrong_kind_is_named_in_one_line_where_it_matters(setting, eval_code):
+    put("config.yaml", setting.encode())
+    both(None, eval_code)
+
+
+WRONG = [  # in state.json: what train.py goes on from
+    *(("state", value) for value in (None, [], {}, "x")),
+    *(("state.step", value) for value in (-1, 10**18, None, "x", 7, 1.5, True, 10**30)),
+    *(("state.epoch", value) for value in (None, -1, 10**9)),
+    *(("state.position", value) for value in ("x", -1, 7, 10**9, 1e300)),
+    *(("state.seconds", value) for value in ([], math.nan, math.inf, -1, 10**400)),
+    *(("state.images", value) for value in ("x", -1)),
+    *(("state.best_accuracy", value) for value in ("x", math.nan)),
+    *(("state.best_step", value) for value in ("x", 1.5, -1)),
+    *(("state.logged_seconds", value) for value in (None, math.nan)),
+    *(("state.since_log", value) for value in ({"speed": 1}, {"loss": "x"}, {"loss": math.nan}, {"count": None}, [])),
+    *(("state.owes_evaluation", value) for value in (None, 1)),
+    *(("state.batch_size", value) for value in (0, -120, "x", 1.5)),
+    *(("global_batch_size", value) for value in (0, "x", -120, None, 1.5, 10**30, [120])),
+    *((name, value) for name in ("samples", "labels", "seed") for value in (None, "x", [], -1, math.nan)),
+]
+WRONG_INPUT = [  # what eval.py feeds the model
+    *(("input", value) for value in ({}, None, [], "x", {"height": 8})),
+    *(("input.height", value) for value in (-1, 0, "x", None, 8.5, 10**12)),
+    *(("input.channels", value) for value in (-1, 0, 2, "x")),
+    *((f"input.{name}", value) for name in ("mean", "std") for value in ("x", [], None, ["x"], [0.5, 0.5], [math.nan])),
+    ("input.std", [0.0]),
+]
+UNUSED = [("processes", "x"), ("threads", None), ("versions", []), ("device", 3), ("scaler", "x")]
+ALWAYS = ["state None", "state.step -1", f"state.step {10**18}", "state.position x", "state.position -1"]
+ALWAYS += ["state.seconds []", "state.since_log {'speed': 1}", "state.batch_size 0", "global_batch_size 0"]
+ALWAYS += [f"global_batch_size {10**30}", "global_batch_size x", "input {}", "input.height -1"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "codes"),
+    some_are_slow(
+        [(*c, (2, None)) for c in WRONG]
+        + [(*c, (None, 2)) for c in WRONG_INPUT]
+        + [(*c, (None, None)) for c in UNUSED],
+        lambda key, value, _: f"{key} {value}" in ALWAYS,
+    ),
+    ids=lambda part: repr(part)[:30],
+)
+def test_a_value_of_the_wrong_kind_is_one_line(key, value, codes):
+    path = NEWEST / "state.json"
+    saved = json.loads(path.read_text())
+    *folders, last = key.split(".")
+    place = saved
+    for name in folders:
+        place = place[name]
+    place[last] = value
+    path.write_text(json.dumps(saved))
+    both(*codes)
+
+
+def test_two_processes_say_once_that_a_file_is_malformed():
+    (NEWEST / "state.json").write_text("{}")
+    (NEWEST / "manifest.json").unlink()
+    _seal(NEWEST)
+    for main, flags in ((eval.main, ("--ckpt", str(NEWEST))), (train.main, RESUME)):
+        first, second = run_ranks(2, main, flags)
+        refused(first, f"{NEWEST}/state.json")
+        assert second.code == 2 and second.err == ""
