@@ -113,8 +113,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     updates = ranks.together(lambda: total_updates(config, plan))
     if has_batch_norm(module):
         ranks.together(lambda: check_batch_norm(plan, updates))
+    state = ranks.together(lambda: read_state(start.checkpoint, start.folder, config, plan, data))
     folder = make_run_folder(config, start, ranks)
-    state = ranks.together(lambda: read_state(start.checkpoint, folder, config, plan, data))
     config = resolved(config, plan, accelerator.mixed_precision)
 
     # Accelerate deals the pieces of each update, and the blocks of the evaluation split, to the ranks in turn.

@@ -8,19 +8,25 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import Launch, start_ranks
+from accelerate import Accelerator
+from ranks import Launch, returned, start_ranks
 from test_stopping import FLAGS as MLP
 from test_stopping import has_logged, until
 from training_runs import records, train_run, weights
 
 import train
+from utils.checkpoint import forget_after, newest_good, prune, save_checkpoint, tidy
+from utils.distributed import Ranks
+from utils.launch import Topology
 
+CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}  # of the disk, as audited
 SAVE_EVERY = 3
 UPDATES = 40
 FLAGS = ["--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "2", "--flip", "--global_batch_size", "120"]
@@ -150,3 +156,54 @@ def _train_and_record(attempt, flags):
 
     train.train_update = recorded
     train.main(["--run_name", "run", *flags])
+
+
+def test_a_kill_between_any_two_file_operations_leaves_a_good_checkpoint():
+    """Saving, pruning and going back are ended before their first, second, ... change of the disk."""
+    assert returned(1, _end_before_each_operation)[0] > 60  # so many places were tried
+
+
+def _end_before_each_operation() -> int:
+    """Returns how many processes were ended; fails where one left no good checkpoint, or a mess that stays."""
+    folder, ranks, accelerator = Path("checkpoints"), Ranks(Topology(), 1), Accelerator(cpu=True)
+    layer = torch.nn.Linear(3, 3)
+    accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    before_end = [-1]
+
+    def count(event, arguments):
+        if before_end[0] >= 0 and (event in CHANGES or (event == "open" and "checkpoints" in str(arguments[0]))):
+            if before_end[0] == 0:
+                os._exit(1)
+            before_end[0] -= 1
+
+    def save(step, is_best=False):
+        save_checkpoint(ranks, accelerator, folder, step, {"state.json": "{}"}, is_best)
+
+    def ended(existing, action, good):
+        number = 0
+        while True:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            for step in existing:
+                save(step, is_best=step == existing[0])
+            child = os.fork()
+            if not child:
+                before_end[0] = number
+                action()
+                os._exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            tidy(folder)
+            newest, damages = newest_good(folder)
+            assert int(newest.name[5:]) in good and damages == [], (number, newest, damages)
+            assert not any(path.name.startswith(".") for path in folder.iterdir()), number
+            assert all((folder / (folder / name).read_text().strip()).is_dir() for name in ("latest", "best")), number
+            if code == 0:
+                return number
+            number += 1
+
+    sys.addaudithook(count)
+    return (
+        ended([1, 2], lambda: (save(3, is_best=True), prune(folder, keep=1)), good=(2, 3))
+        + ended([1, 2], lambda: save(2, is_best=True), good=(2,))  # again, after an evaluation that was owed
+        + ended([2, 3, 4, 5], lambda: forget_after(folder, 3, best_step=2), good=(3, 4, 5))
+    )

@@ -112,3 +112,23 @@ def test_a_restart_before_the_first_checkpoint_starts_again_in_the_same_folder()
     assert [o.code for o in run_ranks(2, _attempt, 1, port, 2, flags, None)] == [0, 0]
     assert [record["step"] for record in records("run", "start")] == [0, 0]
     assert [record["step"] for record in records("run", "train")] == list(range(5, 41, 5))
+
+
+def test_a_restart_keeps_to_the_checkpoint_that_was_asked_for_until_it_has_gone_back_there():
+    flags, port = [*FLAGS, "--save_every", "10", "--keep", "9", "--run_name", "run"], free_port()
+    train_run(1, "run", *flags, "--max_steps", "40")
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    assert store.port == port
+    flags += ["--max_steps", "60", "--resume", "runs/run/checkpoints/step-00000010"]
+    assert 0 not in {o.code for o in run_ranks(2, _attempt_that_cannot_load, 0, port, 2, flags, None)}
+    assert {o.code for o in run_ranks(2, _attempt, 1, port, 2, flags, 33)} == {1}
+    assert [o.code for o in run_ranks(2, _attempt, 2, port, 2, flags, None)] == [0, 0]
+    assert [record["step"] for record in records("run", "start")] == [0, 10, 30]
+
+
+def _attempt_that_cannot_load(*arguments):
+    def fail(config):
+        raise RuntimeError("planted")
+
+    train.load_data = fail
+    _attempt(*arguments)

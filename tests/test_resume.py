@@ -1,15 +1,18 @@
 """What a resume derives anew, and when checkpoints are due."""
 
+import os
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import returned, run_ranks
 from training_runs import records, train_run
 
+import eval
 import train
 from utils.config import TrainConfig
+from utils.data.loader import Decoded
 from utils.state import TrainState, due_after
 
 FLAGS = ["--model", "mlp", "--max_train_samples", "480", "--threads", "1", "--lr", "0.01", "--run_name", "run"]
@@ -91,3 +94,79 @@ def _train_at_ten_updates_a_second(flags):
 
     train.train_update = slow
     train.main(flags)
+
+
+def test_a_resume_reads_no_sample_to_skip_it():
+    train_run(1, "run", *FLAGS, "--global_batch_size", "10", "--max_steps", "40")
+    assert returned(
+        1, _samples_read, [*FLAGS, "--global_batch_size", "10", "--resume", "auto", "--max_steps", "41"]
+    ) == [10]
+
+
+def _samples_read(flags):
+    read, get = [], Decoded.__getitems__
+
+    def watched(dataset, piece):
+        if len(dataset) == 480:  # the training split
+            read.extend(piece.indices)
+        return get(dataset, piece)
+
+    Decoded.__getitems__ = watched
+    train.main(flags)
+    return len(read)
+
+
+def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
+    train_run(1, "run", *FLAGS, "--max_steps", "2", "--save_every", "1")
+    for number, path in enumerate(("runs/run", "runs/run/checkpoints", "runs/run/checkpoints/step-00000004"), 3):
+        train_run(1, "run", *FLAGS, "--max_steps", str(number), "--resume", path)
+    assert [record["step"] for record in records("run", "start")] == [0, 2, 3, 4]
+
+
+def test_a_refused_resume_into_a_new_folder_can_be_typed_again():
+    train_run(1, "run", *FLAGS, "--max_steps", "2")
+    flags = ["--resume", "runs/run", "--run_name", "new", "--max_steps", "3"]
+    (refused,) = run_ranks(1, train.main, [*FLAGS, *flags, "--optimizer", "adamw"])
+    assert refused.code == 2 and not Path("runs/new").exists()
+    train_run(1, "new", *FLAGS, *flags)
+
+
+def test_batch_flags_that_cannot_be_kept_are_said_aloud():
+    train_run(1, "run", *FLAGS, "--global_batch_size", "240", "--max_steps", "1")
+    for step, (flags, batch, said) in enumerate([
+        (("--grad_accum", "4"), (1, 60, 4, 240), False),
+        (("--batch_size", "100"), (1, 80, 3, 240), True),
+        (("--batch_size", "60", "--grad_accum", "1"), (1, 60, 4, 240), True),
+    ], 2):  # fmt: skip
+        (outcome,) = run_ranks(1, train.main, [*FLAGS, *flags, "--resume", "auto", "--max_steps", str(step)])
+        assert outcome.code == 0, outcome.err
+        assert batch_of(records("run", "start")[-1]) == batch
+        assert ("cannot make the run's global batch of 240" in outcome.out) == said
+
+
+def test_machines_that_do_not_share_the_run_folder_are_refused():
+    outcomes = run_ranks(2, _train_in_a_folder_of_its_own, [*FLAGS, "--max_steps", "2"])
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    assert "is not the folder that rank 0 has made; --output_dir must be shared" in outcomes[0].err
+
+
+def _train_in_a_folder_of_its_own(flags):
+    folder = Path(f"machine-{os.environ['RANK']}")
+    folder.mkdir()
+    os.chdir(folder)
+    train.main(flags)
+
+
+def test_eval_takes_the_checkpoint_that_rank_0_sees():
+    """Training may move `best` between the looks of two ranks."""
+    train_run(1, "run", *FLAGS, "--max_steps", "8", "--save_every", "4", "--keep", "9")
+    results = returned(2, _evaluate_while_best_moves)
+    assert results[0]["step"] == results[1]["step"] == 8
+    alone = returned(1, eval.main, ["--ckpt", "runs/run/checkpoints/step-00000008"])[0]
+    assert results[0]["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+def _evaluate_while_best_moves():
+    seen = "step-00000008" if os.environ["RANK"] == "0" else "step-00000004"
+    eval.find_checkpoint = lambda path: Path("runs/run/checkpoints") / seen
+    return eval.main(["--ckpt", "runs/run"])

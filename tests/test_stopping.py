@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from make_data import image_folder
@@ -13,6 +14,7 @@ from ranks import Outcome, start_ranks
 from training_runs import records, train_run, weights
 
 import train
+from utils.launch import resume_command
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--log_every", "5"]
 FLAGS += ["--max_train_samples", "480", "--eval_every", "40", "--save_every", "30"]  # 4 updates an epoch
@@ -73,6 +75,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_update_and_loses_nothing(
     assert [record["step"] for record in records("run", "start")] == [0, stopped]
     found, expected = ([r["loss"] for r in log if r["kind"] != "start"] for log in (records("run"), whole))
     assert found == expected
+    seconds = [record["seconds"] for record in records("run", "train")]
+    assert seconds == sorted(seconds) and seconds[-1] > 0.01 * stopped  # time before the stop counts: 10 ms an update
     mine, theirs = weights("run"), weights("whole")
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
@@ -205,3 +209,89 @@ def test_a_signal_to_the_whole_process_group_leaves_the_loader_workers_to_their_
 def _train_in_a_group_of_its_own(flags):
     os.setpgid(0, 0)
     slow_train(flags)
+
+
+def test_a_second_signal_while_the_ranks_leave_changes_nothing():
+    """SLURM and a launcher may both pass it on."""
+    launch = start_ranks(1, _stop_and_be_told_again, [*FLAGS, "--max_steps", "500"])
+    check_stopped(launch.finish(), "SIGTERM")
+
+
+def _stop_and_be_told_again(flags):
+    part = train.Ranks.part
+
+    def told_again(ranks):
+        os.kill(os.getpid(), signal.SIGTERM)
+        part(ranks)
+
+    train.Ranks.part = told_again
+    update = train.train_update
+
+    def told(run, batches):
+        update(run, batches)
+        if run.state.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    train.train_update = told
+    train.main(["--run_name", "run", *flags])
+
+
+def test_an_evaluation_that_was_owed_is_in_the_log_once_though_it_was_made_twice():
+    flags = [*FLAGS, "--max_steps", "50", "--eval_batch_size", "4"]
+    launch = start_ranks(1, _train_and_evaluate_slowly, flags)
+    until(Path("evaluating-80").exists)
+    launch.kill(signal.SIGTERM)
+    launch.finish()
+    assert start_ranks(1, _end_instead_of_saving, [*flags, "--resume", "auto"]).finish()[0].code == 1
+    assert [record["step"] for record in records("run", "eval")] == [40]
+    train_run(1, "run", *flags, "--resume", "auto")
+    assert [record["step"] for record in records("run", "eval")] == [40, 50]
+
+
+def _end_instead_of_saving(flags):
+    train.save = lambda run: os._exit(1)
+    train.main(["--run_name", "run", *flags])
+
+
+def test_a_launcher_that_died_before_its_process_looked_is_noticed(monkeypatch):
+    import utils.launch as launch
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(launch.os, "getppid", lambda: 1)  # adopted by the first process of the machine
+    monkeypatch.setattr(launch, "_command_of", lambda process: ["/sbin/init"])
+    assert launch.launcher() == 0
+    # unless the launcher is that process, as in a container
+    monkeypatch.setattr(launch, "_command_of", lambda process: ["accelerate", "launch", launch.sys.argv[0]])
+    assert launch.launcher() == 1
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert launch.launcher() is None
+
+
+def test_the_command_to_go_on_is_the_one_that_was_typed():
+    typed = [
+        "accelerate",
+        "launch",
+        "--config_file",
+        "a.yaml",
+        "train.py",
+        "--resume=x",
+        "--lr",
+        "0.1",
+        "--run_name",
+        "y",
+    ]
+    expected = "accelerate launch --config_file a.yaml train.py --lr 0.1 --output_dir 'o p' --run_name z --resume auto"
+    assert resume_command(typed, "o p", "z") == expected
+    assert resume_command(["python", "train.py"], "runs", "z") == "python train.py --run_name z --resume auto"
+
+
+def test_a_killed_loader_worker_is_one_line():
+    image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
+    flags = ["--data", "photos", "--num_workers", "1", "--model", "resnet18", "--image_size", "112", "--threads", "1"]
+    flags += ["--global_batch_size", "8", "--max_steps", "300", "--log_every", "1"]
+    launch = start_ranks(1, slow_train, flags)
+    until(has_logged(2))
+    for child in psutil.Process(launch.pids[0]).children():
+        child.kill()
+    (outcome,) = launch.finish()
+    assert outcome.code == 2 and "a loader process was killed" in outcome.err and outcome.err.count("\n") == 1

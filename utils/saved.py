@@ -45,7 +45,7 @@ def _load_scale(scale: dict, accelerator: Accelerator, checkpoint: Path) -> None
         raise ValueError(f"{checkpoint / 'state.json'}: 'scaler' is malformed ({one_line(error)[:120]})") from error
 
 
-def read_state(checkpoint: Path | None, folder: Path, config: TrainConfig, plan: Plan, data: Data) -> TrainState:
+def read_state(checkpoint: Path | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data) -> TrainState:
     """The state to go on from, a checkpoint's or a fresh one; ValueError when it is of another data set or model."""
     if checkpoint is None:
         return TrainState(batch_size=plan.global_batch_size // plan.pieces)
@@ -71,7 +71,7 @@ def read_state(checkpoint: Path | None, folder: Path, config: TrainConfig, plan:
     if not plan.update_size(state.position):  # --drop_last is new: the epoch ends here
         state.epoch, state.position = state.epoch + 1, 0
     state.batch_size = max(state.batch_size, plan.global_batch_size // plan.pieces)
-    if checkpoint.parent.parent.resolve() != folder.resolve():
+    if folder is None or checkpoint.parent.parent.resolve() != folder.resolve():
         state.best_accuracy = state.best_step = None  # that checkpoint stays behind in its own run
     return state
 
