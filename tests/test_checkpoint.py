@@ -13,7 +13,7 @@ from training_runs import records, train_run, weights
 
 import eval
 import train
-from utils.checkpoint import find_checkpoint, verify
+from utils.checkpoint import find_checkpoint
 from utils.cli import read_config
 
 FLAGS = ("--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "1", "--global_batch_size", "120")
@@ -86,17 +86,6 @@ def test_a_resumed_log_has_no_hole_and_no_repeated_update():
     assert [r["accuracy"] for r in found] == [r["accuracy"] for r in expected]
 
 
-def test_a_run_goes_on_at_the_next_sample_on_other_numbers_of_processes():
-    flags = ("--data", "digits", "--model", "mlp", "--global_batch_size", "120", "--lr", "0.01", "--log_every", "1")
-    flags += ("--lr_schedule", "constant", "--threads", "1")
-    expected = train_run(1, "whole", *flags, "--max_steps", "30")
-    for processes, stop in ((2, "9"), (1, "17"), (3, "30")):
-        train_run(processes, "run", *flags, "--max_steps", stop, "--resume", "auto")
-    found = records("run", "train")
-    assert [r["step"] for r in found] == list(range(1, 31))
-    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected if r["kind"] == "train"], rel=1e-5)
-
-
 def test_a_run_that_is_past_its_end_says_so_and_ends_well():
     train_run(1, "run", *FLAGS, "--max_steps", "6")
     for processes in (1, 2):
@@ -109,58 +98,6 @@ def test_a_finished_run_says_so_and_ends_well():
     train_run(1, "run", *FLAGS)
     (again,) = run_ranks(1, train.main, ["--run_name", "run", "--resume", "auto", *FLAGS])
     assert again.code == 0 and "12 updates were done before" in again.out
-
-
-@pytest.mark.parametrize(
-    "damage",
-    {
-        "flip": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
-        "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-        "empty": lambda path: path.write_bytes(b""),
-        "delete": lambda path: path.unlink(),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_a_damaged_file_is_named_and_nothing_is_loaded(damage):
-    train_run(1, "run", *FLAGS, "--max_steps", "2")
-    checkpoint = find_checkpoint(Path("runs/run"))
-    for name in ("model.safetensors", "optimizer.bin", "state.json", "labels.json", "config.yaml"):
-        before = (checkpoint / name).read_bytes()
-        damage[1](checkpoint / name)
-        with pytest.raises(ValueError, match=name):
-            verify(checkpoint)
-        for main, flags in (
-            (eval.main, ["--ckpt", "runs/run"]),
-            (train.main, ["--run_name", "run", *FLAGS, "--resume", "auto"]),
-        ):
-            (outcome,) = run_ranks(1, main, flags)
-            assert outcome.code == 2 and name in outcome.err and outcome.err.count("\n") == 1
-        (checkpoint / name).write_bytes(before)
-    verify(checkpoint)
-
-
-def test_a_rank_that_cannot_write_ends_all_and_leaves_the_older_checkpoint():
-    train_run(2, "run", *FLAGS, "--max_steps", "4")
-    before = weights("run")
-    outcomes = run_ranks(2, _train_where_rank_1_cannot_write, ["--run_name", "run", "--resume", "auto", *FLAGS])
-    assert [outcome.code for outcome in outcomes] == [2, 2]
-    assert "no space" in outcomes[0].err and outcomes[0].err.count("\n") == 1 and outcomes[1].err == ""
-    assert names() == ["best", "latest", "step-00000004"] or ".step-00000008.partial" in names()
-    verify(find_checkpoint(Path("runs/run"), prefer=("latest",)))
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights("run").items())
-    train_run(2, "run", *FLAGS, "--resume", "auto")  # the next attempt cleans up and goes on
-    assert not any("partial" in name for name in names())
-
-
-def _train_where_rank_1_cannot_write(flags):
-    import accelerate.checkpointing
-
-    def fail(*arguments, **named):
-        raise OSError("no space left on device")
-
-    if os.environ["RANK"] == "1":  # the random states are the one file that this rank writes
-        accelerate.checkpointing.torch.save = fail
-    train.main(flags)
 
 
 def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():
@@ -245,43 +182,3 @@ def test_precision_from_the_environment_is_kept_for_evaluation(monkeypatch):
     assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["loss"] == pytest.approx(log[-1]["loss"], abs=1e-9)
     exact = returned(1, eval.main, ["--ckpt", "runs/run", "--mixed_precision", "no"])[0]["loss"]
     assert exact != pytest.approx(log[-1]["loss"], abs=1e-7)
-
-
-class _Payload:
-    def __reduce__(self):
-        return (os.mkdir, ("executed",))
-
-
-def test_nothing_in_a_checkpoint_is_executed_even_under_a_matching_manifest():
-    train_run(1, "run", *FLAGS, "--max_steps", "2")
-    checkpoint = find_checkpoint(Path("runs/run"))
-    for name in ("optimizer.bin", "model.safetensors", "random_states_0.pkl"):
-        before = (checkpoint / name).read_bytes()
-        torch.save(_Payload(), checkpoint / name)
-        _seal_again(checkpoint)
-        flags = ["--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "3"]
-        for main, arguments in ((train.main, flags), (eval.main, ["--ckpt", "runs/run"])):
-            (outcome,) = run_ranks(1, main, arguments)
-            assert not Path("executed").exists()
-            assert outcome.code == (0 if name == "random_states_0.pkl" else 2) or main is eval.main
-            assert "Traceback" not in outcome.err
-        (checkpoint / name).write_bytes(before)
-
-
-@pytest.mark.parametrize(("name", "text"), [("state.json", "{}"), ("config.yaml", "lr: ["), ("config.yaml", "lrr: 3")])
-def test_a_malformed_file_under_a_matching_manifest_is_named(name, text):
-    train_run(1, "run", *FLAGS, "--max_steps", "2")
-    checkpoint = find_checkpoint(Path("runs/run"))
-    (checkpoint / name).write_text(text)
-    _seal_again(checkpoint)
-    flags = ["--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "3"]
-    for main, arguments in ((train.main, flags), (eval.main, ["--ckpt", "runs/run"])):
-        (outcome,) = run_ranks(1, main, arguments)
-        assert outcome.code == 2 and name in outcome.err and outcome.err.count("\n") == 1, outcome.err
-
-
-def _seal_again(checkpoint):
-    from utils.checkpoint import _seal
-
-    (checkpoint / "manifest.json").unlink()
-    _seal(checkpoint)

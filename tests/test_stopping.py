@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -295,3 +296,26 @@ def test_a_killed_loader_worker_is_one_line():
         child.kill()
     (outcome,) = launch.finish()
     assert outcome.code == 2 and "a loader process was killed" in outcome.err and outcome.err.count("\n") == 1
+
+
+def test_output_that_nobody_reads_any_more_costs_no_checkpoint():
+    """Ctrl-C ends the `tee` that a run is piped to as well."""
+    launch = start_ranks(1, _train_into_a_pipe, [*FLAGS, "--max_steps", "500", "--log_every", "1"])
+    assert launch.finish()[0].code == 75
+    assert newest() == 7
+
+
+def _train_into_a_pipe(flags):
+    reading, writing = os.pipe()
+    sys.stdout = os.fdopen(writing, "w")
+    update = train.train_update
+
+    def told(run, batches):
+        update(run, batches)
+        if run.state.step == 3:
+            os.close(reading)
+        if run.state.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    train.train_update = told
+    train.main(["--run_name", "run", *flags])
