@@ -253,7 +253,7 @@ def save(run: Run) -> None:
         run.best = run.state.best_accuracy, run.state.best_step
         run.ranks.together(lambda: run.ranks.is_main and prune(folder, run.config.keep))
     except (OSError, AgreedError) as error:
-        if run.config.if_save_fails == "stop" or step >= run.updates:  # nothing is left to go on with
+        if run.config.if_save_fails == "stop" or step >= run.updates or run.stopping.agreed:  # there is no next time
             raise
         run.state.best_accuracy, run.state.best_step = run.best  # `best` is a checkpoint
         run.log.say(f"update {step} could not be saved: {one_line(error)}")
@@ -284,7 +284,8 @@ def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     """Say what came out and what to type next; returns whether there is more to do."""
     state, done = run.state, run.state.step >= run.updates and not run.state.owes_evaluation
     if done:
-        title, following = "Done", f"evaluate it: python eval.py --ckpt {run.folder}"
+        where = run.start.checkpoint if result is None else run.folder
+        title, following = "Done", f"evaluate it: python eval.py --ckpt {where}"
     else:
         title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
         following = f"go on: {resume_command(command, run.config.output_dir, run.folder.name)}"

@@ -272,7 +272,7 @@ def test_without_a_good_checkpoint_nothing_is_trained_and_nothing_changes(proces
         DAMAGES[number](random.Random(number), CHECKPOINTS / name)
     before = contents(RUN)
     outcomes = run_ranks(processes, train.main, RESUME)
-    refused(outcomes[0], f"{NEWEST}/", "the run has no good checkpoint: begin it anew under another --run_name")
+    refused(outcomes[0], f"{NEWEST}/", "no checkpoint is good: begin the run anew under another --run_name")
     assert all(outcome.code == 2 and outcome.err == "" for outcome in outcomes[1:])
     assert contents(RUN) == before
 
@@ -295,7 +295,7 @@ def test_a_damaged_checkpoint_asked_for_by_its_path_is_refused(damage):
         (eval.main, ("--ckpt", "runs/run")),
     ):
         (outcome,) = run_ranks(1, main, arguments)
-        refused(outcome, f"{NEWEST}/", "take another checkpoint of the run")
+        refused(outcome, f"{NEWEST}/", f"{CHECKPOINTS / STEPS[-2]} is good")
     assert contents(RUN) == before
 
 

@@ -45,7 +45,7 @@ def test_a_number_of_processes_that_cannot_keep_it_is_refused_with_those_that_ca
     train_run(2, "run", *FLAGS, "--max_steps", "2")
     outcomes = run_ranks(3, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "3"])
     assert [outcome.code for outcome in outcomes] == [2, 2, 2]
-    assert "the global batch of 128 does not divide by 3 processes; go on with 1 or 2 or 4 processes" in outcomes[0].err
+    assert "the global batch of 128 does not divide by 3 processes; go on with 1, 2 or 4 processes" in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1
 
 

@@ -147,8 +147,12 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
 def verify(checkpoint: Path) -> None:
     """Raise ValueError unless every file that the manifest names is there with its size and SHA-256."""
     damage = damage_of(checkpoint)
-    if damage is not None:
-        raise ValueError(f"{damage}; take another checkpoint of the run")
+    if damage is None:
+        return
+    good = None
+    with suppress(OSError):
+        good, _ = newest_good(checkpoint.parent)
+    raise ValueError(f"{damage}; {good or 'no other checkpoint there'} is good")
 
 
 def damage_of(checkpoint: Path) -> str | None:
@@ -217,6 +221,8 @@ def _save_state(accelerator: Accelerator, folder: Path) -> None:
     try:
         accelerator.save_state(str(folder))
     except (RuntimeError, SafetensorError) as error:  # what a full disk looks like from torch and safetensors
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder.parent} has vanished") from error
         raise OSError(f"{folder}: cannot be written ({one_line(error)[:120]}); is the disk full?") from error
 
 

@@ -106,11 +106,13 @@ class TrainConfig:
     run_name: str | None = None
     """Name of the run folder (default: DATA-MODEL-TIME)."""
     resume: str | None = None
-    """auto: go on from the run's newest checkpoint, or start if there is none; or the path of a checkpoint."""
+    """auto (with --run_name): go on from the run's newest good checkpoint, or start if there is none; or the path of a
+    checkpoint or run, to go on from it in a new run folder, or in its own if --run_name names that."""
     save_every: int | None = None
-    """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last is always saved."""
+    """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last and a new best are
+    always saved."""
     save_seconds: float | None = None
-    """Seconds between checkpoints, in wall time; with --save_every, whichever comes first."""
+    """Seconds between checkpoints, looked at about once a second; with --save_every, whichever comes first."""
     if_save_fails: Literal["stop", "continue"] = "stop"
     """When a checkpoint or the log cannot be written: stop, or say so, train on and try again when the next is due."""
     keep: int = 2
@@ -126,7 +128,7 @@ class TrainConfig:
     threads: int | None = None
     """Processor threads per process (default: an equal share of the cores)."""
     timeout: float = 600.0
-    """Seconds that a rank waits for another before the run fails; a download may take longer."""
+    """Seconds that a rank waits for another before the run fails; a download for all may take longer."""
     traceback: bool = False
     """Show the Python traceback of an error."""
 
@@ -189,7 +191,7 @@ class EvalConfig:
     threads: int | None = None
     """Processor threads per process (default: an equal share of the cores)."""
     timeout: float = 600.0
-    """Seconds that a rank waits for another before the run fails; a download may take longer."""
+    """Seconds that a rank waits for another before the run fails; a download for all may take longer."""
     traceback: bool = False
     """Show the Python traceback of an error."""
 

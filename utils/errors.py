@@ -59,4 +59,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def lost_rank_text(error: BaseException) -> str:
-    return f"another process of this run left or stopped answering ({one_line(error)[:160]}); its own message says why"
+    what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]  # gloo puts its source file first
+    return (
+        f"another process of this run left or stopped answering ({what[:160]}); its own message says why, unless it "
+        "was killed, as for memory"
+    )

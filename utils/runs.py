@@ -78,6 +78,8 @@ def find_start(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Start]:
             goes_on_there = config.resume == "auto" or (config.resume and _named_folder(config).exists())
             start.folder = _named_folder(config) if config.run_name and goes_on_there else None
         if start.folder is not None:
+            if not start.folder.exists():
+                print(f"{start.folder} does not exist; beginning a new run")
             _take(start, ranks)
         if config.resume == "auto" or (before and ranks.remembered("started")):
             start.checkpoint = _newest(start.folder)
@@ -98,7 +100,7 @@ def _newest(folder: Path) -> Path | None:
     """The newest good checkpoint of a run, None when it has saved none; the bad ones are said aloud."""
     checkpoint, damages = newest_good(folder / "checkpoints")
     if damages and checkpoint is None:
-        raise ValueError(f"{damages[0]}; the run has no good checkpoint: begin it anew under another --run_name")
+        raise ValueError(f"{'; '.join(damages)}; no checkpoint is good: begin the run anew under another --run_name")
     for damage in damages:
         print(f"{damage}; going on from {checkpoint} instead")
     if checkpoint is None and (folder / "log.jsonl").exists():
@@ -145,10 +147,10 @@ def batch_of_start(config: TrainConfig, checkpoint: Path | None, processes: int)
             resolve_batch(config, processes)
             return config
     if total % processes:
-        works = [str(number) for number in range(1, 2 * processes) if total % number == 0]
+        *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
         raise ValueError(
             f"{checkpoint}: the global batch of {total} does not divide by {processes} processes; go on with "
-            f"{' or '.join(works)} processes"
+            f"{', '.join(works)} or {most} processes"
         )
     share, largest = total // processes, config.batch_size or TrainState.from_dict(saved["state"]).batch_size
     batch = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)

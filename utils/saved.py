@@ -88,8 +88,8 @@ def changes(checkpoint: Path, config: TrainConfig, ranks: Ranks) -> list[str]:
     lines = [f"{name} was {there} in the checkpoint, now {here}" for name, there, here in pairs if there != here]
     if any(line.startswith(("processes", "threads")) for line in lines):
         lines.append(
-            "the same samples follow, but sums are added in another order, and dropout masks and batch statistics "
-            "differ where processes x accumulation does"
+            "the same samples follow; sums are added in another order, so that losses agree to rounding, and where "
+            "processes x accumulation differ, dropout masks and batch statistics do"
         )
     return lines
 
