@@ -17,6 +17,7 @@ from utils.errors import (
     USER_ERRORS,
     AgreedError,
     LostRank,
+    is_killed_worker,
     is_lost_rank,
     is_main_process,
     is_out_of_memory,
@@ -238,6 +239,9 @@ def ranks_of_launch(prog: str, config: TrainConfig | EvalConfig) -> Iterator[Ran
     except Exception as error:
         if is_out_of_memory(error):
             error = ValueError(f"out of memory ({one_line(error)[:120]}); lower --batch_size, or raise --grad_accum")
+        if is_killed_worker(error):
+            text = f"a loader process was killed ({one_line(error)[:100]}); if memory is short, lower --num_workers"
+            error = ValueError(text)
         if not isinstance(error, USER_ERRORS) and not is_lost_rank(error):
             raise  # a bug: its traceback is what helps
         if isinstance(error, AgreedError):

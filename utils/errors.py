@@ -58,6 +58,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error)) is not None
 
 
+def is_killed_worker(error: BaseException) -> bool:
+    """Whether a loader's worker died; PyTorch raises that wherever the main thread then is."""
+    return isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error)
+
+
 def lost_rank_text(error: BaseException) -> str:
     what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]  # gloo puts its source file first
     return (

@@ -176,18 +176,9 @@ class Batches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self._from_workers():
+        for batch in self.loader:
             self.error = batch.get("error", self.error)
             yield Batch(self._input(batch), batch["labels"], batch["indices"])
-
-    def _from_workers(self) -> Iterator[dict]:
-        try:
-            yield from self.loader
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            text = f"a loader process was killed ({one_line(error)[:100]}); if memory is short, lower --num_workers"
-            raise ValueError(text) from error
 
     def _input(self, batch: dict) -> Tensor:
         images = batch["images"]
