@@ -53,8 +53,8 @@ def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Rand
     launch = start_ranks(processes, train.main, FLAGS, launcher=True)
     step = chance.randrange(1, UPDATES - 4)
     if saving:
-        until(lambda: any(int(path.name[6:14]) >= step for path in being_written()))
-        time.sleep(chance.uniform(0, 0.02))
+        until(lambda: any(int(path.name[6:14]) >= step for path in being_written()), every=0.0005)
+        time.sleep(chance.uniform(0, 0.008))  # a save takes some 20 ms
     else:
         until(has_logged(step))
         time.sleep(chance.uniform(0, 0.05))

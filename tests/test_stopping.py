@@ -21,12 +21,12 @@ FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr
 FLAGS += ["--max_train_samples", "480", "--eval_every", "40", "--save_every", "30"]  # 4 updates an epoch
 
 
-def until(condition, seconds=60):
+def until(condition, seconds=60, every=0.01):
     """Wait for a condition to become true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+        time.sleep(every)
 
 
 def has_logged(step, name="run"):
