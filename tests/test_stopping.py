@@ -113,7 +113,7 @@ def _train_under_nohup(flags):
 def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run(processes):
     flags = [*FLAGS, "--max_steps", "50", "--eval_batch_size", "4"]
     launch = start_ranks(processes, _train_and_evaluate_slowly, flags)
-    until(Path("evaluating-80").exists)  # the second evaluation would be after the end; 40 is the first, 50 the last
+    until(Path("evaluating").exists)
     told = time.monotonic()
     os.kill(launch.pids[-1], signal.SIGTERM)
     check_stopped(launch.finish(), "")
@@ -134,7 +134,7 @@ def _train_and_evaluate_slowly(flags):
     loss_sum = evaluation.loss_sum
 
     def slow(*arguments):
-        Path("evaluating-80").touch()
+        Path("evaluating").touch()
         time.sleep(0.4)
         return loss_sum(*arguments)
 
@@ -240,7 +240,7 @@ def _stop_and_be_told_again(flags):
 def test_an_evaluation_that_was_owed_is_in_the_log_once_though_it_was_made_twice():
     flags = [*FLAGS, "--max_steps", "50", "--eval_batch_size", "4"]
     launch = start_ranks(1, _train_and_evaluate_slowly, flags)
-    until(Path("evaluating-80").exists)
+    until(Path("evaluating").exists)
     launch.kill(signal.SIGTERM)
     launch.finish()
     assert start_ranks(1, _end_instead_of_saving, [*flags, "--resume", "auto"]).finish()[0].code == 1

@@ -150,6 +150,7 @@ class TrainConfig:
         _require(self.mean is None or len(self.mean) > 0, "--mean needs one value, or one for each channel")
         _require(self.std is None or (self.std and min(self.std) > 0), "--std needs values above 0")
         _require(self.data != "", "--data must not be empty")
+        _require(all(isinstance(name, str) for name in self.model_args), "--model_args must be a mapping from names")
         _require(
             self.run_name is None or (self.run_name != "" and Path(self.run_name).name == self.run_name),
             "--run_name must be the name of a folder",
