@@ -14,7 +14,7 @@ from training_runs import records, train_run, weights
 import eval
 from utils.cli import parse_args
 from utils.config import TrainConfig
-from utils.data.decode import decode_all
+from utils.data.cache import decode_all
 from utils.data.sources import load_data
 from utils.metrics import label_metrics
 

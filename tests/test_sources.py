@@ -15,7 +15,8 @@ from PIL import Image as PillowImage
 from ranks import returned
 
 from utils.config import TrainConfig
-from utils.data.decode import decode, decode_all, peek
+from utils.data.cache import decode_all
+from utils.data.decode import decode, peek
 from utils.data.sources import check_source, load_data, load_split
 from utils.data.splits import hold_out, random_subset, renumber, whole_split
 

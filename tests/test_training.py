@@ -15,7 +15,7 @@ from training_runs import records, train_run, weights
 import train
 from utils.cli import parse_args
 from utils.config import TrainConfig
-from utils.data.decode import decode_all
+from utils.data.cache import decode_all
 from utils.data.order import Plan, UpdateSampler, mix
 from utils.data.sources import load_data
 from utils.models import build_model, input_spec

@@ -12,7 +12,8 @@ from torchvision.transforms.v2 import functional as F
 
 from utils.config import TrainConfig
 from utils.data.augment import crop_box, shift_and_flip, uniform
-from utils.data.decode import EVAL_CROP, SMALL, Shared, center, decode, decode_all
+from utils.data.cache import Shared, decode_all
+from utils.data.decode import EVAL_CROP, SMALL, center, decode
 from utils.data.order import Piece
 from utils.data.splits import Split
 from utils.distributed import Ranks
