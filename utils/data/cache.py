@@ -1,4 +1,4 @@
-"""A whole small data set decoded once: one memory map of uint8 pixels in the cache, shared by the ranks of a machine."""
+"""A whole small data set decoded once, into one memory map in the cache that all ranks of a machine share."""
 
 import os
 import shutil
