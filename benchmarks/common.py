@@ -1,4 +1,4 @@
-"""What the benchmarks share: turns, spreads, the machine's name, and one way to write a result down."""
+"""What the benchmarks share: commands and turns, spreads, the machine's name, and one way to write a result down."""
 
 import argparse
 import json
@@ -6,13 +6,24 @@ import os
 import platform
 import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from threading import Timer
 
+import psutil
 import torch
 import torchvision
 from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+MNIST_IMAGES = 60_000  # of the training split
 
 
 def machine() -> dict:
@@ -45,7 +56,7 @@ def in_turns(sides: Mapping[str, Callable[[], float | dict]], rounds: int) -> di
     with tqdm(total=rounds * len(sides)) as bar:
         for _ in range(rounds):
             for name in shuffle.sample(sorted(sides), len(sides)):
-                bar.set_description(name)
+                bar.set_description(str(name))
                 results[name].append(sides[name]())
                 bar.update()
     return results
@@ -57,7 +68,9 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def spread(values: Sequence[float], form: str = ",.0f") -> str:
-    """The median, and in brackets the lowest and the highest."""
+    """The median, and in brackets the lowest and the highest where there are several."""
+    if len(values) == 1:
+        return f"{values[0]:{form}}"
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
@@ -81,3 +94,73 @@ def report(args: argparse.Namespace, header: Sequence[str], rows: Sequence[Seque
     if args.json:
         record = {"machine": machine(), "settings": {k: str(v) for k, v in vars(args).items()}, "results": results}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def launch(processes: int) -> list[str]:
+    """The command that runs a script on that many processes: Python, or the project's Accelerate configuration."""
+    if processes == 1:
+        return [sys.executable]
+    config = ROOT / "accelerate_configs" / ("2gpu.yaml" if torch.cuda.is_available() else "2cpu.yaml")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    return [*launcher, "--num_processes", str(processes)]
+
+
+def run(
+    command: Sequence, until: Callable[[str], bool] | None = None, seconds: float = 1800.0, env: Mapping | None = None
+) -> tuple[list[tuple[float, str]], float]:
+    """Run a command to its end, or to the first line of its output that `until` accepts, and then kill it.
+
+    Returns its lines, each after the seconds from the start of the command to it, and the seconds of the whole. Raises
+    TimeoutError after `seconds`, SystemExit with its last lines if it fails. None of its processes is left behind.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` sees it too
+    command, lines, begun = [str(word) for word in command], [], time.perf_counter()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes) as process:
+        clock = Timer(seconds, kill, [process.pid])
+        try:
+            clock.start()
+            for line in process.stdout:
+                lines.append((time.perf_counter() - begun, line))
+                if until and until(line):
+                    return lines, lines[-1][0]
+            code, taken = process.wait(), time.perf_counter() - begun
+        finally:
+            clock.cancel()
+            kill(process.pid)
+    if taken >= seconds:
+        raise TimeoutError(f"{' '.join(command)} took more than {seconds:.0f} s")
+    if code:
+        last = "".join(line for _, line in lines[-20:])
+        raise SystemExit(f"{' '.join(command)} ended with code {code}:\n{last}")
+    return lines, taken
+
+
+def last_json(lines: Sequence[tuple[float, str]]) -> dict:
+    """What the last line of JSON says."""
+    return json.loads([line for _, line in lines if line.startswith("{")][-1])
+
+
+def kill(pid: int) -> None:
+    """Kill a process with all its descendants: the launcher's ranks have process groups of their own."""
+    with suppress(psutil.NoSuchProcess):
+        for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def flags(**settings) -> list[str]:
+    """Settings as flags of a command; those that are None are left out."""
+    return [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+def train(processes: int, *settings: str) -> list[dict]:
+    """Train with train.py in a folder that is deleted after it; returns the records of its log."""
+    with TemporaryDirectory(prefix="lockstep-") as folder:
+        run([*launch(processes), ROOT / "train.py", *settings, "--output_dir", folder, "--run_name", "run"])
+        return [json.loads(line) for line in (Path(folder) / "run" / "log.jsonl").read_text().splitlines()]
+
+
+def rates(log: Sequence[dict]) -> list[float]:
+    """Images per second of each train record but the first, in which the processes warm up."""
+    return [record["images_per_second"] for record in log if record["kind"] == "train"][1:]
