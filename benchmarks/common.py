@@ -113,7 +113,7 @@ def run(
     Returns its lines, each after the seconds from the start of the command to it, and the seconds of the whole. Raises
     TimeoutError after `seconds`, SystemExit with its last lines if it fails. None of its processes is left behind.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` sees it too
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` sees it too
     command, lines, begun = [str(word) for word in command], [], time.perf_counter()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes) as process:
@@ -128,6 +128,7 @@ def run(
         finally:
             clock.cancel()
             kill(process.pid)
+            signal.signal(signal.SIGTERM, before)
     if taken >= seconds:
         raise TimeoutError(f"{' '.join(command)} took more than {seconds:.0f} s")
     if code:
