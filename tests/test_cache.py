@@ -1,15 +1,20 @@
 """Small data sets decoded to the cache, against the pixels that were encoded."""
 
 import os
+import resource
 import shutil
+import signal
 from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from make_data import encoded, image_folder, pictures, table
 from PIL import Image
+from ranks import returned, start_ranks
 
+from utils.data import cache
 from utils.data.cache import Shared, decode_all
 from utils.data.splits import Files, hold_out, whole_split
 
@@ -128,3 +133,74 @@ def test_a_cache_without_room_is_an_error_before_anything_is_written(monkeypatch
     with pytest.raises(OSError, match=r"--cache_dir"):
         decode_all(split, 8, 8, 3, "cache", iter)
     assert cached_files() == []
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """Three processes that decode, and chunks of ten images, so that even small sets keep all of them busy."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr(cache, "_LEAST", 10)
+    monkeypatch.setattr(cache, "_CHUNK", 10)
+
+
+def test_several_processes_decode_the_same_pixels_and_draw_nothing_at_random(workers):
+    (split, expected), state = folder_split("photos", 95), torch.get_rng_state()
+    assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
+    assert (torch.get_rng_state() == state).all()
+
+
+def test_of_several_bad_images_in_several_processes_the_first_is_named(workers):
+    split, _ = folder_split("photos", 95)
+    for number in (41, 52, 63):
+        Path(split.images.paths[number]).write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"^photos/a/041\.png: not a readable image"):
+        decode_all(split, 8, 8, 3, "cache", iter)
+    assert cached_files() == []
+
+
+def decode_on_a_disk_of(size):
+    split, _ = folder_split("photos", 95)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    with pytest.raises(OSError, match=r"cache/decoded/v\d+-\w+-8x8x3\.npy"):
+        decode_all(split, 8, 8, 3, "cache", iter)
+    return cached_files()
+
+
+def test_a_disk_that_is_full_half_way_is_an_error_that_names_the_file(workers):
+    assert returned(1, decode_on_a_disk_of, 10_000) == [[]]
+
+
+def decode_and_signal_itself(split, number):
+    def half_way(chunks):
+        for count, pixels in enumerate(chunks):
+            yield pixels
+            if count == 8:
+                os.kill(os.getpid(), number)
+
+    return decode_all(split, 8, 8, 3, "cache", half_way).sum(dtype=int)
+
+
+def test_what_a_killed_process_was_writing_goes_at_the_next_decoding_and_what_a_live_one_writes_stays(monkeypatch):
+    monkeypatch.setattr(cache, "_CHUNK", 10)
+    split, expected = folder_split("photos", 95)
+    start_ranks(1, decode_and_signal_itself, split, signal.SIGKILL).finish()
+    (left,) = cached_files()
+    stopped = start_ranks(1, decode_and_signal_itself, split, signal.SIGSTOP)
+    os.waitpid(stopped.pids[0], os.WUNTRACED)
+    (writing,) = cached_files()
+    assert left != writing and left.endswith(".partial") and writing.endswith(".partial")
+    decode_all(split, 8, 8, 1, "cache", iter)
+    assert len(cached_files()) == 2 and writing in cached_files()
+    stopped.kill(signal.SIGCONT)
+    assert stopped.finish()[0].value == expected.sum(dtype=int)
+    assert all(name.endswith(".npy") for name in cached_files())
+
+
+def test_a_damaged_file_of_the_cache_is_named_with_the_mend():
+    split, _ = folder_split("photos")
+    decode_all(split, 8, 8, 3, "cache", iter)
+    path = Path("cache/decoded", cached_files()[0])
+    for content in (b"", b"nothing", path.read_bytes()[:1000]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"8x8x3\.npy.*delete it"):
+            decode_all(split, 8, 8, 3, "cache", iter)

@@ -1,18 +1,27 @@
 """A whole small data set decoded once, into one memory map in the cache that all ranks of a machine share."""
 
+import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from utils.config import expand
 from utils.data.decode import SMALL, VERSION, center, decode
 from utils.data.splits import Split, whole_split
+from utils.errors import one_line
+from utils.files import named
+from utils.stopping import leave_signals_to_parent
 
-_CHUNK = 256  # images read at once
+_CHUNK = 256  # images decoded at once
+_LEAST = 2000  # images for which a worker process pays
 
 
 class Shared:
@@ -25,6 +34,28 @@ class Shared:
         return self.images[self.rows[positions]]
 
 
+class _Chunks(Dataset):
+    """Runs of consecutive samples: decoded, uint8 [n, H, W, C], or the error that one of them raised."""
+
+    def __init__(self, split: Split, shape: tuple[int, int, int]):
+        self.split, self.shape = split, shape
+
+    def __len__(self) -> int:
+        return -(-len(self.split) // _CHUNK)
+
+    def __getitem__(self, number: int) -> np.ndarray | Exception:
+        height, width, channels = self.shape
+        positions = range(number * _CHUNK, min((number + 1) * _CHUNK, len(self.split)))
+        pixels = np.empty((len(positions), *self.shape), np.uint8)
+        try:
+            encoded = self.split.read_ahead(positions)
+            for row, position in enumerate(positions):
+                pixels[row] = center(decode(self.split, position, channels, encoded[row]), height, width).numpy()
+        except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback
+            return error
+        return pixels
+
+
 def decode_all(
     split: Split, height: int, width: int, channels: int, cache_dir: str, progress: Callable
 ) -> np.ndarray | Shared:
@@ -33,29 +64,29 @@ def decode_all(
     The file is named by the data's fingerprint and appears whole or not at all. `progress` wraps an iterable (tqdm).
     Raises ValueError for an unreadable image, OSError where the cache has no room.
     """
+    shape = (height, width, channels)
     if len(split) > len(split.images):  # samples share images
         whole = whole_split(split.name, split.images, np.zeros(len(split.images)), split.fingerprint)
-        return Shared(decode_all(whole, height, width, channels, cache_dir, progress), split.rows)
-    if isinstance(split.images, np.ndarray) and _shape(split.images) == (height, width, channels):
+        return Shared(decode_all(whole, *shape, cache_dir, progress), split.rows)
+    if isinstance(split.images, np.ndarray) and _shape(split.images) == shape:
         is_whole = np.array_equal(split.rows, np.arange(len(split.images)))
         images = split.images if is_whole else split.images[split.rows]
         return images[..., None] if images.ndim == 3 else images.transpose(0, 2, 3, 1)
     path = expand(cache_dir) / "decoded" / f"v{VERSION}-{split.cache_key}-{height}x{width}x{channels}.npy"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path.parent)
         _check_room(path.parent, len(split) * height * width * channels)
-        partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
-        try:
-            _decode_into(partial, split, (height, width, channels), progress)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    return np.load(path, mmap_mode="r")
+        _decode_into(path, split, shape, progress)
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path}: damaged ({one_line(error)}); delete it, and it will be made anew") from error
 
 
 def _check_room(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
-    if size > free:  # found out half-way, it would be a bus error: the file is written through a memory map
+    if size > free:  # to be told now, not when the disk is full after long work
         raise OSError(
             f"{folder}: the decoded images take {size / 1e9:.1f} GB and only {free / 1e9:.1f} GB are free; choose "
             f"another --cache_dir, or an --image_size above {SMALL} to decode images when their turn comes"
@@ -63,13 +94,60 @@ def _check_room(folder: Path, size: int) -> None:
 
 
 def _decode_into(path: Path, split: Split, shape: tuple[int, int, int], progress: Callable) -> None:
-    height, width, channels = shape
-    pixels = np.lib.format.open_memmap(path, "w+", np.uint8, (len(split), *shape))
-    for start in progress(range(0, len(split), _CHUNK)):
-        positions = range(start, min(start + _CHUNK, len(split)))
-        for position, raw in zip(positions, split.read_ahead(positions), strict=True):
-            pixels[position] = center(decode(split, position, channels, raw), height, width).numpy()
-    pixels.flush()
+    """Decode on all processor cores, as the other ranks of this machine wait; write from this process, in order."""
+    # Processes, as threads wait for each other's Python here; forked like any loader's workers, as starting new ones
+    # takes longer than MNIST. Chunks come as arrays through a pipe: tensors would need room in /dev/shm.
+    chunks = DataLoader(
+        _Chunks(split, shape),
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=min(len(os.sched_getaffinity(0)), len(split) // _LEAST),
+        worker_init_fn=_start_worker,
+        generator=torch.Generator(),  # of its own: starting workers must not draw from the global one
+    )
+    with _whole_or_not_at_all(path) as file:
+        header = {"descr": "|u1", "fortran_order": False, "shape": (len(split), *shape)}
+        np.lib.format.write_array_header_1_0(file, header)
+        for pixels in progress(chunks):
+            if isinstance(pixels, Exception):
+                raise pixels
+            file.write(pixels)  # not through a memory map, where a full disk would be a bus error
+
+
+def _as_it_is(pixels: np.ndarray | Exception) -> np.ndarray | Exception:
+    return pixels
+
+
+def _start_worker(number: int) -> None:
+    leave_signals_to_parent()
+
+
+@contextmanager
+def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that becomes `path` at the end of the block, and goes when there is an error in it."""
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+    try:
+        with named(path), partial.open("xb") as file:
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.lockf(file, fcntl.LOCK_EX)  # until it is closed, see below
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what processes were writing when they were killed: with them went their locks.
+
+    A live one, on whatever machine, holds its lock before it writes the first byte.
+    """
+    for partial in folder.glob("*.partial"):
+        with suppress(OSError), partial.open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size:
+                partial.unlink()
 
 
 def _shape(images: np.ndarray) -> tuple[int, int, int]:
