@@ -305,6 +305,17 @@ def test_tables_of_two_splits_are_read(layout):
         assert (decode_all(split, 8, 8, 3, "cache", iter) == images[name]).all()
 
 
+def test_files_are_read_without_asking_the_network(monkeypatch):
+    import datasets.load
+
+    asked = []
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    monkeypatch.setattr(datasets.load, "get_session", lambda: asked.append(1))
+    load(parquet("tables", train=table(labels_of(30), NAMED)))
+    assert not asked
+
+
 @pytest.mark.parametrize("layout", ["parquet file", "arrow file", "saved"])
 def test_a_single_table_is_held_out_from(layout):
     images, splits = tables()

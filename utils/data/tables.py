@@ -57,8 +57,9 @@ def read_table_files(path: Path):
 
 
 def _read(path: Path):
-    from datasets import Dataset, load_dataset, load_from_disk
+    from datasets import Dataset, config, load_dataset, load_from_disk
 
+    config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or it would tell the Hub, and wait for it where there is no network
     _no_bars_without_a_terminal()
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return load_from_disk(str(path))
