@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--mnist", type=Path, metavar="DIR", required=True, help="MNIST's parquet files")
     parser.add_argument("--processes", default="1,2", help="of each side, on CPUs or GPUs (default: %(default)s)")
     parser.add_argument("--sides", default=",".join(SIDES), help="beside ours (default: %(default)s)")
-    parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="of ours; default: train.py's own")
+    parser.add_argument("--mixed_precision", help="of ours, as for train.py (default: its own)")
     parser.add_argument("--lightning_python", default=sys.executable, help="a Python that has lightning installed")
     args = parser.parse_args()
     args.processes = sorted(map(int, args.processes.split(",")))
