@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from utils.accelerator import check_precision, make_accelerator
+from utils.accelerator import check_precision, compile_model, make_accelerator
 from utils.checkpoint import find_checkpoint, load_model, verify
 from utils.cli import parse_args
 from utils.config import EvalConfig, TrainConfig, absolute_data, expand
@@ -87,7 +87,7 @@ def check_output_file(path: Path) -> None:
 
 def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str | None, own_data: bool, ranks: Ranks):
     """The numbers of one split, and the names of the classes; collective."""
-    accelerator = ranks.together(lambda: make_accelerator(ranks, config))
+    accelerator = make_accelerator(ranks, config)
     saved, class_names = ranks.together(lambda: (read_saved(checkpoint), read_classes(checkpoint)))
     spec = InputSpec.from_dict(saved["input"])
     split = ranks.together(lambda: load_split(config, split_name, class_names, own_data), main_first=True)
@@ -97,6 +97,7 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     ranks.together(lambda: load_model(checkpoint, model))
     loader = make_loader(dataset, BlockSampler(len(dataset), config.eval_batch_size), config, ranks)
     loader = accelerator.prepare(loader)
+    compile_model(accelerator, model)
     model.to(accelerator.device)  # bare: nothing is trained, so the ranks have nothing to say to each other
     batches = Batches(loader, spec, config, accelerator.device, training=False)
     result = evaluate_split(ranks, accelerator, model, batches, config, progress("evaluating", ranks.is_main))

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.accelerator import check_precision, make_accelerator, settle_buckets
+from utils.accelerator import check_precision, compile_model, make_accelerator, settle_buckets
 from utils.checkpoint import forget_after, prune, save_checkpoint
 from utils.cli import parse_args
 from utils.config import TrainConfig, advice, resolve_batch, to_yaml
@@ -34,11 +34,13 @@ from utils.errors import AgreedError, one_line
 from utils.evaluation import evaluate_split
 from utils.files import write_file
 from utils.finite import check_weights, report_bad_loss
+from utils.host import settled_garbage
 from utils.launch import resume_command, typed_command
 from utils.losses import loss_sum
 from utils.meter import Meter, Pace, Totals
 from utils.models import build_model, check_model, has_batch_norm, input_spec, seed_layers
 from utils.optim import build_optimizer, learning_rate, set_learning_rate
+from utils.profiling import Profile
 from utils.report import RunLog, outcome, progress, table
 from utils.runs import Start, check_run_folder, find_start, make_run_folder
 from utils.saved import changes, checkpoint_texts, load_run, read_state, resolved
@@ -68,6 +70,7 @@ class Run:
     eval_batches: Batches
     meter: Meter
     log: RunLog
+    profile: Profile
     best: tuple[float | None, int | None]  # accuracy and update of the best checkpoint on the disk
 
 
@@ -84,10 +87,11 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         if config.resume is None:
             resolve_batch(config, ranks.topology.world_size)
         ranks.join()
-        run = build(config, ranks, stopping, ranks.together(lambda: make_accelerator(ranks, config)))
+        run = build(config, ranks, stopping, make_accelerator(ranks, config))
         announce(run)
         stopping.training_begins()
-        result = train(run)
+        with settled_garbage(), run.profile:
+            result = train(run)
         stopped = close(run, result, command)
     if stopped:
         raise SystemExit(EXIT_RESUME)
@@ -121,7 +125,11 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     order = UpdateSampler(plan, max(0, updates - state.step), state.epoch, state.position)
     blocks = BlockSampler(len(eval_set), config.eval_batch_size)
     loaders = (make_loader(s, o, config, ranks) for s, o in ((train_set, order), (eval_set, blocks)))
-    model, optimizer, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
+    compile_model(accelerator, module)
+    model, wrapped, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
+    optimizer = (
+        wrapped if accelerator.scaler else optimizer
+    )  # only fp16 needs the wrapper, whose steps look for a package
     settle_buckets(model, module, torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device))
     if start.checkpoint:
         load_run(start.checkpoint, module, optimizer, accelerator, ranks)
@@ -133,8 +141,9 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     eval_batches = Batches(eval_loader, spec, config, accelerator.device, training=False)
     meter = Meter(accelerator.device, Totals(**state.since_log) if ranks.is_main else Totals())
     log = ranks.together(lambda: RunLog(folder, ranks.is_main, state, updates))
+    profile = Profile(config.profile, folder, ranks.topology.rank, log.say)
     best = state.best_accuracy, state.best_step
-    parts = (model, module, optimizer, train_batches, eval_batches, meter, log, best)
+    parts = (model, module, optimizer, train_batches, eval_batches, meter, log, profile, best)
     return Run(config, ranks, stopping, accelerator, start, folder, data, spec, plan, updates, state, *parts)
 
 
@@ -151,6 +160,7 @@ def train(run: Run) -> dict | None:
     while state.step < run.updates and not run.stopping.agreed:
         train_update(run, batches)
         run.log.advance()
+        run.profile.step()
 
         due = due_after(config, state, run.updates)
         if not (any(due) or pace.due(state.step)):

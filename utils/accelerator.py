@@ -1,10 +1,16 @@
 """Accelerate on top of our ranks: what it wraps, and the parts of it that need care."""
 
 import os
+import warnings
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DynamoBackend,
+)
 from torch import Tensor, nn
 
 from utils.config import EvalConfig, TrainConfig
@@ -18,23 +24,44 @@ def check_precision(config: TrainConfig | EvalConfig, ranks: Ranks) -> None:
         raise ValueError("mixed precision fp16 needs a GPU; use --mixed_precision bf16 or no")
 
 
+def computes_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for bfloat16; without them it is slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    abilities = torch.cpu.get_capabilities()
+    return any(abilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
 def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelerator:
-    """Accelerate on top of our process group; ValueError when it sees another number of processes than we do."""
+    """Accelerate on top of our process group; collective.
+
+    Raises ValueError when it sees another number of processes than we do.
+    """
+    precision = config.mixed_precision
+    if precision == "auto":  # the same on all ranks, or it would not be one run
+        precision = "no" if ranks.any_rank(not computes_bf16(ranks.device)) else "bf16"
+    return ranks.together(lambda: _accelerator(ranks, config, precision))
+
+
+def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None) -> Accelerator:
     if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None) and ranks.is_main:
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     cpu = ranks.device.type == "cpu"
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: what is not in bf16 keeps its range, and is fast too
+    torch.backends.cudnn.allow_tf32 = True
     if getattr(config, "deterministic", False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
     else:
         torch.backends.cudnn.benchmark = True  # image shapes do not change, so trying the kernels out pays
+    hook = DDPCommunicationHookType(getattr(config, "comm_hook", "no"))
     accelerator = Accelerator(
         cpu=cpu,
-        mixed_precision=config.mixed_precision,
+        mixed_precision=precision,
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales a partial window wrongly
         # The samplers cut exact batches; Accelerate must deal them out as they are.
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=not cpu),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=hook)],
     )
     if accelerator.num_processes != ranks.topology.world_size:
         raise ValueError(
@@ -44,21 +71,37 @@ def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelera
     return accelerator
 
 
+def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
+    """Compile the module as the accelerate config says (`dynamo_config`), in place.
+
+    Accelerate would compile around DDP and call the result `_orig_mod`; so the keys of a checkpoint stay as they are,
+    the bare module that is evaluated is compiled too, and DDP overlaps its exchange as always.
+    """
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend != DynamoBackend.NO:
+        module.compile(**plugin.to_kwargs())
+        plugin.backend = DynamoBackend.NO  # done
+
+
 def sum_over_ranks(accelerator: Accelerator, values: Tensor) -> Tensor:
     """The element-wise sum of every rank's tensor, on every rank; exact for float64 counts below 2**53."""
     return accelerator.reduce(values, "sum")
 
 
 def settle_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> None:
-    """One backward on an empty batch, after which DDP keeps its gradient buckets as they are.
+    """One backward on an empty batch, after which DDP keeps its gradient buckets as they are; collective.
 
     It rearranges them after its first backward. Three or more ranks would then add gradients in another order in a
     resumed run than in one that went on. `no_images` is [0, C, H, W]; the module's buffers are put back.
     """
     if model is module:
         return
+    # DDP copies a gradient of another layout than the parameter's. Those of a grey image's first layer count as that,
+    # and are not: the strides of a dimension of size 1 mean nothing.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     buffers = [buffer.clone() for buffer in module.buffers()]
-    model(no_images).sum().backward()
+    with torch.compiler.set_stance("force_eager"):  # nothing is compiled for the sake of no images
+        model(no_images).sum().backward()
     model.zero_grad()
     with torch.no_grad():
         for buffer, before in zip(module.buffers(), buffers, strict=True):

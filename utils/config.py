@@ -92,10 +92,13 @@ class TrainConfig:
     """Softmax cross-entropy, or one sigmoid per class, averaged over the classes."""
     label_smoothing: float = 0.0
     """Share of the target spread evenly over all classes, in training only."""
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    """Arithmetic of the model (default: what the accelerate config says, else no)."""
+    mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
+    """Arithmetic of the model; auto is bf16 where all devices have it natively (default: what the accelerate config
+    says, else no)."""
     channels_last: bool = True
     """Keep images with the channels innermost, which convolutions are fastest with."""
+    comm_hook: Literal["no", "fp16", "bf16"] = "no"
+    """What gradients are rounded to on their way between the processes; bf16 halves the traffic."""
     seed: int = 0
     """Seed of the initial weights, the order, the augmentation, dropout and the hold-out."""
     deterministic: bool = False
@@ -129,6 +132,8 @@ class TrainConfig:
     """Processor threads per process (default: an equal share of the cores)."""
     timeout: float = 600.0
     """Seconds that a rank waits for another before the run fails; a download for all may take longer."""
+    profile: bool = False
+    """Write a trace of ten early updates to the run folder, and say what they spent their time on."""
     traceback: bool = False
     """Show the Python traceback of an error."""
 
@@ -179,8 +184,8 @@ class EvalConfig:
     """Evaluate on a random subset of this many samples."""
     eval_batch_size: int | None = None
     """Samples per process and batch (default: as in the run)."""
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    """Arithmetic of the model (default: as in the run)."""
+    mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
+    """Arithmetic of the model; auto is bf16 where all devices have it natively (default: as in the run)."""
     json: str | None = None
     """Also write the numbers to this file."""
     num_workers: int | None = None

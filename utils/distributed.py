@@ -25,6 +25,7 @@ from utils.errors import (
     lost_rank_text,
     one_line,
 )
+from utils.host import keep_freed_memory
 from utils.launch import (
     Topology,
     launcher,
@@ -52,6 +53,8 @@ class Ranks:
             raise ValueError(f"--threads {self.threads}: this machine has {os.cpu_count()} processor cores")
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # Accelerate would set its own number where there is none
         torch.set_num_threads(self.threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         # A killed launcher tells nobody, and its processes would train on. A shell may go away: nohup expects that.
         self._launcher = launcher()
         self.backend = "none"

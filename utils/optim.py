@@ -17,8 +17,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0)
+        return torch.optim.AdamW(groups, lr=config.lr, fused=True)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
 
 
 def learning_rate(config: TrainConfig, update: int, updates: int) -> float:

@@ -1,0 +1,31 @@
+"""What a rank asks of its own process, so that the loop is not held up: memory that stays, garbage that waits."""
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+_LARGEST = 2**30
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep what is freed, for the next update to use again; elsewhere this does nothing.
+
+    By default large buffers go back to the system at once, and each update faults the pages of its activations in anew.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+        mallopt(_M_TRIM_THRESHOLD, _LARGEST)
+
+
+@contextmanager
+def settled_garbage() -> Iterator[None]:
+    """Keep all that start-up made out of the garbage collector's sight, so that its full collections stay short."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
