@@ -1,66 +1,73 @@
 """Random changes to training images, each drawn from (seed, epoch, sample index) alone.
 
-So an image is changed in the same way whatever worker, rank or history computes it. All functions are batched and run
-on the device of their inputs.
+So an image is changed in the same way whatever worker, rank or history computes it.
 """
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from utils.data.order import mix
 
-# SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014. int64 wraps as uint64.
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+# SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIERS = ((30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB133111EB)))
 
 
-def uniform(seed: int, epoch: int, indices: Tensor, draws: int) -> Tensor:
+def uniform(seed: int, epoch: int, indices: np.ndarray, draws: int) -> np.ndarray:
     """Random numbers in [0, 1) of each sample: float32 [n, draws] from int64 `indices` [n]."""
-    key = mix(seed, "augment", epoch) - 2**63
-    states = _scramble(indices.long() ^ key).unsqueeze(1)
-    counters = torch.arange(1, draws + 1, device=indices.device) * _GAMMA
-    return (_scramble(states + counters) >> 40 & 0xFFFFFF).float() / 2**24
+    key = np.uint64(mix(seed, "augment", epoch) ^ 1 << 63)
+    states = _scramble(indices.astype(np.uint64) ^ key)[:, None]
+    counters = np.arange(1, draws + 1, dtype=np.uint64) * _GAMMA
+    return (_scramble(states + counters) >> 40).astype(np.float32) / 2**24
 
 
-def _scramble(x: Tensor) -> Tensor:
+def _scramble(x: np.ndarray) -> np.ndarray:
     for shift, multiplier in _MULTIPLIERS:
-        x = (x ^ _shift_right(x, shift)) * multiplier
-    return x ^ _shift_right(x, 31)
+        x = (x ^ x >> shift) * multiplier
+    return x ^ x >> 31
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return x >> bits & ((1 << (64 - bits)) - 1)  # logical: an arithmetic shift would copy the sign
+def row_starts(random: np.ndarray, height: int, width: int, padding: int, flip: bool) -> tuple[Tensor, Tensor]:
+    """What `shift_and_flip` shall do: (the samples to mirror, int64 [m]; where each row of the result starts, [n * H]).
 
-
-def shift_and_flip(images: Tensor, random: Tensor, padding: int, flip: bool) -> Tensor:
-    """Move each image by up to `padding` pixels over black, then mirror half of them; [n, H, W, C] uint8 to the same.
-
-    `random` [n, 3] in [0, 1): vertical shift, horizontal shift, mirroring.
+    `random` [n, 3] in [0, 1): vertical shift, horizontal shift, mirroring. Computed where the numbers are drawn, on the
+    processor, so that a GPU does not have to be asked how many are mirrored.
     """
-    if not padding and not flip:
-        return images
-    n, height, width, _ = images.shape
-    rows = torch.arange(height, device=images.device).expand(n, -1)
-    columns = torch.arange(width, device=images.device).expand(n, -1)
-    if flip:
-        columns = torch.where(random[:, 2:3] < 0.5, width - 1 - columns, columns)
-    if padding:
-        images = torch.nn.functional.pad(images, (0, 0, padding, padding, padding, padding))
-        shifts = (random[:, :2] * (2 * padding + 1)).long()
-        rows, columns = rows + shifts[:, :1], columns + shifts[:, 1:2]
-    samples = torch.arange(n, device=images.device)[:, None, None]
-    return images[samples, rows[:, :, None], columns[:, None, :]]
+    n, padded_height, padded_width = len(random), height + 2 * padding, width + 2 * padding
+    top, left = (random[:, :2] * (2 * padding + 1)).astype(np.int64).T
+    mirrored = np.flatnonzero(random[:, 2] < (0.5 if flip else 0))
+    image, step = np.arange(n), np.full(n, padded_width)
+    # A mirrored image stands behind the others, its pixels in reverse order: it is read from its last row to its first.
+    image[mirrored], step[mirrored] = n + np.arange(len(mirrored)), -padded_width
+    top[mirrored], left[mirrored] = padded_height - 1 - top[mirrored], 2 * padding - left[mirrored]
+    first = (image * padded_height + top) * padded_width + left
+    starts = first[:, None] + step[:, None] * np.arange(height)
+    return torch.from_numpy(mirrored), torch.from_numpy(starts.ravel())
 
 
-def crop_box(height: int, width: int, random: Tensor, min_scale: float) -> tuple[int, int, int, int]:
+def shift_and_flip(images: Tensor, mirrored: Tensor, starts: Tensor, padding: int) -> Tensor:
+    """Move images by up to `padding` pixels over black and mirror some, as `row_starts` says; [n, H, W, C] as given."""
+    n, height, width, channels = images.shape
+    sources = images.new_zeros(n + len(mirrored), height + 2 * padding, width + 2 * padding, channels)
+    inner = sources[:, padding : padding + height, padding : padding + width]
+    inner[:n] = images
+    inner[n:] = images.index_select(0, mirrored).flip(1, 2)
+    # A row of the result is a run of bytes there, so that one copy of all such runs does it.
+    runs = sources.as_strided((max(0, sources.numel() // channels - width + 1), width * channels), (channels, 1))
+    return runs.index_select(0, starts).view(n, height, width, channels)
+
+
+def crop_box(height: int, width: int, random: Sequence[float], min_scale: float) -> tuple[int, int, int, int]:
     """A random part of an image, (top, left, height, width), of `min_scale` to 1 of its area and 3:4 to 4:3 shape.
 
     The crop of Inception training (Szegedy et al., 2014), as torchvision's RandomResizedCrop draws it, but for trying
-    once: a box that sticks out is shrunk to fit. `random` [4] in [0, 1): area, shape, top, left.
+    once: a box that sticks out is shrunk to fit. `random`: area, shape, top, left, each in [0, 1).
     """
-    area, shape, top, left = random.tolist()
+    area, shape, top, left = random
     area = height * width * (min_scale + (1 - min_scale) * area)
     aspect = math.exp(math.log(3 / 4) + math.log(16 / 9) * shape)
     crop_height = max(1, min(height, round(math.sqrt(area / aspect))))

@@ -2,12 +2,14 @@
 
 import io
 import re
+import warnings
 
 import numpy as np
 import torch
 import torchvision
 from PIL import Image, ImageOps
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional as F
 
 from utils.data.splits import Split
@@ -16,6 +18,10 @@ from utils.errors import one_line
 SMALL = 96  # pixels; data sets of images up to this side are decoded once and kept
 EVAL_CROP = 0.875  # share of a photograph's shorter side that evaluation looks at, the field's custom since AlexNet
 VERSION = 1  # of the pixels that this module makes; raised when they change, so that no cache keeps older ones
+
+with warnings.catch_warnings():  # once a process PyTorch tells that such a tensor must not be written to: none is here
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"JPEG", dtype=torch.uint8)
 
 
 def decode(split: Split, position: int, channels: int, raw=None) -> Tensor:
@@ -52,7 +58,7 @@ def _pixels(raw, channels: int) -> Tensor:
 
 def _jpeg(raw: bytes, channels: int) -> Tensor | Image.Image:
     """By libjpeg-turbo, half the time of Pillow's way. For other formats its sister functions crash on broken files."""
-    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    data = torch.frombuffer(raw, dtype=torch.uint8)
     try:
         mode = "GRAY" if channels == 1 else "RGB"
         return torchvision.io.decode_jpeg(data, mode, apply_exif_orientation=True).permute(1, 2, 0)
@@ -85,5 +91,12 @@ def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tenso
         return pixels
     scale = max(height / pixels.shape[0], width / pixels.shape[1]) / share
     size = [max(height, round(pixels.shape[0] * scale)), max(width, round(pixels.shape[1] * scale))]
-    planes = F.resize(pixels.permute(2, 0, 1), size, antialias=True)
+    planes = resize(pixels, *size).permute(2, 0, 1)
     return F.center_crop(planes, [height, width]).permute(1, 2, 0)
+
+
+def resize(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Scale to another size, bilinear and antialiased; uint8 [H, W, C]."""
+    # A batch of one is made before the channels are moved: only so PyTorch sees them last in memory, which is faster.
+    planes = pixels[None].permute(0, 3, 1, 2)
+    return interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0)

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms.v2 import functional as F
 
 from utils.config import TrainConfig
-from utils.data.augment import crop_box, shift_and_flip, uniform
+from utils.data.augment import crop_box, row_starts, shift_and_flip, uniform
 from utils.data.cache import Shared, decode_all
-from utils.data.decode import EVAL_CROP, SMALL, center, decode
+from utils.data.decode import EVAL_CROP, SMALL, center, decode, resize
 from utils.data.order import Piece
 from utils.data.splits import Split
 from utils.distributed import Ranks
@@ -70,8 +69,8 @@ class Decoded(Dataset):
 class Encoded(Dataset):
     """Photographs, decoded and cropped when asked for; in training a random part of each, else the centre."""
 
-    def __init__(self, split: Split, spec: InputSpec, seed: int, min_scale: float | None):
-        self.split, self.spec, self.seed, self.min_scale = split, spec, seed, min_scale
+    def __init__(self, split: Split, spec: InputSpec, seed: int, min_scale: float | None, flip: bool = False):
+        self.split, self.spec, self.seed, self.min_scale, self.flip = split, spec, seed, min_scale, flip
         self.labels = split.labels
 
     def __len__(self) -> int:
@@ -80,7 +79,7 @@ class Encoded(Dataset):
     def __getitems__(self, piece: Piece) -> dict:
         spec = self.spec
         images = torch.empty(len(piece.indices), spec.height, spec.width, spec.channels, dtype=torch.uint8)
-        random = uniform(self.seed, piece.epoch, torch.from_numpy(piece.indices), 8)[:, 4:]
+        random = uniform(self.seed, piece.epoch, piece.indices, 8).tolist()
         try:
             encoded = self.split.read_ahead(piece.indices)
             for row, position in enumerate(piece.indices):
@@ -89,13 +88,14 @@ class Encoded(Dataset):
             return _batch(Piece(piece.epoch, piece.indices[:0]), images[:0], self.labels) | {"error": one_line(error)}
         return _batch(piece, images, self.split.labels)
 
-    def _image(self, position: int, encoded, random: Tensor) -> Tensor:
-        pixels = decode(self.split, position, self.spec.channels, encoded)
+    def _image(self, position: int, encoded, random: list[float]) -> Tensor:
+        spec, pixels = self.spec, decode(self.split, position, self.spec.channels, encoded)
         if self.min_scale is None or self.min_scale == 1:
-            return center(pixels, self.spec.height, self.spec.width, EVAL_CROP)
-        box = crop_box(*pixels.shape[:2], random, self.min_scale)
-        planes = F.resized_crop(pixels.permute(2, 0, 1), *box, [self.spec.height, self.spec.width], antialias=True)
-        return planes.permute(1, 2, 0)
+            pixels = center(pixels, spec.height, spec.width, EVAL_CROP)
+        else:
+            top, left, height, width = crop_box(*pixels.shape[:2], random[4:], self.min_scale)
+            pixels = resize(pixels[top : top + height, left : left + width], spec.height, spec.width)
+        return pixels.flip(1) if self.flip and random[2] < 0.5 else pixels
 
 
 def _batch(piece: Piece, images: Tensor, labels: np.ndarray) -> dict:
@@ -113,7 +113,7 @@ def make_dataset(split: Split, spec: InputSpec, config: TrainConfig, training: b
     if spec.small:
         pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
         return Decoded(pixels, split.labels)
-    return Encoded(split, spec, config.seed, config.min_scale if training else None)
+    return Encoded(split, spec, config.seed, config.min_scale if training else None, training and config.flip)
 
 
 def make_loader(dataset: Dataset, batch_sampler, config: TrainConfig, ranks: Ranks) -> DataLoader:
@@ -156,12 +156,14 @@ class Batches:
     """The batches of a prepared loader as the model's float input on the device, augmented when training."""
 
     def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):
-        self.loader, self.seed, self.error = loader, config.seed, None
+        self.loader, self.seed, self.device, self.error = loader, config.seed, device, None
+        loader.device = None  # Accelerate would copy in the stream that computes; here `_upload` does
         self.padding = config.crop_padding if training and spec.small else 0
-        self.flip = training and config.flip
+        self.flip = training and spec.small and config.flip
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
-        self.scale, self.shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
+        scale, shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
+        self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)  # of a row, as inner loops are long
 
     def check(self) -> None:
         """Raise ValueError if a sample could not be read; its batch was then given as an empty one."""
@@ -177,14 +179,53 @@ class Batches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self.loader:
+        for batch in _upload(map(self._draw, self.loader), self.device):
             self.error = batch.get("error", self.error)
             yield Batch(self._input(batch), batch["labels"], batch["indices"])
 
+    def _draw(self, batch: dict) -> dict:
+        if self.padding or self.flip:
+            random, size = uniform(self.seed, batch["epoch"], batch["indices"].numpy(), 3), batch["images"].shape[1:3]
+            batch["mirrored"], batch["starts"] = row_starts(random, *size, self.padding, self.flip)
+        return batch
+
     def _input(self, batch: dict) -> Tensor:
         images = batch["images"]
-        if self.padding or self.flip:
-            random = uniform(self.seed, batch["epoch"], batch["indices"], 3)
-            images = shift_and_flip(images, random, self.padding, self.flip)
-        images = torch.addcmul(self.shift, images.float(), self.scale)
-        return images.permute(0, 3, 1, 2).contiguous(memory_format=self.format)
+        if "starts" in batch:
+            images = shift_and_flip(images, batch["mirrored"], batch["starts"], self.padding)
+        values = images.flatten(2).float()
+        torch.addcmul(self.shift, values, self.scale, out=values)
+        return values.view(images.shape).permute(0, 3, 1, 2).contiguous(memory_format=self.format)
+
+
+def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:
+    """The batches with their tensors on the device; a GPU gets each while it computes on the one before."""
+    if device.type != "cuda":
+        yield from (_to(batch, device) for batch in batches)
+        return
+    stream, ready = torch.cuda.Stream(device), None
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            following = _to(batch, device), stream.record_event()
+        if ready is not None:
+            yield _hand_over(*ready)
+        ready = following
+    if ready is not None:
+        yield _hand_over(*ready)
+
+
+def _to(batch: dict, device: torch.device) -> dict:
+    def move(value: Tensor) -> Tensor:  # from pinned memory the processor need not wait for the copy
+        return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
+
+    return {name: move(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def _hand_over(batch: dict, copied: torch.cuda.Event) -> dict:
+    """Let the current stream use what another has copied, once that is done."""
+    stream = torch.cuda.current_stream()
+    stream.wait_event(copied)
+    for value in batch.values():
+        if isinstance(value, Tensor):
+            value.record_stream(stream)  # else its memory is reused as soon as Python lets go of it
+    return batch
