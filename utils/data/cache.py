@@ -1,6 +1,7 @@
 """A whole small data set decoded once, into one memory map in the cache that all ranks of a machine share."""
 
 import fcntl
+import math
 import os
 import shutil
 import uuid
@@ -11,6 +12,7 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from utils.config import expand
@@ -20,7 +22,7 @@ from utils.errors import one_line
 from utils.files import named
 from utils.stopping import leave_signals_to_parent
 
-_CHUNK = 256  # images decoded at once
+_CHUNK, _CHUNK_BYTES = 256, 2**19  # images decoded at once; some wait in /dev/shm, which may be as small as 64 MB
 _LEAST = 2000  # images for which a worker process pays
 
 
@@ -38,14 +40,14 @@ class _Chunks(Dataset):
     """Runs of consecutive samples: decoded, uint8 [n, H, W, C], or the error that one of them raised."""
 
     def __init__(self, split: Split, shape: tuple[int, int, int]):
-        self.split, self.shape = split, shape
+        self.split, self.shape, self.size = split, shape, max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape)))
 
     def __len__(self) -> int:
-        return -(-len(self.split) // _CHUNK)
+        return -(-len(self.split) // self.size)
 
-    def __getitem__(self, number: int) -> np.ndarray | Exception:
+    def __getitem__(self, number: int) -> Tensor | Exception:
         height, width, channels = self.shape
-        positions = range(number * _CHUNK, min((number + 1) * _CHUNK, len(self.split)))
+        positions = range(number * self.size, min((number + 1) * self.size, len(self.split)))
         pixels = np.empty((len(positions), *self.shape), np.uint8)
         try:
             encoded = self.split.read_ahead(positions)
@@ -53,7 +55,7 @@ class _Chunks(Dataset):
                 pixels[row] = center(decode(self.split, position, channels, encoded[row]), height, width).numpy()
         except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback
             return error
-        return pixels
+        return torch.from_numpy(pixels)
 
 
 def decode_all(
@@ -96,11 +98,10 @@ def _check_room(folder: Path, size: int) -> None:
 def _decode_into(path: Path, split: Split, shape: tuple[int, int, int], progress: Callable) -> None:
     """Decode on all processor cores, as the other ranks of this machine wait; write from this process, in order."""
     # Processes, as threads wait for each other's Python here; forked like any loader's workers, as starting new ones
-    # takes longer than MNIST. Chunks come as arrays through a pipe: tensors would need room in /dev/shm.
+    # takes longer than MNIST. They give tensors: arrays would come through a pipe, where an orphan would wait for ever.
     chunks = DataLoader(
         _Chunks(split, shape),
         batch_size=None,
-        collate_fn=_as_it_is,
         num_workers=min(len(os.sched_getaffinity(0)), len(split) // _LEAST),
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # of its own: starting workers must not draw from the global one
@@ -111,11 +112,7 @@ def _decode_into(path: Path, split: Split, shape: tuple[int, int, int], progress
         for pixels in progress(chunks):
             if isinstance(pixels, Exception):
                 raise pixels
-            file.write(pixels)  # not through a memory map, where a full disk would be a bus error
-
-
-def _as_it_is(pixels: np.ndarray | Exception) -> np.ndarray | Exception:
-    return pixels
+            file.write(pixels.numpy())  # not through a memory map, where a full disk would be a bus error
 
 
 def _start_worker(number: int) -> None:
