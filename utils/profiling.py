@@ -17,7 +17,7 @@ class Profile:
 
     def __init__(self, wanted: bool, folder: Path, rank: int, say: Callable[[str], None]):
         self.path, self.say = folder / f"trace-rank{rank}.json.gz", say
-        self._profiler = nullcontext()
+        self._wanted, self._written, self._profiler = wanted, False, nullcontext()
         if wanted:
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it speaks of itself at every start
             schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
@@ -30,11 +30,14 @@ class Profile:
 
     def __exit__(self, *exception) -> None:
         self._profiler.__exit__(*exception)
+        if self._wanted and not self._written:
+            self.say(f"--profile: the run ended before update {WAIT + WARM_UP + 1}, where its trace begins")
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         partial = self.path.with_name(f".partial-{self.path.name}")  # the ending says how it is packed
         profiler.export_chrome_trace(str(partial))
         os.replace(partial, self.path)
+        self._written = True
         self.say(f"{_summary(profiler)}\ntrace: {self.path} (open it at https://ui.perfetto.dev)")
 
 

@@ -1,0 +1,156 @@
+"""What makes a step fast leaves it the same: layout, compilation, precision, memory, traces."""
+
+import gc
+import gzip
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import returned, run_ranks
+from torch import nn
+from torch.nn import functional as F
+from training_runs import train_run, weights
+
+import eval as evaluation
+import train
+from utils import accelerator, host
+from utils.config import TrainConfig
+from utils.data.loader import InputSpec
+from utils.distributed import ranks_of_launch
+from utils.models import MnistCNN
+
+DIGITS = ("--global_batch_size", "120", "--max_steps", "6", "--log_every", "1", "--threads", "1")
+
+
+class TutorialNet(nn.Module):
+    """The network as the tutorials write it, each pixel convolved and each map dropped before it is pooled."""
+
+    def __init__(self, side, channels, dropout):
+        super().__init__()
+        last = ((side - 2) // 2 - 2) // 2
+        self.conv1, self.conv2 = nn.Conv2d(channels, 32, 3), nn.Conv2d(32, 64, 3)
+        self.fc1, self.fc2, self.dropout = nn.Linear(64 * last * last, 500), nn.Linear(500, 10), dropout
+
+    def forward(self, x):
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(F.dropout2d(self.conv2(x), self.dropout, self.training), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc2(F.dropout(x, self.dropout, self.training))
+
+
+@pytest.mark.parametrize(("side", "channels"), [(28, 1), (29, 1), (30, 3), (31, 3), (32, 3)])
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_mnist_cnn_is_the_network_of_the_tutorials_dropout_and_ties_of_the_pooling_included(side, channels, count):
+    torch.manual_seed(0)
+    ours = MnistCNN(InputSpec(side, side, channels, [0.5] * channels, [0.5] * channels), 10, dropout=0.5)
+    theirs = TutorialNet(side, channels, dropout=0.5)
+    theirs.load_state_dict(ours.state_dict())
+    images, labels = torch.rand(count, channels, side, side), torch.arange(count) % 10
+    images[:, :, :9] = 0  # as around a digit: all four values of a pooling are the same there
+    for model in (ours, theirs):
+        torch.manual_seed(1)
+        F.cross_entropy(model(images), labels, reduction="sum").backward()
+    for (name, own), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-4, msg=name)
+    ours.eval(), theirs.eval()
+    torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
+
+
+def _compiled_run(name):
+    import os
+
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "aot_eager"  # as accelerate's launcher sets it for `dynamo_config`
+    torch._dynamo.utils.counters.clear()
+    train.main(["--run_name", name, *DIGITS])
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    evaluation.main(["--ckpt", f"runs/{name}"])
+    return graphs
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_compiled_run_has_the_losses_and_the_checkpoint_keys_of_an_uncompiled_one(processes):
+    plain = train_run(processes, "plain", *DIGITS)
+    assert min(returned(processes, _compiled_run, "compiled")) > 0
+    log = [json.loads(line) for line in Path("runs/compiled/log.jsonl").read_text().splitlines()]
+    losses = [[record["loss"] for record in records if record["kind"] == "train"] for records in (plain, log)]
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert list(weights("compiled")) == list(weights("plain"))
+
+
+def _precision(natives, asked):
+    config = TrainConfig(mixed_precision=asked)
+    with ranks_of_launch("train.py", config) as ranks:
+        ranks.join()
+        accelerator.computes_bf16 = lambda device: natives[ranks.topology.rank]
+        return accelerator.make_accelerator(ranks, config).mixed_precision
+
+
+@pytest.mark.parametrize(("natives", "expected"), [([True, True], "bf16"), ([True, False], "no"), ([False], "no")])
+def test_automatic_precision_is_bf16_only_where_all_ranks_have_it(natives, expected):
+    assert returned(len(natives), _precision, natives, "auto") == [expected] * len(natives)
+
+
+def test_automatic_precision_is_kept_as_what_it_came_to():
+    train_run(1, "run", *DIGITS, "--mixed_precision", "auto")
+    kept = (Path("runs") / "run" / "config.yaml").read_text()
+    assert "mixed_precision: bf16" in kept or "mixed_precision: 'no'" in kept
+
+
+def test_gradients_are_exchanged_as_the_hook_says():
+    def first_momentum(name, *flags):  # after one update it is the gradient
+        train_run(2, name, *DIGITS, "--model", "mlp", "--max_steps", "1", "--weight_decay", "0", *flags)
+        state = torch.load(next(Path("runs").glob(f"{name}/checkpoints/*/optimizer.bin")), weights_only=True)["state"]
+        return torch.cat([values["momentum_buffer"].flatten() for values in state.values()])
+
+    exact, rounded = first_momentum("exact"), first_momentum("rounded", "--comm_hook", "bf16")
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert not torch.equal(exact, exact.bfloat16().float())
+    torch.testing.assert_close(rounded, exact, rtol=2**-7, atol=2**-8 * float(exact.abs().max()))
+
+
+def _faults_of_reuse(keep):
+    if keep:
+        host.keep_freed_memory()
+    faults = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.ones(2**24) for _ in range(2)]  # 64 MiB each, 32768 pages in all
+        del tensors
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return faults[-1]
+
+
+def test_freed_memory_is_used_again_without_faulting_it_in_anew():
+    assert returned(1, _faults_of_reuse, True)[0] < 100
+    assert returned(1, _faults_of_reuse, False)[0] > 1000
+
+
+def test_what_start_up_made_is_out_of_the_garbage_collectors_sight_for_as_long_as_asked():
+    before = gc.get_freeze_count()
+    with host.settled_garbage():
+        assert gc.get_freeze_count() > before + 10_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_profiled_run_leaves_a_trace_for_each_rank_and_says_what_took_long():
+    flags = ["--run_name", "run", *DIGITS, "--max_steps", "25", "--eval_every", "25", "--profile"]
+    main, other = run_ranks(2, train.main, flags)
+    assert main.code == other.code == 0
+    assert "aten::convolution_backward" in main.out and "trace: runs/run/trace-rank0.json.gz" in main.out
+    assert other.out == ""
+    for rank in (0, 1):
+        events = json.loads(gzip.decompress(Path(f"runs/run/trace-rank{rank}.json.gz").read_bytes()))["traceEvents"]
+        names = [event["name"] for event in events if event.get("cat") == "cpu_op"]
+        assert names.count("aten::cross_entropy_loss") == 10
+    assert not list(Path("runs/run").glob(".partial*"))
+    train_run(2, "plain", *flags[2:-1])
+    assert all(torch.equal(a, b) for a, b in zip(weights("run").values(), weights("plain").values(), strict=True))
+
+
+def test_a_profiled_run_that_is_too_short_says_so():
+    outcome = run_ranks(1, train.main, ["--run_name", "run", *DIGITS, "--profile"])[0]
+    assert outcome.code == 0
+    assert "--profile: the run ended before" in outcome.out
