@@ -23,7 +23,7 @@ from utils.errors import one_line
 from utils.files import read_json
 from utils.state import TrainState
 
-_OF_ONE_START = ("run_name", "resume", "traceback")  # settings of one start, not of the run
+_OF_ONE_START = ("run_name", "resume", "profile", "traceback")  # settings of one start, not of the run
 
 
 def load_run(

@@ -57,6 +57,13 @@ class Plan:
             "global_batch_size": self.global_batch_size,
         }
 
+    def describe(self, processes: int) -> str:
+        """How the global batch divides, for the reader."""
+        numbers = self.sizes(processes)
+        return "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}".format(
+            **numbers
+        )
+
     def update_size(self, position: int) -> int:
         """Samples of the update that starts after `position` samples of its epoch; 0 at the epoch's end."""
         size = min(self.global_batch_size, self.samples - position)
