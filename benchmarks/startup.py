@@ -127,7 +127,8 @@ def measure_memory(args: argparse.Namespace) -> None:
         for size in (args.gigabytes / 10, args.gigabytes):
             place = Path(folder, f"{size:g}")
             write_table(place / "table", round(size * 1e9 / (SIDE * SIDE * 3)))
-            settings = flags(data=place / "table", model="mlp", epochs=1, global_batch_size=256, lr=0.001, threads=1)
+            model = flags(model="mlp", model_args="{hidden: 8}", epochs=1, global_batch_size=256, lr=0.001)
+            settings = [*flags(data=place / "table"), *model]
             for processes in (1, 2):
                 sides[size, processes] = partial(train_once, processes, place, *settings)
         results = in_turns(sides, args.rounds)
