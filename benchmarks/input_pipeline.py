@@ -1,0 +1,175 @@
+"""Images per second of one core from stored data to normalised float batches, beside what others use. Paired rounds.
+
+    python benchmarks/input_pipeline.py --photos FOLDER --json FILE       an image folder, train/CLASS/IMAGE.jpg
+    python benchmarks/input_pipeline.py                                   made-up photographs
+
+Every side runs in this process, without loader processes, with one thread.
+
+* photographs: a random part of 8 to 100 % of the area, to 224x224, bilinear and antialiased, half of them mirrored; in
+  batches of 32. torchvision's are its reference training's two backends, and its transforms behind its own decoder;
+  timm's is `create_loader`, as it comes and without the change of colours. The bare decoder reads from memory and does
+  nothing else.
+* colour 32x32 and grey 28x28: decoded beforehand, as everybody does who can. Shifted by up to 4 (2) pixels, colour
+  mirrored; in batches of 256 (128). torchvision's are its transforms on Pillow's images and on tensors.
+
+A ratio is ours over theirs in the same round, given as the median and the range of the rounds.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from common import ROOT, in_turns, make_parser, ratios, report, spread
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+from torchvision import datasets, io
+from torchvision.transforms import v2
+
+sys.path.insert(0, str(ROOT))
+from utils.config import TrainConfig
+from utils.data.loader import Batches, Decoded, Encoded, InputSpec, make_loader
+from utils.data.order import Plan, UpdateSampler
+from utils.data.splits import Files, whole_split
+from utils.host import keep_freed_memory
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+RANK = SimpleNamespace(device=torch.device("cpu"), threads=1)  # what a loader asks of the ranks
+OURS, BARE = "ours", "torchvision's bare decode_jpeg"
+
+
+def rate(batches) -> float:
+    """Images per second of one pass over the batches, whose first tensors are the images."""
+    begun, count = time.perf_counter(), 0
+    for images, *_ in batches:
+        count += len(images)
+    return count / (time.perf_counter() - begun)
+
+
+def ours(dataset: Dataset, spec: InputSpec, batch_size: int, config: TrainConfig) -> Batches:
+    plan = Plan(len(dataset), batch_size, pieces=1, seed=0)
+    loader = make_loader(dataset, UpdateSampler(plan, plan.updates_per_epoch), config, RANK)
+    return Batches(loader, spec, config, RANK.device, training=True)
+
+
+def photographs(folder: str) -> dict[str, Callable[[], float]]:
+    """The sides for photographs: a pass over all of them, in images per second."""
+    normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    change = [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]
+    references = {
+        "torchvision, PIL backend": (datasets.folder.pil_loader, [*change, v2.PILToTensor(), *normalise]),
+        "torchvision, tensor backend": (datasets.folder.pil_loader, [v2.PILToTensor(), *change, *normalise]),
+        "torchvision, decode_image": (partial(io.decode_image, mode="RGB"), [*change, *normalise]),
+    }
+    sides = {}
+    for name, (load, transforms) in references.items():
+        dataset = datasets.ImageFolder(folder, v2.Compose(transforms), loader=load)
+        sides[name] = partial(rate, DataLoader(dataset, 32, shuffle=True))
+    paths = [path for path, _ in dataset.samples]
+    spec, config = InputSpec(224, 224, 3, MEAN, STD), TrainConfig(num_workers=0)
+    mine = Encoded(whole_split("train", Files(paths), np.zeros(len(paths)), "made"), spec, 0, 0.08, flip=True)
+    sides[OURS] = partial(rate, ours(mine, spec, 32, config))
+    encoded = [io.read_file(path).clone() for path in paths]
+    sides[BARE] = lambda: rate([io.decode_jpeg(data, "RGB")] for data in encoded) / 3  # whose length is its channels
+    return sides | timm_sides(folder)
+
+
+def timm_sides(folder: str) -> dict[str, Callable[[], float]]:
+    """timm's loader with and without its change of colours, if timm is installed."""
+    try:
+        from timm.data import create_dataset, create_loader
+    except ImportError:
+        return {}
+    sides = {}
+    for name, jitter in (("timm", 0.4), ("timm without colour jitter", 0.0)):
+        options = {"color_jitter": jitter, "num_workers": 0, "persistent_workers": False, "device": RANK.device}
+        dataset = create_dataset("", root=folder, is_training=True)
+        sides[name] = partial(rate, create_loader(dataset, 224, 32, is_training=True, **options))
+    return sides
+
+
+class InMemory(Dataset):
+    """Decoded images with torchvision's transforms."""
+
+    def __init__(self, images: list, transforms: list):
+        self.images, self.transform = images, v2.Compose(transforms)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int):
+        return self.transform(self.images[index]), 0
+
+
+def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -> dict[str, Callable[[], float]]:
+    """The sides for small images; ours are 50,000, of which the slower others see some."""
+    pixels = np.random.default_rng(0).integers(0, 256, (50_000, side, side, channels), np.uint8)
+    spec = InputSpec(side, side, channels, MEAN[:channels], STD[:channels])
+    config = TrainConfig(crop_padding=padding, flip=flip)
+    some = pixels[: 16 * batch_size]
+    change = [v2.RandomCrop(side, padding=padding)] + [v2.RandomHorizontalFlip()] * flip
+    normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(spec.mean, spec.std)]
+    pictures = [Image.fromarray(image.squeeze()) for image in some]
+    tensors = list(torch.from_numpy(some).permute(0, 3, 1, 2).contiguous())
+    sides = {
+        "torchvision, PIL backend": InMemory(pictures, [*change, v2.PILToTensor(), *normalise]),
+        "torchvision, tensor backend": InMemory(tensors, [*change, *normalise]),
+    }
+    sides = {name: partial(rate, DataLoader(dataset, batch_size, shuffle=True)) for name, dataset in sides.items()}
+    mine = Decoded(pixels, np.zeros(len(pixels), np.int64))
+    return sides | {OURS: partial(rate, ours(mine, spec, batch_size, config))}
+
+
+def make_photographs(folder: Path, count: int = 64) -> None:
+    """Files of the size and the compressibility of ImageNet's: 500x375, about 110 kB."""
+    random = np.random.default_rng(0)
+    (folder / "class").mkdir()
+    for number in range(count):
+        coarse = Image.fromarray(random.integers(0, 256, (12, 16, 3), np.uint8)).resize((500, 375), Image.BICUBIC)
+        noisy = np.asarray(coarse) + random.normal(0, 12, (375, 500, 1))
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(folder / "class" / f"{number}.jpg", quality=92)
+
+
+def table(form: str, results: dict[str, list[float]]) -> list[list[str]]:
+    """A row for each side of one data form, the fastest first."""
+    order = sorted(results, key=lambda name: -sorted(results[name])[len(results[name]) // 2])
+    against = {name: "" if name == OURS else spread(ratios(results[OURS], results[name]), ".2f") for name in order}
+    return [[form, name, spread(results[name]), against[name]] for name in order]
+
+
+def measure(folder: str, args: argparse.Namespace) -> None:
+    forms = {
+        "photographs": partial(photographs, folder),
+        "colour 32x32": partial(small, 32, 3, 4, 256, flip=True),
+        "grey 28x28": partial(small, 28, 1, 2, 128, flip=False),
+    }
+    rows, results = [], {}
+    for form, make in forms.items():
+        sides = make()
+        for side in sides.values():
+            side()  # once to warm up
+        results[form] = in_turns(sides, args.rounds)
+        rows += table(form, results[form])
+    report(args, ["Images", "Pipeline", "Images/s of one core", "Ours is faster by"], rows, results)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, rounds=7)
+    parser.add_argument("--photos", metavar="FOLDER", help="photographs as an image folder (default: made-up ones)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as train.py does; here all sides have it
+    with TemporaryDirectory(prefix="lockstep-") as made:
+        if args.photos is None:
+            make_photographs(Path(made))
+        measure(args.photos or made, args)
+
+
+if __name__ == "__main__":
+    main()
