@@ -279,7 +279,7 @@ def announce(run: Run) -> None:
         ("batch", plan.describe(processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
     ]
-    run.log.say("\n".join([table(f"Lockstep  {run.folder}", rows), *advice(config, run.spec.small)]))
+    run.log.say("\n".join([table(f"Lockstep  {run.folder}", rows), *advice(config, run.spec.small, processes)]))
     ranks.together(lambda: ranks.is_main and write_file(run.folder / "config.yaml", to_yaml(config)))
 
 

@@ -77,9 +77,10 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=30, help="updates before them (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    torch.backends.cudnn.benchmark = True  # as train.py sets both
-    torch.set_float32_matmul_precision("high")
     cuda, processes = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
+    torch.backends.cudnn.benchmark = True
+    if cuda:
+        torch.set_float32_matmul_precision("high")  # as train.py does
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -175,6 +175,18 @@ def test_evaluation_takes_the_centre_of_a_photograph_whatever_epoch_and_seed():
         assert (images.int() - torch.stack(wanted).int()).abs().max() <= 1
 
 
+def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none_in_evaluation():
+    split, piece, config = photographs(40), Piece(3, np.arange(40)), TrainConfig(flip=True, seed=5)
+    plain = Encoded(split, SPEC, 5, 0.08).__getitems__(piece)["images"]
+    training, evaluating = (make_dataset(split, SPEC, config, is_training, iter) for is_training in (True, False))
+    is_mirrored = [plain_uniform(5, 3, index, 2) < 0.5 for index in range(40)]
+    assert 10 < sum(is_mirrored) < 30
+    expected = [image.flip(1) if flip else image for image, flip in zip(plain, is_mirrored, strict=True)]
+    assert torch.equal(training.__getitems__(piece)["images"], torch.stack(expected))
+    centres = Encoded(split, SPEC, 5, None).__getitems__(piece)["images"]
+    assert torch.equal(evaluating.__getitems__(piece)["images"], centres)
+
+
 def decoded_by_pillow(split):
     return [Image.open(io.BytesIO(raw)) for raw in split.images]
 

@@ -4,10 +4,12 @@ import os
 import resource
 import shutil
 import signal
+import time
 from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from make_data import encoded, image_folder, pictures, table
@@ -194,6 +196,33 @@ def test_what_a_killed_process_was_writing_goes_at_the_next_decoding_and_what_a_
     stopped.kill(signal.SIGCONT)
     assert stopped.finish()[0].value == expected.sum(dtype=int)
     assert all(name.endswith(".npy") for name in cached_files())
+
+
+def decode_and_tell_of_the_decoders(split):
+    def half_way(chunks):
+        for count, pixels in enumerate(chunks):
+            yield pixels
+            if count == 1:
+                children = [child.pid for child in psutil.Process().children()]
+                Path("decoders").write_text(" ".join(map(str, children)))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    decode_all(split, 8, 8, 3, "cache", half_way)
+
+
+def test_the_decoders_of_a_killed_process_end(workers):
+    split, _ = folder_split("photos", 95)
+    start_ranks(1, decode_and_tell_of_the_decoders, split).finish()
+    decoders = [int(pid) for pid in Path("decoders").read_text().split()]
+    assert len(decoders) == 3
+    deadline = time.monotonic() + 30
+    while any(is_alive(pid) for pid in decoders) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_alive(pid) for pid in decoders)
+
+
+def is_alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_damaged_file_of_the_cache_is_named_with_the_mend():

@@ -4,6 +4,7 @@ import gc
 import gzip
 import json
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -58,21 +59,41 @@ def test_mnist_cnn_is_the_network_of_the_tutorials_dropout_and_ties_of_the_pooli
     torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("ruined", [float("nan"), float("inf")])
+@pytest.mark.parametrize("parameter", ["conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"])
+def test_a_number_that_is_none_in_a_kernel_reaches_the_logits(parameter, ruined):
+    model = MnistCNN(InputSpec(28, 28, 1, [0.5], [0.5]), 10)
+    with torch.no_grad():
+        model.get_parameter(parameter).flatten()[0] = ruined
+    assert not model(torch.rand(8, 1, 28, 28)).isfinite().any()
+
+
+def test_a_resume_with_another_layout_of_the_kernels_ends_with_the_same_weights():
+    flags = (*DIGITS, "--save_every", "3", "--lr", "0.05")
+    for optimizer in ("sgd", "adamw"):
+        train_run(1, optimizer, *flags, "--optimizer", optimizer)
+        checkpoint = f"runs/{optimizer}/checkpoints/step-00000003"
+        more = ("--optimizer", optimizer, "--channels_last", "false", "--resume", checkpoint)
+        train_run(1, f"other-{optimizer}", *flags, *more)
+        for name, tensor in weights(optimizer).items():
+            torch.testing.assert_close(weights(f"other-{optimizer}")[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
 def _compiled_run(name):
     import os
 
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "aot_eager"  # as accelerate's launcher sets it for `dynamo_config`
     torch._dynamo.utils.counters.clear()
     train.main(["--run_name", name, *DIGITS])
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    graphs = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
     evaluation.main(["--ckpt", f"runs/{name}"])
-    return graphs
+    return [*graphs, torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs[0]]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_compiled_run_has_the_losses_and_the_checkpoint_keys_of_an_uncompiled_one(processes):
     plain = train_run(processes, "plain", *DIGITS)
-    assert min(returned(processes, _compiled_run, "compiled")) > 0
+    assert min(min(graphs) for graphs in returned(processes, _compiled_run, "compiled")) > 0  # of train.py, of eval.py
     log = [json.loads(line) for line in Path("runs/compiled/log.jsonl").read_text().splitlines()]
     losses = [[record["loss"] for record in records if record["kind"] == "train"] for records in (plain, log)]
     assert len(losses[0]) == 6
@@ -112,8 +133,11 @@ def test_gradients_are_exchanged_as_the_hook_says():
 
 
 def _faults_of_reuse(keep):
-    if keep:
-        host.keep_freed_memory()
+    with ranks_of_launch("train.py", TrainConfig()) if keep else nullcontext():
+        return _faults()
+
+
+def _faults():
     faults = []
     for _ in range(4):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

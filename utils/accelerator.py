@@ -28,7 +28,7 @@ def computes_bf16(device: torch.device) -> bool:
     """Whether the device has instructions for bfloat16; without them it is slower than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    abilities = torch.cpu.get_capabilities()
+    abilities = getattr(torch.cpu, "get_capabilities", dict)()  # younger than the oldest PyTorch that will do
     return any(abilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
@@ -47,8 +47,9 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
     if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None) and ranks.is_main:
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     cpu = ranks.device.type == "cpu"
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs: what is not in bf16 keeps its range, and is fast too
-    torch.backends.cudnn.allow_tf32 = True
+    if not cpu:
+        torch.set_float32_matmul_precision("high")  # TF32; on some processors it would mean less than float32 as well
+        torch.backends.cudnn.allow_tf32 = True
     if getattr(config, "deterministic", False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
         torch.use_deterministic_algorithms(True)
@@ -60,7 +61,7 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         mixed_precision=precision,
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales a partial window wrongly
         # The samplers cut exact batches; Accelerate must deal them out as they are.
-        dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=not cpu),
+        dataloader_config=DataLoaderConfiguration(even_batches=False),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=hook)],
     )
     if accelerator.num_processes != ranks.topology.world_size:
@@ -79,6 +80,8 @@ def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
     """
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO:
+        if plugin.use_regional_compilation and accelerator.is_main_process:
+            print("dynamo_use_regional_compilation has no effect: the whole model is compiled")
         module.compile(**plugin.to_kwargs())
         plugin.backend = DynamoBackend.NO  # done
 

@@ -203,6 +203,7 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
         own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
         _check_shapes(optimizer)
+        _lay_out(optimizer)
         for group, settings in zip(optimizer.param_groups, own, strict=True):
             group.update(settings)  # momentum, decay and the like are this run's, not the checkpoint's
     except Exception as error:  # torch.load raises many kinds: of struct, of pickle, AssertionError, IndexError
@@ -215,6 +216,14 @@ def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
         for name, value in values.items():
             if value is not None and value.shape not in ((), parameter.shape):
                 raise ValueError(f"{name} of shape {list(value.shape)} for a parameter of {list(parameter.shape)}")
+
+
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Give each tensor its parameter's strides, which --channels_last may have changed: fused kernels do not look."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _save_state(accelerator: Accelerator, folder: Path) -> None:

@@ -93,12 +93,13 @@ class TrainConfig:
     label_smoothing: float = 0.0
     """Share of the target spread evenly over all classes, in training only."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
-    """Arithmetic of the model; auto is bf16 where all devices have it natively (default: what the accelerate config
-    says, else no)."""
+    """Arithmetic of the model: no is float32 (TF32 on GPUs), auto is bf16 where all devices have it natively (default:
+    what the accelerate config says, else no)."""
     channels_last: bool = True
     """Keep images with the channels innermost, which convolutions are fastest with."""
     comm_hook: Literal["no", "fp16", "bf16"] = "no"
-    """What gradients are rounded to on their way between the processes; bf16 halves the traffic."""
+    """What gradients are rounded to on their way between processes: bf16 halves the traffic, and runs on one process
+    and on several then differ by more than float32's rounding."""
     seed: int = 0
     """Seed of the initial weights, the order, the augmentation, dropout and the hold-out."""
     deterministic: bool = False
@@ -133,7 +134,8 @@ class TrainConfig:
     timeout: float = 600.0
     """Seconds that a rank waits for another before the run fails; a download for all may take longer."""
     profile: bool = False
-    """Write a trace of ten early updates to the run folder, and say what they spent their time on."""
+    """Write a trace of ten early updates, and of what is evaluated and saved between them, to the run folder, and say
+    what took their time."""
     traceback: bool = False
     """Show the Python traceback of an error."""
 
@@ -253,13 +255,14 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
     return batch, accum, total
 
 
-def advice(config: TrainConfig, small_images: bool) -> list[str]:
+def advice(config: TrainConfig, small_images: bool, processes: int) -> list[str]:
     """A line for each setting that was changed and does nothing in this run, or does not fit its data."""
     no_table = config.data.split("/")[0] in ("digits", "synthetic", "torchvision")
     cases = (
         ("momentum", config.optimizer == "adamw", "adamw has none"),
         ("crop_padding", not small_images, "photographs are cropped, see --min_scale"),
         ("min_scale", small_images, "small images are shifted, see --crop_padding"),
+        ("comm_hook", processes == 1, "one process exchanges no gradients"),
         ("num_workers", small_images, "small images are decoded once, before training"),
         ("image_column", no_table, f"{config.data} has no columns"),
         ("label_column", no_table, f"{config.data} has no columns"),

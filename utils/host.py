@@ -2,11 +2,16 @@
 
 import ctypes
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 2**30
+
+# How loaders start their workers. What Python 3.14 does by itself would import PyTorch anew in each of them, and put a
+# process between a worker and its rank, so that neither would notice the other's end.
+START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 def keep_freed_memory() -> None:
@@ -15,8 +20,8 @@ def keep_freed_memory() -> None:
     By default large buffers go back to the system at once, and each update faults the pages of its activations in anew.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+    # The second call alone would make it worse, and before 2.36 or so glibc takes no more than 32 MiB in the first.
+    if mallopt is not None and (mallopt(_M_MMAP_THRESHOLD, _LARGEST) or mallopt(_M_MMAP_THRESHOLD, 2**25)):
         mallopt(_M_TRIM_THRESHOLD, _LARGEST)
 
 

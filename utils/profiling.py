@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from utils.errors import one_line
 from utils.report import table
 
 WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates left alone, recorded and thrown away, and kept
@@ -19,7 +20,6 @@ class Profile:
         self.path, self.say = folder / f"trace-rank{rank}.json.gz", say
         self._wanted, self._written, self._profiler = wanted, False, nullcontext()
         if wanted:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it speaks of itself at every start
             schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
             self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
         self.step = self._profiler.step if wanted else lambda: None
@@ -35,17 +35,25 @@ class Profile:
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         partial = self.path.with_name(f".partial-{self.path.name}")  # the ending says how it is packed
-        profiler.export_chrome_trace(str(partial))
-        os.replace(partial, self.path)
         self._written = True
+        try:
+            profiler.export_chrome_trace(str(partial))
+            os.replace(partial, self.path)
+        except (OSError, RuntimeError) as error:  # no reason to leave the others alone
+            self.say(f"--profile: {self.path} cannot be written ({one_line(error)[:120]})")
+            return
         self.say(f"{_summary(profiler)}\ntrace: {self.path} (open it at https://ui.perfetto.dev)")
 
 
 def _summary(profiler: torch.profiler.profile, most: int = 12) -> str:
-    """The operations that took longest, in milliseconds of an update, on the GPU if there is one."""
+    """The operations that took longest, in milliseconds of an update, on the GPU if there is one.
+
+    What was evaluated or saved between the updates counts.
+    """
     events = profiler.key_averages()
     on_gpu = any(event.self_device_time_total for event in events)
-    times = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3 / ACTIVE for e in events}
+    updates = next(event.count for event in events if event.key == "ProfilerStep*")
+    times = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3 / updates for e in events}
     times["Python and its calls"] = times.pop("ProfilerStep*", 0.0)
     total = sum(times.values())
     longest = sorted(times.items(), key=lambda item: -item[1])[:most]

@@ -20,10 +20,11 @@ from utils.data.decode import SMALL, VERSION, center, decode
 from utils.data.splits import Split, whole_split
 from utils.errors import one_line
 from utils.files import named
+from utils.host import START_METHOD
 from utils.stopping import leave_signals_to_parent
 
 _CHUNK, _CHUNK_BYTES = 256, 2**19  # images decoded at once; some wait in /dev/shm, which may be as small as 64 MB
-_LEAST = 2000  # images for which a worker process pays
+_LEAST, _MOST = 2000, 32  # images for which a worker process pays, and the most of these
 
 
 class Shared:
@@ -99,16 +100,19 @@ def _decode_into(path: Path, split: Split, shape: tuple[int, int, int], progress
     """Decode on all processor cores, as the other ranks of this machine wait; write from this process, in order."""
     # Processes, as threads wait for each other's Python here; forked like any loader's workers, as starting new ones
     # takes longer than MNIST. They give tensors: arrays would come through a pipe, where an orphan would wait for ever.
+    workers = min(len(os.sched_getaffinity(0)), _MOST, len(split) // _LEAST)
     chunks = DataLoader(
         _Chunks(split, shape),
         batch_size=None,
-        num_workers=min(len(os.sched_getaffinity(0)), len(split) // _LEAST),
+        num_workers=workers if workers > 1 else 0,
+        multiprocessing_context=START_METHOD if workers > 1 else None,
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # of its own: starting workers must not draw from the global one
     )
     with _whole_or_not_at_all(path) as file:
         header = {"descr": "|u1", "fortran_order": False, "shape": (len(split), *shape)}
         np.lib.format.write_array_header_1_0(file, header)
+        file.flush()  # a file of no bytes is one that is not locked yet, see `_remove_leftovers`
         for pixels in progress(chunks):
             if isinstance(pixels, Exception):
                 raise pixels

@@ -17,6 +17,7 @@ from utils.data.order import Piece
 from utils.data.splits import Split
 from utils.distributed import Ranks
 from utils.errors import one_line
+from utils.host import START_METHOD
 from utils.stopping import leave_signals_to_parent
 
 
@@ -128,6 +129,7 @@ def make_loader(dataset: Dataset, batch_sampler, config: TrainConfig, ranks: Ran
         batch_sampler=batch_sampler,
         collate_fn=_as_it_is,
         num_workers=workers,
+        multiprocessing_context=START_METHOD if workers else None,
         persistent_workers=workers > 0,
         prefetch_factor=4 if workers else None,
         pin_memory=ranks.device.type == "cuda",
