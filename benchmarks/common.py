@@ -111,7 +111,8 @@ def run(
     """Run a command to its end, or to the first line of its output that `until` accepts, and then kill it.
 
     Returns its lines, each after the seconds from the start of the command to it, and the seconds of the whole. Raises
-    TimeoutError after `seconds`, SystemExit with its last lines if it fails. None of its processes is left behind.
+    TimeoutError after `seconds`, SystemExit with its last lines if it fails. Its processes are killed with it, those
+    apart whose parent had died before.
     """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` sees it too
     command, lines, begun = [str(word) for word in command], [], time.perf_counter()

@@ -76,7 +76,7 @@ def photographs(folder: str) -> dict[str, Callable[[], float]]:
     mine = Encoded(whole_split("train", Files(paths), np.zeros(len(paths)), "made"), spec, 0, 0.08, flip=True)
     sides[OURS] = partial(rate, ours(mine, spec, 32, config))
     encoded = [io.read_file(path).clone() for path in paths]
-    sides[BARE] = lambda: rate([io.decode_jpeg(data, "RGB")] for data in encoded) / 3  # whose length is its channels
+    sides[BARE] = lambda: rate([io.decode_jpeg(data, "RGB")[None]] for data in encoded)
     return sides | timm_sides(folder)
 
 

@@ -90,10 +90,9 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "mnist_fast.yaml", help="recipe of ours")
     parser.add_argument("--mixed_precision", help="of ours, as for train.py (default: its own)")
     args = parser.parse_args()
-    seeds = count()
-    sides = {OURS: partial(ours, args, seeds, data="torchvision/MNIST", data_dir=args.mnist_idx)}
+    sides = {OURS: partial(ours, args, count(), data="torchvision/MNIST", data_dir=args.mnist_idx)}
     if args.mnist:
-        sides[DECODING] = partial(ours, args, seeds, data=args.mnist)
+        sides[DECODING] = partial(ours, args, count(), data=args.mnist)
     results = in_turns(sides, args.rounds)
     if args.peers:
         results |= in_turns({TUTORIAL: partial(tutorial, args)}, 1)
