@@ -55,14 +55,17 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         torch.use_deterministic_algorithms(True)
     else:
         torch.backends.cudnn.benchmark = True  # image shapes do not change, so trying the kernels out pays
+    # Batch statistics are used in evaluation alone, which first gives all ranks the main process's: `same_buffers`. DDP
+    # would do that in each update.
     hook = DDPCommunicationHookType(getattr(config, "comm_hook", "no"))
+    wrapping = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False, comm_hook=hook)
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision=precision,
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales a partial window wrongly
         # The samplers cut exact batches; Accelerate must deal them out as they are.
         dataloader_config=DataLoaderConfiguration(even_batches=False),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=hook)],
+        kwargs_handlers=[wrapping],
     )
     if accelerator.num_processes != ranks.topology.world_size:
         raise ValueError(

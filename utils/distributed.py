@@ -171,7 +171,7 @@ class Ranks:
         return store.get(key).decode() if store is not None and store.check([key]) else ""
 
     def same_buffers(self, model: nn.Module) -> None:
-        """Give every rank the main process's buffers (batch statistics), as DDP does before a training forward."""
+        """Give every rank the main process's buffers (batch statistics), which each has gathered of its own batches."""
         if self._store is not None:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
