@@ -230,7 +230,7 @@ def _to(batch: dict, device: torch.device) -> dict:
 
 def _hand_over(batch: dict, copied: torch.cuda.Event) -> dict:
     """Let the current stream use what another has copied, once that is done."""
-    stream = torch.cuda.current_stream()
+    stream = torch.cuda.current_stream(batch["images"].device)
     stream.wait_event(copied)
     for value in batch.values():
         if isinstance(value, Tensor):
