@@ -116,7 +116,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     ranks.together(lambda: has_batch_norm(module) and check_batch_norm(plan, updates))
     state = ranks.together(lambda: read_state(start.checkpoint, start.folder, config, plan, data))
     folder = make_run_folder(config, start, ranks)
-    config = resolved(config, plan, accelerator.mixed_precision)
+    profiled, config = config.profile, resolved(config, plan, accelerator.mixed_precision)
 
     # Accelerate deals the pieces of each update, and the blocks of the evaluation split, to the ranks in turn.
     order = UpdateSampler(plan, max(0, updates - state.step), state.epoch, state.position)
@@ -136,7 +136,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     eval_batches = Batches(eval_loader, spec, config, accelerator.device, training=False)
     meter = Meter(accelerator.device, Totals(**state.since_log) if ranks.is_main else Totals())
     log = ranks.together(lambda: RunLog(folder, ranks.is_main, state, updates))
-    profile = Profile(config.profile, folder, ranks.topology.rank, log.say)
+    profile = Profile(profiled, folder, ranks.topology.rank, log.say)
     parts = (config, ranks, stopping, accelerator, start, folder, data, spec, plan, updates, state, model, module)
     best = state.best_accuracy, state.best_step
     return Run(*parts, optimizer, train_batches, eval_batches, meter, log, profile, best)

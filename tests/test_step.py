@@ -86,6 +86,7 @@ def _compiled_run(name):
     torch._dynamo.utils.counters.clear()
     train.main(["--run_name", name, *DIGITS])
     graphs = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
+    torch._dynamo.reset()  # or it would find its graph there already
     evaluation.main(["--ckpt", f"runs/{name}"])
     return [*graphs, torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs[0]]
 
