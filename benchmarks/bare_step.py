@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from utils.config import TrainConfig
 from utils.data.loader import InputSpec
+from utils.host import keep_freed_memory
 from utils.models import build_model
 from utils.optim import build_optimizer
 
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=30, help="updates before them (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     cuda, processes = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
     torch.backends.cudnn.benchmark = True
     if cuda:

@@ -43,7 +43,6 @@ from common import (
 )
 
 LOG_EVERY = 30
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**30)}  # keep freed buffers
 TRAIN, DDP, ALONE, DATA_PARALLEL = "train.py", "bare DDP", "bare, no exchange", "DataParallel"
 
 
@@ -67,7 +66,7 @@ def bare_rate(processes: int, exchange: str, batch_size: int, args: argparse.Nam
     settings = flags(exchange=exchange, batch_size=batch_size, mixed_precision=args.precision)
     settings += flags(steps=args.steps - LOG_EVERY, warmup=LOG_EVERY)
     command = [*launch(processes), ROOT / "benchmarks" / "bare_step.py", *settings]
-    lines, _ = run(command, env=MALLOC | {"OMP_NUM_THREADS": "1"})
+    lines, _ = run(command, env={"OMP_NUM_THREADS": "1"})
     return last_json(lines)["images_per_second"]
 
 

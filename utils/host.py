@@ -6,12 +6,30 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
+from utils.stopping import leave_signals_to_parent
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 2**30
 
 # How loaders start their workers. What Python 3.14 does by itself would import PyTorch anew in each of them, and put a
 # process between a worker and its rank, so that neither would notice the other's end.
-START_METHOD = "fork" if sys.platform == "linux" else None
+_START_METHOD = "fork" if sys.platform == "linux" else None
+
+
+def worker_processes(count: int) -> dict:
+    """What a DataLoader is told of its `count` workers, as keyword arguments."""
+    return {
+        "num_workers": count,
+        "multiprocessing_context": _START_METHOD if count else None,
+        "worker_init_fn": _start_worker,
+        "generator": torch.Generator(),  # of its own: starting workers must not draw from the global one
+    }
+
+
+def _start_worker(number: int) -> None:
+    leave_signals_to_parent()
 
 
 def keep_freed_memory() -> None:

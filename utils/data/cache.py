@@ -20,8 +20,7 @@ from utils.data.decode import SMALL, VERSION, center, decode
 from utils.data.splits import Split, whole_split
 from utils.errors import one_line
 from utils.files import named
-from utils.host import START_METHOD
-from utils.stopping import leave_signals_to_parent
+from utils.host import worker_processes
 
 _CHUNK, _CHUNK_BYTES = 256, 2**19  # images decoded at once; some wait in /dev/shm, which may be as small as 64 MB
 _LEAST, _MOST = 2000, 32  # images for which a worker process pays, and the most of these
@@ -104,10 +103,7 @@ def _decode_into(path: Path, split: Split, shape: tuple[int, int, int], progress
     chunks = DataLoader(
         _Chunks(split, shape),
         batch_size=None,
-        num_workers=workers if workers > 1 else 0,
-        multiprocessing_context=START_METHOD if workers > 1 else None,
-        worker_init_fn=_start_worker,
-        generator=torch.Generator(),  # of its own: starting workers must not draw from the global one
+        **worker_processes(workers if workers > 1 else 0),
     )
     with _whole_or_not_at_all(path) as file:
         header = {"descr": "|u1", "fortran_order": False, "shape": (len(split), *shape)}
@@ -117,10 +113,6 @@ def _decode_into(path: Path, split: Split, shape: tuple[int, int, int], progress
             if isinstance(pixels, Exception):
                 raise pixels
             file.write(pixels.numpy())  # not through a memory map, where a full disk would be a bus error
-
-
-def _start_worker(number: int) -> None:
-    leave_signals_to_parent()
 
 
 @contextmanager

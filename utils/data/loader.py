@@ -17,8 +17,7 @@ from utils.data.order import Piece
 from utils.data.splits import Split
 from utils.distributed import Ranks
 from utils.errors import one_line
-from utils.host import START_METHOD
-from utils.stopping import leave_signals_to_parent
+from utils.host import worker_processes
 
 _CACHE = 2**18  # floats that stay in a processor's cache of 1 MiB
 
@@ -130,18 +129,11 @@ def make_loader(dataset: Dataset, batch_sampler, config: TrainConfig, ranks: Ran
         dataset,
         batch_sampler=batch_sampler,
         collate_fn=_as_it_is,
-        num_workers=workers,
-        multiprocessing_context=START_METHOD if workers else None,
+        **worker_processes(workers),
         persistent_workers=workers > 0,
         prefetch_factor=4 if workers else None,
         pin_memory=ranks.device.type == "cuda",
-        generator=torch.Generator(),  # of its own: starting workers must not draw from the global one
-        worker_init_fn=_start_worker,
     )
-
-
-def _start_worker(number: int) -> None:
-    leave_signals_to_parent()
 
 
 def _as_it_is(batch: dict) -> dict:
