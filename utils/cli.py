@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import yaml
 
-from utils.config import TrainConfig
+from utils.config import Launch, TrainConfig
 from utils.errors import is_main_process, leave, one_line
 
 Config = TypeVar("Config")
@@ -55,7 +55,9 @@ def _parser(cls: type, prog: str):
     parser = ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
     if cls is TrainConfig:
         parser.add_argument("--config", action="config", help="YAML file of settings, applied before all flags.")
-    parser.add_class_arguments(cls, as_group=False)
+    launch = {f.name for f in fields(Launch)}  # last in the help, although a base class comes first
+    parser.add_class_arguments(cls, as_group=False, skip=launch)
+    parser.add_class_arguments(Launch, as_group=False)
     return parser
 
 

@@ -10,8 +10,29 @@ from typing import Literal
 import yaml
 
 
-@dataclass
-class TrainConfig:
+@dataclass(kw_only=True)
+class Launch:
+    """Where the processes of a run compute, and how they meet."""
+
+    cpu: bool = False
+    """Run on the CPU where there are GPUs too."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What the processes talk over; auto is nccl on GPUs and gloo on CPUs."""
+    init_method: str = "env://"
+    """Where the processes meet: env:// where the launcher says (MASTER_ADDR, MASTER_PORT), tcp://HOST:PORT with the
+    host of rank 0, or file:///PATH on a disk that all machines share."""
+    interface: str | None = None
+    """Network interface between the machines, such as eth0 (default: the one over which rank 0 is reached)."""
+    threads: int | None = None
+    """Processor threads per process (default: an equal share of the cores)."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for another before the run fails; a download for all may take longer."""
+    traceback: bool = False
+    """Show the Python traceback of an error."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig(Launch):
     """Train an image classifier; the same run on one process or on many."""
 
     data: str = "digits"
@@ -129,15 +150,9 @@ class TrainConfig:
     """Samples per process in evaluation; the same on every topology, so that its numbers are too."""
     metrics: bool = False
     """Compute macro F1, precision, recall and per-class accuracy in each evaluation (eval.py always does)."""
-    threads: int | None = None
-    """Processor threads per process (default: an equal share of the cores)."""
-    timeout: float = 600.0
-    """Seconds that a rank waits for another before the run fails; a download for all may take longer."""
     profile: bool = False
     """Write a trace of ten early updates, and of what is evaluated and saved between them, to the run folder, and say
     what took their time."""
-    traceback: bool = False
-    """Show the Python traceback of an error."""
 
     def __post_init__(self):
         _check_ranges(self, at_least_one=_COUNTS, at_least_zero=("crop_padding", "weight_decay", "momentum"))
@@ -166,8 +181,8 @@ class TrainConfig:
             _require(self.run_name is not None, "--resume auto needs --run_name to know which run to go on with")
 
 
-@dataclass
-class EvalConfig:
+@dataclass(kw_only=True)
+class EvalConfig(Launch):
     """Evaluate a checkpoint exactly: each sample once, on any number of processes."""
 
     ckpt: str
@@ -196,12 +211,6 @@ class EvalConfig:
     """Folder of a torchvision data set (default: as in the run)."""
     cache_dir: str | None = None
     """Where decoded small images are kept (default: as in the run)."""
-    threads: int | None = None
-    """Processor threads per process (default: an equal share of the cores)."""
-    timeout: float = 600.0
-    """Seconds that a rank waits for another before the run fails; a download for all may take longer."""
-    traceback: bool = False
-    """Show the Python traceback of an error."""
 
     def __post_init__(self):
         _check_ranges(self, at_least_one=("max_eval_samples", "eval_batch_size", "threads"), at_least_zero=())

@@ -1,9 +1,11 @@
 """From the environment that a launcher leaves behind to the topology of the run. Needs no torch."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,30 +14,52 @@ from pathlib import Path
 import psutil
 
 
+# Who says which process this is: the names of rank, world size, local rank and local world size. torchrun's come first,
+# as every launcher inside SLURM or MPI sets them; Open MPI's before SLURM's, as its mpirun may use srun to get around.
+_SOURCES = {
+    "the environment": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")  # what MPI's processes share, and no other job
+
+
 @dataclass(frozen=True)
 class Topology:
-    """Where this process stands: its global rank of `world_size`, its rank of `local_world_size` on this machine."""
+    """Where this process stands: its global rank of `world_size`, its rank of `local_world_size` on this machine.
+
+    The processes meet at `address`:`port`, where rank 0 is; one process needs neither. `source` tells who said so.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    address: str = ""
+    port: int = 0
+    source: str = "nobody"
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def export(self) -> None:
+        """Say it in torchrun's variables, which Accelerate and other libraries read."""
+        if self.source != "nobody":
+            numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
+            os.environ |= dict(zip(_SOURCES["the environment"], map(str, numbers), strict=True))
 
-def read_topology(env: Mapping[str, str] | None = None) -> Topology:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as accelerate and torchrun export them.
 
-    Without them the run is one process. Raises ValueError when they are incomplete or contradict each other, or when
-    several processes were asked for and the launcher started one.
+def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env://") -> Topology:
+    """Which process this is, as accelerate, torchrun, srun, mpirun or variables set by hand say.
+
+    Without any of them the run is one process. Raises ValueError when they are incomplete or contradict each other, or
+    when several processes were asked for and the launcher started one.
     """
     env = os.environ if env is None else env
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    missing = [name for name in names if name not in env]
-    if len(missing) == len(names):
+    source = next((name for name in _SOURCES if _speaks(env, name)), None)
+    if source is None:
         # Accelerate's single-process launcher exports an address only when more than one process was asked for.
         if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
             raise ValueError(
@@ -43,21 +67,86 @@ def read_topology(env: Mapping[str, str] | None = None) -> Topology:
                 "use --config_file accelerate_configs/2cpu.yaml, with --num_processes N for another number"
             )
         return Topology()
+    names = _SOURCES[source]
+    missing = [name for name in names[:3] if name not in env]
     if missing:
         raise ValueError(f"{', '.join(missing)} not set although {_present(env, names)}; export all three, or none")
-    rank, world_size, local_rank = (_integer(env, name) for name in names)
-    local_world_size = _integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
+    rank, world_size, local_rank = (_integer(env, name) for name in names[:3])
+    if source == "SLURM":
+        local_world_size = _tasks_on_node(env[names[3]], _integer(env, "SLURM_NODEID"))
+    else:
+        local_world_size = _integer(env, names[3]) if names[3] in env else world_size
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
         raise ValueError(
-            f"contradictory environment: RANK={rank} WORLD_SIZE={world_size} LOCAL_RANK={local_rank} "
-            f"LOCAL_WORLD_SIZE={local_world_size}; ranks count from 0 and lie below their world size"
+            f"contradictory environment: {_present(env, names)}; ranks count from 0 and lie below their world size"
         )
-    if world_size > 1:
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not env.get(name):
-                raise ValueError(f"{name} is not set: {world_size} processes need an address to meet at")
-        _integer(env, "MASTER_PORT")
-    return Topology(rank, world_size, local_rank, local_world_size)
+    if source == "the environment":
+        _check_against_slurm(env, rank, world_size)
+    if world_size == 1 or init_method != "env://":
+        return Topology(rank, world_size, local_rank, local_world_size, source=source)
+    address, port = _meeting_point(env, source, local_world_size == world_size)
+    return Topology(rank, world_size, local_rank, local_world_size, address, port, source)
+
+
+def _speaks(env: Mapping[str, str], source: str) -> bool:
+    rank, world_size, local_rank, _ = _SOURCES[source]
+    if source == "the environment":
+        return rank in env or world_size in env or local_rank in env
+    if source == "SLURM":  # in a batch script, and in a shell of one task, SLURM_PROCID is 0 and stands for no rank
+        return rank in env and env.get(world_size, "1") != "1"
+    return rank in env and local_rank in env  # srun may set PMI_RANK, without the others
+
+
+def _tasks_on_node(counts: str, node: int) -> int:
+    """SLURM's `2(x3),1` means tasks on each node: two on the first three, one on the fourth."""
+    tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+    if node >= len(tasks):
+        raise ValueError(f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}")
+    return tasks[node]
+
+
+def _check_against_slurm(env: Mapping[str, str], rank: int, world_size: int) -> None:
+    """Variables exported in a batch script are the same for all tasks of its srun, which would all be one rank."""
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks == str(world_size) != "1" and not is_launched(env) and env.get("SLURM_PROCID") != str(rank):
+        raise ValueError(
+            f"contradictory environment: RANK={rank}, but SLURM_PROCID={env.get('SLURM_PROCID')}; do not export RANK, "
+            "WORLD_SIZE and LOCAL_RANK under srun: SLURM's own variables are read"
+        )
+
+
+def _meeting_point(env: Mapping[str, str], source: str, one_machine: bool) -> tuple[str, int]:
+    """The address and the port where rank 0 is to be found; MASTER_ADDR and MASTER_PORT always count."""
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if source != "the environment":
+        address = address or ("127.0.0.1" if one_machine else first_node(nodes) if nodes else None)
+        port = port or _port_of_job(env)
+    for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
+        if not value:
+            mend = "; mpirun -x MASTER_ADDR=HOST passes it on" if source in ("Open MPI", "MPICH") else ""
+            raise ValueError(f"{name} is not set: the processes need an address to meet at, that of rank 0{mend}")
+    number = _integer({"MASTER_PORT": str(port)}, "MASTER_PORT")
+    if not 0 < number < 2**16:
+        raise ValueError(f"MASTER_PORT={number} is no port; ports lie between 1 and 65535")
+    return str(address), number
+
+
+def first_node(nodes: str) -> str:
+    """The first host of SLURM's list, such as n007 of `n[007-009,12],m1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+def _port_of_job(env: Mapping[str, str]) -> int:
+    """A port that all processes of the job know without being told, and other jobs on the machine hardly ever have.
+
+    It lies below the ports that Linux gives away by itself (32768 and up).
+    """
+    if "SLURM_JOB_ID" in env:  # each task of a job array has its own
+        return 10_000 + (_integer(env, "SLURM_JOB_ID") * 16 + int(env.get("SLURM_STEP_ID", 0)) % 16) % 20_000
+    job = next((env[name] for name in _JOB_NAMES if name in env), "")
+    return 10_000 + zlib.crc32(job.encode()) % 20_000
 
 
 def threads_per_process(topology: Topology) -> int:
@@ -71,9 +160,10 @@ def threads_per_process(topology: Topology) -> int:
     return max(1, len(os.sched_getaffinity(0)) // topology.local_world_size)
 
 
-def is_launched() -> bool:
+def is_launched(env: Mapping[str, str] | None = None) -> bool:
     """Whether torchrun or accelerate started this process and waits for it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_BACKEND" in os.environ
+    env = os.environ if env is None else env
+    return "TORCHELASTIC_RUN_ID" in env or "ACCELERATE_DYNAMO_BACKEND" in env
 
 
 def launcher() -> int | None:

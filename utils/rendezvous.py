@@ -1,0 +1,273 @@
+"""How the processes of a run find each other: a store that all of them reach, and who is there.
+
+The store may hold what earlier attempts left: the launcher's lives through restarts, a file through launches. So rank 0
+opens a session with a new name, every other rank answers to that name, and rank 0 closes the list of those present.
+Whoever answers is alive, whatever else the store says, and a rank that does not is named.
+"""
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlparse
+
+import psutil
+import torch.distributed as dist
+
+from utils.errors import one_line
+from utils.launch import Topology
+
+_POLL = 0.02, 0.25  # seconds between two looks into the store, at first and at last
+_HARMLESS = timedelta(seconds=30)  # for one answer of a store that is there
+
+
+@dataclass
+class Member:
+    """What a rank tells the others about itself when they meet."""
+
+    rank: int
+    world_size: int
+    host: str
+    process: int
+    nonce: str
+    master: str = ""  # the IP address that the master's name means on this machine
+    endpoint: str = ""  # of rank 0, when the processes met in a file: the address and port of the store to go on with
+
+
+def meet(
+    topology: Topology, init_method: str, timeout: float, interface: str | None
+) -> tuple[dist.Store, dist.Store, list[Member]]:
+    """Find the other processes; returns (the store of this session, the one that outlives it, who is there).
+
+    Raises ValueError, with what to do, when they do not come within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    kind = urlparse(init_method)
+    me = Member(topology.rank, topology.world_size, socket.gethostname(), os.getpid(), uuid.uuid4().hex)
+    if kind.scheme == "file":
+        return _meet_in_file(Path(kind.path), topology, me, deadline, interface)
+    address, port = (kind.hostname, kind.port) if kind.scheme == "tcp" else (topology.address, topology.port)
+    me.master = _resolve(address)
+    store = _tcp_store(topology, address, port, deadline)
+    session, members = _session(store, me, deadline, f"{address}:{port}")
+    return dist.PrefixStore(session, store), store, members
+
+
+def check_init_method(init_method: str) -> None:
+    """Raise ValueError for anything but env://, tcp://HOST:PORT and file:///PATH."""
+    with suppress(ValueError):  # a port that is no number
+        kind = urlparse(init_method)
+        if init_method == "env://" or (kind.scheme == "tcp" and kind.hostname and kind.port):
+            return
+        if kind.scheme == "file" and not kind.netloc and kind.path.strip("/"):
+            return
+    raise ValueError(f"--init_method {init_method}: must be env://, tcp://HOST:PORT or file:///PATH")
+
+
+def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[Member]]:
+    """Open a session or join the open one; returns its name and its members in the order of the ranks."""
+    if me.rank == 0:
+        session = uuid.uuid4().hex
+        store.set("session", session)
+        others = [f"{session}/{rank}" for rank in range(1, me.world_size)]
+        if not _wait(lambda: not others or store.check(others), deadline):
+            missing = [key.split("/")[1] for key in others if not store.check([key])]
+            raise ValueError(
+                f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not come to {where} in time, "
+                f"{me.world_size - len(missing)} of {me.world_size} did; see whether they were started, can reach "
+                "that address, and were given the same one"
+            )
+        answers = [json.dumps(asdict(me)), *(store.get(key).decode() for key in others)]
+        store.set(f"{session}/all", json.dumps(answers))
+        return session, [Member(**json.loads(answer)) for answer in answers]
+
+    joined: list[str] = []
+
+    def join() -> bool:
+        if not store.check(["session"]):
+            return False
+        session = store.get("session").decode()
+        if session not in joined:
+            store.set(f"{session}/{me.rank}", json.dumps(asdict(me)))
+            joined.append(session)
+        # The list of an earlier attempt holds that attempt's nonces.
+        return store.check([f"{session}/all"]) and me.nonce in store.get(f"{session}/all").decode()
+
+    if not _wait(join, deadline):
+        raise ValueError(
+            f"rank 0 did not open a session at {where} in time, or not all ranks came to it; see its own message, and "
+            f"whether two processes are rank {me.rank}"
+        )
+    members = [Member(**json.loads(answer)) for answer in json.loads(store.get(f"{joined[-1]}/all"))]
+    if len(members) != me.world_size:
+        raise ValueError(f"rank 0 was started for {len(members)} processes, rank {me.rank} for {me.world_size}")
+    return joined[-1], members
+
+
+def _wait(condition: Callable[[], bool], deadline: float) -> bool:
+    pause, most = _POLL
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(most, pause * 1.2)
+    return True
+
+
+def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> dist.TCPStore:
+    """The store at an address, which rank 0 serves unless its launcher does."""
+    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    launchers = launchers and (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (address, str(port))
+    serves = topology.is_main and not launchers
+    if serves and not is_own(_resolve(address)):
+        raise ValueError(
+            f"{address} is no address of {socket.gethostname()}, where rank 0 was started; MASTER_ADDR or "
+            "--init_method must name the machine of rank 0"
+        )
+    wait = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    try:
+        return dist.TCPStore(
+            address, port, topology.world_size, serves, timeout=wait, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"port {port} is taken on {socket.gethostname()}{_user_of(port)}; choose another MASTER_PORT "
+                "(--main_process_port, --master_port), or end what holds it"
+            ) from error
+        raise ValueError(
+            f"nobody answered at {address}:{port} within {wait.total_seconds():.0f} s ({one_line(error)[:100]}); see "
+            "whether rank 0 runs, on that machine, and no firewall is between"
+        ) from error
+
+
+def _meet_in_file(path: Path, topology: Topology, me: Member, deadline: float, interface: str | None):
+    """Meet in a file on a shared disk, and go on over a store that rank 0 serves; the file is then deleted."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"--init_method file://{path}: must name a file in a folder that is there on all machines")
+    if topology.is_main:
+        one_machine = topology.local_world_size == topology.world_size
+        address = "127.0.0.1" if one_machine else address_of(interface) if interface else outward_address()
+        port = free_port()
+        served = dist.TCPStore(address, port, topology.world_size, True, wait_for_workers=False, multi_tenant=True)
+        me.endpoint, me.master = f"{address}:{port}", address
+    try:
+        session, members = _session(dist.FileStore(str(path), -1), me, deadline, str(path))
+    except RuntimeError as error:
+        raise ValueError(f"--init_method file://{path}: {one_line(error)[:160]}; delete it, or name another") from error
+    if not topology.is_main:
+        address, _, port = members[0].endpoint.rpartition(":")
+        served = _tcp_store(topology, address, int(port), deadline)
+    served.add(f"{session}-arrived", 1)
+    if topology.is_main:
+        _wait(lambda: served.add(f"{session}-arrived", 0) == topology.world_size, deadline)
+        path.unlink(missing_ok=True)
+    return dist.PrefixStore(session, served), served, members
+
+
+def set_interface(members: list[Member], wanted: str | None, several_machines: bool) -> str:
+    """Tell gloo and NCCL which network interface to use, and return its name.
+
+    It is --interface, or GLOO_SOCKET_IFNAME, or the one over which this machine reaches rank 0's. That one may know
+    itself only by a loopback address (Debian writes its name so into /etc/hosts), so the others' word counts.
+    """
+    names = sorted(psutil.net_if_addrs())
+    name = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
+    if name is None:
+        seen = [member.master for member in members]
+        outside = next((address for address in seen if address and not _is_loopback(address)), None)
+        name = interface_of(_address_towards((outside or "127.0.0.1") if several_machines else "127.0.0.1"))
+        if name is None or (several_machines and is_loopback(name)):
+            raise ValueError(
+                f"{socket.gethostname()} reaches {outside or members[0].host} only by itself; name the network "
+                f"interface between the machines with --interface, one of {', '.join(names)}"
+            )
+    elif name not in names:
+        flag = "--interface" if wanted else "GLOO_SOCKET_IFNAME"
+        raise ValueError(f"{flag} {name}: {socket.gethostname()} has {', '.join(names)}")
+    elif several_machines and is_loopback(name):
+        raise ValueError(f"interface {name} does not leave {socket.gethostname()}; the run has several machines")
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    if wanted or several_machines:  # on one machine NCCL does better by itself
+        os.environ["NCCL_SOCKET_IFNAME"] = name
+    return name
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface of this machine that has the IP address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(known.address.split("%")[0] == address for known in addresses):
+            return name
+    return "lo" if _is_loopback(address) and "lo" in psutil.net_if_addrs() else None
+
+
+def address_of(interface: str) -> str:
+    """An IP address of the interface, of version 4 if it has one."""
+    addresses = psutil.net_if_addrs().get(interface, [])
+    found = [a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family]
+    if not found:
+        raise ValueError(f"--interface {interface}: has no IP address on {socket.gethostname()}")
+    return found[0]
+
+
+def is_loopback(interface: str) -> bool:
+    return _is_loopback(address_of(interface))
+
+
+def is_own(address: str) -> bool:
+    """Whether the IP address is one of this machine."""
+    return _is_loopback(address) or interface_of(address) is not None
+
+
+def outward_address() -> str:
+    """The IP address by which this machine is known outside: of its default route, or its only one."""
+    with suppress(OSError):
+        return _address_towards("192.0.2.1")  # of no machine (RFC 5737), and nothing is sent
+    others = {address_of(name) for name in psutil.net_if_addrs() if not is_loopback(name)}
+    if len(others) != 1:
+        raise ValueError(f"{socket.gethostname()} has {len(others)} networks and no default route; give --interface")
+    return others.pop()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _address_towards(address: str) -> str:
+    """The address of this machine from which a packet to the other would leave; nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return probe.getsockname()[0]
+
+
+def _resolve(name: str) -> str:
+    try:
+        return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise ValueError(
+            f"{name}: {socket.gethostname()} cannot find its address ({error.strerror}); use the IP address of rank "
+            "0's machine as MASTER_ADDR, or enter the name in /etc/hosts"
+        ) from error
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _user_of(port: int) -> str:
+    with suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+                process = psutil.Process(connection.pid)
+                return f" by process {process.pid} ({' '.join(process.cmdline()[:3])[:80]})"
+    return ""
