@@ -100,14 +100,14 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Accelerator) -> Run:
     """Make the data, the model, the optimizer and the run folder, and go to the point to start from."""
     config, start = find_start(config, ranks)
-    data = ranks.together(lambda: load_data(config), main_first=True)
+    data = ranks.together(lambda: load_data(config), main_first=True, at="loading the data")
     spec = ranks.together(lambda: input_spec(config, *peek(data.train)))
     bar = progress("decoding", ranks.is_main)
-    train_set = ranks.together(lambda: make_dataset(data.train, spec, config, True, bar), main_first=True)
-    eval_set = ranks.together(lambda: make_dataset(data.evaluation, spec, config, False, bar), main_first=True)
+    train_set = ranks.together(lambda: make_dataset(data.train, spec, config, True, bar), True, "decoding images")
+    eval_set = ranks.together(lambda: make_dataset(data.evaluation, spec, config, False, bar), True, "decoding images")
 
     torch.manual_seed(mix(config.seed, "weights"))
-    module = ranks.together(lambda: build_model(config, spec, len(data.class_names)), main_first=True)
+    module = ranks.together(lambda: build_model(config, spec, len(data.class_names)), True, "building the model")
     optimizer = build_optimizer(config, module)
 
     _, grad_accum, global_batch = resolve_batch(config, ranks.topology.world_size)
@@ -181,12 +181,14 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     scale = accelerator.num_processes / plan.update_size(state.position)
     grad_accum = plan.pieces // accelerator.num_processes
     for step in range(grad_accum):
+        run.ranks.at(f"update {state.step + 1}, reading a batch")
         waiting = time.perf_counter()
         images, labels, _ = next(batches)
         waited = time.perf_counter() - waiting
         piece = step * accelerator.num_processes + accelerator.process_index
         seed_layers(accelerator.device, mix(config.seed, "layers", state.step, piece))
         with nullcontext() if step == grad_accum - 1 else accelerator.no_sync(run.model):
+            run.ranks.enter(f"update {state.step + 1}, computing and adding up gradients")
             logits = run.model(images)
             loss = loss_sum(config, logits, labels, config.label_smoothing)
             accelerator.backward(loss * scale)
@@ -207,6 +209,7 @@ def meet(run: Run, pace: Pace) -> float:
     Returns the seconds since the last save.
     """
     state, failed = run.state, run.train_batches.error is not None
+    run.ranks.enter(f"after update {state.step}, adding up losses")
     failed = failed or (run.log.error is not None and run.config.if_save_fails == "stop")
     meeting = run.meter.meet(run.accelerator, failed, run.stopping.requested)
     if meeting.failed:
@@ -236,6 +239,7 @@ def evaluate(run: Run) -> dict | None:
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
+    run.ranks.at(f"after update {state.step}, evaluating")
     run.ranks.same_buffers(run.module)
     parts = run.ranks, run.accelerator, run.module, run.eval_batches, run.config
     result = evaluate_split(*parts, progress("evaluating", run.ranks.is_main), run.stopping)
@@ -250,6 +254,7 @@ def save(run: Run) -> None:
     more = {"input": asdict(run.spec), "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict()}
     texts = checkpoint_texts(run.config, run.state, run.plan, run.ranks, run.data, more)
     folder, step = run.folder / "checkpoints", run.state.step
+    run.ranks.at(f"after update {step}, saving")
     run.ranks.together(partial(check_weights, run.module, run.plan, run.data.train, step))
     try:
         run.ranks.together(lambda: (run.start.check_own(), run.log.sync()))

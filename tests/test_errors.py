@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 import eval
 import train
-from utils.config import EvalConfig, TrainConfig
+from utils.config import EvalConfig, Launch, TrainConfig
 
 TINY = ("--model", "mlp", "--max_steps", "2")
 
@@ -142,7 +142,7 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what a machine with one GPU says
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="2 processes on this machine, but 1 GPU; launch with --num_processes 1"):
-        Ranks(Topology(0, 2, 0, 2))
+        Ranks(Topology(0, 2, 0, 2), Launch())
 
 
 @pytest.mark.parametrize(

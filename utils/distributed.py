@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from utils.config import EvalConfig, TrainConfig
+from utils.config import Launch
 from utils.errors import (
     USER_ERRORS,
     AgreedError,
@@ -26,17 +26,13 @@ from utils.errors import (
     one_line,
 )
 from utils.host import keep_freed_memory
-from utils.launch import (
-    Topology,
-    launcher,
-    read_topology,
-    restarts,
-    restarts_are_possible,
-    threads_per_process,
-)
+from utils.launch import Topology, launcher, read_topology, restarts_are_possible, threads_per_process
+from utils.rendezvous import address_of, check_init_method, launchers_store, meet, set_interface
+from utils.watch import Watch
 
 Result = TypeVar("Result")
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
+_CONNECT = timedelta(seconds=12)  # a fifth of the seconds that gloo takes to give up connecting
 
 
 class Ranks:
@@ -45,20 +41,23 @@ class Ranks:
     Collective, called by all ranks or none: `join`, `together`, `gather`, `share`, `any_rank`, `same_buffers`, `part`.
     """
 
-    def __init__(self, topology: Topology, threads: int | None = None, timeout: float = 600.0):
-        self.topology, self.timeout = topology, timedelta(seconds=timeout)
-        self.device = _device(topology)
-        self.threads = threads or threads_per_process(topology)
+    def __init__(self, topology: Topology, launch: Launch, prog: str = "train.py"):
+        self.topology, self.launch, self.prog = topology, launch, prog
+        self.device = _device(topology, launch.cpu)
+        self.threads = launch.threads or threads_per_process(topology)
         if self.threads > (os.cpu_count() or 1):
             raise ValueError(f"--threads {self.threads}: this machine has {os.cpu_count()} processor cores")
+        self.backend = _backend(topology, launch.backend, self.device)
+        check_init_method(launch.init_method)
+        topology.export()
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # Accelerate would set its own number where there is none
         torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
             keep_freed_memory()
         # A killed launcher tells nobody, and its processes would train on. A shell may go away: nohup expects that.
         self._launcher = launcher()
-        self.backend = "none"
-        self._store = self._launchers_store = self._prompt = self._patient = None
+        self.interface, self.members = "", []
+        self._store = self._launchers_store = self._prompt = self._patient = self._watch = None
 
     @property
     def is_main(self) -> bool:
@@ -71,49 +70,69 @@ class Ranks:
 
     def join(self) -> None:
         """Make the process group, if there are several processes; Accelerate adopts the one it finds."""
-        if self.is_main and self.device.type == "cpu" and not _cpu_was_asked_for():
-            several = self.topology.world_size > 1
-            print(
-                "No GPU is visible: running on the CPU" + f", {self.topology.world_size} processes over gloo" * several
-            )
-        if self.topology.world_size == 1 and not restarts_are_possible():
+        topology, launch = self.topology, self.launch
+        if self.is_main and self.device.type == "cpu" and not _cpu_was_asked_for(launch.cpu):
+            several = topology.world_size > 1
+            print("No GPU is visible: running on the CPU" + f", {topology.world_size} processes over gloo" * several)
+        if restarts_are_possible():
+            self._launchers_store = launchers_store(launch.timeout)
+        if topology.world_size == 1:
             return
-        if self.topology.world_size > 1:
-            self.backend = "nccl" if self.device.type == "cuda" else "gloo"
+        store, self.members = meet(topology, launch.init_method, launch.timeout, launch.interface)
+        self._watch = Watch(store, self.members, topology.rank, launch.timeout, self.prog)
+        several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
+        self.interface = set_interface(self.members, launch.interface, several_machines)
         try:
-            self._store = self._meet()
+            self._make_groups(store)
         except (RuntimeError, ValueError) as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise ValueError(
-                f"the processes could not meet at {where} over {self.backend} ({one_line(error)[:160]}); check "
-                "that the port is free there, that the address can be reached, and the network interface "
-                "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+                f"the processes met but could not connect over {self.backend}, from {address_of(self.interface)} on "
+                f"interface {self.interface} of {socket.gethostname()} ({one_line(error)[:160]}); see --interface, and "
+                "whether a firewall is between the machines"
             ) from error
+        self._store = dist.PrefixStore("lockstep", store)
 
-    def _meet(self) -> dist.Store | None:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
-        self._launchers_store = store
-        if world_size == 1:
-            return None
-        # A restarted attempt must not read the addresses that the one before it left in the launcher's store.
-        store = dist.PrefixStore(f"attempt-{restarts()}", store)
+    def _make_groups(self, store: dist.Store) -> None:
+        self.at("connecting")
+        timeout = timedelta(seconds=self.launch.timeout)
+        # Gloo waits five times as long for a connection. All ranks are there, so that it takes no time, or for ever.
+        connecting = min(timeout, _CONNECT)
+        rank, world_size = self.topology.rank, self.topology.world_size
         dist.init_process_group(
-            self.backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=self.timeout
+            self.backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=connecting if self.backend == "gloo" else timeout,
         )
         # Agreements go over groups of their own: unlike a wait in the store, which may live in the launcher, they end
         # when a rank dies and go on when the launcher does; and unlike NCCL's they need no GPU.
-        self._prompt = dist.new_group(backend="gloo", timeout=self.timeout)
-        self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        return dist.PrefixStore("lockstep", store)
+        self._prompt = dist.new_group(backend="gloo", timeout=connecting)
+        self._patient = dist.new_group(backend="gloo", timeout=connecting)
+        for group, seconds in ((None, timeout), (self._prompt, timeout), (self._patient, _PATIENCE)):
+            _set_timeout(seconds, group)
 
-    def together(self, action: Callable[[], Result], main_first: bool = False) -> Result:
+    def at(self, place: str) -> None:
+        """Note where this rank is, for others that wait for it. Not collective."""
+        if self._watch is not None:
+            self._watch.at(place)
+
+    def enter(self, place: str) -> None:
+        """Note that this rank is about to wait for the others there. Not collective."""
+        if self._watch is not None:
+            self._watch.at(place)
+            self._watch.enter()
+
+    def together(self, action: Callable[[], Result], main_first: bool = False, at: str = "") -> Result:
         """Run `action` on every rank; an error on any of them is raised on all, as AgreedError.
 
         With `main_first` each machine's first rank runs it alone and the others after it, so that they find the files
-        that it downloaded or decoded. They wait for it as long as it lives.
+        that it downloaded or decoded. They wait for it as long as it lives. `at` tells what they do.
         """
         if self._store is None:
             return action()
+        if at:
+            self.at(at)
         if not main_first:
             return self._agreed(action, self._prompt)
         mine = self.topology.local_rank == 0
@@ -136,11 +155,14 @@ class Ranks:
 
     def _exchange(self, text: str, group: dist.ProcessGroup) -> list[str]:
         texts = [""] * self.topology.world_size
+        self._watch.enter(patient=group is self._patient)
         dist.all_gather_object(texts, text, group)
         return texts
 
     def part(self) -> None:
         """Wait until all ranks are done with the store: it may live in the main process, which must then go last."""
+        if self._watch is not None:
+            self._watch.end()
         if self._store is None or self.orphaned:
             return
         with suppress(RuntimeError):  # of a launcher that goes just now
@@ -173,6 +195,7 @@ class Ranks:
     def same_buffers(self, model: nn.Module) -> None:
         """Give every rank the main process's buffers (batch statistics), which each has gathered of its own batches."""
         if self._store is not None:
+            self._watch.enter()
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
 
@@ -196,48 +219,83 @@ class Ranks:
         except RuntimeError:
             return False
 
+    def ends(self, error: BaseException) -> BaseException:
+        """Leave word that this rank ends; a lost rank's error then says for whom the others waited. Not collective."""
+        if self._watch is not None:
+            waited_for = self._watch.waiting_for() if is_lost_rank(error) else ""
+            self._watch.end(one_line(error))
+            if is_lost_rank(error):
+                return LostRank(lost_rank_text(error, self._watch.place, waited_for))
+        return LostRank(lost_rank_text(error)) if is_lost_rank(error) else error
+
     def describe(self) -> str:
         """This rank's place, for the start table."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"{self.threads} threads"
         return f"{socket.gethostname()}, {self.device} ({name}), process {os.getpid()}"
 
 
+# Public since PyTorch 2.15.
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
+
 def _nothing() -> None:
     return None
 
 
-def _cpu_was_asked_for() -> bool:
+def _cpu_was_asked_for(flag: bool) -> bool:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as accelerate_configs/2cpu.yaml does
-    return hidden or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return flag or hidden or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
-def _device(topology: Topology) -> torch.device:
+def _device(topology: Topology, cpu: bool) -> torch.device:
     """This rank's GPU, or the CPU where there is none or it was asked for."""
-    if not torch.cuda.is_available() or _cpu_was_asked_for():
+    if not torch.cuda.is_available() or _cpu_was_asked_for(cpu):
         return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if topology.local_world_size > gpus:
+    gpus, number = torch.cuda.device_count(), topology.local_rank
+    if gpus == 1 and topology.source in ("SLURM", "Open MPI", "MPICH"):
+        number = 0  # each task sees the one GPU that was given to it (--gpus-per-task); NCCL refuses a shared one
+    elif topology.local_world_size > gpus:
         raise ValueError(
             f"{topology.local_world_size} processes on this machine, but {gpus} GPU{'s' * (gpus != 1)}; "
-            f"launch with --num_processes {gpus}, or on the CPU with accelerate_configs/2cpu.yaml"
+            f"launch with --num_processes {gpus}, or on the CPU with --cpu or accelerate_configs/2cpu.yaml"
         )
-    device = torch.device("cuda", topology.local_rank)
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)  # first of all, or every rank would open a context on GPU 0
     return device
 
 
+def _backend(topology: Topology, asked: str, device: torch.device) -> str:
+    if topology.world_size == 1:
+        return "none"
+    if asked == "nccl" and device.type == "cpu":
+        raise ValueError("--backend nccl needs GPUs; leave it out, and gloo is used on CPUs")
+    return ("nccl" if device.type == "cuda" else "gloo") if asked == "auto" else asked
+
+
+def _topology(launch: Launch) -> Topology:
+    """Where this process stands, also in a function that Accelerate's debug_launcher has started."""
+    if not (dist.is_initialized() and "ACCELERATE_DEBUG_RDV_FILE" in os.environ):
+        return read_topology(init_method=launch.init_method)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()  # ours has timeouts and a store
+    launch.init_method = f"file://{os.environ['ACCELERATE_DEBUG_RDV_FILE']}.lockstep"
+    return Topology(rank, world_size, rank, world_size, source="debug_launcher")
+
+
 @contextmanager
-def ranks_of_launch(prog: str, config: TrainConfig | EvalConfig) -> Iterator[Ranks]:
+def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
     """This process's place among those launched; an error inside ends it with one line on one rank and code 2."""
     ranks = None
     try:
-        ranks = Ranks(read_topology(), config.threads, config.timeout)
+        ranks = Ranks(_topology(launch), launch, prog)
         yield ranks
         ranks.part()
     except KeyboardInterrupt as interrupt:
         if ranks is None or ranks.is_main:
             text = str(interrupt) or "interrupted"
             sys.stderr.write(f"\n{prog}: {text}; --run_name NAME --resume auto goes on from the last checkpoint\n")
+        if ranks is not None:
+            ranks.ends(interrupt)
         raise SystemExit(getattr(interrupt, "code", 130)) from None
     except Exception as error:
         if is_out_of_memory(error):
@@ -245,12 +303,13 @@ def ranks_of_launch(prog: str, config: TrainConfig | EvalConfig) -> Iterator[Ran
         if is_killed_worker(error):
             text = f"a loader process was killed ({one_line(error)[:100]}); if memory is short, lower --num_workers"
             error = ValueError(text)
-        if not isinstance(error, USER_ERRORS) and not is_lost_rank(error):
-            raise  # a bug: its traceback is what helps
         if isinstance(error, AgreedError):
             ranks.part()
         speaks = ranks.speaks(error) if ranks else is_main_process()
-        leave(LostRank(lost_rank_text(error)) if is_lost_rank(error) else error, prog, speaks, config.traceback)
+        told = ranks.ends(error) if ranks else error
+        if not isinstance(told, USER_ERRORS):
+            raise  # a bug: its traceback is what helps
+        leave(told, prog, speaks, launch.traceback)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

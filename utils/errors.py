@@ -63,9 +63,11 @@ def is_killed_worker(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error)
 
 
-def lost_rank_text(error: BaseException) -> str:
+def lost_rank_text(error: BaseException, place: str = "", waited_for: str = "") -> str:
+    """What a failed collective means: where it was, for whom this rank waited there, as far as that is known."""
     what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]  # gloo puts its source file first
+    where = f", at: {place}; waited for {waited_for}" if waited_for else f", at: {place}" if place else ""
     return (
-        f"another process of this run left or stopped answering ({what[:160]}); its own message says why, unless it "
-        "was killed, as for memory"
+        f"another process of this run left or stopped answering ({what[:160]}){where}; its own message says why, "
+        "unless it was killed, as for memory"
     )

@@ -49,7 +49,7 @@ def evaluate_split(
         found[indices] += ranked[:, 0] + 1
         count += len(labels)
         if stopping is not None and block <= shared_blocks and pace.due(block):
-            stopping.agreed = _any_wants_to_stop(accelerator, stopping, pace, block)
+            stopping.agreed = _any_wants_to_stop(ranks, accelerator, stopping, pace, block)
             if stopping.agreed:
                 break
     model.train(was_training)
@@ -69,7 +69,8 @@ def evaluate_split(
     return result | {"seconds": time.perf_counter() - start}
 
 
-def _any_wants_to_stop(accelerator: Accelerator, stopping: Stopping, pace: Pace, block: int) -> bool:
+def _any_wants_to_stop(ranks: Ranks, accelerator: Accelerator, stopping: Stopping, pace: Pace, block: int) -> bool:
+    ranks.enter(f"block {block} of the evaluation")
     own = [stopping.requested, time.perf_counter() - pace.time]
     own = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
     stops, seconds = sum_over_ranks(accelerator, own).tolist()

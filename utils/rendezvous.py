@@ -24,7 +24,6 @@ from utils.errors import one_line
 from utils.launch import Topology
 
 _POLL = 0.02, 0.25  # seconds between two looks into the store, at first and at last
-_HARMLESS = timedelta(seconds=30)  # for one answer of a store that is there
 
 
 @dataclass
@@ -42,8 +41,8 @@ class Member:
 
 def meet(
     topology: Topology, init_method: str, timeout: float, interface: str | None
-) -> tuple[dist.Store, dist.Store, list[Member]]:
-    """Find the other processes; returns (the store of this session, the one that outlives it, who is there).
+) -> tuple[dist.Store, list[Member]]:
+    """Find the other processes; returns (the store of this session, who is there).
 
     Raises ValueError, with what to do, when they do not come within `timeout` seconds.
     """
@@ -56,7 +55,7 @@ def meet(
     me.master = _resolve(address)
     store = _tcp_store(topology, address, port, deadline)
     session, members = _session(store, me, deadline, f"{address}:{port}")
-    return dist.PrefixStore(session, store), store, members
+    return dist.PrefixStore(session, store), members
 
 
 def check_init_method(init_method: str) -> None:
@@ -122,8 +121,7 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
 
 def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> dist.TCPStore:
     """The store at an address, which rank 0 serves unless its launcher does."""
-    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    launchers = launchers and (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (address, str(port))
+    launchers = _agent_serves() and (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (address, str(port))
     serves = topology.is_main and not launchers
     if serves and not is_own(_resolve(address)):
         raise ValueError(
@@ -147,6 +145,18 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
         ) from error
 
 
+def launchers_store(timeout: float) -> dist.Store | None:
+    """The store that torchrun or accelerate keeps through restarts; None where it keeps none."""
+    if not _agent_serves():
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def _agent_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _meet_in_file(path: Path, topology: Topology, me: Member, deadline: float, interface: str | None):
     """Meet in a file on a shared disk, and go on over a store that rank 0 serves; the file is then deleted."""
     if path.is_dir() or not path.parent.is_dir():
@@ -168,7 +178,7 @@ def _meet_in_file(path: Path, topology: Topology, me: Member, deadline: float, i
     if topology.is_main:
         _wait(lambda: served.add(f"{session}-arrived", 0) == topology.world_size, deadline)
         path.unlink(missing_ok=True)
-    return dist.PrefixStore(session, served), served, members
+    return dist.PrefixStore(session, served), members
 
 
 def set_interface(members: list[Member], wanted: str | None, several_machines: bool) -> str:
@@ -229,7 +239,8 @@ def outward_address() -> str:
     """The IP address by which this machine is known outside: of its default route, or its only one."""
     with suppress(OSError):
         return _address_towards("192.0.2.1")  # of no machine (RFC 5737), and nothing is sent
-    others = {address_of(name) for name in psutil.net_if_addrs() if not is_loopback(name)}
+    known = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET}
+    others = {address for address in known if not _is_loopback(address)}
     if len(others) != 1:
         raise ValueError(f"{socket.gethostname()} has {len(others)} networks and no default route; give --interface")
     return others.pop()

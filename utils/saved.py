@@ -2,7 +2,7 @@
 
 import json
 import platform
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import accelerate
@@ -14,7 +14,7 @@ from torch import nn
 
 from utils.checkpoint import load_model, load_optimizer
 from utils.cli import read_config
-from utils.config import TrainConfig, absolute_data, to_yaml
+from utils.config import Launch, TrainConfig, absolute_data, to_yaml
 from utils.data.loader import InputSpec
 from utils.data.order import Plan
 from utils.data.splits import Data
@@ -23,7 +23,8 @@ from utils.errors import one_line
 from utils.files import read_json
 from utils.state import TrainState
 
-_OF_ONE_START = ("run_name", "resume", "profile", "traceback")  # settings of one start, not of the run
+# Settings of one start, not of the run.
+_OF_ONE_START = ("run_name", "resume", "profile", *(f.name for f in fields(Launch)))
 
 
 def load_run(
@@ -79,7 +80,7 @@ def read_state(checkpoint: Path | None, folder: Path | None, config: TrainConfig
 def changes(checkpoint: Path, config: TrainConfig, ranks: Ranks) -> list[str]:
     """One line for each setting, and the numbers of processes and threads, that differ from the checkpoint's run."""
     saved, before, now = read_saved(checkpoint), asdict(read_settings(checkpoint)), asdict(config)
-    ignored = (*_OF_ONE_START, "global_batch_size", "batch_size", "grad_accum", "num_workers", "threads")
+    ignored = (*_OF_ONE_START, "global_batch_size", "batch_size", "grad_accum", "num_workers")
     pairs = [(name, before[name], now[name]) for name in now if name not in ignored]
     pairs += [
         ("processes", saved["processes"], ranks.topology.world_size),

@@ -1,0 +1,131 @@
+"""Who keeps the others waiting: each rank says where it is, and one that waits long says for whom."""
+
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from utils.rendezvous import Member
+
+_TICK = 1.0  # seconds between two looks
+_ANSWER = timedelta(seconds=3)  # that the store may take for one
+_SILENT = 5.0  # seconds without a sign of life after which a rank is said to be silent
+_GRACE = 10.0  # seconds that a rank has to notice by itself that another has ended
+
+
+@dataclass
+class Beat:
+    """What a rank last said: collectives entered, where it is, and a number that changes while it lives."""
+
+    entered: int
+    place: str
+    tick: int
+
+
+class Watch:
+    """A thread that tells the other ranks where this one is, and the user which ranks the others wait for.
+
+    A rank that has entered fewer collectives than another keeps it waiting. After a tenth of the timeout one of the
+    waiting ranks says so, and after all of it the waiting ends. A rank that ends with an error leaves word, so that no
+    other waits for it where no launcher ends them.
+    """
+
+    def __init__(self, store: dist.Store, members: list[Member], rank: int, timeout: float, prog: str):
+        self.members, self.rank, self.timeout, self.prog = members, rank, timeout, prog
+        self.entered, self.place, self.patient = 0, "starting", False
+        self._store, self._tick, self._heard = store.clone(), 0, {}
+        self._store.set_timeout(_ANSWER)
+        self._ended: float | None = None  # since when another rank has
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def at(self, place: str) -> None:
+        """Say what this rank does now."""
+        self.place = place
+
+    def enter(self, patient: bool = False) -> None:
+        """Say that this rank is through with that and waits for the others; in a `patient` one without an end."""
+        self.patient = patient
+        self.entered += 1
+
+    def end(self, text: str = "") -> None:
+        """Stop watching; with a text, tell the others that this rank ends, and why."""
+        self._stop.set()
+        self._thread.join(2 * _ANSWER.total_seconds())
+        if text and not self._thread.is_alive():
+            with suppress(RuntimeError):
+                self._store.set("ended", f"rank {self.rank} ended: {text}")
+
+    def waiting_for(self) -> str:
+        """Who keeps this rank waiting and where those are, as far as they told; empty when nobody does."""
+        mine, now, parts = self.entered, time.monotonic(), []
+        for member in self.members:
+            beat, since = self._heard.get(member.rank, (Beat(0, "starting", 0), now))
+            silent = now - since > _SILENT
+            if member.rank != self.rank and (silent or beat.entered < mine):
+                sign = f"not heard of for {now - since:.0f} s, then at" if silent else "at"
+                parts.append(f"rank {member.rank} ({member.host}, process {member.process}), {sign}: {beat.place}")
+        return "; ".join(parts[:4]) + f"; and {len(parts) - 4} more" * (len(parts) > 4)
+
+    def _run(self) -> None:
+        entered, since, told = -1, time.monotonic(), False
+        patience = min(60.0, max(2.0, self.timeout / 10))
+        while not self._stop.wait(_TICK):
+            now = time.monotonic()
+            if self.entered != entered:
+                entered, since, told = self.entered, now, False
+            waited = now - since
+            with suppress(RuntimeError):
+                self._exchange(listen=waited > _TICK)
+            whom = self.waiting_for() if waited >= patience else ""
+            if not whom:
+                continue
+            text = f"rank {self.rank} has waited {waited:.0f} s, at: {self.place}; for {whom}"
+            if self._speaks(entered) and not told:
+                told = True
+                self._say(text)
+            if waited > self.timeout + _TICK and not self.patient:
+                self._leave(text)
+
+    def _exchange(self, listen: bool) -> None:
+        """Tell the others, and hear from them if it matters."""
+        now = time.monotonic()
+        self._tick += 1
+        mine = json.dumps([self.entered, self.place, self._tick])
+        try:
+            self._store.set(f"beat-{self.rank}", mine)
+            keys = [f"beat-{member.rank}" for member in self.members]
+            beats = self._store.multi_get(keys) if listen and self._store.check(keys) else []
+            ended = self._store.get("ended").decode() if self._store.check(["ended"]) else ""
+        except RuntimeError:
+            self._store = self._store.clone()  # the connection of one that failed is of no use
+            raise
+        for rank, raw in enumerate(beats):
+            beat = Beat(*json.loads(raw))
+            if rank not in self._heard or self._heard[rank][0].tick != beat.tick:
+                self._heard[rank] = beat, now
+        self._ended = (self._ended or now) if ended else None
+        if self._ended and now - self._ended > _GRACE:
+            self._leave(ended)
+
+    def _speaks(self, entered: int) -> bool:
+        """Whether this rank is the first of those that wait."""
+        now = time.monotonic()
+        ahead = [rank for rank, (beat, since) in self._heard.items() if beat.entered >= entered and now - since < _SILENT]
+        return self.rank <= min(ahead, default=self.rank)
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"\n{self.prog}: {text}\n")
+        sys.stderr.flush()
+
+    def _leave(self, text: str) -> None:
+        """End this process, whose main thread waits where no exception reaches it."""
+        self._say(f"error: {text}")
+        os._exit(2)
