@@ -23,7 +23,7 @@ from training_runs import records, train_run, weights
 
 import train
 from utils.checkpoint import forget_after, newest_good, prune, save_checkpoint, tidy
-from utils.config import Launch
+from utils.config import Launch as LaunchSettings
 from utils.distributed import Ranks
 from utils.launch import Topology
 
@@ -166,7 +166,11 @@ def test_a_kill_between_any_two_file_operations_leaves_a_good_checkpoint():
 
 def _end_before_each_operation() -> int:
     """Returns how many processes were ended; fails where one left no good checkpoint, or a mess that stays."""
-    folder, ranks, accelerator = Path("checkpoints"), Ranks(Topology(), Launch(threads=1)), Accelerator(cpu=True)
+    folder, ranks, accelerator = (
+        Path("checkpoints"),
+        Ranks(Topology(), LaunchSettings(threads=1)),
+        Accelerator(cpu=True),
+    )
     layer = torch.nn.Linear(3, 3)
     accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     before_end = [-1]

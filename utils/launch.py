@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 
-
 # Who says which process this is: the names of rank, world size, local rank and local world size. torchrun's come first,
 # as every launcher inside SLURM or MPI sets them; Open MPI's before SLURM's, as its mpirun may use srun to get around.
 _SOURCES = {

@@ -121,7 +121,10 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
 
 def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> dist.TCPStore:
     """The store at an address, which rank 0 serves unless its launcher does."""
-    launchers = _agent_serves() and (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (address, str(port))
+    launchers = _agent_serves() and (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (
+        address,
+        str(port),
+    )
     serves = topology.is_main and not launchers
     if serves and not is_own(_resolve(address)):
         raise ValueError(

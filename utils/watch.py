@@ -118,7 +118,9 @@ class Watch:
     def _speaks(self, entered: int) -> bool:
         """Whether this rank is the first of those that wait."""
         now = time.monotonic()
-        ahead = [rank for rank, (beat, since) in self._heard.items() if beat.entered >= entered and now - since < _SILENT]
+        ahead = [
+            rank for rank, (beat, since) in self._heard.items() if beat.entered >= entered and now - since < _SILENT
+        ]
         return self.rank <= min(ahead, default=self.rank)
 
     def _say(self, text: str) -> None:
