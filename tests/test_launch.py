@@ -90,7 +90,7 @@ def test_configs_hold_only_keys_that_the_launcher_honours(name):
 def test_topology_is_read_from_the_launchers_variables():
     env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert read_topology(env) == Topology(3, 4, 1, 2)
+    assert read_topology(env) == Topology(3, 4, 1, 2, "127.0.0.1", 29500, "the environment")
     assert read_topology({}) == Topology(0, 1, 0, 1)
     del env["LOCAL_WORLD_SIZE"]
     assert read_topology(env).local_world_size == 4
@@ -101,7 +101,7 @@ def test_topology_is_read_from_the_launchers_variables():
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=0 and WORLD_SIZE=2"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "contradictory environment: RANK=2 WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set: 2 processes"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set: the processes"),
         ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero' is no whole number"),
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
     ],
