@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -21,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.accelerator import check_precision, compile_model, make_accelerator, settle_buckets
+from utils.batchnorm import synchronise
 from utils.checkpoint import forget_after, prune, save_checkpoint
 from utils.cli import parse_args
 from utils.config import TrainConfig, advice, resolve_batch, to_yaml
@@ -41,7 +41,7 @@ from utils.meter import Meter, Pace, Totals
 from utils.models import build_model, check_model, has_batch_norm, input_spec, seed_layers
 from utils.optim import build_optimizer, learning_rate, set_learning_rate
 from utils.profiling import Profile
-from utils.report import RunLog, outcome, progress, table
+from utils.report import RunLog, outcome, overview, progress, table
 from utils.runs import Start, check_run_folder, find_start, make_run_folder
 from utils.saved import changes, checkpoint_texts, load_run, read_state, resolved
 from utils.state import TrainState, check_batch_norm, due_after, total_updates
@@ -57,7 +57,6 @@ class Run:
     stopping: Stopping
     accelerator: Accelerator
     start: Start
-    folder: Path
     data: Data
     spec: InputSpec
     plan: Plan
@@ -108,12 +107,13 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
 
     torch.manual_seed(mix(config.seed, "weights"))
     module = ranks.together(lambda: build_model(config, spec, len(data.class_names)), True, "building the model")
+    module = synchronise(module, ranks.device) if config.sync_batchnorm else module
     optimizer = build_optimizer(config, module)
 
     _, grad_accum, global_batch = resolve_batch(config, ranks.topology.world_size)
     plan = Plan(len(train_set), global_batch, grad_accum * ranks.topology.world_size, config.seed, config.drop_last)
     updates = ranks.together(lambda: total_updates(config, plan))
-    ranks.together(lambda: has_batch_norm(module) and check_batch_norm(plan, updates))
+    ranks.together(lambda: not has_batch_norm(module) or config.sync_batchnorm or check_batch_norm(plan, updates))
     state = ranks.together(lambda: read_state(start.checkpoint, start.folder, config, plan, data))
     folder = make_run_folder(config, start, ranks)
     profiled, config = config.profile, resolved(config, plan, accelerator.mixed_precision)
@@ -137,7 +137,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     meter = Meter(accelerator.device, Totals(**state.since_log) if ranks.is_main else Totals())
     log = ranks.together(lambda: RunLog(folder, ranks.is_main, state, updates))
     profile = Profile(profiled, folder, ranks.topology.rank, log.say)
-    parts = (config, ranks, stopping, accelerator, start, folder, data, spec, plan, updates, state, model, module)
+    parts = (config, ranks, stopping, accelerator, start, data, spec, plan, updates, state, model, module)
     best = state.best_accuracy, state.best_step
     return Run(*parts, optimizer, train_batches, eval_batches, meter, log, profile, best)
 
@@ -253,7 +253,7 @@ def save(run: Run) -> None:
     """Write a checkpoint, then delete those no longer wanted; and hear whether a rank was told to stop meanwhile."""
     more = {"input": asdict(run.spec), "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict()}
     texts = checkpoint_texts(run.config, run.state, run.plan, run.ranks, run.data, more)
-    folder, step = run.folder / "checkpoints", run.state.step
+    folder, step = run.start.folder / "checkpoints", run.state.step
     run.ranks.at(f"after update {step}, saving")
     run.ranks.together(partial(check_weights, run.module, run.plan, run.data.train, step))
     try:
@@ -272,29 +272,22 @@ def save(run: Run) -> None:
 
 def announce(run: Run) -> None:
     """Say what will run where, and keep the settings in the run folder."""
-    config, plan, ranks, processes = run.config, run.plan, run.ranks, run.accelerator.num_processes
-    numbers = plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
+    config, ranks, processes = run.config, run.ranks, run.accelerator.num_processes
+    numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
     run.log.write("start", step=run.state.step, **numbers, time=time.time())
-    parameters = sum(parameter.numel() for parameter in run.module.parameters())
-    rows = [
-        *((f"rank {rank}", place) for rank, place in enumerate(ranks.gather(ranks.describe()))),
-        ("backend", f"{ranks.backend}, precision {numbers['precision']}"),
-        ("data", f"{config.data}: {plan.samples} training, {len(run.data.evaluation)} {run.data.evaluation.name}"),
-        ("model", f"{config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
-        ("batch", plan.describe(processes)),
-        ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
-    ]
-    run.log.say("\n".join([table(f"Lockstep  {run.folder}", rows), *advice(config, run.spec.small, processes)]))
-    ranks.together(lambda: ranks.is_main and write_file(run.folder / "config.yaml", to_yaml(config)))
+    rows = overview(run, ranks.gather(ranks.describe()))
+    run.log.say("\n".join([table(f"Lockstep  {run.start.folder}", rows), *advice(config, run.spec.small, processes)]))
+    ranks.together(lambda: ranks.is_main and write_file(run.start.folder / "config.yaml", to_yaml(config)))
 
 
 def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     """Say what came out and what to type next; returns whether there is more to do."""
     state, done = run.state, run.state.step >= run.updates and not run.state.owes_evaluation
-    title, following = "Done", f"evaluate it: python eval.py --ckpt {run.folder if result else run.start.checkpoint}"
+    checkpoint = run.start.folder if result else run.start.checkpoint
+    title, following = "Done", f"evaluate it: python eval.py --ckpt {checkpoint}"
     if not done:
         title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
-        following = f"go on: {resume_command(command, run.config.output_dir, run.folder.name)}"
+        following = f"go on: {resume_command(command, run.config.output_dir, run.start.folder.name)}"
     run.log.say(f"{table(title, outcome(state, result, done))}\n{following}")
     run.log.close()
     return not done

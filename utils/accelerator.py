@@ -58,7 +58,15 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
     # Batch statistics are used in evaluation alone, which first gives all ranks the main process's: `same_buffers`. DDP
     # would do that in each update.
     hook = DDPCommunicationHookType(getattr(config, "comm_hook", "no"))
-    wrapping = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False, comm_hook=hook)
+    # Accelerate does not know yet what comes after it.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+    wrapping = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        comm_hook=hook,
+        find_unused_parameters=getattr(config, "find_unused_parameters", False),
+        static_graph=getattr(config, "static_graph", False),
+    )
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision=precision,

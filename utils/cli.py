@@ -20,6 +20,7 @@ Config = TypeVar("Config")
 def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None) -> Config:
     """Fill `cls` from --config FILE, then from the flags; a mistake ends the process with one line and code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]  # of torch.distributed.launch
     try:
         files, flags = _split_config_files(argv)
         return _fill(cls, prog, files, _normalise_flags(flags, [f.name for f in fields(cls)], cls))

@@ -121,6 +121,12 @@ class TrainConfig(Launch):
     comm_hook: Literal["no", "fp16", "bf16"] = "no"
     """What gradients are rounded to on their way between processes: bf16 halves the traffic, and runs on one process
     and on several then differ by more than float32's rounding."""
+    sync_batchnorm: bool = False
+    """Batch statistics over all processes instead of each process's own; slower, for few samples per process."""
+    find_unused_parameters: bool = False
+    """For a model that does not use all of its parameters in each forward pass; slower."""
+    static_graph: bool = False
+    """The model uses the same parameters in each forward pass, unused ones too, so that none need be searched."""
     seed: int = 0
     """Seed of the initial weights, the order, the augmentation, dropout and the hold-out."""
     deterministic: bool = False
@@ -176,6 +182,10 @@ class TrainConfig(Launch):
         _require(
             self.run_name is None or (self.run_name != "" and Path(self.run_name).name == self.run_name),
             "--run_name must be the name of a folder",
+        )
+        _require(
+            not (self.static_graph and self.find_unused_parameters),
+            "--static_graph and --find_unused_parameters exclude each other: the first says which are unused for good",
         )
         if self.resume == "auto":
             _require(self.run_name is not None, "--resume auto needs --run_name to know which run to go on with")
@@ -272,6 +282,9 @@ def advice(config: TrainConfig, small_images: bool, processes: int) -> list[str]
         ("crop_padding", not small_images, "photographs are cropped, see --min_scale"),
         ("min_scale", small_images, "small images are shifted, see --crop_padding"),
         ("comm_hook", processes == 1, "one process exchanges no gradients"),
+        ("sync_batchnorm", processes == 1, "one process has all samples"),
+        ("find_unused_parameters", processes == 1, "one process exchanges no gradients"),
+        ("static_graph", processes == 1, "one process exchanges no gradients"),
         ("num_workers", small_images, "small images are decoded once, before training"),
         ("image_column", no_table, f"{config.data} has no columns"),
         ("label_column", no_table, f"{config.data} has no columns"),

@@ -10,17 +10,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from utils.config import Launch
 from utils.errors import (
     USER_ERRORS,
     AgreedError,
     LostRank,
-    is_killed_worker,
+    explained,
     is_lost_rank,
     is_main_process,
-    is_out_of_memory,
     leave,
     lost_rank_text,
     one_line,
@@ -234,6 +233,23 @@ class Ranks:
         return f"{socket.gethostname()}, {self.device} ({name}), process {os.getpid()}"
 
 
+class _SumWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # each rank's loss depends on each rank's values
+        return _SumWithGradient.forward(ctx, gradient)
+
+
+def sum_with_gradient(values: Tensor) -> Tensor:
+    """The element-wise sum of every rank's tensor, through which gradients flow back to all ranks; collective."""
+    return _SumWithGradient.apply(values) if dist.is_initialized() else values
+
+
 # Public since PyTorch 2.15.
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
@@ -298,11 +314,7 @@ def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
             ranks.ends(interrupt)
         raise SystemExit(getattr(interrupt, "code", 130)) from None
     except Exception as error:
-        if is_out_of_memory(error):
-            error = ValueError(f"out of memory ({one_line(error)[:120]}); lower --batch_size, or raise --grad_accum")
-        if is_killed_worker(error):
-            text = f"a loader process was killed ({one_line(error)[:100]}); if memory is short, lower --num_workers"
-            error = ValueError(text)
+        error = explained(error)
         if isinstance(error, AgreedError):
             ranks.part()
         speaks = ranks.speaks(error) if ranks else is_main_process()

@@ -10,6 +10,14 @@ from typing import NoReturn
 USER_ERRORS = (ValueError, OSError, ImportError)  # what names a cause outside this code; anything else is a bug
 
 
+_KNOWN = {  # what DistributedDataParallel says at length
+    "Expected to have finished reduction": "the model leaves parameters unused; --find_unused_parameters finds "
+    "them in each update, --static_graph once if they are always the same",
+    "training graph has changed": "the model uses other parameters than in its first pass, so that "
+    "--static_graph does not hold; use --find_unused_parameters instead",
+}
+
+
 class AgreedError(ValueError):
     """An error of one rank that every rank raises alike, so that they may also go on together."""
 
@@ -56,6 +64,19 @@ def is_lost_rank(error: BaseException) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether PyTorch could not get memory on a GPU or on the host."""
     return isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error)) is not None
+
+
+def explained(error: Exception) -> Exception:
+    """The error of a known cause outside this code as a ValueError with the mend; any other as it is."""
+    text = one_line(error)
+    if is_out_of_memory(error):
+        return ValueError(f"out of memory ({text[:120]}); lower --batch_size, or raise --grad_accum")
+    if is_killed_worker(error):
+        return ValueError(f"a loader process was killed ({text[:100]}); if memory is short, lower --num_workers")
+    for sign, mend in _KNOWN.items():
+        if isinstance(error, RuntimeError) and sign in text:
+            return ValueError(mend)
+    return error
 
 
 def is_killed_worker(error: BaseException) -> bool:

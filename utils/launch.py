@@ -21,6 +21,12 @@ _SOURCES = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
+_ENGINES = {  # what an accelerate config may ask for besides plain data parallelism
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or sharded parallelism",
+}
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")  # what MPI's processes share, and no other job
 
 
@@ -57,6 +63,9 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
     when several processes were asked for and the launcher started one.
     """
     env = os.environ if env is None else env
+    for name, engine in _ENGINES.items():
+        if env.get(name, "").lower() in ("1", "true", "yes"):
+            raise ValueError(f"{engine} is not supported: its checkpoints are of another form; use accelerate_configs/")
     source = next((name for name in _SOURCES if _speaks(env, name)), None)
     if source is None:
         # Accelerate's single-process launcher exports an address only when more than one process was asked for.

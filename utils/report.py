@@ -15,6 +15,20 @@ from utils.files import named, write_file
 from utils.state import TrainState
 
 
+def overview(run: Any, places: list[str]) -> list[tuple[str, str]]:
+    """The rows of the table that a run (train.py's) starts with; `places` are where the ranks are."""
+    plan, processes, parameters = run.plan, len(places), sum(p.numel() for p in run.module.parameters())
+    over = f" on {run.ranks.interface}" if run.ranks.interface else ""
+    return [
+        *((f"rank {rank}", place) for rank, place in enumerate(places)),
+        ("backend", f"{run.ranks.backend}{over}, precision {run.accelerator.mixed_precision}"),
+        ("data", f"{run.config.data}: {plan.samples} training, {len(run.data.evaluation)} {run.data.evaluation.name}"),
+        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
+        ("batch", plan.describe(processes)),
+        ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
+    ]
+
+
 class RunLog:
     """log.jsonl and the progress bar; every method does nothing on ranks other than the main process."""
 
