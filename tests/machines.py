@@ -1,0 +1,167 @@
+"""Machines of a network, made of Linux network namespaces: each has its own host name, hosts file and interfaces.
+
+They share the disk and the processors. `eth0` of each leads to a switch, 10.77.0.0/24; `docker0` is a bridge that leads
+nowhere, with the same address on all, as Docker makes it.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+_SWITCH = "ls-switch"
+_ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+
+
+def why_not() -> str:
+    """Why no machines can be made here; empty when they can."""
+    missing = [tool for tool in ("ip", "nft", "nsenter", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"needs {', '.join(missing)} (packages iproute2, nftables, util-linux)"
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    probe = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True)
+    return f"network namespaces are not allowed here: {probe.stderr.strip()}" if probe.returncode else ""
+
+
+needs_machines = pytest.mark.skipif(why_not() != "", reason=why_not() or "-")
+
+
+@dataclass
+class Job:
+    """A command that runs on a machine, and what it has written to its file so far."""
+
+    process: subprocess.Popen
+    output: Path
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait(self, seconds: float = 120) -> int:
+        """The exit code; fails with what was written when it does not end in time."""
+        try:
+            return self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.output.name} still runs after {seconds:.0f} s:\n{self.text[-3000:]}")
+
+    def lines(self, start: str) -> list[str]:
+        return [line for line in self.text.splitlines() if line.startswith(start)]
+
+
+@dataclass
+class Machine:
+    """A machine of the network, by its host name, at its address on `eth0`."""
+
+    name: str
+    address: str
+    folder: Path
+    jobs: list[Job] = field(default_factory=list)
+
+    @property
+    def hosts(self) -> Path:
+        """What it sees as /etc/hosts."""
+        return self.folder / f"hosts-{self.name}"
+
+    def start(self, *command: str, env: Mapping[str, str] | None = None) -> Job:
+        """Start a command of this environment's bin folder, with the variables in addition to the test's own."""
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "GLOO_", "NCCL_"))}
+        output = self.folder / f"{self.name}-{len(self.jobs)}.txt"
+        inside = ["nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh"]
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [*inside, self.name, str(self.hosts), str(BIN / command[0]), *map(str, command[1:])],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=clean | (env or {}),
+                start_new_session=True,
+            )  # fmt: skip
+        self.jobs.append(Job(process, output))
+        return self.jobs[-1]
+
+    def processes(self, word: str = "train.py") -> list[psutil.Process]:
+        """What runs on it now with the word in its command, launchers left out."""
+        found = []
+        for pid in map(int, _run("ip", "netns", "pids", self.name).split()):
+            with suppress(psutil.Error):
+                command = psutil.Process(pid).cmdline()
+                launches = any(Path(part).name in ("accelerate", "torchrun") for part in command[:2])
+                if word in " ".join(command) and not launches and "multiprocessing" not in " ".join(command):
+                    found.append(psutil.Process(pid))
+        return found
+
+    def cut(self) -> None:
+        """Pull the plug out at the switch."""
+        _run("ip", "-n", _SWITCH, "link", "set", self.name, "down")
+
+    def heal(self) -> None:
+        _run("ip", "-n", _SWITCH, "link", "set", self.name, "up")
+
+    def firewall(self, rule: str) -> None:
+        """Let nft judge what comes in, such as `drop` or `numgen random mod 100 < 20 drop`; what it sends passes."""
+        _run("nsenter", f"--net=/run/netns/{self.name}", "nft", "add", "table", "inet", "tests")
+        chain = "add chain inet tests in { type filter hook input priority 0 ; }"
+        _run("nsenter", f"--net=/run/netns/{self.name}", "nft", chain)
+        _run("nsenter", f"--net=/run/netns/{self.name}", "nft", f"add rule inet tests in iifname eth0 {rule}")
+
+    def end(self) -> None:
+        """Kill all that runs on it, which is only what was started here, and take it away."""
+        for _ in range(50):
+            pids = _run("ip", "netns", "pids", self.name, check=False).split()
+            if not pids:
+                break
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            for job in self.jobs:
+                job.process.poll()
+            time.sleep(0.1)
+        for job in self.jobs:
+            job.process.wait()
+        _run("ip", "netns", "del", self.name, check=False)
+
+
+@contextmanager
+def network(folder: Path, count: int = 2):
+    """Yield so many machines, ls-a, ls-b and so on, that know each other's names; afterwards nothing of them is left."""
+    machines = [Machine(f"ls-{chr(97 + n)}", f"10.77.0.{n + 1}", folder) for n in range(count)]
+    hosts = "127.0.0.1 localhost\n" + "".join(f"{machine.address} {machine.name}\n" for machine in machines)
+    try:
+        _run("ip", "netns", "add", _SWITCH)
+        _run("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", _SWITCH, "link", "set", "switch", "up")
+        for machine in machines:
+            machine.hosts.write_text(hosts)
+            _plug_in(machine)
+        yield machines
+    finally:
+        for machine in machines:
+            machine.end()
+        _run("ip", "netns", "del", _SWITCH, check=False)
+
+
+def _plug_in(machine: Machine) -> None:
+    name = machine.name
+    _run("ip", "netns", "add", name)
+    _run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", name, "netns", _SWITCH)
+    _run("ip", "-n", _SWITCH, "link", "set", name, "master", "switch", "up")
+    _run("ip", "-n", name, "link", "add", "docker0", "type", "bridge")
+    for interface, address in (("lo", ""), ("eth0", f"{machine.address}/24"), ("docker0", "172.17.0.1/16")):
+        if address:
+            _run("ip", "-n", name, "addr", "add", address, "dev", interface)
+        _run("ip", "-n", name, "link", "set", interface, "up")
+
+
+def _run(*command: str, check: bool = True) -> str:
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert not check or result.returncode == 0, f"{' '.join(command)}: {result.stderr}"
+    return result.stdout
