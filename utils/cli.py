@@ -56,9 +56,10 @@ def _parser(cls: type, prog: str):
     parser = ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
     if cls is TrainConfig:
         parser.add_argument("--config", action="config", help="YAML file of settings, applied before all flags.")
-    launch = {f.name for f in fields(Launch)}  # last in the help, although a base class comes first
+    own = set(cls.__annotations__)  # also what it has of Launch with another default
+    launch = {f.name for f in fields(Launch)} - own  # last in the help, although a base class comes first
     parser.add_class_arguments(cls, as_group=False, skip=launch)
-    parser.add_class_arguments(Launch, as_group=False)
+    parser.add_class_arguments(Launch, as_group=False, skip=own)
     return parser
 
 

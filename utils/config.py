@@ -226,6 +226,25 @@ class EvalConfig(Launch):
         _check_ranges(self, at_least_one=("max_eval_samples", "eval_batch_size", "threads"), at_least_zero=())
 
 
+@dataclass(kw_only=True)
+class DoctorConfig(Launch):
+    """Say whether this machine, and the processes launched on it and others, are fit to train."""
+
+    output_dir: str = "runs"
+    """Folder that will hold the run folders; it must be writable, and the same on all machines."""
+    json: str | None = None
+    """Also write the findings to this file."""
+    slow: float = 0.02
+    """GB/s below which a connection between two processes is red."""
+    timeout: float = 60.0
+    """Seconds that a rank waits for another before the check is given up."""
+
+    def __post_init__(self):
+        _require(math.isfinite(self.timeout) and self.timeout > 0, "--timeout must be above 0 seconds")
+        _require(math.isfinite(self.slow) and self.slow >= 0, "--slow must be at least 0")
+        _require(self.threads is None or self.threads >= 1, f"--threads must be at least 1, not {self.threads}")
+
+
 _COUNTS = [
     "max_train_samples",
     "max_eval_samples",

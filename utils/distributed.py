@@ -198,6 +198,25 @@ class Ranks:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
 
+    def add_up(self, values: Tensor) -> None:
+        """Put the sum of all ranks' values in their place, bare of what Accelerate does around it; collective."""
+        if self._store is not None:
+            dist.all_reduce(values)
+
+    def pass_on(self, values: Tensor, source: int, target: int) -> None:
+        """One rank's values replace another's; called by these two. A tensor on the CPU goes over gloo."""
+        group = self._prompt if values.device.type == "cpu" else None
+        if self.topology.rank == source:
+            dist.send(values, target, group)
+        elif self.topology.rank == target:
+            dist.recv(values, source, group)
+
+    def ask_store(self) -> None:
+        """Leave a word in the store where the processes met, and read it again. Not collective."""
+        if self._store is not None:
+            self._store.set(f"asked-{self.topology.rank}", "")
+            self._store.get(f"asked-{self.topology.rank}")
+
     def speaks(self, error: BaseException) -> bool:
         """Whether this rank is to tell the user of an error that ends it. Not collective.
 

@@ -121,7 +121,7 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
 
 def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> dist.TCPStore:
     """The store at an address, which rank 0 serves unless its launcher does."""
-    launchers = _agent_serves() and (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (
+    launchers = agent_serves() and (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (
         address,
         str(port),
     )
@@ -139,7 +139,7 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise ValueError(
-                f"port {port} is taken on {socket.gethostname()}{_user_of(port)}; choose another MASTER_PORT "
+                f"port {port} is taken on {socket.gethostname()}{user_of(port)}; choose another MASTER_PORT "
                 "(--main_process_port, --master_port), or end what holds it"
             ) from error
         raise ValueError(
@@ -150,13 +150,14 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
 
 def launchers_store(timeout: float) -> dist.Store | None:
     """The store that torchrun or accelerate keeps through restarts; None where it keeps none."""
-    if not _agent_serves():
+    if not agent_serves():
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
-def _agent_serves() -> bool:
+def agent_serves() -> bool:
+    """Whether the launcher serves the store at MASTER_ADDR and MASTER_PORT."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -278,7 +279,8 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _user_of(port: int) -> str:
+def user_of(port: int) -> str:
+    """Who listens on the port of this machine, as words to append; empty when that is not to be seen."""
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
