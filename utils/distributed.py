@@ -31,7 +31,7 @@ from utils.watch import Watch
 
 Result = TypeVar("Result")
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
-_CONNECT = timedelta(seconds=12)  # a fifth of the seconds that gloo takes to give up connecting
+_CONNECT = timedelta(seconds=12)  # at most; gloo takes up to five times as long to give up connecting
 
 
 class Ranks:
@@ -55,7 +55,7 @@ class Ranks:
             keep_freed_memory()
         # A killed launcher tells nobody, and its processes would train on. A shell may go away: nohup expects that.
         self._launcher = launcher()
-        self.interface, self.members = "", []
+        self.interface, self.members, self._meets = "", [], False
         self._store = self._launchers_store = self._prompt = self._patient = self._watch = None
 
     @property
@@ -77,6 +77,7 @@ class Ranks:
             self._launchers_store = launchers_store(launch.timeout)
         if topology.world_size == 1:
             return
+        self._meets = True
         store, self.members = meet(topology, launch.init_method, launch.timeout, launch.interface)
         self._watch = Watch(store, self.members, topology.rank, launch.timeout, self.prog)
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
@@ -95,7 +96,7 @@ class Ranks:
         self.at("connecting")
         timeout = timedelta(seconds=self.launch.timeout)
         # Gloo waits five times as long for a connection. All ranks are there, so that it takes no time, or for ever.
-        connecting = min(timeout, _CONNECT)
+        connecting = min(timeout / 5, _CONNECT)
         rank, world_size = self.topology.rank, self.topology.world_size
         dist.init_process_group(
             self.backend,
@@ -221,14 +222,21 @@ class Ranks:
         """Whether this rank is to tell the user of an error that ends it. Not collective.
 
         The main process tells what all know. If a rank was lost, another one speaks up only if the main process stays
-        silent, since that may be the lost one. An error that only this rank knows, it tells itself.
+        silent, since that may be the lost one. Any other error is told by the first rank that has it. Those that did not
+        find each other tell it on each machine, which may have a screen of its own.
         """
-        if self._store is None or self.is_main or isinstance(error, AgreedError):
-            if self._store is not None:
-                with suppress(RuntimeError):
-                    self._store.set("main-spoke", "")
+        rank = str(self.topology.rank)
+        if self._store is None:
+            return self.topology.local_rank == 0 if self._meets else self.is_main
+        if isinstance(error, AgreedError):
             return self.is_main
-        return not is_lost_rank(error) or not self._hears("main-spoke", seconds=3)
+        with suppress(RuntimeError):
+            if is_lost_rank(error) and not self.is_main:
+                return not self._hears("main-spoke", seconds=3)
+            if is_lost_rank(error):
+                self._store.set("main-spoke", "")
+            return self._store.compare_set(f"said {one_line(error)}", "", rank).decode() == rank
+        return True
 
     def _hears(self, *keys: str, seconds: float) -> bool:
         try:

@@ -8,6 +8,7 @@ Whoever answers is alive, whatever else the store says, and a rank that does not
 import json
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -131,21 +132,50 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
             f"{address} is no address of {socket.gethostname()}, where rank 0 was started; MASTER_ADDR or "
             "--init_method must name the machine of rank 0"
         )
-    wait = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    if not serves:
+        return _reach(address, port, deadline)
     try:
-        return dist.TCPStore(
-            address, port, topology.world_size, serves, timeout=wait, wait_for_workers=False, multi_tenant=True
-        )
+        return dist.TCPStore(address, port, topology.world_size, True, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
-            raise ValueError(
-                f"port {port} is taken on {socket.gethostname()}{user_of(port)}; choose another MASTER_PORT "
-                "(--main_process_port, --master_port), or end what holds it"
-            ) from error
         raise ValueError(
-            f"nobody answered at {address}:{port} within {wait.total_seconds():.0f} s ({one_line(error)[:100]}); see "
-            "whether rank 0 runs, on that machine, and no firewall is between"
+            f"port {port} is taken on {socket.gethostname()}{user_of(port)}; choose another MASTER_PORT "
+            "(--main_process_port, --master_port), or end what holds it"
         ) from error
+
+
+def _reach(address: str, port: int, deadline: float) -> dist.TCPStore:
+    """The store that another process serves."""
+    waits = max(1.0, deadline - time.monotonic())
+    if not _wait(lambda: _listens(address, port), deadline):
+        raise ValueError(
+            f"nobody answered at {address}:{port} within {waits:.0f} s; see whether rank 0 runs, on that machine, and "
+            "no firewall is between"
+        )
+    made: list[dist.TCPStore | RuntimeError] = []
+
+    def make() -> None:
+        try:
+            made.append(dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=waits)))
+        except RuntimeError as error:
+            made.append(error)
+
+    # In a thread, as it would wait for ever for the first word of a server of another kind.
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(max(3.0, deadline - time.monotonic()))
+    if made and isinstance(made[0], dist.TCPStore):
+        return made[0]
+    what = one_line(made[0])[:100] if made else "it is silent"
+    raise ValueError(
+        f"what listens at {address}:{port} is not rank 0 of this run ({what}); choose another MASTER_PORT "
+        "(--main_process_port, --master_port)"
+    )
+
+
+def _listens(address: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((address, port), timeout=3):
+        return True
+    return False
 
 
 def launchers_store(timeout: float) -> dist.Store | None:
