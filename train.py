@@ -39,7 +39,7 @@ from utils.launch import resume_command, typed_command
 from utils.losses import loss_sum
 from utils.meter import Meter, Pace, Totals
 from utils.models import build_model, check_model, has_batch_norm, input_spec, seed_layers
-from utils.optim import build_optimizer, learning_rate, set_learning_rate
+from utils.optim import begin_momentum, build_optimizer, learning_rate, set_learning_rate
 from utils.profiling import Profile
 from utils.report import RunLog, outcome, overview, progress, table
 from utils.runs import Start, check_run_folder, find_start, make_run_folder
@@ -126,6 +126,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     model, wrapped, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
     optimizer = wrapped if accelerator.scaler else optimizer  # only fp16 needs the wrapper, slow by 0.3 ms a step
     settle_buckets(model, module, torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device))
+    begin_momentum(optimizer)
     if start.checkpoint:
         load_run(start.checkpoint, module, optimizer, accelerator, ranks)
         if ranks.is_main:

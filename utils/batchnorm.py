@@ -1,22 +1,27 @@
-"""Batch statistics over all processes (--sync_batchnorm): on GPUs PyTorch's layer, which does not run on CPUs."""
+"""Batch statistics over all processes (--sync_batchnorm), on CPUs too, for which PyTorch's layer is not made."""
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.distributed import sum_with_gradient
 
 
 def synchronise(module: nn.Module, device: torch.device) -> nn.Module:
     """The module with its batch normalisation over all processes; parameters, buffers and their names stay."""
-    module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    if device.type != "cpu":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module)
     for layer in module.modules():
-        if isinstance(layer, nn.SyncBatchNorm) and device.type == "cpu":
+        if isinstance(layer, _BatchNorm):
             layer.__class__ = _SyncBatchNormOnCPU
     return module
 
 
-class _SyncBatchNormOnCPU(nn.SyncBatchNorm):
-    """nn.SyncBatchNorm without its kernels: sums over the ranks in float64, and autograd for the rest."""
+class _SyncBatchNormOnCPU(_BatchNorm):
+    """Batch normalisation with sums over the ranks in float64, and autograd for the rest."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Any number of dimensions will do, the channels in the second."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:

@@ -222,18 +222,18 @@ class Ranks:
         """Whether this rank is to tell the user of an error that ends it. Not collective.
 
         The main process tells what all know. If a rank was lost, another one speaks up only if the main process stays
-        silent, since that may be the lost one. Any other error is told by the first rank that has it. Those that did not
-        find each other tell it on each machine, which may have a screen of its own.
+        silent, since that may be the lost one. Any other error is told by the first rank that has it. Those that did
+        not find each other tell it on each machine, which may have a screen of its own.
         """
         rank = str(self.topology.rank)
         if self._store is None:
             return self.topology.local_rank == 0 if self._meets else self.is_main
-        if isinstance(error, AgreedError):
-            return self.is_main
         with suppress(RuntimeError):
+            if isinstance(error, AgreedError) and not self.is_main:
+                return False
             if is_lost_rank(error) and not self.is_main:
                 return not self._hears("main-spoke", seconds=3)
-            if is_lost_rank(error):
+            if self.is_main:
                 self._store.set("main-spoke", "")
             return self._store.compare_set(f"said {one_line(error)}", "", rank).decode() == rank
         return True

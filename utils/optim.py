@@ -21,6 +21,16 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
 
 
+def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter its momentum, 0, now; the updates are the same.
+
+    PyTorch's fused SGD fails when a parameter gets its first gradient in a later update than others.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
     """The learning rate of update `update` (from 0) of `updates`, on any topology.
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from utils.rendezvous import Member
 
-_TICK = 1.0  # seconds between two looks
+_TICK = 0.5  # seconds between two looks
 _ANSWER = timedelta(seconds=3)  # that the store may take for one
 _SILENT = 5.0  # seconds without a sign of life after which a rank is said to be silent
 _GRACE = 10.0  # seconds that a rank has to notice by itself that another has ended
@@ -41,7 +42,8 @@ class Watch:
         self.entered, self.place, self.patient = 0, "starting", False
         self._store, self._tick, self._heard = store.clone(), 0, {}
         self._store.set_timeout(_ANSWER)
-        self._ended: float | None = None  # since when another rank has
+        self._ended: tuple[float, str] | None = None  # when another rank did, and why
+        self._lost = False  # whether the store cannot be reached
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -59,15 +61,17 @@ class Watch:
         """Stop watching; with a text, tell the others that this rank ends, and why."""
         self._stop.set()
         self._thread.join(2 * _ANSWER.total_seconds())
-        if text and not self._thread.is_alive():
+        if text and not self._lost and not self._thread.is_alive():
             with suppress(RuntimeError):
                 self._store.set("ended", f"rank {self.rank} ended: {text}")
+                if self.rank == 0:  # which may serve the store: let the others look into it once more
+                    time.sleep(1.5 * _TICK)
 
     def waiting_for(self) -> str:
         """Who keeps this rank waiting and where those are, as far as they told; empty when nobody does."""
-        mine, now, parts = self.entered, time.monotonic(), []
+        mine, now, parts, heard = self.entered, time.monotonic(), [], dict(self._heard)
         for member in self.members:
-            beat, since = self._heard.get(member.rank, (Beat(0, "starting", 0), now))
+            beat, since = heard.get(member.rank, (Beat(mine, "", 0), now))
             silent = now - since > _SILENT
             if member.rank != self.rank and (silent or beat.entered < mine):
                 sign = f"not heard of for {now - since:.0f} s, then at" if silent else "at"
@@ -99,21 +103,42 @@ class Watch:
         now = time.monotonic()
         self._tick += 1
         mine = json.dumps([self.entered, self.place, self._tick])
+        if self._ended is not None:  # and the store may end with that rank
+            if now - self._ended[0] > _GRACE:
+                self._leave(self._ended[1])
+            return
+        if not listen:
+            self._heard.clear()
+        elif not self._heard:
+            self._heard = {member.rank: (Beat(0, "starting", 0), now) for member in self.members}
+        if self._lost and not self._found_again():
+            return
         try:
             self._store.set(f"beat-{self.rank}", mine)
             keys = [f"beat-{member.rank}" for member in self.members]
             beats = self._store.multi_get(keys) if listen and self._store.check(keys) else []
-            ended = self._store.get("ended").decode() if self._store.check(["ended"]) else ""
+            if self._store.check(["ended"]):
+                self._ended = now, self._store.get("ended").decode()
         except RuntimeError:
-            self._store = self._store.clone()  # the connection of one that failed is of no use
+            self._lost = True
             raise
         for rank, raw in enumerate(beats):
             beat = Beat(*json.loads(raw))
-            if rank not in self._heard or self._heard[rank][0].tick != beat.tick:
+            if self._heard[rank][0].tick != beat.tick:
                 self._heard[rank] = beat, now
-        self._ended = (self._ended or now) if ended else None
-        if self._ended and now - self._ended > _GRACE:
-            self._leave(ended)
+
+    def _found_again(self) -> bool:
+        """Connect to the store anew, whose old connection is of no use; by a plain socket first: PyTorch's is loud."""
+        server = self._store.underlying_store
+        while isinstance(server, dist.PrefixStore):
+            server = server.underlying_store
+        try:
+            socket.create_connection((server.host, server.port), timeout=1).close()
+            self._store = self._store.clone()
+        except (OSError, RuntimeError):
+            return False
+        self._lost = False
+        return True
 
     def _speaks(self, entered: int) -> bool:
         """Whether this rank is the first of those that wait."""

@@ -1,0 +1,125 @@
+"""Batch statistics over all processes, and models that DistributedDataParallel needs to be told about."""
+
+import pytest
+import torch
+from ranks import returned, run_ranks
+from torch import nn
+from training_runs import records, train_run
+
+import train
+import utils.models
+from utils.batchnorm import synchronise
+from utils.config import TrainConfig
+from utils.distributed import ranks_of_launch
+
+CPU = torch.device("cpu")
+
+
+def synchronised_step(shares: list[int]) -> tuple:
+    """This rank's share of one batch through a synchronised layer: output, gradients and running statistics."""
+    with ranks_of_launch("train.py", TrainConfig(threads=1)) as ranks:
+        ranks.join()
+        layer, images, weights = material()
+        layer = synchronise(nn.Sequential(layer), CPU)
+        begin = sum(shares[: ranks.topology.rank])
+        own = images[begin : begin + shares[ranks.topology.rank]].requires_grad_()
+        output = layer(own)
+        (output * weights[begin : begin + len(own)]).sum().backward()
+        gradients = [parameter.grad for parameter in layer.parameters()]
+        return output.detach(), own.grad, gradients, [buffer.clone() for buffer in layer.buffers()]
+
+
+def material():
+    random = torch.Generator().manual_seed(0)
+    layer = nn.BatchNorm2d(3)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
+    images = 5 + 3 * torch.randn(11, 3, 4, 4, generator=random)
+    return layer, images, torch.randn(11, 3, 4, 4, generator=random)
+
+
+@pytest.mark.parametrize("shares", [[6, 5], [10, 1], [11, 0], [4, 4, 3]])
+def test_synchronised_statistics_and_gradients_are_those_of_the_whole_batch(shares):
+    layer, images, weights = material()
+    expected = layer(images.requires_grad_())
+    (expected * weights).sum().backward()
+    results = returned(len(shares), synchronised_step, shares)
+    torch.testing.assert_close(torch.cat([output for output, *_ in results]), expected.detach())
+    torch.testing.assert_close(torch.cat([gradient for _, gradient, *_ in results]), images.grad)
+    for number, parameter in enumerate(layer.parameters()):
+        torch.testing.assert_close(sum(gradients[number] for _, _, gradients, _ in results), parameter.grad)
+    for *_, buffers in results:
+        torch.testing.assert_close(buffers, list(layer.buffers()))
+
+
+def test_a_run_with_synchronised_batch_statistics_has_the_losses_of_one_process():
+    flags = ["--model", "resnet18", "--global_batch_size", "14", "--max_steps", "5", "--log_every", "1"]
+    flags += ["--threads", "1", "--lr", "0.0005", "--max_train_samples", "61", "--max_eval_samples", "20"]
+    runs = [train_run(n, f"on-{n}", *flags, "--sync_batchnorm") for n in (1, 2)]  # the fifth update has 3 + 2 samples
+    runs.append(train_run(2, "apart", *flags, "--batch_size", "7"))
+    alone, both, apart = ([line["loss"] for line in run if line["kind"] == "train"] for run in runs)
+    # So few samples and so many layers multiply the rounding of each update some twenty times.
+    assert both[:2] == pytest.approx(alone[:2], rel=1e-6) and both == pytest.approx(alone, rel=2e-3)
+    assert apart[0] != pytest.approx(alone[0], rel=5e-3)  # what each process makes of its own samples
+    ends = [[line for line in run if line["kind"] == "eval"][-1]["loss"] for run in runs]
+    assert ends[1] == pytest.approx(ends[0], rel=1e-3)
+
+
+class Changing(nn.Module):
+    """A network whose second half is one of two layers: always the first, or one after the other."""
+
+    def __init__(self, spec, classes: int, always: bool = True):
+        super().__init__()
+        self.first, self.always, self.turn = nn.Linear(spec.height * spec.width * spec.channels, 16), always, 0
+        self.second = nn.ModuleList(nn.Linear(16, classes) for _ in range(2))
+
+    def forward(self, images):
+        self.turn += len(images) > 0  # the backward that settles DDP's buckets has none
+        number = 0 if self.always else self.turn % 2
+        return self.second[number](torch.relu(self.first(images.flatten(1))))
+
+
+def train_changing(name: str, always: bool, *flags: str) -> None:
+    utils.models.OWN_MODELS["mlp"] = Changing
+    settings = [
+        "--model",
+        "mlp",
+        "--global_batch_size",
+        "120",
+        "--max_steps",
+        "5",
+        "--log_every",
+        "1",
+        "--threads",
+        "1",
+    ]
+    settings += ["--run_name", name, "--model_args", f"{{always: {str(always).lower()}}}", "--lr", "0.01"]
+    train.main([*settings, *flags])
+
+
+@pytest.mark.parametrize(
+    ("always", "flags", "mend"),
+    [(True, [], "--find_unused_parameters"), (False, ["--static_graph"], "use --find_unused_parameters instead")],
+)
+def test_unused_parameters_are_refused_with_the_flag_that_mends_it(always, flags, mend):
+    main, other = run_ranks(2, train_changing, "run", always, *flags)
+    assert (main.code, other.code) == (2, 2)
+    assert mend in main.err + other.err and len((main.err + other.err).strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("always", "flag"),
+    [(True, "--find_unused_parameters"), (True, "--static_graph"), (False, "--find_unused_parameters")],
+)
+@pytest.mark.parametrize("accum", [1, 2])
+def test_unused_parameters_train_as_on_one_process(always, flag, accum):
+    pieces = {1: ["--grad_accum", str(accum)], 2: ["--grad_accum", str(accum), flag]}
+    for processes, flags in pieces.items():
+        returned(processes, train_changing, f"on-{processes}", always, *flags)
+    alone, both = ([line["loss"] for line in records(f"on-{n}", "train")] for n in (1, 2))
+    assert len(both) == 5 and both == pytest.approx(alone, rel=1e-5)
+
+
+def test_static_graph_and_unused_parameters_exclude_each_other():
+    with pytest.raises(ValueError, match="exclude each other"):
+        TrainConfig(static_graph=True, find_unused_parameters=True)
