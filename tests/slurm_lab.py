@@ -1,0 +1,200 @@
+"""A SLURM cluster of two nodes on this machine: each has a network, a host name and a process table of its own.
+
+    python tests/slurm_lab.py    # starts it, says how to use it, and takes it away at Enter
+
+Needs root and the packages slurm-wlm, munge and iproute2. SLURM is told that each node has 16 cores and 2 GPUs; the
+GPUs are empty files, enough to deal them out. The partition `low` is preempted by `high`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NODES = ("slm1", "slm2")
+_ADDRESSES = {"slm0": "10.79.0.10", "slm1": "10.79.0.11", "slm2": "10.79.0.12"}  # slm0 is where the controller runs
+_BRIDGE, _OWN_ADDRESS = "slmbr", "10.79.0.1/24"
+_CONF = """
+ClusterName=lockstep
+SlurmctldHost=slm0(10.79.0.10)
+AuthInfo=socket={folder}/munge/socket,cred_expire=10
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=5
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=2
+SlurmdTimeout=15
+KillWait={kill_wait}
+NodeName=slm1 NodeAddr=10.79.0.11 CPUs=16 Gres=gpu:2
+NodeName=slm2 NodeAddr=10.79.0.12 CPUs=16 Gres=gpu:2
+PartitionName=low Nodes=slm[1-2] Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=abrupt Nodes=slm[1-2] PriorityTier=1 PreemptMode=REQUEUE GraceTime=0
+PartitionName=high Nodes=slm[1-2] PriorityTier=9 PreemptMode=OFF
+"""
+# The shell is process 1 of the node: it takes in what SLURM leaves behind, and all end with it.
+_NODE = "hostname {name} && mount --bind {folder}/hosts /etc/hosts && {daemon} -D -f {folder}/slurm.conf & wait"
+
+
+def why_not() -> str:
+    """Why no cluster can be started here; empty when it can."""
+    missing = [tool for tool in ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter") if not shutil.which(tool)]
+    if missing:
+        return f"needs {', '.join(missing)}: apt-get install slurm-wlm munge iproute2"
+    return "needs root, to make network namespaces" if os.geteuid() else ""
+
+
+class Slurm:
+    """The running cluster: commands to it, and accidents."""
+
+    def __init__(self, folder: Path, kill_wait: int):
+        self.folder, self.env = folder, os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: dict[str, subprocess.Popen] = {}
+        for name in ("munge", "state", *(f"spool/{node}" for node in NODES)):
+            (folder / name).mkdir(parents=True)
+        hosts = {"localhost": "127.0.0.1"} | _ADDRESSES
+        (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
+        (folder / "slurm.conf").write_text(_CONF.format(folder=folder, kill_wait=kill_wait))
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
+        for number in (0, 1):
+            (folder / f"gpu{number}").touch()
+
+    def start(self) -> None:
+        """Start the network and the daemons, and wait until both nodes are there."""
+        _run("ip", "link", "add", _BRIDGE, "type", "bridge")
+        _run("ip", "address", "add", _OWN_ADDRESS, "dev", _BRIDGE)
+        _run("ip", "link", "set", _BRIDGE, "up")
+        self._start_munge()
+        for node in _ADDRESSES:
+            self._make_network(node)
+            self.power_on(node)
+            wait_until(self.states, 30)  # a node that finds no controller tries again only after ten seconds
+        wait_until(lambda: self.states() == ["idle", "idle"], 60)
+
+    def stop(self) -> None:
+        """End the nodes with all that runs on them, and take the network away."""
+        for name in list(self._daemons):
+            self.power_off(name)
+        _remove_network()
+
+    def __call__(self, *command: str, check: bool = True) -> str:
+        """The output of a SLURM command such as `scontrol`; an error has all it wrote."""
+        result = subprocess.run(command, capture_output=True, text=True, env=self.env, cwd=ROOT, timeout=60)
+        assert result.returncode == 0 or not check, f"{' '.join(command)}: {result.stdout}{result.stderr}"
+        return result.stdout
+
+    def states(self) -> list[str]:
+        """The states of the nodes, such as `idle` and `down*`."""
+        return self("sinfo", "-h", "-N", "-p", "low", "-o", "%T", check=False).split()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What `scontrol show job` says of it: JobState, Restarts, ExitCode and so on."""
+        text = self("scontrol", "--oneliner", "show", "job", number)
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def cut(self, node: str) -> None:
+        """Pull the network cable of a node."""
+        _run("ip", "link", "set", f"{node}-port", "down")
+
+    def heal(self, node: str) -> None:
+        _run("ip", "link", "set", f"{node}-port", "up")
+
+    def power_off(self, node: str) -> None:
+        """End everything that runs on a node at once."""
+        process = self._daemons.pop(node)
+        process.kill()  # unshare, whose --kill-child takes process 1 of the node with it, and that all the others
+        process.wait()
+
+    def power_on(self, node: str) -> None:
+        """Start a node; it takes a few seconds until SLURM knows."""
+        daemon = f"slurmd -N {node}" if node in NODES else "slurmctld"
+        shell = _NODE.format(name=node, folder=self.folder, daemon=daemon)
+        inside = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", shell]
+        self._spawn(node, "nsenter", f"--net=/run/netns/{node}", *inside)
+
+    def _start_munge(self) -> None:
+        folder = self.folder / "munge"
+        (folder / "key").write_bytes(os.urandom(1024))
+        (folder / "key").chmod(0o400)
+        folder.chmod(0o755)
+        files = {name: f"--{name}-file={folder}/{name}" for name in ("key", "pid", "log", "seed")}
+        for path in (folder, folder / "key"):
+            shutil.chown(path, "munge", "munge")
+        user = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
+        self._spawn("munged", *user, "munged", "--foreground", f"--socket={folder}/socket", *files.values())
+        wait_until((folder / "socket").exists, 10)
+
+    def _make_network(self, node: str) -> None:
+        _run("ip", "netns", "add", node)
+        _run("ip", "link", "add", f"{node}-port", "type", "veth", "peer", "name", "eth0", "netns", node)
+        _run("ip", "link", "set", f"{node}-port", "master", _BRIDGE, "up")
+        for words in (f"address add {_ADDRESSES[node]}/24 dev eth0", "link set eth0 up", "link set lo up"):
+            _run("ip", "-n", node, *words.split())
+
+    def _spawn(self, name: str, *command: str) -> None:
+        # As a daemon would be started: a session of its own, and no stop signal of the terminal.
+        with (self.folder / f"{name}.out").open("a") as out:
+            self._daemons[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.env, start_new_session=True
+            )
+
+
+@contextmanager
+def slurm_cluster(kill_wait: int = 30) -> Iterator[Slurm]:
+    """A cluster that is there while the context lasts, with its state in a new folder."""
+    folder = Path(tempfile.mkdtemp(prefix="slm"))
+    folder.chmod(0o755)
+    _remove_network()  # of a test run that was killed
+    cluster = Slurm(folder, kill_wait)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_until(condition: Callable[[], object], seconds: float, every: float = 0.2) -> None:
+    """Wait for a condition to become true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(every)
+
+
+def _remove_network() -> None:
+    for node in _ADDRESSES:
+        subprocess.run(["ip", "netns", "delete", node], capture_output=True)
+    subprocess.run(["ip", "link", "delete", _BRIDGE], capture_output=True)
+
+
+def _run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, f"{' '.join(command)}: {result.stderr}"
+
+
+if __name__ == "__main__":
+    with slurm_cluster() as slurm:
+        input(f"export SLURM_CONF={slurm.env['SLURM_CONF']}    # then sinfo, sbatch; Enter ends it\n")
+        sys.exit()
