@@ -1,0 +1,127 @@
+"""Say whether a topology is healthy: the machines, what is between them, and a step of training across them.
+
+    python doctor.py                                                             this machine
+    accelerate launch --config_file accelerate_configs/2gpu.yaml doctor.py       the launch that train.py would have
+    srun --ntasks 16 --gpus-per-task 1 python doctor.py --output_dir /shared/runs --json doctor.json
+
+Launched exactly like train.py. The exit code is 0 when all is well and 1 when something is red; a red line says what to
+do. `python doctor.py --help` lists the settings.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from accelerate import Accelerator
+
+from utils import exchange_checks, health
+from utils.accelerator import make_accelerator
+from utils.cli import parse_args
+from utils.config import DoctorConfig, TrainConfig, expand
+from utils.distributed import Ranks, ranks_of_launch
+from utils.errors import AgreedError, is_main_process, leave, one_line
+from utils.files import write_file
+from utils.findings import Finding, as_json, merged, red, show
+from utils.host_checks import check_machine
+from utils.launch import is_launched
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Look at the machine, then at all of them together; print what was found; exit with code 1 if any of it is red."""
+    config = parse_args(DoctorConfig, "doctor.py", argv)
+    findings, may_meet = check_machine(config)
+    if not may_meet:
+        if is_main_process() or not is_launched():
+            report("this machine; the processes did not meet", findings, config)
+        raise SystemExit(1)
+    with ranks_of_launch("doctor.py", config) as ranks:
+        try:
+            ranks.join()
+        except (ValueError, RuntimeError, OSError) as error:
+            findings.append(Finding.of("meeting", error))
+            alone = ranks.topology.local_rank == 0 or not is_launched()
+            title = f"rank {ranks.topology.rank}; the processes did not meet"
+        else:
+            findings, alone = check_run(ranks, config, findings), ranks.is_main
+            title = describe(ranks)
+        if alone:
+            report(title, findings, config)
+    if red(findings):
+        time.sleep(0 if alone else 0.5)  # a launcher that sees this rank gone ends the one that speaks
+        raise SystemExit(1)
+
+
+def check_run(ranks: Ranks, config: DoctorConfig, findings: Sequence[Finding]) -> list[Finding]:
+    """All that takes the process group, after what each rank found alone; collective.
+
+    Every check is called by all ranks, whatever the one before it found. When one breaks off, as a rank is gone, what
+    was found until then is told.
+    """
+    findings, place = merged(ranks, findings), ""
+    try:
+        for place, check in checks(ranks, config):
+            ranks.enter(f"checking {place}")
+            try:
+                found = check()
+            except AgreedError as error:  # all ranks know of it, and go on
+                found = Finding.of(place, error)
+            findings += found if isinstance(found, list) else [found] if found else []
+    except Exception as error:
+        if not ranks.is_main:  # the main process only sees that this rank is gone
+            sys.stderr.write(f"doctor.py: rank {ranks.topology.rank}, checking {place}: {one_line(error)}\n")
+        mend = "a rank has left, or does not answer; see what it wrote, and the lines above"
+        findings.append(Finding(place, one_line(error)[:300], False, mend))
+    return findings
+
+
+def checks(ranks: Ranks, config: DoctorConfig) -> list[tuple[str, Callable[[], Finding | list[Finding] | None]]]:
+    """What is checked, in this order; the last needs what those before it were about."""
+    facts, made = health.facts_of_all(ranks), []
+
+    def accelerator() -> Accelerator:
+        if not made:
+            made.append(make_accelerator(ranks, TrainConfig(mixed_precision="no")))
+        return made[0]
+
+    alone = [
+        ("machines", lambda: health.machines(facts)),
+        ("threads", lambda: health.threads(facts)),
+        ("versions", lambda: health.versions(facts)),
+        ("code", lambda: health.code(facts)),
+        ("folder", lambda: health.folder(ranks, config)),
+    ]
+    several = [
+        ("network", lambda: exchange_checks.network(ranks, facts)),
+        ("clocks", lambda: exchange_checks.clocks(ranks)),
+        ("sums", lambda: exchange_checks.sums(ranks, accelerator())),
+        ("all-reduce", lambda: exchange_checks.bandwidth(ranks, config)),
+        ("links", lambda: exchange_checks.links(ranks, config, facts)),
+    ]
+    training = [
+        ("samples", lambda: exchange_checks.shards(ranks, accelerator())),
+        ("gradients", lambda: exchange_checks.gradients(ranks, accelerator())),
+    ]
+    return [*alone, *(several if ranks.topology.world_size > 1 else []), *training]
+
+
+def describe(ranks: Ranks) -> str:
+    """What was looked at."""
+    machines = len({member.host for member in ranks.members}) or 1
+    count = ranks.topology.world_size
+    return f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
+
+
+def report(title: str, findings: Sequence[Finding], config: DoctorConfig) -> None:
+    """Print the table and the verdict, and write the file that was asked for."""
+    wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
+    verdict = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
+    print(f"{show(f'Lockstep doctor  {title}', findings, sys.stdout.isatty())}\n{verdict}", flush=True)
+    if config.json:
+        try:
+            write_file(expand(config.json), as_json(findings))
+        except OSError as error:
+            leave(error, "doctor.py")
+
+
+if __name__ == "__main__":
+    main()

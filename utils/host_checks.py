@@ -1,0 +1,224 @@
+"""Whether this machine is fit for the launch: what can be seen before the processes meet."""
+
+import errno
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlparse
+
+import psutil
+
+from utils.config import DoctorConfig, TrainConfig, expand
+from utils.distributed import Ranks
+from utils.findings import Finding
+from utils.launch import Topology, is_launched, read_topology, threads_per_process
+from utils.rendezvous import address_of, agent_serves, is_own, set_interface, user_of
+from utils.runs import check_run_folder
+
+GB = 1e9
+_BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which workers hand over in /dev/shm
+_BATCHES = 5  # of each worker: four fetched ahead, one in use
+
+
+def check_machine(config: DoctorConfig) -> tuple[list[Finding], bool]:
+    """What this machine says of the launch, and whether the processes may try to meet.
+
+    What is one for the whole machine, only its first rank looks at.
+    """
+    launch, topology = check_launch(config)
+    if topology is None:
+        first = [check_host_name(), check_leftovers(), check_open_files(1), check_memory(1), check_disk(config)]
+        return [launch, *first], False
+    threads, on_machine = config.threads or threads_per_process(topology), topology.local_world_size
+    needed = [launch, check_meeting_point(config, topology), check_interface(config, topology)]
+    needed = [finding for finding in needed if finding is not None]
+    others = []
+    if topology.local_rank == 0:
+        others = [
+            check_host_name(),
+            check_leftovers(),
+            check_open_files(topology.world_size),
+            check_shared_memory(threads, on_machine),
+            check_memory(on_machine),
+            check_disk(config),
+        ]
+    return [*needed, *others], not any(finding.red for finding in needed)
+
+
+def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
+    """What the launcher's environment says, and whether there are the devices for it; no topology when it is wrong."""
+    before = dict(os.environ)
+    try:
+        topology = read_topology(init_method=config.init_method)
+        Ranks(topology, config, "doctor.py")  # refuses, in train.py's words, what the machine has not got
+    except ValueError as error:
+        return Finding.of("launch", error), None
+    finally:  # the topology is read again, from what the launcher said
+        os.environ.clear()
+        os.environ.update(before)
+    if topology.source == "nobody":
+        return Finding("launch", "one process, no launcher", True), topology
+    machines = "" if topology.local_world_size == topology.world_size else f", {topology.local_world_size} on this one"
+    value = f"{topology.world_size} process{'es' * (topology.world_size > 1)}{machines}, as {topology.source} says"
+    return Finding("launch", value, True), topology
+
+
+def check_host_name() -> Finding:
+    """Whether this machine's name leads to itself."""
+    name = socket.gethostname()
+    mend = f"other machines and libraries look this machine up by its name; enter `ADDRESS {name}` in /etc/hosts"
+    try:
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        return Finding("host name", f"{name} has no address ({error.strerror})", False, mend)
+    if not is_own(address):
+        return Finding("host name", f"{name} is {address}, which is no address of this machine", False, mend)
+    return Finding("host name", f"{name} is {address}", True)
+
+
+def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | None:
+    """Whether the address where the processes meet is known, and on rank 0's machine its port free."""
+    kind, name = urlparse(config.init_method), "meeting point"
+    if topology.world_size == 1:
+        return None
+    if kind.scheme == "file":
+        there = Path(kind.path).parent.is_dir()
+        mend = "" if there else "name a file in a folder that all machines share"
+        return Finding(name, f"{kind.path}, in a folder that is {'' if there else 'not '}there", there, mend)
+    address, port = (kind.hostname, kind.port) if kind.scheme == "tcp" else (topology.address, topology.port)
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        mend = f"use the IP address of rank 0's machine as MASTER_ADDR, or enter {address} in /etc/hosts"
+        return Finding(name, f"{address} has no address ({error.strerror})", False, mend)
+    if not topology.is_main:
+        return None
+    if agent_serves() and (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (address, str(port)):
+        return Finding(name, f"{address}:{port}, served by the launcher", True)
+    if not is_own(found):
+        mend = "MASTER_ADDR, or --init_method, must name the machine where rank 0 is started"
+        return Finding(name, f"{address} is no address of {socket.gethostname()}, rank 0's machine", False, mend)
+    with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((found, port))
+        except OSError as error:
+            mend = "choose another MASTER_PORT (--main_process_port, --master_port), or end what holds it"
+            why = f"taken{user_of(port)}" if error.errno == errno.EADDRINUSE else error.strerror
+            return Finding(name, f"port {port} of {address}: {why}", False, mend)
+    return Finding(name, f"{address}:{port}, free", True)
+
+
+def check_interface(config: DoctorConfig, topology: Topology) -> Finding | None:
+    """Whether the network interface that was asked for is there; None when none was."""
+    wanted = config.interface or os.environ.get("GLOO_SOCKET_IFNAME")
+    if wanted is None or topology.world_size == 1:
+        return None
+    try:
+        set_interface([], config.interface, topology.world_size > topology.local_world_size)
+        return Finding("interface", f"{wanted}, {address_of(wanted)}, as asked for", True)
+    except ValueError as error:
+        mend = "give --interface (or GLOO_SOCKET_IFNAME) one that this machine has; leave it out, and it is found"
+        return Finding("interface", str(error), False, mend)
+
+
+def check_leftovers() -> Finding:
+    """Training processes of this user whose launcher is gone, or that hold memory of a GPU; none is touched."""
+    memory, found = _gpu_memory(), {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.uids().real != os.getuid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            words = process.cmdline()
+            script = next((Path(word).name for word in words[1:] if not word.startswith("-")), "")
+            if script not in ("train.py", "eval.py") or not Path(words[0]).name.startswith("python"):
+                continue
+            parent = process.parent()
+            waits = parent is not None and any(Path(word).name == script for word in parent.cmdline())
+            signs = ["its launcher is gone"] * (is_launched(process.environ()) and not waits)
+            signs += [f"{memory.get(process.pid, 0) / GB:.1f} GB of GPU memory"] * (process.pid in memory)
+            if signs:
+                age = (time.time() - process.create_time()) / 60
+                found[process.pid] = f"process {process.pid} ({script}, {age:.0f} min old): {', '.join(signs)}"
+    if not found:
+        return Finding("leftovers", "no training process of an earlier run", True)
+    mend = f"they slow this run down or take its memory; unless a run is to go on: kill {' '.join(map(str, found))}"
+    return Finding("leftovers", "\n".join(found.values()), False, mend, {"processes": list(found)})
+
+
+def _gpu_memory() -> dict[int, int]:
+    """Bytes of GPU memory of each process that has some, where nvidia-smi tells."""
+    memory = {}
+    for line in nvidia_smi("--query-compute-apps=pid,used_memory"):
+        pid, _, mebibytes = line.partition(",")
+        if pid.strip().isdigit():
+            memory[int(pid)] = (int(mebibytes) if mebibytes.strip().isdigit() else 0) * 2**20
+    return memory
+
+
+def nvidia_smi(query: str) -> list[str]:
+    """The lines that nvidia-smi answers; none where there is no such program, or it does not come back."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    return []
+
+
+def check_open_files(processes: int) -> Finding:
+    """Whether a process may open enough files: connections to all others, and what its loaders hand over."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = 512 + 4 * processes
+    if limit == resource.RLIM_INFINITY or limit >= need:
+        return Finding("open files", f"{'unlimited' if limit < 0 else limit} for each process", True)
+    mend = f"connections and loaders end in `Too many open files`; type `ulimit -n {need}` before the launch"
+    mend += f", which root must allow first (the hard limit is {hard})" if 0 <= hard < need else ""
+    return Finding("open files", f"{limit} for each process, {need} needed", False, mend)
+
+
+def check_shared_memory(threads: int, processes: int) -> Finding | None:
+    """Whether /dev/shm holds what loaders of photographs put there; None where the system has none."""
+    with suppress(OSError):
+        free, need = shutil.disk_usage("/dev/shm").free, min(8, threads) * _BATCHES * _BATCH * processes
+        value = f"{free / GB:.2f} GB free, loaders of photographs need {need / GB:.2f} GB"
+        mend = "loaders end in `Bus error`; docker run --shm-size=8g or --ipc=host, or --num_workers 0 (small images "
+        mend += "need no loaders)"
+        return Finding("/dev/shm", value, free >= need, mend)
+    return Finding("/dev/shm", "there is none")
+
+
+def check_memory(processes: int) -> Finding:
+    """Whether each process on this machine has a GB of memory to itself."""
+    free, total = free_memory()
+    mend = "the system kills a rank when memory runs out; end what else runs here, or start fewer processes"
+    return Finding("memory", f"{free / GB:.1f} of {total / GB:.1f} GB free", free >= GB * processes, mend)
+
+
+def free_memory() -> tuple[int, int]:
+    """Bytes of memory that are free and that there are, for this machine or the container that this process is in."""
+    system = psutil.virtual_memory()
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError, KeyError):  # no container, no limit, or another version of cgroups
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return min(system.available, limit - used + int(kept["inactive_file"])), min(system.total, limit)
+    return system.available, system.total
+
+
+def check_disk(config: DoctorConfig) -> Finding:
+    """Whether run folders can be made, and there is space for checkpoints."""
+    folder = expand(config.output_dir)
+    try:
+        check_run_folder(TrainConfig(output_dir=config.output_dir))
+    except (ValueError, OSError) as error:
+        return Finding("disk", str(error), False, "give --output_dir a folder that this user may write to")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    mend = "a run ends when a checkpoint cannot be written; delete old runs, or give another --output_dir"
+    return Finding("disk", f"{free / GB:.1f} GB free for {folder}", free >= GB, mend)
