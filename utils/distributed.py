@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -321,7 +322,9 @@ def _topology(launch: Launch) -> Topology:
         return read_topology(init_method=launch.init_method)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()  # ours has timeouts and a store
-    launch.init_method = f"file://{os.environ['ACCELERATE_DEBUG_RDV_FILE']}.lockstep"
+    meeting = Path(os.environ["ACCELERATE_DEBUG_RDV_FILE"])
+    meeting.touch()  # the last to leave the old group has deleted it, and the launcher expects it
+    launch.init_method = f"file://{meeting}.lockstep"
     return Topology(rank, world_size, rank, world_size, source="debug_launcher")
 
 

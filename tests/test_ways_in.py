@@ -1,0 +1,174 @@
+"""Every way to start the processes, and every place to meet: two ranks, one run, the same losses."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+from training_runs import records
+
+from utils.launch import Topology, first_node, read_topology
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = str(ROOT / "train.py")
+FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--max_steps", "5", "--log_every", "1", "--threads", "1"]
+FLAGS += ["--lr", "0.01", "--timeout", "60"]
+LOSSES = {}  # of one process, computed once
+OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def losses(name: str) -> list[float]:
+    return [record["loss"] for record in records(name, "train")]
+
+
+def expected() -> list[float]:
+    """The losses of plain `python train.py`."""
+    if not LOSSES:
+        subprocess.run([sys.executable, TRAIN, *FLAGS, "--run_name", "plain"], check=True, capture_output=True)
+        LOSSES["plain"] = losses("plain")
+    return LOSSES["plain"]
+
+
+def clean() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in OWN}
+
+
+def by_hand(*flags: str, **more: str) -> list[subprocess.CompletedProcess]:
+    """Two processes with variables exported as in two shells."""
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | more
+    command = [sys.executable, TRAIN, *FLAGS, *flags]
+    started = [
+        subprocess.Popen(
+            command, env=clean() | env | {"RANK": str(n), "LOCAL_RANK": str(n)}, stdout=-1, stderr=-1, text=True
+        )
+        for n in (0, 1)
+    ]
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in started]
+    return [subprocess.CompletedProcess(command, code, out, err) for out, err, code in ended]
+
+
+WAYS = {
+    "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}", TRAIN],
+    "torch.distributed.launch": [
+        sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "{port}", TRAIN
+    ],
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, TRAIN],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_launcher_starts_the_same_run(way):
+    command = [word.format(port=free_port()) for word in WAYS[way]]
+    program = Path(sys.executable).parent / command[0]
+    command[0] = str(program) if program.exists() else command[0]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    done = subprocess.run([*command, *FLAGS, "--run_name", "run"], capture_output=True, text=True, env=clean())
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("rank 1 ") == 1 and losses("run") == pytest.approx(expected(), rel=1e-5)
+
+
+def test_variables_exported_by_hand_start_the_same_run():
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    for done in by_hand("--run_name", "run", **where):
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert losses("run") == pytest.approx(expected(), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["tcp://localhost:{port}", "file://{folder}/meeting"])
+def test_an_init_method_starts_the_same_run(method, tmp_path):
+    method = method.format(port=free_port(), folder=tmp_path)
+    for done in by_hand("--run_name", "run", "--init_method", method):
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert losses("run") == pytest.approx(expected(), rel=1e-5)
+    assert not (tmp_path / "meeting").exists()
+
+
+def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path):
+    command = [sys.executable, TRAIN, *FLAGS, "--init_method", f"file://{tmp_path}/meeting", "--run_name", "killed"]
+    env = clean() | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    alone = subprocess.Popen(command, env=env, stdout=-1, stderr=-1)  # rank 1 never comes
+    until = time.monotonic() + 60
+    while not (tmp_path / "meeting").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    alone.send_signal(signal.SIGKILL)
+    alone.communicate()
+    assert (tmp_path / "meeting").stat().st_size > 0
+    for done in by_hand("--run_name", "run", "--init_method", f"file://{tmp_path}/meeting"):
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert losses("run") == pytest.approx(expected(), rel=1e-5)
+
+
+@pytest.mark.parametrize("function", ["notebook_launcher", "debug_launcher"])
+def test_accelerates_launcher_functions_start_the_same_run(function):
+    port = f', use_port="{free_port()}"' * (function == "notebook_launcher")
+    text = "from accelerate import {0}; import train; {0}(train.main, ({1!r},), num_processes=2{2})"
+    text = text.format(function, [*FLAGS, "--run_name", "run"], port)
+    env = clean() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("rank 1 ") == 1 and losses("run") == pytest.approx(expected(), rel=1e-5)
+
+
+SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[007-008]", "SLURM_JOB_ID": "1234"}
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "12345"}
+
+
+def test_slurms_variables_tell_rank_machine_and_meeting_point():
+    found = read_topology(SLURM)
+    assert found == Topology(2, 4, 0, 2, "n007", found.port, "SLURM") and 10_000 <= found.port < 30_000
+    assert read_topology(SLURM | {"SLURM_JOB_ID": "1235"}).port != found.port  # another task of an array
+    assert read_topology(SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}).address == "10.0.0.9"
+    one = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "2"}
+    assert (read_topology(one).address, read_topology(one).local_world_size) == ("127.0.0.1", 4)
+    # The script of a job, and a launcher that srun has started once on each machine.
+    assert read_topology({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == Topology()
+    inside = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert read_topology(SLURM | inside | {"TORCHELASTIC_RUN_ID": "x"}).rank == 1
+
+
+def test_mpis_variables_tell_rank_and_meeting_point():
+    found = read_topology(MPI)
+    assert found == Topology(1, 2, 1, 2, "127.0.0.1", found.port, "Open MPI")
+    assert read_topology(MPI | {"PMIX_NAMESPACE": "12346"}).port != found.port
+    hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    assert (read_topology(hydra).source, read_topology({"PMI_RANK": "0", "PMI_SIZE": "2"})) == ("MPICH", Topology())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n[007-009,12],m1", "n007"), ("a,b", "a"), ("r[1-2]n[3,5]-x,q", "r1n3-x"), ("gpu-[01]", "gpu-01")],
+)
+def test_the_first_of_slurms_nodes_is_found(nodes, first):
+    assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        (SLURM | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "do not export RANK"),
+        (SLURM | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE=2(x2) has no node 2"),
+        (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun -x MASTER_ADDR=HOST"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=1 and WORLD_SIZE=2"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(env, text):
+    with pytest.raises(ValueError) as refusal:
+        read_topology(env)
+    assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize("method", ["tcp://host", "file://", "file://host/path", "http://a:1", "tcp://host:x"])
+def test_an_init_method_that_is_none_is_refused(method):
+    done = subprocess.run([sys.executable, TRAIN, "--init_method", method], capture_output=True, text=True, env=clean())
+    assert done.returncode == 2 and f"--init_method {method}: must be env://" in done.stderr
