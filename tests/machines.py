@@ -135,8 +135,8 @@ def network(folder: Path, count: int = 2):
     """Yield so many machines, ls-a, ls-b and so on, that know each other's names; afterwards nothing of them is left."""
     machines = [Machine(f"ls-{chr(97 + n)}", f"10.77.0.{n + 1}", folder) for n in range(count)]
     hosts = "127.0.0.1 localhost\n" + "".join(f"{machine.address} {machine.name}\n" for machine in machines)
+    _run("ip", "netns", "add", _SWITCH)  # outside of the try: it may be another test's that runs now
     try:
-        _run("ip", "netns", "add", _SWITCH)
         _run("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
         _run("ip", "-n", _SWITCH, "link", "set", "switch", "up")
         for machine in machines:
