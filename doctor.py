@@ -8,6 +8,8 @@ Launched exactly like train.py. The exit code is 0 when all is well and 1 when s
 do. `python doctor.py --help` lists the settings.
 """
 
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,46 +21,44 @@ from utils.accelerator import make_accelerator
 from utils.cli import parse_args
 from utils.config import DoctorConfig, TrainConfig, expand
 from utils.distributed import Ranks, ranks_of_launch
-from utils.errors import AgreedError, is_main_process, leave, one_line
+from utils.errors import AgreedError, is_lost_rank, is_main_process, leave, one_line
 from utils.files import write_file
 from utils.findings import Finding, as_json, merged, red, show
 from utils.host_checks import check_machine
-from utils.launch import is_launched
+from utils.launch import Topology, is_launched
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Look at the machine, then at all of them together; print what was found; exit with code 1 if any of it is red."""
     config = parse_args(DoctorConfig, "doctor.py", argv)
-    findings, may_meet = check_machine(config)
+    findings, topology, may_meet = check_machine(config)
     if not may_meet:
-        if is_main_process() or not is_launched():
-            report("this machine; the processes did not meet", findings, config)
+        report_alone(findings, topology, config)
         raise SystemExit(1)
     with ranks_of_launch("doctor.py", config) as ranks:
         try:
             ranks.join()
         except (ValueError, RuntimeError, OSError) as error:
-            findings.append(Finding.of("meeting", error))
-            alone = ranks.topology.local_rank == 0 or not is_launched()
-            title = f"rank {ranks.topology.rank}; the processes did not meet"
-        else:
-            findings, alone = check_run(ranks, config, findings), ranks.is_main
-            title = describe(ranks)
-        if alone:
-            report(title, findings, config)
+            report_alone([*findings, Finding.of("meeting", error)], topology, config)
+            raise SystemExit(1) from None
+        findings, broken = check_run(ranks, config, findings)
+        if ranks.is_main:
+            report(describe(ranks), findings, config)
+        if broken:  # nobody to part from
+            raise SystemExit(1)
     if red(findings):
-        time.sleep(0 if alone else 0.5)  # a launcher that sees this rank gone ends the one that speaks
         raise SystemExit(1)
 
 
-def check_run(ranks: Ranks, config: DoctorConfig, findings: Sequence[Finding]) -> list[Finding]:
+def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tuple[list[Finding], bool]:
     """All that takes the process group, after what each rank found alone; collective.
 
     Every check is called by all ranks, whatever the one before it found. When one breaks off, as a rank is gone, what
-    was found until then is told.
+    was found until then is told. Returns (the findings, whether it broke off).
     """
-    findings, place = merged(ranks, findings), ""
+    place = "machines"
     try:
+        findings = merged(ranks, findings)
         for place, check in checks(ranks, config):
             ranks.enter(f"checking {place}")
             try:
@@ -67,11 +67,12 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: Sequence[Finding]) -
                 found = Finding.of(place, error)
             findings += found if isinstance(found, list) else [found] if found else []
     except Exception as error:
-        if not ranks.is_main:  # the main process only sees that this rank is gone
-            sys.stderr.write(f"doctor.py: rank {ranks.topology.rank}, checking {place}: {one_line(error)}\n")
-        mend = "a rank has left, or does not answer; see what it wrote, and the lines above"
-        findings.append(Finding(place, one_line(error)[:300], False, mend))
-    return findings
+        text = one_line(ranks.ends(error))
+        if not ranks.is_main and not is_lost_rank(error):  # the main process only sees that this rank is gone
+            sys.stderr.write(f"doctor.py: rank {ranks.topology.rank}, checking {place}: {text}\n")
+            time.sleep(1)  # a launcher that sees this rank gone ends the others: let the main process finish
+        return [*findings, Finding(place, text, False, "what comes after it could not be checked")], True
+    return findings, False
 
 
 def checks(ranks: Ranks, config: DoctorConfig) -> list[tuple[str, Callable[[], Finding | list[Finding] | None]]]:
@@ -109,6 +110,20 @@ def describe(ranks: Ranks) -> str:
     machines = len({member.host for member in ranks.members}) or 1
     count = ranks.topology.world_size
     return f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
+
+
+def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:
+    """Say what was found where the processes did not meet; the first rank of each machine speaks for it.
+
+    Nobody else hears of a rank that was started by hand, so it says what is red on it.
+    """
+    by_hand = not is_launched() and (topology is None or topology.source == "the environment")
+    rank = os.environ.get("RANK", "0") if topology is None else topology.rank
+    if topology.local_rank == 0 if topology else is_main_process() or by_hand:
+        report(f"{socket.gethostname()}, rank {rank}; the processes did not meet", findings, config)
+    elif by_hand:
+        lines = [f"doctor.py: rank {rank}, {f.name}: {f.value}\n" for f in findings if f.red]
+        sys.stderr.write("".join(lines))
 
 
 def report(title: str, findings: Sequence[Finding], config: DoctorConfig) -> None:

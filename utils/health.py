@@ -153,9 +153,7 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding:
         return Finding(
             "folder", text, False, "every rank writes to it; give --output_dir a folder where all of them may"
         )
-    mend = (
-        "a run folder must be one for all machines; give --output_dir a folder on a shared disk, mounted at one place"
-    )
+    mend = "a run folder must be one for all machines; give --output_dir a folder on a disk that they share"
     text = named_ranks(unseen)
     seen = ", and sees what the others wrote" if ranks.topology.world_size > 1 else ""
     return Finding("folder", text or f"every rank writes to {path}{seen}", not text, mend)

@@ -15,7 +15,7 @@ import psutil
 
 from utils.config import DoctorConfig, TrainConfig, expand
 from utils.distributed import Ranks
-from utils.findings import Finding
+from utils.findings import Finding, red
 from utils.launch import Topology, is_launched, read_topology, threads_per_process
 from utils.rendezvous import address_of, agent_serves, is_own, set_interface, user_of
 from utils.runs import check_run_folder
@@ -25,15 +25,15 @@ _BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which workers ha
 _BATCHES = 5  # of each worker: four fetched ahead, one in use
 
 
-def check_machine(config: DoctorConfig) -> tuple[list[Finding], bool]:
-    """What this machine says of the launch, and whether the processes may try to meet.
+def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None, bool]:
+    """What this machine says of the launch, the topology if there is one, and whether the processes may try to meet.
 
     What is one for the whole machine, only its first rank looks at.
     """
     launch, topology = check_launch(config)
     if topology is None:
         first = [check_host_name(), check_leftovers(), check_open_files(1), check_memory(1), check_disk(config)]
-        return [launch, *first], False
+        return [launch, *first], None, False
     threads, on_machine = config.threads or threads_per_process(topology), topology.local_world_size
     needed = [launch, check_meeting_point(config, topology), check_interface(config, topology)]
     needed = [finding for finding in needed if finding is not None]
@@ -47,7 +47,7 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], bool]:
             check_memory(on_machine),
             check_disk(config),
         ]
-    return [*needed, *others], not any(finding.red for finding in needed)
+    return [*needed, *others], topology, not red(needed)
 
 
 def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:

@@ -1,0 +1,349 @@
+"""A healthy launch is green, and each planted fault turns its own line red, and no other."""
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from ranks import run_ranks, start_ranks
+from test_launch import launch
+
+import doctor
+from utils import exchange_checks, health, host_checks
+
+
+def findings(file="doctor.json"):
+    return {finding["name"]: finding for finding in json.loads(Path(file).read_text())["findings"]}
+
+
+def red_lines(file="doctor.json"):
+    """The names of what is red. Runs of others on this machine, which may have lost their launchers, do not count."""
+    return {name for name, finding in findings(file).items() if finding["ok"] is False} - {"leftovers"}
+
+
+def examine(plant, flags):
+    """Plant a fault in this rank, and look."""
+    exchange_checks._SIZES = (2**12, 2**16)
+    rank = int(os.environ.get("RANK", 0))
+    more = plant(rank) if plant else None
+    doctor.main([*flags, *(more or [])])
+
+
+def look(processes, plant=None, *flags, seconds=60):
+    return run_ranks(processes, examine, plant, ["--json", "doctor.json", *flags], seconds=seconds)
+
+
+def test_a_healthy_launch_of_two_processes_is_green():
+    begun = time.monotonic()
+    code, out, err = launch("2cpu", "doctor.py", "--json", "doctor.json")
+    print(f"{time.monotonic() - begun:.1f} s")
+    assert red_lines() == set(), out + err
+    if findings()["leftovers"]["ok"]:
+        assert code == 0 and "healthy: all" in out
+    assert out.count("Lockstep doctor  2 processes on 1 machine") == 1 and "\033" not in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert not Path("runs").exists()  # it leaves nothing behind
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_forked_ranks_are_green(processes):
+    outcomes = look(processes)
+    assert red_lines() == set(), outcomes[0].out + outcomes[0].err
+    assert all(outcome.out == "" for outcome in outcomes[1:])
+    names = set(findings())
+    assert {"launch", "host name", "machine", "versions", "code", "folder", "samples", "gradients"} <= names
+    assert ({"meeting point", "network", "store", "clocks", "sums", "all-reduce", "links"} <= names) == (processes > 1)
+
+
+# Faults: what each rank does to itself, which may return flags.
+
+
+def host_without_address(rank):
+    socket.gethostname = lambda: "nowhere.invalid"
+
+
+def host_of_another(rank):
+    found = socket.getaddrinfo
+    socket.gethostname = lambda: "elsewhere"
+    socket.getaddrinfo = lambda name, *more, **kind: found("192.0.2.7" if name == "elsewhere" else name, *more, **kind)
+
+
+def another_folder(rank):
+    return ["--output_dir", f"runs-{rank}"]
+
+
+def file_for_folder(rank):
+    if rank == 1:
+        Path("taken").write_text("")
+        return ["--output_dir", "taken/runs"]
+    return []
+
+
+def another_version(rank):
+    health.accelerate = SimpleNamespace(__version__="1.2.3" if rank else "1.15.0")
+
+
+def other_code(rank):
+    health.code_hash = lambda: f"{rank}" * 12
+
+
+def few_files(rank):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def usage(place, free):
+    real = shutil.disk_usage
+    host_checks.shutil = SimpleNamespace(
+        which=shutil.which, disk_usage=lambda path: SimpleNamespace(free=free) if str(path) == place else real(path)
+    )
+
+
+def small_shared_memory(rank):
+    usage("/dev/shm", 2**26)
+
+
+def full_disk(rank):
+    usage(str(Path.cwd()), 2**20)
+
+
+def no_memory(rank):
+    host_checks.free_memory = lambda: (10**8, 10**10)
+
+
+def wrong_sum(rank):
+    add = exchange_checks.sum_over_ranks
+    exchange_checks.sum_over_ranks = lambda accelerator, values: add(accelerator, values) + (rank == 1)
+
+
+def same_shards(rank):
+    class Broken(exchange_checks.UpdateSampler):
+        def __iter__(self):
+            for piece in super().__iter__():
+                yield piece._replace(indices=piece.indices // 2 * 2)
+
+    exchange_checks.UpdateSampler = Broken
+
+
+def unshared_gradients(rank):
+    from accelerate import Accelerator
+
+    prepare = Accelerator.prepare
+    Accelerator.prepare = lambda self, part: part if isinstance(part, torch.nn.Module) else prepare(self, part)
+
+
+def bad_gradients(rank):
+    step = exchange_checks.nn.Module.__call__
+    if rank == 1:
+        exchange_checks.nn.Sequential.__call__ = lambda self, values: step(self, values) * float("nan")
+
+
+def clock_ahead(rank):
+    ahead = 7.5 * (rank == 1)
+    exchange_checks.time = SimpleNamespace(time=lambda: time.time() + ahead, perf_counter=time.perf_counter)
+
+
+def greedy_threads(rank):
+    return ["--threads", str(os.cpu_count())]
+
+
+def no_limit_passed(rank):
+    return ["--slow", "1000"]
+
+
+FAULTS = [
+    (host_without_address, {"host name"}, "nowhere.invalid has no address", "in /etc/hosts"),
+    (host_of_another, {"host name"}, "elsewhere is 192.0.2.7, which is no address of this machine", "in /etc/hosts"),
+    (another_folder, {"folder"}, "rank 0: does not see in runs-0 what rank 1 wrote", "a disk that they share"),
+    (file_for_folder, {"folder"}, "rank 1: taken", "a folder where all of them may"),
+    (another_version, {"versions"}, "accelerate 1.2.3 on rank 1", "pip install -r requirements.txt"),
+    (other_code, {"code"}, "111111111111 on rank 1", "copy one tree to all machines"),
+    (few_files, {"open files"}, "300 for each process, 520 needed", "ulimit -n 520"),
+    (small_shared_memory, {"/dev/shm"}, "0.07 GB free", "--shm-size"),
+    (full_disk, {"disk"}, "0.0 GB free for runs", "delete old runs"),
+    (no_memory, {"memory"}, "0.1 of 10.0 GB free", "start fewer processes"),
+    (wrong_sum, {"sums"}, "rank 1: 1000 of 1000 sums of int64 are wrong", "try another --backend"),
+    (same_shards, {"samples"}, "are missing", "see versions"),
+    (unshared_gradients, {"gradients"}, "differ from one process's by", "see sums"),
+    (bad_gradients, {"gradients"}, "differ from one process's by inf", "see sums"),
+    (clock_ahead, {"clocks"}, "7500", "rank 1: +7.5"),
+    (greedy_threads, {"threads"}, f"{2 * os.cpu_count()} threads for", "leave out --threads"),
+    (no_limit_passed, {"all-reduce", "links"}, "to 1", "0 to 1"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].__name__)
+def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
+    plant, names, value, mend = fault
+    outcomes = look(2, plant)
+    assert [outcome.code for outcome in outcomes] == [1, 1], outcomes
+    found = findings()
+    assert red_lines() == names, outcomes[0].out
+    assert any(value in found[name]["value"] for name in names), outcomes[0].out
+    assert any(mend in found[name]["mend"] for name in names), outcomes[0].out
+    assert all(outcome.out == "" and outcome.err == "" for outcome in outcomes[1:])
+    for name in names:
+        assert f"{name} " in outcomes[0].out and "✗" in outcomes[0].out and "→" in outcomes[0].out
+
+
+# Faults that keep the processes from meeting.
+
+
+def taken_port(rank, port):
+    os.environ["MASTER_PORT"] = str(port)
+    return ["--timeout", "4"]
+
+
+def test_a_taken_port_is_told_with_its_holder_before_the_processes_meet():
+    listen = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+    command = [sys.executable, "-c", f"{listen}; time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        port = int(holder.stdout.readline())
+        outcomes = look(2, lambda rank: taken_port(rank, port))
+        holder.kill()
+    assert outcomes[0].code == 1 and red_lines() == {"meeting point"}
+    assert f"port {port} of 127.0.0.1: taken by process {holder.pid} (" in findings()["meeting point"]["value"]
+    assert "another MASTER_PORT" in findings()["meeting point"]["mend"]
+    assert "the processes did not meet" in outcomes[0].out
+
+
+def environment(**variables):
+    def plant(rank):
+        os.environ |= variables
+        return ["--timeout", "4"]
+
+    return plant
+
+
+def several_gpus_less(rank):
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+
+
+# Each case: processes, the fault, flags, the red line, and what it and its mend say.
+UNMET = [
+    (1, environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"), (), "launch", "contradictory environment", "below"),
+    (1, environment(RANK="0", WORLD_SIZE="2"), (), "launch", "LOCAL_RANK not set although RANK=0", "export all three"),
+    (2, several_gpus_less, (), "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
+    (2, None, ("--threads", "9999"), "launch", "--threads 9999: this machine has", ""),
+    (2, None, ("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
+    (2, None, ("--interface", "nope0"), "interface", "--interface nope0: ", "one that this machine has"),
+    (2, environment(MASTER_ADDR="no.invalid"), (), "meeting point", "no.invalid has no address", "/etc/hosts"),
+    (2, environment(MASTER_ADDR="192.0.2.7"), (), "meeting point", "192.0.2.7 is no address of", "must name the"),
+    (2, None, ("--init_method", "file:///nope/meet"), "meeting point", "/nope/meet, in a folder that is not", "share"),
+    (2, None, ("--init_method", "udp://1"), "launch", "--init_method udp://1: must be env://", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNMET, ids=lambda case: case[4].strip(": "))
+def test_what_keeps_processes_from_meeting_is_found_on_each_machine_alone(case):
+    processes, plant, flags, name, value, mend = case
+    outcomes = look(processes, plant, *flags)
+    assert outcomes[0].code == 1 and red_lines() == {name}, outcomes[0].out + outcomes[0].err
+    assert value in findings()[name]["value"] and mend in findings()[name]["mend"], outcomes[0].out
+    assert {"host name", "leftovers", "open files", "memory", "disk"} <= set(findings())  # what needs no other process
+
+
+def test_a_rank_that_does_not_come_is_named():
+    def absent(rank):
+        if rank == 1:
+            raise SystemExit(0)
+        return ["--timeout", "2"]
+
+    outcomes = look(2, absent)
+    assert outcomes[0].code == 1 and red_lines() == {"meeting"}
+    assert "rank 1 did not come to 127.0.0.1:" in findings()["meeting"]["value"]
+
+
+def test_what_was_found_is_told_when_a_rank_is_lost_meanwhile():
+    def dies(rank):
+        if rank == 1:
+            exchange_checks.clocks = lambda ranks: os._exit(9)
+
+    begun = time.monotonic()
+    outcomes = look(2, dies)
+    assert time.monotonic() - begun < 20
+    assert outcomes[0].code == 1 and red_lines() == {"clocks"}
+    assert findings()["versions"]["ok"] and "left or stopped answering" in findings()["clocks"]["value"]
+
+
+def test_what_was_found_is_told_when_a_rank_breaks_a_check_off():
+    def breaks(rank):
+        if rank == 1:
+            exchange_checks.clocks = lambda ranks: int("planted")
+
+    outcomes = look(2, breaks)
+    assert [outcome.code for outcome in outcomes] == [1, 1] and red_lines() == {"clocks"}
+    assert outcomes[1].err.startswith("doctor.py: rank 1, checking clocks: invalid literal") and outcomes[1].out == ""
+
+
+def test_what_was_found_is_told_when_a_rank_hangs():
+    def hangs(rank):
+        if rank == 1:
+            exchange_checks.clocks = lambda ranks: time.sleep(30)
+        return ["--timeout", "3"]
+
+    started = start_ranks(2, examine, hangs, ["--json", "doctor.json"])
+    os.waitpid(started.pids[0], 0)
+    os.kill(started.pids[1], 9)
+    assert red_lines() == {"clocks"}
+
+
+# Leftovers are real processes.
+
+
+@pytest.fixture
+def training(tmp_path):
+    """Start a script of that name that sleeps, under a shell that stays or leaves; all are ended afterwards."""
+    pids = []
+
+    def start(name, stays, **env):
+        script = tmp_path / name
+        script.write_text("import os, time\nprint(os.getpid(), file=open('pid', 'w'), flush=True)\ntime.sleep(60)\n")
+        end = "wait" if stays else "true"
+        command = ["sh", "-c", f"{sys.executable} {script} & {end}", "torchrun", str(script)]
+        shell = subprocess.Popen(command, env=os.environ | env)
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.02)
+        pids.append(int((tmp_path / "pid").read_text()))
+        (tmp_path / "pid").unlink()
+        if not stays:
+            shell.wait()
+        return pids[-1]
+
+    yield start
+    for pid in pids:
+        os.kill(pid, 9)
+
+
+def left_over():
+    return host_checks.check_leftovers().numbers.get("processes", [])
+
+
+def test_a_rank_whose_launcher_is_gone_is_left_over_and_not_touched(training):
+    lost, child = training("train.py", stays=False, TORCHELASTIC_RUN_ID="none"), training("eval.py", False)
+    kept = training("train.py", stays=True, TORCHELASTIC_RUN_ID="none")
+    found = host_checks.check_leftovers()
+    assert lost in left_over() and not {kept, child} & set(left_over())
+    assert found.red and f"process {lost} (train.py, 0 min old): its launcher is gone" in found.value
+    assert f"kill {lost}" in found.mend or f" {lost}" in found.mend
+    assert psutil.pid_exists(lost)
+    outcomes = look(1)
+    assert outcomes[0].code == 1 and str(lost) in findings()["leftovers"]["value"]
+
+
+def test_a_training_process_that_holds_gpu_memory_is_left_over(training, tmp_path, monkeypatch):
+    held, other = training("train.py", stays=True), training("other.py", stays=True)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{held}, 2048'\necho '{other}, 512'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert held in left_over() and other not in left_over()
+    assert "2.1 GB of GPU memory" in host_checks.check_leftovers().value
