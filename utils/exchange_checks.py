@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from utils.accelerator import compile_model, sum_over_ranks
-from utils.config import DoctorConfig, TrainConfig
-from utils.data.loader import Decoded, make_loader
-from utils.data.order import Plan, UpdateSampler
+from utils.config import DoctorConfig
+from utils.data.order import Piece, Plan, UpdateSampler
 from utils.distributed import Ranks
 from utils.findings import Finding
 from utils.health import named_ranks
@@ -146,14 +146,20 @@ def clocks(ranks: Ranks) -> Finding:
     return Finding("clocks", value, apart <= _CLOCKS, mend, {"seconds": apart})
 
 
+class _Indices(Dataset):
+    """Gives back what it is asked for."""
+
+    def __getitems__(self, piece: Piece) -> np.ndarray:
+        return piece.indices
+
+
 def shards(ranks: Ranks, accelerator: Accelerator) -> Finding:
     """Whether the ranks' loaders together give every sample of an epoch once, dealt out as in training."""
     count = ranks.topology.world_size
     plan = Plan(samples=30 * count + 7, global_batch_size=8 * count, pieces=2 * count, seed=0)
-    dataset = Decoded(np.zeros((plan.samples, 1, 1, 1), np.uint8), np.zeros(plan.samples, np.int64))
     sampler = UpdateSampler(plan, plan.updates_per_epoch)
-    loader = accelerator.prepare(make_loader(dataset, sampler, TrainConfig(num_workers=0), ranks))
-    mine = [index for batch in loader for index in batch["indices"].tolist()]
+    loader = accelerator.prepare(DataLoader(_Indices(), batch_sampler=sampler, collate_fn=torch.as_tensor))
+    mine = [index for batch in loader for index in batch.tolist()]
     dealt = [index for text in ranks.gather(json.dumps(mine)) for index in json.loads(text)]
     missing, twice = len(set(range(plan.samples)) - set(dealt)), len(dealt) - len(set(dealt))
     value = f"{plan.samples}, each dealt out once"

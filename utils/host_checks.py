@@ -13,12 +13,11 @@ from urllib.parse import urlparse
 
 import psutil
 
-from utils.config import DoctorConfig, TrainConfig, expand
+from utils.config import DoctorConfig, expand
 from utils.distributed import Ranks
 from utils.findings import Finding, red
 from utils.launch import Topology, is_launched, read_topology, threads_per_process
 from utils.rendezvous import address_of, agent_serves, is_own, set_interface, user_of
-from utils.runs import check_run_folder
 
 GB = 1e9
 _BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which workers hand over in /dev/shm
@@ -214,11 +213,10 @@ def free_memory() -> tuple[int, int]:
 def check_disk(config: DoctorConfig) -> Finding:
     """Whether run folders can be made, and there is space for checkpoints."""
     folder = expand(config.output_dir)
-    try:
-        check_run_folder(TrainConfig(output_dir=config.output_dir))
-    except (ValueError, OSError) as error:
-        return Finding("disk", str(error), False, "give --output_dir a folder that this user may write to")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "not writable" if existing.is_dir() else "no folder"
+        return Finding("disk", f"{existing} is {why}", False, "give --output_dir a folder that this user may write to")
     free = shutil.disk_usage(existing).free
     mend = "a run ends when a checkpoint cannot be written; delete old runs, or give another --output_dir"
     return Finding("disk", f"{free / GB:.1f} GB free for {folder}", free >= GB, mend)
