@@ -9,15 +9,17 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
-from utils.rendezvous import Member
+from utils.rendezvous import Member, in_time
 
 _TICK = 0.5  # seconds between two looks
-_ANSWER = timedelta(seconds=3)  # that the store may take for one
+_ANSWER = 3.0  # seconds that the store may take for one
 _SILENT = 5.0  # seconds without a sign of life after which a rank is said to be silent
-_GRACE = 10.0  # seconds that a rank has to notice by itself that another has ended
+_LATER = 3.0  # seconds after the timeout, at which gloo tells the main thread by itself
+_GRACE = 5.0  # seconds that a rank has to notice by itself that another has ended
 
 
 @dataclass
@@ -41,9 +43,9 @@ class Watch:
         self.members, self.rank, self.timeout, self.prog = members, rank, timeout, prog
         self.entered, self.place, self.patient = 0, "starting", False
         self._store, self._tick, self._heard = store.clone(), 0, {}
-        self._store.set_timeout(_ANSWER)
+        self._store.set_timeout(timedelta(seconds=_ANSWER))
         self._ended: tuple[float, str] | None = None  # when another rank did, and why
-        self._lost = False  # whether the store cannot be reached
+        self.lost = False  # whether the store cannot be reached
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -60,8 +62,8 @@ class Watch:
     def end(self, text: str = "") -> None:
         """Stop watching; with a text, tell the others that this rank ends, and why."""
         self._stop.set()
-        self._thread.join(2 * _ANSWER.total_seconds())
-        if text and not self._lost and not self._thread.is_alive():
+        self._thread.join(2 * _ANSWER)
+        if text and not self.lost and not self._thread.is_alive():
             with suppress(RuntimeError):
                 self._store.set("ended", f"rank {self.rank} ended: {text}")
                 if self.rank == 0:  # which may serve the store: let the others look into it once more
@@ -88,14 +90,16 @@ class Watch:
             waited = now - since
             with suppress(RuntimeError):
                 self._exchange(listen=waited > _TICK)
-            whom = self.waiting_for() if waited >= patience else ""
+            whom = self.waiting_for() if waited >= patience and self._ended is None else ""
             if not whom:
                 continue
             text = f"rank {self.rank} has waited {waited:.0f} s, at: {self.place}; for {whom}"
             if self._speaks(entered) and not told:
                 told = True
                 self._say(text)
-            if waited > self.timeout + _TICK and not self.patient:
+            if waited > self.timeout + _LATER and not self.patient:
+                with suppress(RuntimeError):
+                    self._store.set("ended", f"rank {self.rank} ended: {text}")
                 self._leave(text)
 
     def _exchange(self, listen: bool) -> None:
@@ -111,21 +115,26 @@ class Watch:
             self._heard.clear()
         elif not self._heard:
             self._heard = {member.rank: (Beat(0, "starting", 0), now) for member in self.members}
-        if self._lost and not self._found_again():
+        if self.lost and not self._found_again():
             return
         try:
-            self._store.set(f"beat-{self.rank}", mine)
-            keys = [f"beat-{member.rank}" for member in self.members]
-            beats = self._store.multi_get(keys) if listen and self._store.check(keys) else []
-            if self._store.check(["ended"]):
-                self._ended = now, self._store.get("ended").decode()
+            beats, ended = in_time(partial(self._talk, self._store, mine, listen), _ANSWER)
         except RuntimeError:
-            self._lost = True
+            self.lost = True
             raise
+        if ended:
+            self._ended = now, ended
         for rank, raw in enumerate(beats):
             beat = Beat(*json.loads(raw))
             if self._heard[rank][0].tick != beat.tick:
                 self._heard[rank] = beat, now
+
+    def _talk(self, store: dist.Store, mine: str, listen: bool) -> tuple[list[bytes], str]:
+        """Say something and hear the others; it may come back long after nobody waits for it any more."""
+        store.set(f"beat-{self.rank}", mine)
+        keys = [f"beat-{member.rank}" for member in self.members]
+        beats = store.multi_get(keys) if listen and store.check(keys) else []
+        return beats, store.get("ended").decode() if store.check(["ended"]) else ""
 
     def _found_again(self) -> bool:
         """Connect to the store anew, whose old connection is of no use; by a plain socket first: PyTorch's is loud."""
@@ -134,10 +143,10 @@ class Watch:
             server = server.underlying_store
         try:
             socket.create_connection((server.host, server.port), timeout=1).close()
-            self._store = self._store.clone()
+            self._store = in_time(self._store.clone, _ANSWER)
         except (OSError, RuntimeError):
             return False
-        self._lost = False
+        self.lost = False
         return True
 
     def _speaks(self, entered: int) -> bool:

@@ -1,0 +1,95 @@
+"""A rank that waits long says for whom and where, and at the timeout the waiting ends on all ranks with that line."""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks, start_ranks
+from test_stopping import FLAGS, has_logged, slow_train, until
+
+import train
+
+TIMEOUT = 8
+
+
+def to_file(function, *arguments):
+    """Call with this rank's errors in a file, which stays when the process ends without a word to Python."""
+    with Path(f"err-{os.environ['RANK']}").open("w") as sys.stderr:
+        function(*arguments)
+
+
+def said(rank: int) -> str:
+    return Path(f"err-{rank}").read_text()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_is_named_by_one_that_waits_and_again_in_the_last_line(victim):
+    launch = start_ranks(3, to_file, slow_train, [*FLAGS, "--timeout", str(TIMEOUT)])
+    until(has_logged(10))
+    os.kill(launch.pids[victim], signal.SIGSTOP)
+    stopped = time.monotonic()
+    waiting = [rank for rank in range(3) if rank != victim]
+    until(lambda: any("has waited" in said(rank) for rank in waiting), seconds=20)
+    assert time.monotonic() - stopped < 8
+    for rank in waiting:
+        until(lambda rank=rank: os.waitid(os.P_PID, launch.pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT), 40)
+    took = time.monotonic() - stopped
+    os.kill(launch.pids[victim], signal.SIGKILL)
+    outcomes = launch.finish()
+    assert [outcomes[rank].code for rank in waiting] == [2, 2] and TIMEOUT - 1 < took < 3 * TIMEOUT
+    warnings = [line for rank in waiting for line in said(rank).splitlines() if "has waited" in line]
+    assert re.search(rf"rank \d has waited \d+ s, at: .*update \d+.*; for rank {victim} \(\S+, process", warnings[0])
+    last = [said(rank).splitlines()[-1] for rank in waiting if said(rank)]
+    assert any(f"rank {victim} (" in line and "error" in line for line in last), last
+
+
+def stuck(where: str, rank: str):
+    """Train until one rank never comes back from loading the data, or from reading a batch of a later update."""
+
+    def for_ever(*arguments):
+        time.sleep(600)
+
+    if where == "loading":
+        load = train.load_data
+        train.load_data = for_ever if os.environ["RANK"] == rank else load
+    else:
+        update = train.train_update
+
+        def train_update(run, batches):
+            if run.state.step == 12 and os.environ["RANK"] == rank:
+                run.ranks.at("update 13, reading a batch")
+                for_ever()
+            update(run, batches)
+
+        train.train_update = train_update
+    to_file(slow_train, [*FLAGS, "--timeout", str(TIMEOUT)])
+
+
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_rank_that_never_comes_back_is_named_with_its_place_and_ends_too(victim):
+    outcomes = run_ranks(2, stuck, "reading", victim, seconds=60)
+    other = 1 - int(victim)
+    assert [outcome.code for outcome in outcomes] == [2, 2]  # the stuck one hears that the other has ended
+    assert f"rank {other} has waited" in said(other)
+    assert f"for rank {victim} (" in said(other) and "at: update 13, reading a batch" in said(other)
+    assert f"rank {other} ended: " in said(int(victim))
+
+
+def test_ranks_that_wait_for_a_slow_download_say_so_and_go_on_waiting():
+    launch = start_ranks(2, stuck, "loading", "0", seconds=60)
+    until(lambda: Path("err-1").exists() and "has waited" in said(1), seconds=30)
+    assert "for rank 0 (" in said(1) and "at: loading the data" in said(1)
+    time.sleep(TIMEOUT + 4)
+    assert all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for pid in launch.pids)
+    launch.kill()
+    launch.finish()
+
+
+def test_a_healthy_run_says_nothing():
+    outcomes = run_ranks(3, slow_train, [*FLAGS, "--timeout", "20", "--max_steps", "400"])
+    assert [outcome.code for outcome in outcomes] == [0, 0, 0]
+    assert all(outcome.err == "" for outcome in outcomes)
