@@ -54,6 +54,8 @@ class Topology:
         if self.source != "nobody":
             numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
             os.environ |= dict(zip(_SOURCES["the environment"], map(str, numbers), strict=True))
+        if self.address:
+            os.environ |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
 
 
 def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env://") -> Topology:
