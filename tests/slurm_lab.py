@@ -3,11 +3,12 @@
     python tests/slurm_lab.py    # starts it, says how to use it, and takes it away at Enter
 
 Needs root and the packages slurm-wlm, munge and iproute2. SLURM is told that each node has 16 cores and 2 GPUs; the
-GPUs are empty files, enough to deal them out. The partition `low` is preempted by `high`.
+GPUs are /dev/null, enough to deal them out. The partition `low` is preempted by `high`.
 """
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,7 @@ class Slurm:
         (folder / "slurm.conf").write_text(_CONF.format(folder=folder, kill_wait=kill_wait))
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
         for number in (0, 1):
-            (folder / f"gpu{number}").touch()
+            os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
 
     def start(self) -> None:
         """Start the network and the daemons, and wait until both nodes are there."""
