@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-_SWITCH = "ls-switch"
+_SWITCH = f"ls-switch-{os.getpid()}"
 _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 
 
@@ -70,6 +70,11 @@ class Machine:
     jobs: list[Job] = field(default_factory=list)
 
     @property
+    def namespace(self) -> str:
+        """What Linux knows it by; other tests may run at the same time."""
+        return f"{self.name}-{os.getpid()}"
+
+    @property
     def hosts(self) -> Path:
         """What it sees as /etc/hosts."""
         return self.folder / f"hosts-{self.name}"
@@ -78,7 +83,7 @@ class Machine:
         """Start a command of this environment's bin folder, with the variables in addition to the test's own."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "GLOO_", "NCCL_"))}
         output = self.folder / f"{self.name}-{len(self.jobs)}.txt"
-        inside = ["nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh"]
+        inside = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh"]
         with output.open("w") as file:
             process = subprocess.Popen(
                 [*inside, self.name, str(self.hosts), str(BIN / command[0]), *map(str, command[1:])],
@@ -91,7 +96,7 @@ class Machine:
     def processes(self, word: str = "train.py") -> list[psutil.Process]:
         """What runs on it now with the word in its command, launchers left out."""
         found = []
-        for pid in map(int, _run("ip", "netns", "pids", self.name).split()):
+        for pid in map(int, _run("ip", "netns", "pids", self.namespace).split()):
             with suppress(psutil.Error):
                 command = psutil.Process(pid).cmdline()
                 launches = any(Path(part).name in ("accelerate", "torchrun") for part in command[:2])
@@ -108,15 +113,15 @@ class Machine:
 
     def firewall(self, rule: str) -> None:
         """Let nft judge what comes in, such as `drop` or `numgen random mod 100 < 20 drop`; what it sends passes."""
-        _run("nsenter", f"--net=/run/netns/{self.name}", "nft", "add", "table", "inet", "tests")
+        _run("nsenter", f"--net=/run/netns/{self.namespace}", "nft", "add", "table", "inet", "tests")
         chain = "add chain inet tests in { type filter hook input priority 0 ; }"
-        _run("nsenter", f"--net=/run/netns/{self.name}", "nft", chain)
-        _run("nsenter", f"--net=/run/netns/{self.name}", "nft", f"add rule inet tests in iifname eth0 {rule}")
+        _run("nsenter", f"--net=/run/netns/{self.namespace}", "nft", chain)
+        _run("nsenter", f"--net=/run/netns/{self.namespace}", "nft", f"add rule inet tests in iifname eth0 {rule}")
 
     def end(self) -> None:
         """Kill all that runs on it, which is only what was started here, and take it away."""
         for _ in range(50):
-            pids = _run("ip", "netns", "pids", self.name, check=False).split()
+            pids = _run("ip", "netns", "pids", self.namespace, check=False).split()
             if not pids:
                 break
             for pid in pids:
@@ -127,7 +132,7 @@ class Machine:
             time.sleep(0.1)
         for job in self.jobs:
             job.process.wait()
-        _run("ip", "netns", "del", self.name, check=False)
+        _run("ip", "netns", "del", self.namespace, check=False)
 
 
 @contextmanager
@@ -135,8 +140,8 @@ def network(folder: Path, count: int = 2):
     """Yield so many machines, ls-a, ls-b and so on, that know each other's names; afterwards nothing of them is left."""
     machines = [Machine(f"ls-{chr(97 + n)}", f"10.77.0.{n + 1}", folder) for n in range(count)]
     hosts = "127.0.0.1 localhost\n" + "".join(f"{machine.address} {machine.name}\n" for machine in machines)
-    _run("ip", "netns", "add", _SWITCH)  # outside of the try: it may be another test's that runs now
     try:
+        _run("ip", "netns", "add", _SWITCH)
         _run("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
         _run("ip", "-n", _SWITCH, "link", "set", "switch", "up")
         for machine in machines:
@@ -150,10 +155,10 @@ def network(folder: Path, count: int = 2):
 
 
 def _plug_in(machine: Machine) -> None:
-    name = machine.name
+    name, plug = machine.namespace, machine.name
     _run("ip", "netns", "add", name)
-    _run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", name, "netns", _SWITCH)
-    _run("ip", "-n", _SWITCH, "link", "set", name, "master", "switch", "up")
+    _run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", plug, "netns", _SWITCH)
+    _run("ip", "-n", _SWITCH, "link", "set", plug, "master", "switch", "up")
     _run("ip", "-n", name, "link", "add", "docker0", "type", "bridge")
     for interface, address in (("lo", ""), ("eth0", f"{machine.address}/24"), ("docker0", "172.17.0.1/16")):
         if address:
