@@ -24,7 +24,7 @@ _BRIDGE, _OWN_ADDRESS = "slmbr", "10.79.0.1/24"
 _CONF = """
 ClusterName=lockstep
 SlurmctldHost=slm0(10.79.0.10)
-AuthInfo=socket={folder}/munge/socket,cred_expire=10
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state
@@ -70,16 +70,22 @@ class Slurm:
     """The running cluster: commands to it, and accidents."""
 
     def __init__(self, folder: Path, kill_wait: int):
-        self.folder, self.env = folder, os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.folder, self.conf = folder, folder / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen] = {}
         for name in ("munge", "state", *(f"spool/{node}" for node in NODES)):
             (folder / name).mkdir(parents=True)
         hosts = {"localhost": "127.0.0.1"} | _ADDRESSES
         (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
-        (folder / "slurm.conf").write_text(_CONF.format(folder=folder, kill_wait=kill_wait))
+        self.conf.write_text(_CONF.format(folder=folder, kill_wait=kill_wait))
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
         for number in (0, 1):
             os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables for commands to the cluster, and for its jobs."""
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return os.environ | {"SLURM_CONF": str(self.conf), "PATH": path}
 
     def start(self) -> None:
         """Start the network and the daemons, and wait until both nodes are there."""
@@ -99,9 +105,9 @@ class Slurm:
             self.power_off(name)
         _remove_network()
 
-    def __call__(self, *command: str, check: bool = True) -> str:
+    def __call__(self, *command: str, check: bool = True, **env: str) -> str:
         """The output of a SLURM command such as `scontrol`; an error has all it wrote."""
-        result = subprocess.run(command, capture_output=True, text=True, env=self.env, cwd=ROOT, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, env=self.env | env, cwd=ROOT, timeout=60)
         assert result.returncode == 0 or not check, f"{' '.join(command)}: {result.stdout}{result.stderr}"
         return result.stdout
 
