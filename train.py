@@ -284,7 +284,7 @@ def announce(run: Run) -> None:
 def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     """Say what came out and what to type next; returns whether there is more to do."""
     state, done = run.state, run.state.step >= run.updates and not run.state.owes_evaluation
-    checkpoint = run.start.folder if result else run.start.checkpoint
+    checkpoint = run.start.folder if result or state.best_step else run.start.checkpoint
     title, following = "Done", f"evaluate it: python eval.py --ckpt {checkpoint}"
     if not done:
         title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"

@@ -41,7 +41,7 @@ from utils.host import keep_freed_memory
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 RANK = SimpleNamespace(device=torch.device("cpu"), threads=1)  # what a loader asks of the ranks
-OURS, BARE = "ours", "torchvision's bare decode_jpeg"
+OURS, BARE = "ours", "bare decode_jpeg"
 
 
 def rate(batches) -> float:
@@ -156,7 +156,7 @@ def measure(folder: str, args: argparse.Namespace) -> None:
             side()  # once to warm up
         results[form] = in_turns(sides, args.rounds)
         rows += table(form, results[form])
-    report(args, ["Images", "Pipeline", "Images/s of one core", "Ours is faster by"], rows, results)
+    report(args, ["Images", "Pipeline", "Images/s of one core", "Ours over it"], rows, results)
 
 
 def main() -> None:

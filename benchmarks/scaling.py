@@ -126,7 +126,12 @@ def main() -> None:
     counts = sorted({1, most, *(2**k for k in range(most.bit_length()) if 2**k <= most)})
     parser.add_argument("--processes", default=",".join(map(str, counts)), help="how many (default here: %(default)s)")
     parser.add_argument("--batch_size", type=int, default=128, help="of each process (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=6 * LOG_EVERY, help="updates of a run (default: %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=6 * LOG_EVERY,
+        help=f"updates of a run, a multiple of {LOG_EVERY} (default: %(default)s)",
+    )
     parser.add_argument("--mixed_precision", help="as for train.py (default: its own)")
     parser.add_argument("--mnist_idx", type=Path, metavar="DIR", help="MNIST as torchvision.datasets.MNIST reads it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw images per second against processes")

@@ -123,7 +123,8 @@ def _fork(rank: int, processes: int, port: int, pipes: list, function: Callable,
     writing = pipes[rank][1]
     code, value, out, err = 1, None, io.StringIO(), io.StringIO()
     try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        for number in (signal.SIGALRM, signal.SIGHUP):  # nohup hides the latter from all that it starts
+            signal.signal(number, signal.SIG_DFL)
         signal.alarm(int(seconds))
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
