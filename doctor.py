@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(1) from None
         findings, broken = check_run(ranks, config, findings)
         if ranks.is_main:
-            report(describe(ranks), findings, config)
+            report(describe(ranks), findings, config.json)
         if broken:  # nobody to part from
             raise SystemExit(1)
     if red(findings):
@@ -120,20 +120,22 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
     by_hand = not is_launched() and (topology is None or topology.source == "the environment")
     rank = os.environ.get("RANK", "0") if topology is None else topology.rank
     if topology.local_rank == 0 if topology else is_main_process() or by_hand:
-        report(f"{socket.gethostname()}, rank {rank}; the processes did not meet", findings, config)
+        file = config.json if topology is None or topology.is_main else None  # the disk may be shared
+        report(f"{socket.gethostname()}, rank {rank}; the processes did not meet", findings, file)
     elif by_hand:
-        lines = [f"doctor.py: rank {rank}, {f.name}: {f.value}\n" for f in findings if f.red]
-        sys.stderr.write("".join(lines))
+        sys.stderr.write("".join(f"doctor.py: rank {rank}, {f.name}: {f.value}\n" for f in findings if f.red))
+    else:
+        time.sleep(5)  # a launcher that sees this rank gone ends the one that speaks, and this one when that is done
 
 
-def report(title: str, findings: Sequence[Finding], config: DoctorConfig) -> None:
-    """Print the table and the verdict, and write the file that was asked for."""
+def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
+    """Print the table and the verdict, and write the file if one was asked for."""
     wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
     verdict = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
     print(f"{show(f'Lockstep doctor  {title}', findings, sys.stdout.isatty())}\n{verdict}", flush=True)
-    if config.json:
+    if file:
         try:
-            write_file(expand(config.json), as_json(findings))
+            write_file(expand(file), as_json(findings))
         except OSError as error:
             leave(error, "doctor.py")
 

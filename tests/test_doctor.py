@@ -2,23 +2,28 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from ranks import run_ranks, start_ranks
+from ranks import returned, run_ranks, start_ranks
 from test_launch import launch
 
 import doctor
 from utils import exchange_checks, health, host_checks
+from utils.config import DoctorConfig
+from utils.distributed import ranks_of_launch
+from utils.findings import Finding, merged, show
 
 
 def findings(file="doctor.json"):
@@ -347,3 +352,39 @@ def test_a_training_process_that_holds_gpu_memory_is_left_over(training, tmp_pat
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert held in left_over() and other not in left_over()
     assert "2.1 GB of GPU memory" in host_checks.check_leftovers().value
+
+
+def test_help_has_a_sentence_for_every_setting():
+    (outcome,) = run_ranks(1, doctor.main, ["--help"])
+    text = " ".join(outcome.out.split("\noptions:")[1].split())
+    for field in fields(DoctorConfig):
+        sentence = text.split(f" --{field.name} ")[1].split(" (type:")[0]
+        assert re.search(r"[A-Za-z].{15,}", sentence.split(" ", 1)[1]), f"--{field.name} is not explained: {sentence}"
+    assert "default: 60.0" in text.split(" --timeout ")[1]
+
+
+def test_a_file_that_cannot_be_written_is_one_line_after_the_table():
+    (outcome,) = look(1, None, "--json", "nope/doctor.json")
+    assert outcome.code == 2 and "Lockstep doctor" in outcome.out
+    assert outcome.err.startswith("doctor.py: error: nope/") and outcome.err.count("\n") == 1
+
+
+def test_colours_come_on_a_terminal_alone_and_lines_stay_narrow():
+    long = Finding("name", "word " * 60, False, "mend " * 60)
+    plain, coloured = show("title", [long]), show("title", [long], colours=True)
+    assert "\033" not in plain and "\033[31m✗" in coloured and coloured.replace("\033[31m✗\033[0m", "✗") == plain
+    assert max(map(len, plain.splitlines())) <= 100
+
+
+def test_red_lines_of_other_ranks_are_told_once_a_machine_and_name_the_rank():
+    told = returned(4, _merge)[0]
+    assert told == ["mine", "rank 2 on b: small"]
+
+
+def _merge():
+    rank = int(os.environ["RANK"])
+    finding = Finding("disk", "mine" if rank < 2 else "small", rank < 2)
+    with ranks_of_launch("doctor.py", DoctorConfig(timeout=20)) as ranks:
+        ranks.join()
+        socket.gethostname = lambda: "ab"[rank // 2]
+        return [told.value for told in merged(ranks, [finding])]

@@ -34,8 +34,10 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
         first = [check_host_name(), check_leftovers(), check_open_files(1), check_memory(1), check_disk(config)]
         return [launch, *first], None, False
     threads, on_machine = config.threads or threads_per_process(topology), topology.local_world_size
-    needed = [launch, check_meeting_point(config, topology), check_interface(config, topology)]
-    needed = [finding for finding in needed if finding is not None]
+    needed = [launch]
+    if not launch.red:
+        ways = check_meeting_point(config, topology), check_interface(config, topology)
+        needed += [finding for finding in ways if finding is not None]
     others = []
     if topology.local_rank == 0:
         others = [
@@ -50,13 +52,13 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
 
 
 def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
-    """What the launcher's environment says, and whether there are the devices for it; no topology when it is wrong."""
-    before = dict(os.environ)
+    """What the launcher's environment says, if it makes sense, and whether there are the devices for it."""
+    before, topology = dict(os.environ), None
     try:
         topology = read_topology(init_method=config.init_method)
         Ranks(topology, config, "doctor.py")  # refuses, in train.py's words, what the machine has not got
     except ValueError as error:
-        return Finding.of("launch", error), None
+        return Finding.of("launch", error), topology
     finally:  # the topology is read again, from what the launcher said
         os.environ.clear()
         os.environ.update(before)
