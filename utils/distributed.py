@@ -27,7 +27,7 @@ from utils.errors import (
 )
 from utils.host import keep_freed_memory
 from utils.launch import Topology, launcher, read_topology, restarts_are_possible, threads_per_process
-from utils.rendezvous import address_of, check_init_method, launchers_store, meet, set_interface
+from utils.rendezvous import address_of, check_init_method, in_time, launchers_store, meet, set_interface
 from utils.watch import Watch
 
 Result = TypeVar("Result")
@@ -229,6 +229,8 @@ class Ranks:
         rank = str(self.topology.rank)
         if self._store is None:
             return self.topology.local_rank == 0 if self._meets else self.is_main
+        if self._watch.lost:  # nobody can be asked
+            return True
         with suppress(RuntimeError):
             if isinstance(error, AgreedError) and not self.is_main:
                 return False
@@ -241,7 +243,7 @@ class Ranks:
 
     def _hears(self, *keys: str, seconds: float) -> bool:
         try:
-            self._store.wait(list(keys), timedelta(seconds=seconds))
+            in_time(lambda: self._store.wait(list(keys), timedelta(seconds=seconds)), seconds + 1)
             return True
         except RuntimeError:
             return False

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlparse
 
 import psutil
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from utils.errors import one_line
 from utils.launch import Topology
 
+Result = TypeVar("Result")
 _POLL = 0.02, 0.25  # seconds between two looks into the store, at first and at last
 
 
@@ -151,25 +153,35 @@ def _reach(address: str, port: int, deadline: float) -> dist.TCPStore:
             f"nobody answered at {address}:{port} within {waits:.0f} s; see whether rank 0 runs, on that machine, and "
             "no firewall is between"
         )
-    made: list[dist.TCPStore | RuntimeError] = []
+    try:  # within a time of our own: it would wait for ever for the first word of a server of another kind
+        return in_time(
+            lambda: dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=waits)),
+            max(3.0, deadline - time.monotonic()),
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"what listens at {address}:{port} is not rank 0 of this run ({one_line(error)[:100]}); choose another "
+            "MASTER_PORT (--main_process_port, --master_port)"
+        ) from error
 
-    def make() -> None:
+
+def in_time(action: Callable[[], Result], seconds: float) -> Result:
+    """What `action` returns, or RuntimeError when that takes longer: a store waits for ever on a dead connection."""
+    done: list[tuple[Result | None, Exception | None]] = []
+
+    def run() -> None:
         try:
-            made.append(dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=waits)))
-        except RuntimeError as error:
-            made.append(error)
+            done.append((action(), None))
+        except Exception as error:
+            done.append((None, error))
 
-    # In a thread, as it would wait for ever for the first word of a server of another kind.
-    thread = threading.Thread(target=make, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(max(3.0, deadline - time.monotonic()))
-    if made and isinstance(made[0], dist.TCPStore):
-        return made[0]
-    what = one_line(made[0])[:100] if made else "it is silent"
-    raise ValueError(
-        f"what listens at {address}:{port} is not rank 0 of this run ({what}); choose another MASTER_PORT "
-        "(--main_process_port, --master_port)"
-    )
+    thread.join(seconds)
+    result, error = done[0] if done else (None, RuntimeError(f"no answer within {seconds:.0f} s"))
+    if error is not None:
+        raise error
+    return result
 
 
 def _listens(address: str, port: int) -> bool:

@@ -76,8 +76,9 @@ class Watch:
             beat, since = heard.get(member.rank, (Beat(mine, "", 0), now))
             silent = now - since > _SILENT
             if member.rank != self.rank and (silent or beat.entered < mine):
-                sign = f"not heard of for {now - since:.0f} s, then at" if silent else "at"
-                parts.append(f"rank {member.rank} ({member.host}, process {member.process}), {sign}: {beat.place}")
+                sign = f"not heard of for {now - since:.0f} s" if silent or not beat.place else ""
+                place = beat.place and f"{', then ' * bool(sign)}at: {beat.place}"
+                parts.append(f"rank {member.rank} ({member.host}, process {member.process}), {sign}{place}")
         return "; ".join(parts[:4]) + f"; and {len(parts) - 4} more" * (len(parts) > 4)
 
     def _run(self) -> None:
@@ -114,7 +115,7 @@ class Watch:
         if not listen:
             self._heard.clear()
         elif not self._heard:
-            self._heard = {member.rank: (Beat(0, "starting", 0), now) for member in self.members}
+            self._heard = {member.rank: (Beat(0, "", 0), now) for member in self.members}
         if self.lost and not self._found_again():
             return
         try:
