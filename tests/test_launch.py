@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from ranks import free_port
 from training_runs import records
 
+from utils.config import Launch
+from utils.distributed import Ranks
 from utils.launch import Topology, read_topology, threads_per_process
 
 ROOT = Path(__file__).parent.parent
@@ -100,7 +103,7 @@ def test_topology_is_read_from_the_launchers_variables():
     ("env", "text"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=0 and WORLD_SIZE=2"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "contradictory environment: RANK=2 WORLD_SIZE=2"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "contradictory environment: RANK=2 and WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set: the processes"),
         ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero' is no whole number"),
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
@@ -118,3 +121,28 @@ def test_a_single_process_gets_all_cores_though_its_launcher_exports_one_thread(
     cores = len(os.sched_getaffinity(0))
     assert threads_per_process(Topology()) == cores
     assert threads_per_process(Topology(0, 2, 0, 2)) == max(1, cores // 2)
+
+
+def _device_of(topology: Topology, monkeypatch, gpus: int, **launch) -> tuple[str, str]:
+    """The device and backend of a rank on a machine that says it has so many GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    ranks = Ranks(topology, Launch(threads=1, **launch))
+    return str(ranks.device), ranks.backend
+
+
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_its_task_sees(monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    by_torchrun = Topology(1, 2, 1, 2, "127.0.0.1", 29500, "the environment")
+    by_srun = Topology(1, 2, 1, 2, "127.0.0.1", 29500, "SLURM")
+    assert _device_of(by_torchrun, monkeypatch, 2) == ("cuda:1", "nccl")
+    assert _device_of(by_srun, monkeypatch, 2) == ("cuda:1", "nccl")
+    assert _device_of(by_srun, monkeypatch, 1) == ("cuda:0", "nccl")  # --gpus-per-task 1
+    assert _device_of(by_torchrun, monkeypatch, 2, backend="gloo") == ("cuda:1", "gloo")
+    assert _device_of(by_torchrun, monkeypatch, 2, cpu=True) == ("cpu", "gloo")
+    assert _device_of(by_torchrun, monkeypatch, 0) == ("cpu", "gloo")
+    with pytest.raises(ValueError, match="2 processes on this machine, but 1 GPU"):
+        _device_of(by_torchrun, monkeypatch, 1)
+    with pytest.raises(ValueError, match="--backend nccl needs GPUs"):
+        _device_of(by_torchrun, monkeypatch, 0, backend="nccl")
