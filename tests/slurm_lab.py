@@ -84,8 +84,8 @@ class Slurm:
     @property
     def env(self) -> dict[str, str]:
         """The variables for commands to the cluster, and for its jobs."""
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return os.environ | {"SLURM_CONF": str(self.conf), "PATH": path}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "OMP_"))}
+        return clean | {"SLURM_CONF": str(self.conf), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def start(self) -> None:
         """Start the network and the daemons, and wait until both nodes are there."""

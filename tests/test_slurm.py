@@ -1,0 +1,193 @@
+"""The job scripts in slurm/ on a real SLURM of two nodes:  python -m pytest -m slurm -s tests/test_slurm.py"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from slurm_lab import Slurm, slurm_cluster, wait_until, why_not
+from test_launch import start
+
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() != "", reason=why_not() or "-")]
+FLAGS = ["--model", "mlp", "--global_batch_size", "128", "--threads", "1", "--timeout", "20", "--log_every", "10"]
+FLAGS += ["--lr", "0.01", "--lr_schedule", "constant", "--save_every", "500", "--eval_every", "100000"]
+UPDATES, LONG = 3000, 6000  # 15 and 30 seconds
+SCRIPTS = {"tasks": "slurm/train.sbatch", "launchers": "slurm/launcher.sbatch"}
+SHAPE = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=4"]
+
+
+@dataclass
+class Job:
+    """A job of one of the scripts, and the run that it trains."""
+
+    slurm: Slurm
+    number: str
+    folder: Path
+
+    @property
+    def state(self) -> str:
+        return self.slurm.job(self.number)["JobState"]
+
+    @property
+    def output(self) -> str:
+        path = self.folder / f"{self.number}.txt"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def records(self, kind: str) -> list[dict]:
+        log = self.folder / f"runs/job-{self.number}/log.jsonl"
+        lines = map(json.loads, log.read_text().splitlines()) if log.exists() else []
+        return [line for line in lines if line["kind"] == kind]
+
+    @property
+    def step(self) -> int:
+        return max((record["step"] for record in self.records("train")), default=0)
+
+    def until(self, condition, what: str, seconds: float = 120) -> None:
+        """Wait for it; the job's output tells why it does not come."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline or self.state in {"FAILED", "TIMEOUT", "NODE_FAIL"} - {what}:
+                pytest.fail(f"job {self.number} is {self.state}, not {what}:\n{self.output[-4000:]}")
+            time.sleep(0.2)
+
+    def until_state(self, *states: str, seconds: float = 120) -> None:
+        self.until(lambda: self.state in states, " or ".join(states), seconds)
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    with slurm_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def submit(slurm, tmp_path):
+    """Submit a job script; what the test leaves of its jobs is cancelled."""
+
+    def begin(script: str, *flags: str, options: tuple[str, ...] = (), updates: int = UPDATES) -> Job:
+        return submit_to(slurm, tmp_path, script, *flags, options=options, updates=updates)
+
+    yield begin
+    slurm("scancel", "--user=root")
+    wait_until(lambda: slurm.states() == ["idle", "idle"], 90)
+
+
+def submit_to(slurm, folder, script, *flags, options=(), updates=UPDATES) -> Job:
+    more = [*FLAGS, "--max_steps", str(updates), "--output_dir", f"{folder}/runs", *flags]
+    place = ["--parsable", f"--output={folder}/%j.txt", *SHAPE, *options]
+    number = slurm("sbatch", *place, SCRIPTS[script], *more, PROCESSES="1").strip()
+    return Job(slurm, number, folder)
+
+
+@pytest.fixture(scope="module")
+def whole(slurm, tmp_path_factory) -> Job:
+    """The run that nothing has disturbed."""
+    job = submit_to(slurm, tmp_path_factory.mktemp("whole"), "tasks", "--keep", "100", updates=LONG)
+    job.until_state("COMPLETED", seconds=200)
+    assert [record["step"] for record in job.records("start")] == [0]
+    return job
+
+
+def weights(job: Job, step: int) -> dict:
+    return load_file(job.folder / f"runs/job-{job.number}/checkpoints/step-{step:08}/model.safetensors")
+
+
+def check_finished(job: Job, whole: Job, updates: int = UPDATES, seconds: float = 200) -> list[int]:
+    """The job trains to its end, to the weights of the undisturbed run; returns where each of its turns started."""
+    job.until_state("COMPLETED", seconds=seconds)
+    expected = weights(whole, updates)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(job, updates).items())
+    assert [record["step"] for record in job.records("train")] == list(range(10, updates + 1, 10))
+    return [record["step"] for record in job.records("start")]
+
+
+def more_urgent(slurm):
+    slurm("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+
+
+def cut_for_a_while(slurm, job):
+    slurm.cut("slm2")
+    job.until_state("PENDING", seconds=120)
+    slurm.heal("slm2")
+
+
+def power_cut(slurm, node):
+    slurm.power_off(node)
+    time.sleep(3)
+    slurm.power_on(node)
+
+
+EVENTS = {
+    "scancel --signal=USR1": lambda slurm, job: slurm("scancel", "--signal=USR1", job.number),
+    "scancel --signal=TERM": lambda slurm, job: slurm("scancel", "--signal=TERM", job.number),
+    "preempted, with time to leave": lambda slurm, job: more_urgent(slurm),
+    "preempted at once": lambda slurm, job: more_urgent(slurm),
+    "scontrol requeue": lambda slurm, job: slurm("scontrol", "requeue", job.number),
+    "network of a node gone": cut_for_a_while,
+    "power of a node gone": lambda slurm, job: power_cut(slurm, "slm2"),
+    "power of the first node gone": lambda slurm, job: power_cut(slurm, "slm1"),
+}
+LOSING = [event for event in EVENTS if "gone" in event]
+CASES = [("tasks", event) for event in EVENTS]
+CASES += [("launchers", event) for event in EVENTS if event not in ("scancel --signal=TERM", *LOSING[1:])]
+
+
+@pytest.mark.parametrize(("script", "event"), CASES)
+def test_a_job_that_has_to_go_comes_back_by_itself_and_finishes(slurm, submit, whole, script, event):
+    job = submit(script, options=("--partition=abrupt",) if event == "preempted at once" else ())
+    job.until(lambda: job.step >= 300, "training")
+    reached, told = job.step, time.monotonic()
+    EVENTS[event](slurm, job)
+    job.until(lambda: job.state == "PENDING" or job.slurm.job(job.number)["Restarts"] == "1", "gone")
+    gone = time.monotonic() - told
+    job.until(lambda: len(job.records("start")) > 1, "training again")
+    again = time.monotonic() - told
+    starts = check_finished(job, whole)
+    print(f"\n| {script} | {event} | {gone:.1f} s | {again:.0f} s | {reached} | {starts[1]} |")
+    assert len(starts) == 2 and starts[1] >= (reached - 500 if event in LOSING else reached)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_longer_than_its_time_limit_takes_several_turns(submit, whole, script):
+    job = submit(script, options=("--time=1", "--signal=USR1@20"), updates=LONG)
+    starts = check_finished(job, whole, LONG, seconds=400)
+    print(f"\n| {script} | time limit of a minute | turns started from updates {starts} |")
+    assert starts == sorted(set(starts)) and int(job.slurm.job(job.number)["Restarts"]) >= 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_signal_in_the_first_seconds_costs_no_more_than_the_turn(submit, whole, script):
+    job = submit(script)
+    job.until_state("RUNNING")
+    job.until(lambda: "StepId" in job.slurm("scontrol", "show", "steps", check=False), "running a step")
+    time.sleep(1)
+    job.slurm("scancel", "--signal=TERM", job.number)
+    job.until_state("PENDING")
+    assert check_finished(job, whole) == [0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scancel_saves_ends_and_is_final(submit, script):
+    job = submit(script)
+    job.until(lambda: job.step >= 300, "training")
+    reached, told = job.step, time.monotonic()
+    job.slurm("scancel", job.number)
+    job.until(lambda: not job.slurm("squeue", "--noheader", f"--jobs={job.number}"), "gone")
+    gone = time.monotonic() - told
+    saved = max(int(path.name[5:]) for path in job.folder.glob("runs/*/checkpoints/step-*"))
+    print(f"\n| {script} | scancel | {gone:.1f} s | stays ended | {reached} | {saved} |")
+    time.sleep(8)
+    assert job.state == "CANCELLED" and saved >= reached
+
+
+def test_srun_on_two_nodes_gives_the_losses_of_one_process(whole, tmp_path):
+    one = [*FLAGS, "--max_steps", "200", "--output_dir", str(tmp_path), "--run_name", "one"]
+    code, _, error = start("python", Path(__file__).parent.parent / "train.py", *one)
+    assert code == 0, error
+    lines = map(json.loads, (tmp_path / "one/log.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert losses == pytest.approx([record["loss"] for record in whole.records("train")][:20], rel=1e-5)
+    assert "rank 0   slm1" in whole.output and "rank 1   slm2" in whole.output
