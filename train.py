@@ -20,10 +20,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.accelerator import check_precision, compile_model, make_accelerator, settle_buckets
+from utils.batch import resolve_batch
 from utils.batchnorm import synchronise
 from utils.checkpoint import forget_after, prune, save_checkpoint
 from utils.cli import parse_args
-from utils.config import TrainConfig, advice, resolve_batch, to_yaml
+from utils.config import TrainConfig, advice, to_yaml
 from utils.data.decode import peek
 from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix

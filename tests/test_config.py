@@ -8,8 +8,9 @@ import pytest
 import yaml
 from training_runs import train_run
 
+from utils.batch import resolve_batch
 from utils.cli import parse_args, read_config
-from utils.config import TrainConfig, resolve_batch, to_yaml
+from utils.config import TrainConfig, to_yaml
 
 ROOT = Path(__file__).parent.parent
 

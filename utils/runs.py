@@ -5,17 +5,16 @@ import os
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from utils.batch import batch_of_start
 from utils.checkpoint import find_checkpoint, newest_good, tidy, verify
-from utils.config import TrainConfig, expand, resolve_batch
+from utils.config import TrainConfig, expand
 from utils.distributed import Ranks
 from utils.files import holder_text, is_taken_over, lock
 from utils.launch import restarts
-from utils.saved import read_saved
-from utils.state import TrainState
 
 _ORPHANS_LEAVE_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
 
@@ -123,38 +122,6 @@ def _take(start: Start, ranks: Ranks) -> None:
     start.lock = lock(start.folder, _ORPHANS_LEAVE_WITHIN)
     tidy(start.folder / "checkpoints")
     ranks.remember("run-folder", str(start.folder.absolute()))
-
-
-def batch_of_start(config: TrainConfig, checkpoint: Path | None, processes: int) -> TrainConfig:
-    """The settings with batch sizes that keep a checkpoint's global batch on this number of processes.
-
-    The batch size per process grows no larger than it was, or than --batch_size. Raises ValueError with the numbers of
-    processes that would work.
-    """
-    if checkpoint is None:
-        resolve_batch(config, processes)
-        return config
-    saved = read_saved(checkpoint)
-    total = saved["global_batch_size"]
-    if config.global_batch_size not in (None, total):
-        raise ValueError(
-            f"{checkpoint}: was trained with a global batch size of {total}, not {config.global_batch_size}; give the "
-            "same settings"
-        )
-    config = replace(config, global_batch_size=total)
-    if config.batch_size or config.grad_accum:
-        with suppress(ValueError):
-            resolve_batch(config, processes)
-            return config
-    if total % processes:
-        *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
-        raise ValueError(
-            f"{checkpoint}: the global batch of {total} does not divide by {processes} processes; go on with "
-            f"{', '.join(works)} or {most} processes"
-        )
-    share, largest = total // processes, config.batch_size or TrainState.from_dict(saved["state"]).batch_size
-    batch = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
-    return replace(config, batch_size=None, grad_accum=share // batch)
 
 
 def make_run_folder(config: TrainConfig, start: Start, ranks: Ranks) -> Path:
