@@ -9,6 +9,7 @@ do. `python doctor.py --help` lists the settings.
 """
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not may_meet:
         report_alone(findings, topology, config)
         raise SystemExit(1)
+    if topology.is_main and is_launched():  # a launcher that sees another rank gone ends this one: first it may speak
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(3))
     with ranks_of_launch("doctor.py", config) as ranks:
         try:
             ranks.join()
@@ -70,7 +73,6 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tu
         text = one_line(ranks.ends(error))
         if not ranks.is_main and not is_lost_rank(error):  # the main process only sees that this rank is gone
             sys.stderr.write(f"doctor.py: rank {ranks.topology.rank}, checking {place}: {text}\n")
-            time.sleep(1)  # a launcher that sees this rank gone ends the others: let the main process finish
         return [*findings, Finding(place, text, False, "what comes after it could not be checked")], True
     return findings, False
 

@@ -199,6 +199,20 @@ def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
         assert f"{name} " in outcomes[0].out and "✗" in outcomes[0].out and "→" in outcomes[0].out
 
 
+def test_one_slow_cable_between_machines_is_named():
+    finding = returned(4, _one_bad_cable)[0]
+    assert finding.red and "of 0      -   1.00   1.00   1.00\nof 1   1.00      -   1.00   0.05" in finding.value
+    assert "1 to 3 (b to d); see cable" in finding.mend
+
+
+def _one_bad_cable():
+    with ranks_of_launch("doctor.py", DoctorConfig(timeout=20)) as ranks:
+        ranks.join()
+        speeds = {(1, 3): 0.05}
+        exchange_checks._link = lambda _, values, a, b: 4 * len(values) / 1e9 / speeds.get((a, b), 1.0)
+        return exchange_checks.links(ranks, DoctorConfig(), [{"host": name} for name in "abcd"])
+
+
 # Faults that keep the processes from meeting.
 
 
@@ -287,6 +301,19 @@ def test_what_was_found_is_told_when_a_rank_breaks_a_check_off():
     outcomes = look(2, breaks)
     assert [outcome.code for outcome in outcomes] == [1, 1] and red_lines() == {"clocks"}
     assert outcomes[1].err.startswith("doctor.py: rank 1, checking clocks: invalid literal") and outcomes[1].out == ""
+
+
+def test_the_main_process_speaks_first_though_the_launcher_ends_it_for_another_ranks_loss():
+    Path("planted.py").write_text(f"""import os, sys
+sys.path.insert(0, {str(Path(doctor.__file__).parent)!r})
+import doctor
+if os.environ["RANK"] == "1":
+    doctor.exchange_checks.clocks = lambda ranks: os._exit(9)
+doctor.main(["--json", "doctor.json"])
+""")
+    code, out, err = launch("2cpu", Path.cwd() / "planted.py")
+    assert code == 1 and "Lockstep doctor" in out, err[-2000:]
+    assert red_lines() == {"clocks"}
 
 
 def test_what_was_found_is_told_when_a_rank_hangs():
