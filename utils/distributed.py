@@ -27,7 +27,8 @@ from utils.errors import (
 )
 from utils.host import keep_freed_memory
 from utils.launch import Topology, launcher, read_topology, restarts_are_possible, threads_per_process
-from utils.rendezvous import address_of, check_init_method, in_time, launchers_store, meet, set_interface
+from utils.network import address_of, set_interface
+from utils.rendezvous import check_init_method, in_time, launchers_store, meet
 from utils.watch import Watch
 
 Result = TypeVar("Result")
@@ -82,7 +83,7 @@ class Ranks:
         store, self.members = meet(topology, launch.init_method, launch.timeout, launch.interface)
         self._watch = Watch(store, self.members, topology.rank, launch.timeout, self.prog)
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
-        self.interface = set_interface(self.members, launch.interface, several_machines)
+        self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
         try:
             self._make_groups(store)
         except (RuntimeError, ValueError) as error:

@@ -21,7 +21,7 @@ from utils.config import DoctorConfig, expand
 from utils.distributed import Ranks
 from utils.findings import Finding
 from utils.host_checks import GB, free_memory, nvidia_smi
-from utils.rendezvous import address_of
+from utils.network import address_of
 
 _PATIENCE = 5.0  # seconds until a file must be seen: NFS looks into a folder anew every few seconds
 

@@ -17,7 +17,8 @@ from utils.config import DoctorConfig, expand
 from utils.distributed import Ranks
 from utils.findings import Finding, red
 from utils.launch import Topology, is_launched, read_topology, threads_per_process
-from utils.rendezvous import address_of, agent_serves, is_own, set_interface, user_of
+from utils.network import address_of, is_own, set_interface, user_of
+from utils.rendezvous import agent_serves
 
 GB = 1e9
 _BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which workers hand over in /dev/shm

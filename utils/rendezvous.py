@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlparse
 
-import psutil
 import torch.distributed as dist
 
 from utils.errors import one_line
 from utils.launch import Topology
+from utils.network import address_of, free_port, is_own, outward_address, resolve, user_of
 
 Result = TypeVar("Result")
 _POLL = 0.02, 0.25  # seconds between two looks into the store, at first and at last
@@ -55,7 +55,7 @@ def meet(
     if kind.scheme == "file":
         return _meet_in_file(Path(kind.path), topology, me, deadline, interface)
     address, port = (kind.hostname, kind.port) if kind.scheme == "tcp" else (topology.address, topology.port)
-    me.master = _resolve(address)
+    me.master = resolve(address)
     store = _tcp_store(topology, address, port, deadline)
     session, members = _session(store, me, deadline, f"{address}:{port}")
     return dist.PrefixStore(session, store), members
@@ -129,7 +129,7 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
         str(port),
     )
     serves = topology.is_main and not launchers
-    if serves and not is_own(_resolve(address)):
+    if serves and not is_own(resolve(address)):
         raise ValueError(
             f"{address} is no address of {socket.gethostname()}, where rank 0 was started; MASTER_ADDR or "
             "--init_method must name the machine of rank 0"
@@ -225,107 +225,3 @@ def _meet_in_file(path: Path, topology: Topology, me: Member, deadline: float, i
         _wait(lambda: served.add(f"{session}-arrived", 0) == topology.world_size, deadline)
         path.unlink(missing_ok=True)
     return dist.PrefixStore(session, served), members
-
-
-def set_interface(members: list[Member], wanted: str | None, several_machines: bool) -> str:
-    """Tell gloo and NCCL which network interface to use, and return its name.
-
-    It is --interface, or GLOO_SOCKET_IFNAME, or the one over which this machine reaches rank 0's. That one may know
-    itself only by a loopback address (Debian writes its name so into /etc/hosts), so the others' word counts.
-    """
-    names = sorted(psutil.net_if_addrs())
-    name = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
-    if name is None:
-        seen = [member.master for member in members]
-        outside = next((address for address in seen if address and not _is_loopback(address)), None)
-        name = interface_of(_address_towards((outside or "127.0.0.1") if several_machines else "127.0.0.1"))
-        if name is None or (several_machines and is_loopback(name)):
-            raise ValueError(
-                f"{socket.gethostname()} reaches {outside or members[0].host} only by itself; name the network "
-                f"interface between the machines with --interface, one of {', '.join(names)}"
-            )
-    elif name not in names:
-        flag = "--interface" if wanted else "GLOO_SOCKET_IFNAME"
-        raise ValueError(f"{flag} {name}: {socket.gethostname()} has {', '.join(names)}")
-    elif several_machines and is_loopback(name):
-        raise ValueError(f"interface {name} does not leave {socket.gethostname()}; the run has several machines")
-    os.environ["GLOO_SOCKET_IFNAME"] = name
-    if wanted or several_machines:  # on one machine NCCL does better by itself
-        os.environ["NCCL_SOCKET_IFNAME"] = name
-    return name
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface of this machine that has the IP address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(known.address.split("%")[0] == address for known in addresses):
-            return name
-    return "lo" if _is_loopback(address) and "lo" in psutil.net_if_addrs() else None
-
-
-def address_of(interface: str) -> str:
-    """An IP address of the interface, of version 4 if it has one."""
-    addresses = psutil.net_if_addrs().get(interface, [])
-    found = [a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family]
-    if not found:
-        raise ValueError(f"--interface {interface}: has no IP address on {socket.gethostname()}")
-    return found[0]
-
-
-def is_loopback(interface: str) -> bool:
-    return _is_loopback(address_of(interface))
-
-
-def is_own(address: str) -> bool:
-    """Whether the IP address is one of this machine."""
-    return _is_loopback(address) or interface_of(address) is not None
-
-
-def outward_address() -> str:
-    """The IP address by which this machine is known outside: of its default route, or its only one."""
-    with suppress(OSError):
-        return _address_towards("192.0.2.1")  # of no machine (RFC 5737), and nothing is sent
-    known = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET}
-    others = {address for address in known if not _is_loopback(address)}
-    if len(others) != 1:
-        raise ValueError(f"{socket.gethostname()} has {len(others)} networks and no default route; give --interface")
-    return others.pop()
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
-def _address_towards(address: str) -> str:
-    """The address of this machine from which a packet to the other would leave; nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))
-        return probe.getsockname()[0]
-
-
-def _resolve(name: str) -> str:
-    try:
-        return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
-        raise ValueError(
-            f"{name}: {socket.gethostname()} cannot find its address ({error.strerror}); use the IP address of rank "
-            "0's machine as MASTER_ADDR, or enter the name in /etc/hosts"
-        ) from error
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def user_of(port: int) -> str:
-    """Who listens on the port of this machine, as words to append; empty when that is not to be seen."""
-    with suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-                process = psutil.Process(connection.pid)
-                return f" by process {process.pid} ({' '.join(process.cmdline()[:3])[:80]})"
-    return ""
