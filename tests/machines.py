@@ -75,6 +75,10 @@ class Machine:
         return f"{self.name}-{os.getpid()}"
 
     @property
+    def _inside(self) -> list[str]:
+        return ["nsenter", f"--net=/run/netns/{self.namespace}"]
+
+    @property
     def hosts(self) -> Path:
         """What it sees as /etc/hosts."""
         return self.folder / f"hosts-{self.name}"
@@ -83,7 +87,7 @@ class Machine:
         """Start a command of this environment's bin folder, with the variables in addition to the test's own."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "GLOO_", "NCCL_"))}
         output = self.folder / f"{self.name}-{len(self.jobs)}.txt"
-        inside = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh"]
+        inside = [*self._inside, "unshare", "--uts", "--mount", "sh", "-c", _ENTER, "sh"]
         with output.open("w") as file:
             process = subprocess.Popen(
                 [*inside, self.name, str(self.hosts), str(BIN / command[0]), *map(str, command[1:])],
@@ -113,10 +117,9 @@ class Machine:
 
     def firewall(self, rule: str) -> None:
         """Let nft judge what comes in, such as `drop` or `numgen random mod 100 < 20 drop`; what it sends passes."""
-        _run("nsenter", f"--net=/run/netns/{self.namespace}", "nft", "add", "table", "inet", "tests")
-        chain = "add chain inet tests in { type filter hook input priority 0 ; }"
-        _run("nsenter", f"--net=/run/netns/{self.namespace}", "nft", chain)
-        _run("nsenter", f"--net=/run/netns/{self.namespace}", "nft", f"add rule inet tests in iifname eth0 {rule}")
+        chain = "chain inet tests in { type filter hook input priority 0 ; }"
+        for what in ("table inet tests", chain, f"rule inet tests in iifname eth0 {rule}"):
+            _run(*self._inside, "nft", f"add {what}")
 
     def end(self) -> None:
         """Kill all that runs on it, which is only what was started here, and take it away."""
@@ -137,7 +140,7 @@ class Machine:
 
 @contextmanager
 def network(folder: Path, count: int = 2):
-    """Yield so many machines, ls-a, ls-b and so on, that know each other's names; afterwards nothing of them is left."""
+    """Yield machines ls-a, ls-b and so on, that know each other's names; afterwards they are gone."""
     machines = [Machine(f"ls-{chr(97 + n)}", f"10.77.0.{n + 1}", folder) for n in range(count)]
     hosts = "127.0.0.1 localhost\n" + "".join(f"{machine.address} {machine.name}\n" for machine in machines)
     try:

@@ -14,7 +14,7 @@ from utils.checkpoint import find_checkpoint, newest_good, tidy, verify
 from utils.config import TrainConfig, expand
 from utils.distributed import Ranks
 from utils.files import holder_text, is_taken_over, lock
-from utils.launch import restarts
+from utils.launch import restarts_are_possible
 
 _ORPHANS_LEAVE_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
 
@@ -23,8 +23,9 @@ def check_run_folder(config: TrainConfig, after_meeting: bool = False) -> None:
     """Raise ValueError or OSError when the run folder is taken or cannot be made, or the checkpoint is not there.
 
     After a restart by the launcher the folder that exists may be the run's own: then it is checked `after_meeting`.
+    The launcher of a machine does not count a restart that another machine's began.
     """
-    if restarts() and not after_meeting:
+    if restarts_are_possible() and not after_meeting:
         return
     if config.resume not in (None, "auto"):
         find_checkpoint(expand(config.resume), prefer=("latest",))
@@ -69,7 +70,7 @@ def find_start(config: TrainConfig, ranks: Ranks) -> tuple[TrainConfig, Start]:
     def find() -> str:
         if not ranks.is_main:
             return ""
-        before = ranks.remembered("run-folder") if restarts() else ""
+        before = ranks.remembered("run-folder")
         if before:
             start.folder = Path(before)
         else:

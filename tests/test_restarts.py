@@ -1,0 +1,94 @@
+"""Launchers that start a run again by themselves, with ranks killed at any moment:  python -m pytest -m slow -s
+
+On two machines:  python -m pytest -m machines -s tests/test_restarts.py
+"""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from machines import ROOT, needs_machines, network
+from test_launch_faults import FLAGS, LAUNCHERS, begin, no_leftovers, ranks_of
+from test_stopping import has_logged, until
+from training_runs import records, weights
+
+assert no_leftovers  # used by its name
+FLAGS = [*FLAGS, "--max_steps", "300"]
+MOMENTS = ("importing", "starting", "training", "saving", "late")
+
+
+def wait_for(moment, processes, chance):
+    """Come back with the rank to kill when that moment is reached."""
+    until(lambda: len(processes()) == 2, seconds=60)
+    if moment in ("importing", "starting"):  # from PyTorch's import to the first update
+        time.sleep(chance.uniform(0, 3) if moment == "importing" else chance.uniform(3, 9))
+    elif moment == "training":
+        until(has_logged(chance.randrange(5, 100)), seconds=120)
+    elif moment == "saving":
+        until(lambda: any(Path("runs/run/checkpoints").glob(".step-*.partial")), seconds=120, every=0.001)
+    else:
+        until(has_logged(chance.randrange(150, 280)), seconds=120)
+    return chance.choice(processes())
+
+
+def check(trial, began, moment, victim):
+    """All ended well, with the weights of a run that nothing disturbed."""
+    starts = [record["step"] for record in records("run", "start")]
+    print(f"\n| {trial} | {moment} | {victim} | from updates {starts} | {time.monotonic() - began:.0f} s |")
+    assert [record["step"] for record in records("run", "train")] == list(range(1, 301))
+    assert all(torch.equal(weights("run")[name], tensor) for name, tensor in whole().items())
+
+
+def whole(kept={}):  # noqa: B006
+    """The weights of the same two ranks without a fault."""
+    if not kept:
+        process = begin("torchrun, 2 processes", *FLAGS, "--run_name", "whole")
+        assert process.wait(timeout=200) == 0, Path("out.txt").read_text()[-3000:]
+        kept |= weights("whole")
+    return kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(10))
+def test_a_launcher_with_max_restarts_goes_on_after_a_kill_at_any_moment(trial):
+    launcher = ("accelerate launch, 2 processes", "torchrun, 2 processes")[trial % 2]
+    command = LAUNCHERS[launcher]
+    LAUNCHERS["restarting"] = [command[0], *command[1:2], "--max_restarts", "3", *command[2:]]
+    if command[0] == "torchrun":
+        LAUNCHERS["restarting"] = [command[0], "--max_restarts", "3", *command[1:]]
+    chance, moment = random.Random(trial), MOMENTS[trial // 2]
+    process, began = begin("restarting", *FLAGS), time.monotonic()
+    victim = wait_for(moment, lambda: [p for p in ranks_of(process) if p.pid != process.pid], chance)
+    victim.kill()
+    assert process.wait(timeout=200) == 0, Path("out.txt").read_text()[-3000:]
+    check(launcher, began, moment, "one rank")
+
+
+RENDEZVOUS = {
+    "accelerate launch": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/2nodes.yaml"],
+    "accelerate launch, c10d": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/2nodes.yaml",
+                                "--rdzv_backend", "c10d"],
+}  # fmt: skip
+
+
+@pytest.mark.machines
+@needs_machines
+@pytest.mark.parametrize("rendezvous", RENDEZVOUS)
+@pytest.mark.parametrize("trial", range(5))
+def test_launchers_on_two_machines_go_on_after_a_kill_at_any_moment(tmp_path, rendezvous, trial):
+    chance, moment = random.Random(trial), MOMENTS[trial]
+    with network(tmp_path) as machines:
+        began, victims = time.monotonic(), lambda: [p for machine in machines for p in machine.processes()]
+        jobs = [
+            machine.start(*RENDEZVOUS[rendezvous], "--machine_rank", rank, "--main_process_ip", machines[0].address,
+                          "--max_restarts", "3", ROOT / "train.py", *FLAGS, "--threads", "1")
+            for rank, machine in enumerate(machines)
+        ]  # fmt: skip
+        victim = wait_for(moment, victims, chance)
+        where = "on " + next(machine.name for machine in machines if victim in machine.processes())
+        victim.kill()
+        codes = [job.wait(200) for job in jobs]
+        assert codes == [0, 0], "\n=====\n".join(job.text[-5000:] for job in jobs)
+    check(rendezvous, began, moment, where)

@@ -1,0 +1,231 @@
+"""Runs over a real network between two machines, and what can go wrong with it:  python -m pytest -m machines"""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from machines import ROOT, needs_machines, network
+from test_stopping import has_logged, until
+from training_runs import records, weights
+
+pytestmark = [pytest.mark.machines, needs_machines]
+RUN = ["--model", "mlp", "--threads", "1", "--global_batch_size", "120", "--lr", "0.01", "--log_every", "1"]
+RUN += ["--timeout", "15", "--run_name", "run"]
+SHORT = [*RUN, "--max_steps", "30", "--save_every", "10"]
+LONG = [*RUN, "--data", "synthetic/10x28x20000", "--eval_every", "100000"]
+
+
+@pytest.fixture
+def machines(tmp_path):
+    with network(tmp_path) as both:
+        yield both
+
+
+def start(places, *flags, script="train.py", **env):
+    """Start rank 0 on the first machine, rank 1 on the second, as by hand: exported variables and plain python."""
+    return [begin(rank, places, *flags, script=script, **env) for rank in range(len(places))]
+
+
+def begin(rank, places, *flags, script="train.py", **env):
+    here = [number for number, place in enumerate(places) if place is places[rank]]
+    numbers = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here)}
+    variables = {name: str(number) for name, number in numbers.items()}
+    variables |= {"MASTER_ADDR": places[0].name, "MASTER_PORT": "29500"} | env
+    return places[rank].start("python", ROOT / script, *flags, env=variables)
+
+
+def ended(jobs, code=0, since=None, within=60):
+    """Wait until all have ended with that code; returns how long it took."""
+    since = since or time.monotonic()
+    for job in jobs:
+        assert job.wait(max(1.0, within - (time.monotonic() - since))) == code, job.text[-3000:]
+    return time.monotonic() - since
+
+
+def error_of(job):
+    """The last line that our program has written as its error."""
+    lines = [line for line in job.text.splitlines() if line.startswith("train.py: error: ")]
+    assert lines, f"{job.output.name} has no line of an error:\n{job.text[-3000:]}"
+    return lines[-1]
+
+
+def report(fault, seconds, *lines):
+    print(f"\n| {fault} | {seconds:.0f} s | " + " / ".join(lines) + " |")
+
+
+def losses(name="run"):
+    return [record["loss"] for record in records(name, "train")]
+
+
+@pytest.fixture
+def one_machine(machines):
+    """The losses of the same run of two processes on one machine."""
+    a, _ = machines
+    ended(start([a, a], *SHORT, "--run_name", "one"))
+    return losses("one")
+
+
+def test_training_on_two_machines_is_that_on_one_bit_for_bit_and_so_is_evaluation(machines, one_machine):
+    ended(start(machines, *SHORT, "--run_name", "whole"))
+    assert losses("whole") == one_machine
+    assert all(torch.equal(weights("one")[name], tensor) for name, tensor in weights("whole").items())
+    evaluations = start(machines, "--ckpt", "runs/whole", "--json", "two.json", "--timeout", "15", script="eval.py")
+    ended(evaluations)
+    ended([machines[0].start("python", ROOT / "eval.py", "--ckpt", "runs/one", "--json", "one.json")])
+    one, two = (json.loads(Path(name).read_text()) for name in ("one.json", "two.json"))
+    assert one["count"] == two["count"] == 180 and one["accuracy"] == two["accuracy"]
+
+
+def test_a_run_killed_on_two_machines_goes_on_on_one_with_the_losses_of_a_whole_one(machines):
+    flags = [*RUN, "--max_steps", "400", "--save_every", "10"]
+    jobs = start(machines, *flags)
+    until(has_logged(15))
+    machines[1].processes()[0].kill()
+    killed = time.monotonic()
+    report("kill -9 of rank 1", ended(jobs[:1], 2, killed, within=10), error_of(jobs[0]))
+    ended(start([machines[0]] * 2, *flags, "--resume", "auto"))
+    ended(start([machines[0]] * 2, *flags, "--run_name", "whole"))
+    assert records("run", "start")[-1]["step"] >= 10
+    assert losses() == losses("whole")
+
+
+@pytest.mark.parametrize("config", ["2nodes", "nodes"])
+def test_accelerate_launch_with_the_config_and_the_number_of_the_machine(machines, one_machine, config):
+    flags = ["--num_machines", "2", "--num_processes", "2"] if config == "nodes" else []
+    file = ROOT / f"accelerate_configs/{config}.yaml"
+    jobs = [
+        machine.start("accelerate", "launch", "--config_file", file, *flags, "--machine_rank", rank,
+                      "--main_process_ip", machines[0].address, ROOT / "train.py", *SHORT)
+        for rank, machine in enumerate(machines)
+    ]  # fmt: skip
+    ended(jobs, within=90)
+    assert losses() == one_machine
+    assert "No GPU is visible: running on the CPU, 2 processes over gloo" in jobs[0].text
+
+
+def test_torchrun_says_the_same(machines, one_machine):
+    jobs = [
+        machine.start("torchrun", "--nnodes", 2, "--nproc_per_node", 1, "--node_rank", rank,
+                      "--master_addr", machines[0].name, "--master_port", "29500", ROOT / "train.py", *SHORT)
+        for rank, machine in enumerate(machines)
+    ]  # fmt: skip
+    ended(jobs, within=90)
+    assert losses() == one_machine
+
+
+@pytest.mark.parametrize("where", ["two machines", "one machine"])
+@pytest.mark.parametrize("way", ["tcp", "file"])
+def test_the_other_ways_to_meet_and_a_file_of_a_killed_run(machines, tmp_path, way, where):
+    a, b = machines
+    places = [a, b] if where == "two machines" else [a, a]
+    meeting = f"file://{tmp_path}/meeting" if way == "file" else f"tcp://{a.address}:29777"
+    if way == "file":  # killed while it waits for rank 1
+        (job,) = [begin(0, places, *SHORT, "--init_method", meeting)]
+        until(lambda: (tmp_path / "meeting").exists() and (tmp_path / "meeting").stat().st_size)
+        a.processes()[0].kill()
+        ended([job], -9)
+        assert (tmp_path / "meeting").exists()
+    ended(start(places, *SHORT, "--init_method", meeting))
+    assert len(losses()) == 30 and not (tmp_path / "meeting").exists()
+
+
+def test_a_host_name_that_means_loopback_on_its_own_machine_does_no_harm(machines):
+    """Debian writes its own name so into /etc/hosts."""
+    for machine, other in zip(machines, machines[::-1], strict=True):
+        machine.hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n{other.address} {other.name}\n")
+    jobs = start(machines, *SHORT)
+    ended(jobs)
+    assert "gloo on eth0" in jobs[0].text
+
+
+FAULTS = {
+    "an interface that leads elsewhere": (
+        {"flags": ["--interface", "docker0"]}, 1, "could not connect over gloo, from 172.17.0.1 on interface docker0",
+    ),
+    "an interface that is not there": (
+        {"flags": ["--interface", "eth9"]}, 0, "--interface eth9: ls-a has docker0, eth0, lo",
+    ),
+    "the loopback interface": (
+        {"GLOO_SOCKET_IFNAME": "lo"}, 1, "interface lo does not leave ls-b; the run has several machines",
+    ),
+    "the address of the other machine": (
+        {"MASTER_ADDR": "ls-b"}, 0, "ls-b is no address of ls-a, where rank 0 was started; MASTER_ADDR",
+    ),
+    "a host name that nobody knows": (
+        {"MASTER_ADDR": "ls-z"}, 1, "ls-z: ls-b cannot find its address",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_setting_ends_all_ranks_with_the_line_that_names_it(machines, fault):
+    settings, rank, line = FAULTS[fault]
+    settings = dict(settings)
+    began, jobs = time.monotonic(), start(machines, *SHORT, *settings.pop("flags", []), **settings)
+    seconds = ended(jobs, 2, began, within=50)
+    report(fault, seconds, *(error_of(job) for job in jobs))
+    assert line in error_of(jobs[rank])
+
+
+def test_a_port_that_another_program_holds_is_named_with_it_on_both_machines(machines):
+    server = machines[0].start("python", "-m", "http.server", "29500")
+    time.sleep(1)
+    began, jobs = time.monotonic(), start(machines, *SHORT)
+    seconds = ended(jobs, 2, began)
+    report("a port that is taken", seconds, *(error_of(job) for job in jobs))
+    assert f"port 29500 is taken on ls-a by process {server.process.pid}" in error_of(jobs[0])
+    assert "what listens at ls-a:29500 is not rank 0 of this run" in error_of(jobs[1])
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_machine_that_never_comes_is_named_by_the_other(machines, missing):
+    began, job = time.monotonic(), begin(1 - missing, machines, *SHORT)
+    seconds = ended([job], 2, began)
+    report(f"rank {missing} never comes", seconds, error_of(job))
+    assert ("nobody answered at ls-a:29500 within 15 s", "rank 1 did not come to ls-a:29500")[missing] in error_of(job)
+
+
+def test_a_firewall_that_passes_the_master_port_only_is_said(machines):
+    machines[0].firewall("tcp dport != 29500 drop")
+    machines[1].firewall("tcp sport != 29500 drop")
+    began, jobs = time.monotonic(), start(machines, *SHORT)
+    seconds = ended(jobs, 2, began)
+    report("only the master port is open", seconds, *(error_of(job) for job in jobs))
+    assert "met but could not connect over gloo, from 10.77.0.1 on interface eth0 of ls-a" in error_of(jobs[0])
+    assert "whether a firewall is between the machines" in error_of(jobs[1])
+
+
+@pytest.mark.parametrize("how", ["cut", "black hole"])
+def test_a_link_lost_for_good_ends_both_machines_after_the_timeout(machines, how):
+    jobs = start(machines, *LONG)
+    until(has_logged(20))
+    lost = time.monotonic()
+    machines[1].cut() if how == "cut" else machines[1].firewall("drop")
+    seconds = ended(jobs, 2, lost, within=40)
+    report(f"link lost: {how}", seconds, *(error_of(job) for job in jobs))
+    assert 14 < seconds < 35
+    assert "waited for rank 1 (ls-b, process" in error_of(jobs[0]) and "not heard of for" in error_of(jobs[0])
+    assert "another process of this run left or stopped answering" in error_of(jobs[1])
+
+
+def test_a_link_cut_for_8_seconds_costs_8_seconds(machines):
+    jobs = start(machines, *LONG, "--max_steps", "60")
+    until(has_logged(20))
+    lost = time.monotonic()
+    machines[1].cut()
+    time.sleep(8)
+    machines[1].heal()
+    seconds = ended(jobs, since=lost)
+    said = [line for line in jobs[0].text.splitlines() if line.startswith("train.py: rank 0 has waited")]
+    report("link cut for 8 s", seconds, *said)
+    assert "for rank 1 (ls-b, process" in said[0] and len(losses()) == 60
+
+
+def test_a_fifth_of_all_packets_lost_makes_a_run_slow_and_does_not_end_it(machines, one_machine):
+    for machine in machines:
+        machine.firewall("numgen random mod 100 < 20 drop")
+    seconds = ended(start(machines, *SHORT), within=300)
+    report("20 % of the packets lost each way", seconds)
+    assert losses() == one_machine
