@@ -30,7 +30,7 @@ _CLOCKS = 1.0  # seconds that clocks may differ
 
 
 def network(ranks: Ranks, facts: Sequence[dict]) -> list[Finding]:
-    """What the processes talk over, and how long the store takes; a line for each machine's interface."""
+    """What the processes talk over, and how long the store takes to answer."""
     places = dict.fromkeys(f"{fact['interface']} ({fact['address']})" for fact in facts)
     begun = time.perf_counter()
     for _ in range(10):
@@ -101,7 +101,7 @@ def links(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding 
         lines.append(f"of {a}{cells}")
     numbers = {f"{a} to {b}": rates[a][b] for a, b in permutations(range(count), 2)}
     pairs = ", ".join(f"{a} to {b} ({facts[a]['host']} to {facts[b]['host']})" for a, b in slow[:4])
-    mend = f"below {limit:.3f} GB/s: {pairs}; see cable, switch port and --interface, and what else uses them"
+    mend = f"below {limit:.3g} GB/s: {pairs}; see cable, switch port and --interface, and what else uses them"
     return Finding("links", "\n".join(lines), not slow, mend, numbers)
 
 

@@ -40,6 +40,7 @@ class Finding:
 
 
 def red(findings: Sequence[Finding]) -> bool:
+    """Whether any of them is red."""
     return any(finding.red for finding in findings)
 
 
