@@ -7,6 +7,7 @@ GPUs are /dev/null, enough to deal them out. The partition `low` is preempted by
 """
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +120,17 @@ class Slurm:
         """What `scontrol show job` says of it: JobState, Restarts, ExitCode and so on."""
         text = self("scontrol", "--oneliner", "show", "job", number)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def processes(self, pattern: str) -> list[int]:
+        """What runs on the nodes with the pattern in its command."""
+        found = []
+        for node in NODES:
+            pids = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True).stdout.split()
+            for pid in pids:
+                with suppress(OSError):  # it may have ended
+                    if re.search(pattern, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")):
+                        found.append(int(pid))
+        return found
 
     def cut(self, node: str) -> None:
         """Pull the network cable of a node."""

@@ -1,6 +1,8 @@
 """The job scripts in slurm/ on a real SLURM of two nodes:  python -m pytest -m slurm -s tests/test_slurm.py"""
 
 import json
+import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from slurm_lab import Slurm, slurm_cluster, wait_until, why_not
+from slurm_lab import ROOT, Slurm, slurm_cluster, wait_until, why_not
 from test_launch import start
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() != "", reason=why_not() or "-")]
@@ -32,6 +34,10 @@ class Job:
         return self.slurm.job(self.number)["JobState"]
 
     @property
+    def exit_code(self) -> str:
+        return self.slurm.job(self.number)["ExitCode"]
+
+    @property
     def output(self) -> str:
         path = self.folder / f"{self.number}.txt"
         return path.read_text(errors="replace") if path.exists() else ""
@@ -52,6 +58,15 @@ class Job:
             if time.monotonic() > deadline or self.state in {"FAILED", "TIMEOUT", "NODE_FAIL"} - {what}:
                 pytest.fail(f"job {self.number} is {self.state}, not {what}:\n{self.output[-4000:]}")
             time.sleep(0.2)
+
+    def ranks(self) -> list[int]:
+        """Its processes that train."""
+        return self.slurm.processes(rf"^\S*python -u train.py --run_name job-{self.number} ")
+
+    def gone_after(self, told: float) -> float:
+        """Wait until nothing of the turn that was `told` to stop is left; returns the seconds since then."""
+        self.until(lambda: not self.slurm.processes(f"--run_name job-{self.number} "), "gone")
+        return time.monotonic() - told
 
     def until_state(self, *states: str, seconds: float = 120) -> None:
         self.until(lambda: self.state in states, " or ".join(states), seconds)
@@ -132,7 +147,7 @@ EVENTS = {
 }
 LOSING = [event for event in EVENTS if "gone" in event]
 CASES = [("tasks", event) for event in EVENTS]
-CASES += [("launchers", event) for event in EVENTS if event not in ("scancel --signal=TERM", *LOSING[1:])]
+CASES += [("launchers", event) for event in list(EVENTS)[:4:2] + LOSING[:1]]
 
 
 @pytest.mark.parametrize(("script", "event"), CASES)
@@ -141,8 +156,7 @@ def test_a_job_that_has_to_go_comes_back_by_itself_and_finishes(slurm, submit, w
     job.until(lambda: job.step >= 300, "training")
     reached, told = job.step, time.monotonic()
     EVENTS[event](slurm, job)
-    job.until(lambda: job.state == "PENDING" or job.slurm.job(job.number)["Restarts"] == "1", "gone")
-    gone = time.monotonic() - told
+    gone = job.gone_after(told)
     job.until(lambda: len(job.records("start")) > 1, "training again")
     again = time.monotonic() - told
     starts = check_finished(job, whole)
@@ -175,17 +189,59 @@ def test_scancel_saves_ends_and_is_final(submit, script):
     job.until(lambda: job.step >= 300, "training")
     reached, told = job.step, time.monotonic()
     job.slurm("scancel", job.number)
-    job.until(lambda: not job.slurm("squeue", "--noheader", f"--jobs={job.number}"), "gone")
-    gone = time.monotonic() - told
+    gone = job.gone_after(told)
     saved = max(int(path.name[5:]) for path in job.folder.glob("runs/*/checkpoints/step-*"))
     print(f"\n| {script} | scancel | {gone:.1f} s | stays ended | {reached} | {saved} |")
     time.sleep(8)
     assert job.state == "CANCELLED" and saved >= reached
 
 
+def test_each_task_of_an_array_is_a_run_that_comes_back_alone(slurm, submit):
+    """The last task has the number of the whole array, and must not put all of it back."""
+    array = submit("tasks", options=("--array=0-1", "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2"))
+    tasks = [Job(slurm, f"{array.number}_{index}", array.folder) for index in (0, 1)]
+    for task in tasks:
+        task.until(lambda task=task: task.step >= 300, "training")
+    slurm("scancel", "--signal=USR1", tasks[1].number)
+    for task in tasks:
+        task.until_state("COMPLETED", seconds=200)
+    first, second = ([record["step"] for record in task.records("start")] for task in tasks)
+    assert first == [0] and len(second) == 2 and second[1] >= 300
+    assert [slurm.job(task.number)["Restarts"] for task in tasks] == ["0", "1"]
+
+
+def test_a_killed_rank_ends_the_job_under_tasks(slurm, submit):
+    job = submit("tasks")
+    job.until(lambda: job.step >= 300, "training")
+    told = time.monotonic()
+    os.kill(job.ranks()[-1], signal.SIGKILL)
+    job.until_state("FAILED")
+    print(f"\n| tasks | kill -9 of a rank | {job.gone_after(told):.1f} s | fails with {job.exit_code} |")
+    assert job.exit_code == "137:0" and slurm.job(job.number)["Restarts"] == "0"
+
+
+def test_a_killed_rank_is_started_again_by_launchers_within_the_job(submit, whole):
+    job = submit("launchers")
+    job.until(lambda: job.step >= 700, "training")
+    reached, told = job.step, time.monotonic()
+    os.kill(job.ranks()[-1], signal.SIGKILL)
+    job.until(lambda: len(job.records("start")) > 1, "training again")
+    again = time.monotonic() - told
+    starts = check_finished(job, whole)
+    print(f"\n| launchers | kill -9 of a rank | - | {again:.0f} s | {reached} | {starts[1]} |")
+    assert starts[1] >= 500 and job.slurm.job(job.number)["Restarts"] == "0"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_error_is_the_job_s_exit_code_and_no_turn_follows(submit, script):
+    job = submit(script, "--model", "no_such_model")
+    job.until_state("FAILED")
+    assert job.exit_code == {"tasks": "2:0", "launchers": "1:0"}[script] and "no_such_model" in job.output
+
+
 def test_srun_on_two_nodes_gives_the_losses_of_one_process(whole, tmp_path):
     one = [*FLAGS, "--max_steps", "200", "--output_dir", str(tmp_path), "--run_name", "one"]
-    code, _, error = start("python", Path(__file__).parent.parent / "train.py", *one)
+    code, _, error = start("python", ROOT / "train.py", *one)
     assert code == 0, error
     lines = map(json.loads, (tmp_path / "one/log.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
