@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from machines import needs_machines, network
 from ranks import returned, run_ranks, start_ranks
 from test_launch import launch
 
@@ -415,3 +416,41 @@ def _merge():
         ranks.join()
         socket.gethostname = lambda: "ab"[rank // 2]
         return [told.value for told in merged(ranks, [finding])]
+
+
+# Two machines of a network:  python -m pytest -m machines tests/test_doctor.py
+
+
+def by_hand(places, *flags_of_each):
+    """Start one process on each machine with exported variables; returns their codes and what they wrote."""
+    jobs = []
+    for rank, (place, flags) in enumerate(zip(places, flags_of_each, strict=True)):
+        numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
+        variables = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": places[0].name}
+        jobs.append(place.start("python", doctor.__file__, "--json", "doctor.json", *flags, env=variables))
+    return [job.wait() for job in jobs], [job.text for job in jobs]
+
+
+@pytest.mark.machines
+@needs_machines
+def test_two_machines_are_green_over_their_network_and_red_over_folders_of_their_own(tmp_path):
+    with network(tmp_path) as places:
+        a, b = places
+        codes, texts = by_hand(places, [], [])
+        assert red_lines() == set() and "Lockstep doctor" not in texts[1], texts
+        assert f"gloo over eth0 ({a.address}), eth0 ({b.address})" in texts[0] and "2 machines" in texts[0]
+        assert codes == [0, 0] or not findings()["leftovers"]["ok"]
+        by_hand(places, ["--output_dir", "runs-a"], ["--output_dir", "runs-b"])
+        assert red_lines() == {"folder"}
+
+
+@pytest.mark.machines
+@needs_machines
+def test_where_machines_cannot_meet_each_prints_its_own_table(tmp_path):
+    with network(tmp_path) as places:
+        codes, texts = by_hand(places, ["--timeout", "12"], ["--timeout", "12", "--interface", "eth7"])
+        assert codes == [1, 1] and red_lines() == {"meeting"}
+        assert "rank 1 did not come" in texts[0] and "✗ --interface eth7: " in texts[1], texts
+        places[0].firewall("drop")
+        codes, texts = by_hand(places, ["--timeout", "12"], ["--timeout", "12"])
+        assert codes == [1, 1] and "rank 1 did not come" in texts[0] and "✗ nobody answered at " in texts[1], texts
