@@ -22,7 +22,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from utils.errors import one_line
-from utils.launch import Topology
+from utils.launch import Topology, restarts
 from utils.network import address_of, free_port, is_own, outward_address, resolve, user_of
 
 Result = TypeVar("Result")
@@ -96,6 +96,8 @@ def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tupl
             return False
         session = store.get("session").decode()
         if session not in joined:
+            if restarts() and store.check([f"{session}/all"]):  # the others may still wait for the attempt before
+                store.set(f"{session}/ended", f"rank {me.rank} was killed, and started again by its launcher")
             store.set(f"{session}/{me.rank}", json.dumps(asdict(me)))
             joined.append(session)
         # The list of an earlier attempt holds that attempt's nonces.
