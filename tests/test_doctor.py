@@ -418,6 +418,19 @@ def _merge():
         return [told.value for told in merged(ranks, [finding])]
 
 
+def test_gpus_of_a_machine_are_one_line_with_the_least_and_the_most_memory_free():
+    gpus = [
+        {"host": "n1", "kind": "H200", "device": f"cuda:{n}", "gpu_memory": (1.3e11 + n * 1e9, 1.5e11)}
+        | {"memory": (9e10, 1e11)}
+        for n in range(8)
+    ]  # as ranks with GPUs tell; no GPU is asked
+    (line,) = health.machines(gpus)
+    assert line.value.split("\n") == [
+        "n1: ranks 0 to 7, 90.0 of 100.0 GB memory free",
+        "8 x H200 (cuda:0 to cuda:7), 130.0 to 137.0 of 150.0 GB free",
+    ]
+
+
 # Two machines of a network:  python -m pytest -m machines tests/test_doctor.py
 
 

@@ -83,8 +83,8 @@ def machines(facts: Sequence[dict]) -> list[Finding]:
         for kind in dict.fromkeys(fact["kind"] for fact in mine):
             same = [fact for fact in mine if fact["kind"] == kind]
             if same[0]["gpu_memory"]:
-                devices = ", ".join(dict.fromkeys(fact["device"] for fact in same))
-                text += f"\n{devices} ({kind}), {_free([fact['gpu_memory'] for fact in same])} free"
+                devices = " to ".join(dict.fromkeys((same[0]["device"], same[-1]["device"])))
+                text += f"\n{len(same)} x {kind} ({devices}), {_free([fact['gpu_memory'] for fact in same])} free"
             else:
                 text += ", on the CPU"
         findings.append(Finding("machine", text, numbers={"host": host, "ranks": members}))
