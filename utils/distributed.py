@@ -3,6 +3,8 @@
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -84,21 +86,35 @@ class Ranks:
         self._watch = Watch(store, self.members, topology.rank, launch.timeout, self.prog)
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
+        trouble = (
+            f"the processes met but could not connect over {self.backend}, from {address_of(self.interface)} on "
+            f"interface {self.interface} of {socket.gethostname()} (REASON); see --interface, and whether a firewall is "
+            "between the machines"
+        )
+        overdue = threading.Timer(launch.timeout + 1, self._give_up, [trouble.replace("REASON", "no answer")])
+        overdue.daemon = True
+        overdue.start()
         try:
             self._make_groups(store)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"the processes met but could not connect over {self.backend}, from {address_of(self.interface)} on "
-                f"interface {self.interface} of {socket.gethostname()} ({one_line(error)[:160]}); see --interface, and "
-                "whether a firewall is between the machines"
-            ) from error
+            raise ValueError(trouble.replace("REASON", one_line(error)[:160])) from error
+        finally:
+            overdue.cancel()
         self._store = dist.PrefixStore("lockstep", store)
+
+    def _give_up(self, text: str) -> None:
+        """End this process while its main thread waits for a connection, for which gloo has a time of its own."""
+        if self.topology.local_rank == 0:
+            sys.stderr.write(f"{self.prog}: error: {text}\n")
+            sys.stderr.flush()
+        time.sleep(0.5)  # a launcher that sees this rank gone ends the others: let the one that speaks finish
+        os._exit(2)
 
     def _make_groups(self, store: dist.Store) -> None:
         self.at("connecting")
         timeout = timedelta(seconds=self.launch.timeout)
         # Gloo waits five times as long for a connection. All ranks are there, so that it takes no time, or for ever.
-        connecting = min(timeout / 5, _CONNECT)
+        connecting = min(timeout, _CONNECT)
         rank, world_size = self.topology.rank, self.topology.world_size
         dist.init_process_group(
             self.backend,
