@@ -88,8 +88,8 @@ class Ranks:
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
         trouble = (
             f"the processes met but could not connect over {self.backend}, from {address_of(self.interface)} on "
-            f"interface {self.interface} of {socket.gethostname()} (REASON); see --interface, and whether a firewall is "
-            "between the machines"
+            f"interface {self.interface} of {socket.gethostname()} (REASON); see --interface, and whether a firewall "
+            "is between the machines"
         )
         overdue = threading.Timer(launch.timeout + 1, self._give_up, [trouble.replace("REASON", "no answer")])
         overdue.daemon = True
