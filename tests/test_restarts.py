@@ -21,15 +21,15 @@ MOMENTS = ("importing", "starting", "training", "saving", "late")
 
 def wait_for(moment, processes, chance):
     """Come back with the rank to kill when that moment is reached."""
-    until(lambda: len(processes()) == 2, seconds=60)
+    until(lambda: len(processes()) == 2, seconds=200)
     if moment in ("importing", "starting"):  # from PyTorch's import to the first update
         time.sleep(chance.uniform(0, 3) if moment == "importing" else chance.uniform(3, 9))
     elif moment == "training":
-        until(has_logged(chance.randrange(5, 100)), seconds=120)
+        until(has_logged(chance.randrange(5, 100)), seconds=200)
     elif moment == "saving":
-        until(lambda: any(Path("runs/run/checkpoints").glob(".step-*.partial")), seconds=120, every=0.001)
+        until(lambda: any(Path("runs/run/checkpoints").glob(".step-*.partial")), seconds=200, every=0.001)
     else:
-        until(has_logged(chance.randrange(150, 280)), seconds=120)
+        until(has_logged(chance.randrange(150, 280)), seconds=200)
     return chance.choice(processes())
 
 
@@ -45,7 +45,7 @@ def whole(kept={}):  # noqa: B006
     """The weights of the same two ranks without a fault."""
     if not kept:
         process = begin("torchrun, 2 processes", *FLAGS, "--run_name", "whole")
-        assert process.wait(timeout=200) == 0, Path("out.txt").read_text()[-3000:]
+        assert process.wait(timeout=400) == 0, Path("out.txt").read_text()[-3000:]
         kept |= weights("whole")
     return kept
 
@@ -62,7 +62,7 @@ def test_a_launcher_with_max_restarts_goes_on_after_a_kill_at_any_moment(trial):
     process, began = begin("restarting", *FLAGS), time.monotonic()
     victim = wait_for(moment, lambda: [p for p in ranks_of(process) if p.pid != process.pid], chance)
     victim.kill()
-    assert process.wait(timeout=200) == 0, Path("out.txt").read_text()[-3000:]
+    assert process.wait(timeout=400) == 0, Path("out.txt").read_text()[-3000:]
     check(launcher, began, moment, "one rank")
 
 
@@ -89,6 +89,6 @@ def test_launchers_on_two_machines_go_on_after_a_kill_at_any_moment(tmp_path, re
         victim = wait_for(moment, victims, chance)
         where = "on " + next(machine.name for machine in machines if victim in machine.processes())
         victim.kill()
-        codes = [job.wait(200) for job in jobs]
+        codes = [job.wait(400) for job in jobs]
         assert codes == [0, 0], "\n=====\n".join(job.text[-5000:] for job in jobs)
     check(rendezvous, began, moment, where)

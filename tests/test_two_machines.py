@@ -36,7 +36,7 @@ def begin(rank, places, *flags, script="train.py", **env):
     return places[rank].start("python", ROOT / script, *flags, env=variables)
 
 
-def ended(jobs, code=0, since=None, within=60):
+def ended(jobs, code=0, since=None, within=200):  # generous: other work may slow the machine
     """Wait until all have ended with that code; returns how long it took."""
     since = since or time.monotonic()
     for job in jobs:
@@ -81,7 +81,7 @@ def test_training_on_two_machines_is_that_on_one_bit_for_bit_and_so_is_evaluatio
 def test_a_run_killed_on_two_machines_goes_on_on_one_with_the_losses_of_a_whole_one(machines):
     flags = [*RUN, "--max_steps", "400", "--save_every", "10"]
     jobs = start(machines, *flags)
-    until(has_logged(15))
+    until(has_logged(15), seconds=200)
     machines[1].processes()[0].kill()
     killed = time.monotonic()
     report("kill -9 of rank 1", ended(jobs[:1], 2, killed, within=10), error_of(jobs[0]))
@@ -100,7 +100,7 @@ def test_accelerate_launch_with_the_config_and_the_number_of_the_machine(machine
                       "--main_process_ip", machines[0].address, ROOT / "train.py", *SHORT)
         for rank, machine in enumerate(machines)
     ]  # fmt: skip
-    ended(jobs, within=90)
+    ended(jobs, within=200)
     assert losses() == one_machine
     assert "No GPU is visible: running on the CPU, 2 processes over gloo" in jobs[0].text
 
@@ -111,7 +111,7 @@ def test_torchrun_says_the_same(machines, one_machine):
                       "--master_addr", machines[0].name, "--master_port", "29500", ROOT / "train.py", *SHORT)
         for rank, machine in enumerate(machines)
     ]  # fmt: skip
-    ended(jobs, within=90)
+    ended(jobs, within=200)
     assert losses() == one_machine
 
 
@@ -123,7 +123,7 @@ def test_the_other_ways_to_meet_and_a_file_of_a_killed_run(machines, tmp_path, w
     meeting = f"file://{tmp_path}/meeting" if way == "file" else f"tcp://{a.address}:29777"
     if way == "file":  # killed while it waits for rank 1
         (job,) = [begin(0, places, *SHORT, "--init_method", meeting)]
-        until(lambda: (tmp_path / "meeting").exists() and (tmp_path / "meeting").stat().st_size)
+        until(lambda: (tmp_path / "meeting").exists() and (tmp_path / "meeting").stat().st_size, seconds=200)
         a.processes()[0].kill()
         ended([job], -9)
         assert (tmp_path / "meeting").exists()
@@ -164,7 +164,7 @@ def test_a_wrong_setting_ends_all_ranks_with_the_line_that_names_it(machines, fa
     settings, rank, line = FAULTS[fault]
     settings = dict(settings)
     began, jobs = time.monotonic(), start(machines, *SHORT, *settings.pop("flags", []), **settings)
-    seconds = ended(jobs, 2, began, within=50)
+    seconds = ended(jobs, 2, began)
     report(fault, seconds, *(error_of(job) for job in jobs))
     assert line in error_of(jobs[rank])
 
@@ -200,7 +200,7 @@ def test_a_firewall_that_passes_the_master_port_only_is_said(machines):
 @pytest.mark.parametrize("how", ["cut", "black hole"])
 def test_a_link_lost_for_good_ends_both_machines_after_the_timeout(machines, how):
     jobs = start(machines, *LONG)
-    until(has_logged(20))
+    until(has_logged(20), seconds=200)
     lost = time.monotonic()
     machines[1].cut() if how == "cut" else machines[1].firewall("drop")
     seconds = ended(jobs, 2, lost, within=40)
@@ -212,7 +212,7 @@ def test_a_link_lost_for_good_ends_both_machines_after_the_timeout(machines, how
 
 def test_a_link_cut_for_8_seconds_costs_8_seconds(machines):
     jobs = start(machines, *LONG, "--max_steps", "60")
-    until(has_logged(20))
+    until(has_logged(20), seconds=200)
     lost = time.monotonic()
     machines[1].cut()
     time.sleep(8)

@@ -1,6 +1,7 @@
 """The process group, the device, and everything that the ranks say to each other."""
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -97,7 +98,8 @@ class Ranks:
         try:
             self._make_groups(store)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(trouble.replace("REASON", one_line(error)[:160])) from error
+            reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
+            raise ValueError(trouble.replace("REASON", reason[:160])) from error
         finally:
             overdue.cancel()
         self._store = dist.PrefixStore("lockstep", store)
