@@ -16,7 +16,7 @@ from test_launch import start
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() != "", reason=why_not() or "-")]
 FLAGS = ["--model", "mlp", "--global_batch_size", "128", "--threads", "1", "--timeout", "20", "--log_every", "10"]
 FLAGS += ["--lr", "0.01", "--lr_schedule", "constant", "--save_every", "500", "--eval_every", "100000"]
-UPDATES, LONG = 3000, 6000  # 15 and 30 seconds
+UPDATES, LONG = 2000, 6000  # 10 and 30 seconds
 SCRIPTS = {"tasks": "slurm/train.sbatch", "launchers": "slurm/launcher.sbatch"}
 SHAPE = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=4"]
 
@@ -123,16 +123,11 @@ def more_urgent(slurm):
     slurm("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
 
 
-def cut_for_a_while(slurm, job):
-    slurm.cut("slm2")
-    job.until_state("PENDING", seconds=120)
-    slurm.heal("slm2")
-
-
-def power_cut(slurm, node):
-    slurm.power_off(node)
-    time.sleep(3)
-    slurm.power_on(node)
+def gone_for_a_while(job, take, give_back, node):
+    """A node is away until SLURM has noticed that, after SlurmdTimeout: 15 seconds here, 300 by default."""
+    take(node)
+    job.until_state("PENDING")
+    give_back(node)
 
 
 EVENTS = {
@@ -141,9 +136,9 @@ EVENTS = {
     "preempted, with time to leave": lambda slurm, job: more_urgent(slurm),
     "preempted at once": lambda slurm, job: more_urgent(slurm),
     "scontrol requeue": lambda slurm, job: slurm("scontrol", "requeue", job.number),
-    "network of a node gone": cut_for_a_while,
-    "power of a node gone": lambda slurm, job: power_cut(slurm, "slm2"),
-    "power of the first node gone": lambda slurm, job: power_cut(slurm, "slm1"),
+    "network of a node gone": lambda slurm, job: gone_for_a_while(job, slurm.cut, slurm.heal, "slm2"),
+    "power of a node gone": lambda slurm, job: gone_for_a_while(job, slurm.power_off, slurm.power_on, "slm2"),
+    "power of the first node gone": lambda slurm, job: gone_for_a_while(job, slurm.power_off, slurm.power_on, "slm1"),
 }
 LOSING = [event for event in EVENTS if "gone" in event]
 CASES = [("tasks", event) for event in EVENTS]
@@ -161,7 +156,12 @@ def test_a_job_that_has_to_go_comes_back_by_itself_and_finishes(slurm, submit, w
     again = time.monotonic() - told
     starts = check_finished(job, whole)
     print(f"\n| {script} | {event} | {gone:.1f} s | {again:.0f} s | {reached} | {starts[1]} |")
-    assert len(starts) == 2 and starts[1] >= (reached - 500 if event in LOSING else reached)
+    if (
+        event in LOSING
+    ):  # the word of SLURM's to end the first turn may come late, to the second, which then has a third
+        assert starts[1] >= reached - 500
+    else:
+        assert len(starts) == 2 and starts[1] >= reached
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
