@@ -97,14 +97,13 @@ class Machine:
         self.jobs.append(Job(process, output))
         return self.jobs[-1]
 
-    def processes(self, word: str = "train.py") -> list[psutil.Process]:
-        """What runs on it now with the word in its command, launchers left out."""
+    def processes(self, script: str = "train.py") -> list[psutil.Process]:
+        """What runs the script on it now: the ranks, not their launchers."""
         found = []
         for pid in map(int, _run("ip", "netns", "pids", self.namespace).split()):
             with suppress(psutil.Error):
-                command = psutil.Process(pid).cmdline()
-                launches = any(Path(part).name in ("accelerate", "torchrun") for part in command[:2])
-                if word in " ".join(command) and not launches and "multiprocessing" not in " ".join(command):
+                words = [Path(word).name for word in psutil.Process(pid).cmdline()]
+                if words and words[0].startswith("python") and script in words[1:3]:  # python -u train.py
                     found.append(psutil.Process(pid))
         return found
 

@@ -78,7 +78,7 @@ RENDEZVOUS = {
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)
 @pytest.mark.parametrize("trial", range(5))
 def test_launchers_on_two_machines_go_on_after_a_kill_at_any_moment(tmp_path, rendezvous, trial):
-    chance, moment = random.Random(trial), MOMENTS[trial]
+    chance, moment = random.Random(f"{rendezvous} {trial}"), MOMENTS[trial]
     with network(tmp_path) as machines:
         began, victims = time.monotonic(), lambda: [p for machine in machines for p in machine.processes()]
         jobs = [
