@@ -166,6 +166,7 @@ def _plug_in(machine: Machine) -> None:
         if address:
             _run("ip", "-n", name, "addr", "add", address, "dev", interface)
         _run("ip", "-n", name, "link", "set", interface, "up")
+    _run("ip", "-n", name, "route", "add", "default", "dev", "eth0")
 
 
 def _run(*command: str, check: bool = True) -> str:
