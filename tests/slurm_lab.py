@@ -139,6 +139,13 @@ class Slurm:
     def heal(self, node: str) -> None:
         _run("ip", "link", "set", f"{node}-port", "up")
 
+    def slow_down(self, node: str) -> None:
+        """Let 20 Mbit/s through to a node."""
+        _run("tc", *f"qdisc add dev {node}-port root tbf rate 20mbit burst 32kb latency 400ms".split())
+
+    def speed_up(self, node: str) -> None:
+        _run("tc", "qdisc", "delete", "dev", f"{node}-port", "root")
+
     def power_off(self, node: str) -> None:
         """End everything that runs on a node at once."""
         process = self._daemons.pop(node)
@@ -160,7 +167,7 @@ class Slurm:
         files = {name: f"--{name}-file={folder}/{name}" for name in ("key", "pid", "log", "seed")}
         for path in (folder, folder / "key"):
             shutil.chown(path, "munge", "munge")
-        user = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
+        user = ["--reuid=munge", "--regid=munge", "--clear-groups"]
         self._spawn("munged", *user, "munged", "--foreground", f"--socket={folder}/socket", *files.values())
         wait_until((folder / "socket").exists, 10)
 
@@ -172,10 +179,15 @@ class Slurm:
             _run("ip", "-n", node, *words.split())
 
     def _spawn(self, name: str, *command: str) -> None:
-        # As a daemon would be started: a session of its own, and no stop signal of the terminal.
+        # In a session of its own, as a daemon: Ctrl-C is not for it. It ends with the tests, however those end.
         with (self.folder / f"{name}.out").open("a") as out:
             self._daemons[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.env, start_new_session=True
+                ["setpriv", "--pdeathsig=KILL", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=self.env,
+                start_new_session=True,
             )
 
 
