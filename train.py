@@ -108,13 +108,14 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
 
     torch.manual_seed(mix(config.seed, "weights"))
     module = ranks.together(lambda: build_model(config, spec, len(data.class_names)), True, "building the model")
-    module = synchronise(module, ranks.device) if config.sync_batchnorm else module
+    module = ranks.together(lambda: synchronise(module)) if config.sync_batchnorm else module
     optimizer = build_optimizer(config, module)
 
     _, grad_accum, global_batch = resolve_batch(config, ranks.topology.world_size)
     plan = Plan(len(train_set), global_batch, grad_accum * ranks.topology.world_size, config.seed, config.drop_last)
     updates = ranks.together(lambda: total_updates(config, plan))
-    ranks.together(lambda: not has_batch_norm(module) or config.sync_batchnorm or check_batch_norm(plan, updates))
+    sharing = ranks.topology.world_size if config.sync_batchnorm else 1  # processes with common batch statistics
+    ranks.together(lambda: has_batch_norm(module) and check_batch_norm(plan, updates, sharing))
     state = ranks.together(lambda: read_state(start.checkpoint, start.folder, config, plan, data))
     folder = make_run_folder(config, start, ranks)
     profiled, config = config.profile, resolved(config, plan, accelerator.mixed_precision)
@@ -140,8 +141,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     log = ranks.together(lambda: RunLog(folder, ranks.is_main, state, updates))
     profile = Profile(profiled, folder, ranks.topology.rank, log.say)
     parts = (config, ranks, stopping, accelerator, start, data, spec, plan, updates, state, model, module)
-    best = state.best_accuracy, state.best_step
-    return Run(*parts, optimizer, train_batches, eval_batches, meter, log, profile, best)
+    parts += (optimizer, train_batches, eval_batches, meter, log, profile, (state.best_accuracy, state.best_step))
+    return Run(*parts)
 
 
 def train(run: Run) -> dict | None:

@@ -10,9 +10,9 @@ import train
 import utils.models
 from utils.batchnorm import synchronise
 from utils.config import TrainConfig
+from utils.data.order import Plan
 from utils.distributed import ranks_of_launch
-
-CPU = torch.device("cpu")
+from utils.state import check_batch_norm
 
 
 def synchronised_step(shares: list[int]) -> tuple:
@@ -20,7 +20,7 @@ def synchronised_step(shares: list[int]) -> tuple:
     with ranks_of_launch("train.py", TrainConfig(threads=1)) as ranks:
         ranks.join()
         layer, images, weights = material()
-        layer = synchronise(nn.Sequential(layer), CPU)
+        layer = synchronise(nn.Sequential(layer))
         begin = sum(shares[: ranks.topology.rank])
         own = images[begin : begin + shares[ranks.topology.rank]].requires_grad_()
         output = layer(own)
@@ -50,6 +50,24 @@ def test_synchronised_statistics_and_gradients_are_those_of_the_whole_batch(shar
         torch.testing.assert_close(sum(gradients[number] for _, _, gradients, _ in results), parameter.grad)
     for *_, buffers in results:
         torch.testing.assert_close(buffers, list(layer.buffers()))
+
+
+def test_a_step_without_samples_on_any_process_leaves_the_running_statistics():
+    for output, _, _, (mean, variance, _) in returned(2, synchronised_step, [0, 0]):
+        assert len(output) == 0 and mean.eq(0).all() and variance.eq(1).all()
+
+
+def test_a_layer_that_does_more_than_normalise_is_refused_by_name():
+    timm = pytest.importorskip("timm")
+    with pytest.raises(ValueError, match="BatchNormAct2d is no plain batch normalisation"):
+        synchronise(timm.create_model("efficientnet_b0"))
+
+
+def test_a_step_of_one_sample_on_all_processes_together_is_refused():
+    plan = Plan(samples=21, global_batch_size=10, pieces=4, seed=0)  # the last update: one sample, on one of two ranks
+    with pytest.raises(ValueError, match="more than one sample"):
+        check_batch_norm(plan, 3, together=2)
+    check_batch_norm(Plan(samples=22, global_batch_size=8, pieces=2, seed=0), 3, together=2)
 
 
 def test_a_run_with_synchronised_batch_statistics_has_the_losses_of_one_process():

@@ -151,7 +151,7 @@ FAULTS = {
         {"GLOO_SOCKET_IFNAME": "lo"}, 1, "interface lo does not leave ls-b; the run has several machines",
     ),
     "the address of the other machine": (
-        {"MASTER_ADDR": "ls-b"}, 0, "ls-b is no address of ls-a, where rank 0 was started; MASTER_ADDR",
+        {"MASTER_ADDR": "ls-b"}, 0, "ls-b does not lead to ls-a, where rank 0 was started; MASTER_ADDR",
     ),
     "a host name that nobody knows": (
         {"MASTER_ADDR": "ls-z"}, 1, "ls-z: ls-b cannot find its address",

@@ -7,18 +7,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from utils.distributed import sum_with_gradient
 
 
-def synchronise(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module with its batch normalisation over all processes; parameters, buffers and their names stay."""
-    if device.type != "cpu":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
-            layer.__class__ = _SyncBatchNormOnCPU
+def synchronise(module: nn.Module) -> nn.Module:
+    """The module with its batch normalisation over all processes; parameters, buffers and their names stay.
+
+    Raises ValueError for a layer that does more than PyTorch's (timm's apply an activation as well).
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    for layer in layers:
+        if type(layer).forward is not _BatchNorm.forward:
+            raise ValueError(f"--sync_batchnorm: {type(layer).__name__} is no plain batch normalisation; leave it out")
+    for layer in layers:
+        layer.__class__ = _SyncBatchNorm
     return module
 
 
-class _SyncBatchNormOnCPU(_BatchNorm):
-    """Batch normalisation with sums over the ranks in float64, and autograd for the rest."""
+class _SyncBatchNorm(_BatchNorm):
+    """Batch normalisation with sums over the ranks, and autograd for the rest.
+
+    Not nn.SyncBatchNorm, for which a rank without samples sends numbers of another type under autocast. Sums are in
+    float64 on CPUs, and in float32 on GPUs, where float64 is slow.
+    """
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Any number of dimensions will do, the channels in the second."""
@@ -26,23 +34,29 @@ class _SyncBatchNormOnCPU(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        channels, values = input.shape[1], input.double()
+        with torch.autocast(input.device.type, enabled=False):
+            return self._normalise(input)
+
+    def _normalise(self, input: Tensor) -> Tensor:
+        channels, shape = input.shape[1], [1, input.shape[1], *[1] * (input.ndim - 2)]
+        values = input.double() if input.device.type == "cpu" else input.float()
         dims = [0, *range(2, input.ndim)]
         count = values.new_tensor([input.numel() // channels])
-        sums = sum_with_gradient(torch.cat([values.sum(dims), values.square().sum(dims), count]))
-        total = sums[-1].clamp(min=1)  # 0 in the backward on an empty batch that settles DDP's buckets
-        mean = sums[:channels] / total
-        variance = (sums[channels:-1] / total - mean.square()).clamp(min=0)
+        *sums, total = sum_with_gradient(torch.cat([values.sum(dims), count])).split([channels, 1])
+        total = total.detach()
+        mean = sums[0] / total.clamp(min=1)  # a step of accumulation may have no samples on any rank
+        centred = values - mean.view(shape)
+        variance = sum_with_gradient(centred.square().sum(dims)) / total.clamp(min=1)
         if self.track_running_stats:
-            self._track(mean.detach(), variance.detach() * total / (total - 1).clamp(min=1))
-        shape = [1, channels, *[1] * (input.ndim - 2)]
-        result = (values - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
+            self._track(mean.detach(), variance.detach() * total / (total - 1).clamp(min=1), (total > 0).double())
+        result = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
             result = result * self.weight.view(shape) + self.bias.view(shape)
         return result.to(input.dtype)
 
-    def _track(self, mean: Tensor, variance: Tensor) -> None:
-        self.num_batches_tracked.add_(1)
-        share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+    def _track(self, mean: Tensor, variance: Tensor, any_samples: Tensor) -> None:
+        self.num_batches_tracked.add_(any_samples.to(torch.int64).squeeze())
+        share = 1 / self.num_batches_tracked.clamp(min=1) if self.momentum is None else self.momentum
+        for statistic, value in ((self.running_mean, mean), (self.running_var, variance)):
+            # What it was where there are no samples, without asking a GPU.
+            statistic.add_((share * any_samples * (value - statistic)).to(statistic.dtype))

@@ -1,4 +1,4 @@
-"""The settings of a run, their bounds, and the arithmetic of its batch sizes."""
+"""The settings of a run, their bounds, and what of them has no effect."""
 
 import math
 import os

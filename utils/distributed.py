@@ -29,14 +29,14 @@ from utils.errors import (
     one_line,
 )
 from utils.host import keep_freed_memory
-from utils.launch import Topology, launcher, read_topology, restarts_are_possible, threads_per_process
+from utils.launch import Topology, is_launched, launcher, read_topology, restarts_are_possible, threads_per_process
 from utils.network import address_of, set_interface
-from utils.rendezvous import check_init_method, in_time, launchers_store, meet
+from utils.rendezvous import check_init_method, check_own_gpus, in_time, launchers_store, meet
 from utils.watch import Watch
 
 Result = TypeVar("Result")
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
-_CONNECT = timedelta(seconds=12)  # at most; gloo takes up to five times as long to give up connecting
+_CONNECT = timedelta(seconds=12)  # for 32 ranks; gloo takes up to five times as long to give up connecting
 
 
 class Ranks:
@@ -78,12 +78,14 @@ class Ranks:
         if self.is_main and self.device.type == "cpu" and not _cpu_was_asked_for(launch.cpu):
             several = topology.world_size > 1
             print("No GPU is visible: running on the CPU" + f", {topology.world_size} processes over gloo" * several)
+        self._meets = topology.world_size > 1
         if restarts_are_possible():
             self._launchers_store = launchers_store(launch.timeout)
         if topology.world_size == 1:
             return
-        self._meets = True
-        store, self.members = meet(topology, launch.init_method, launch.timeout, launch.interface)
+        store, self.members = meet(topology, launch.init_method, launch.timeout, launch.interface, _gpu(self.device))
+        if self.backend == "nccl":
+            check_own_gpus(self.members)
         self._watch = Watch(store, self.members, topology.rank, launch.timeout, self.prog)
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
@@ -116,7 +118,7 @@ class Ranks:
         self.at("connecting")
         timeout = timedelta(seconds=self.launch.timeout)
         # Gloo waits five times as long for a connection. All ranks are there, so that it takes no time, or for ever.
-        connecting = min(timeout, _CONNECT)
+        connecting = min(timeout, _CONNECT * max(1.0, self.topology.world_size / 32))
         rank, world_size = self.topology.rank, self.topology.world_size
         dist.init_process_group(
             self.backend,
@@ -177,6 +179,7 @@ class Ranks:
         texts = [""] * self.topology.world_size
         self._watch.enter(patient=group is self._patient)
         dist.all_gather_object(texts, text, group)
+        self._watch.at()
         return texts
 
     def part(self) -> None:
@@ -218,6 +221,7 @@ class Ranks:
             self._watch.enter()
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
+            self._watch.at()
 
     def add_up(self, values: Tensor) -> None:
         """Put the sum of all ranks' values in their place, bare of what Accelerate does around it; collective."""
@@ -246,8 +250,8 @@ class Ranks:
         not find each other tell it on each machine, which may have a screen of its own.
         """
         rank = str(self.topology.rank)
-        if self._store is None:
-            return self.topology.local_rank == 0 if self._meets else self.is_main
+        if self._store is None:  # without a launcher rank 0 may be the one that is gone
+            return self.topology.local_rank == 0 or not is_launched() if self._meets else self.is_main
         if self._watch.lost:  # nobody can be asked
             return True
         with suppress(RuntimeError):
@@ -280,6 +284,10 @@ class Ranks:
         """This rank's place, for the start table."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"{self.threads} threads"
         return f"{socket.gethostname()}, {self.device} ({name}), process {os.getpid()}"
+
+
+def _gpu(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 class _SumWithGradient(torch.autograd.Function):

@@ -1,11 +1,12 @@
 """From an exception to one line that names the thing and the mend, on one rank, and to an exit code."""
 
-import os
 import re
 import sys
 import time
 import traceback
 from typing import NoReturn
+
+from utils.launch import told_rank
 
 USER_ERRORS = (ValueError, OSError, ImportError)  # what names a cause outside this code; anything else is a bug
 
@@ -48,7 +49,7 @@ def leave(error: BaseException, prog: str, show: bool = True, show_traceback: bo
 
 def is_main_process() -> bool:
     """Whether this process speaks for the run, judged before anything of the launch has been checked."""
-    return os.environ.get("RANK", "0") == "0"
+    return told_rank() in ("0", None)
 
 
 def is_lost_rank(error: BaseException) -> bool:

@@ -74,5 +74,6 @@ def _any_wants_to_stop(ranks: Ranks, accelerator: Accelerator, stopping: Stoppin
     own = [stopping.requested, time.perf_counter() - pace.time]
     own = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
     stops, seconds = sum_over_ranks(accelerator, own).tolist()
+    ranks.at("evaluating")
     pace.met(block, seconds / accelerator.num_processes)
     return stops > 0

@@ -85,7 +85,7 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
     if source == "SLURM":
         local_world_size = _tasks_on_node(env[names[3]], _integer(env, "SLURM_NODEID"))
     else:
-        local_world_size = _integer(env, names[3]) if names[3] in env else world_size
+        local_world_size = _integer(env, names[3]) if names[3] in env else _all_here(env, names[3], init_method)
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
         raise ValueError(
             f"contradictory environment: {_present(env, names)}; ranks count from 0 and lie below their world size"
@@ -98,6 +98,11 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
     return Topology(rank, world_size, local_rank, local_world_size, address, port, source)
 
 
+def told_rank() -> str | None:
+    """The rank as whoever started this process says it, whether it makes sense or not; None when nobody does."""
+    return next((os.environ.get(names[0]) for source, names in _SOURCES.items() if _speaks(os.environ, source)), None)
+
+
 def _speaks(env: Mapping[str, str], source: str) -> bool:
     rank, world_size, local_rank, _ = _SOURCES[source]
     if source == "the environment":
@@ -105,6 +110,14 @@ def _speaks(env: Mapping[str, str], source: str) -> bool:
     if source == "SLURM":  # in a batch script, and in a shell of one task, SLURM_PROCID is 0 and stands for no rank
         return rank in env and env.get(world_size, "1") != "1"
     return rank in env and local_rank in env  # srun may set PMI_RANK, without the others
+
+
+def _all_here(env: Mapping[str, str], name: str, init_method: str) -> int:
+    """The number of all processes, if they meet at an address that no other machine has."""
+    place = init_method if init_method != "env://" else f"tcp://{env.get('MASTER_ADDR', 'localhost')}"
+    if _integer(env, "WORLD_SIZE") > 1 and not re.match(r"tcp://(localhost|127\.|\[?::1)", place):
+        raise ValueError(f"{name} is not set: export how many of the processes run on this machine")
+    return _integer(env, "WORLD_SIZE")
 
 
 def _tasks_on_node(counts: str, node: int) -> int:

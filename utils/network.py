@@ -30,8 +30,10 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     elif several_machines and any(map(is_loopback, name.split(","))):
         raise ValueError(f"interface {name} does not leave {socket.gethostname()}; the run has several machines")
     os.environ["GLOO_SOCKET_IFNAME"] = name
-    if wanted or several_machines:  # on one machine NCCL does better by itself
-        os.environ["NCCL_SOCKET_IFNAME"] = name
+    if wanted:
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # that one, not all whose names begin so
+    elif several_machines:  # on one machine NCCL does better by itself
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     return name
 
 
@@ -45,7 +47,7 @@ def interface_of(address: str) -> str | None:
 
 def address_of(interface: str) -> str:
     """An IP address of the interface, of version 4 if it has one."""
-    addresses = psutil.net_if_addrs().get(interface, [])
+    addresses = psutil.net_if_addrs().get(interface.split(",")[0], [])
     found = [a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family]
     if not found:
         raise ValueError(f"--interface {interface}: has no IP address on {socket.gethostname()}")

@@ -39,11 +39,12 @@ class Member:
     process: int
     nonce: str
     master: str = ""  # the IP address that the master's name means on this machine
+    gpu: str = ""  # the identity of its GPU, if it has one
     endpoint: str = ""  # of rank 0, when the processes met in a file: the address and port of the store to go on with
 
 
 def meet(
-    topology: Topology, init_method: str, timeout: float, interface: str | None
+    topology: Topology, init_method: str, timeout: float, interface: str | None, gpu: str = ""
 ) -> tuple[dist.Store, list[Member]]:
     """Find the other processes; returns (the store of this session, who is there).
 
@@ -51,7 +52,7 @@ def meet(
     """
     deadline = time.monotonic() + timeout
     kind = urlparse(init_method)
-    me = Member(topology.rank, topology.world_size, socket.gethostname(), os.getpid(), uuid.uuid4().hex)
+    me = Member(topology.rank, topology.world_size, socket.gethostname(), os.getpid(), uuid.uuid4().hex, gpu=gpu)
     if kind.scheme == "file":
         return _meet_in_file(Path(kind.path), topology, me, deadline, interface)
     address, port = (kind.hostname, kind.port) if kind.scheme == "tcp" else (topology.address, topology.port)
@@ -87,7 +88,7 @@ def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tupl
             )
         answers = [json.dumps(asdict(me)), *(store.get(key).decode() for key in others)]
         store.set(f"{session}/all", json.dumps(answers))
-        return session, [Member(**json.loads(answer)) for answer in answers]
+        return session, _members(answers)
 
     joined: list[str] = []
 
@@ -108,10 +109,32 @@ def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tupl
             f"rank 0 did not open a session at {where} in time, or not all ranks came to it; see its own message, and "
             f"whether two processes are rank {me.rank}"
         )
-    members = [Member(**json.loads(answer)) for answer in json.loads(store.get(f"{joined[-1]}/all"))]
-    if len(members) != me.world_size:
-        raise ValueError(f"rank 0 was started for {len(members)} processes, rank {me.rank} for {me.world_size}")
-    return joined[-1], members
+    return joined[-1], _members(json.loads(store.get(f"{joined[-1]}/all")))
+
+
+def _members(answers: list[str]) -> list[Member]:
+    members = [Member(**json.loads(answer)) for answer in answers]
+    for member in members:
+        if member.world_size != len(members):
+            if members[0].process == os.getpid():
+                time.sleep(1)  # rank 0 may serve the store in which the others are to read the same
+            raise ValueError(
+                f"rank 0 was started for {len(members)} processes, rank {member.rank} for {member.world_size}; give "
+                "all the same WORLD_SIZE (--num_processes)"
+            )
+    return members
+
+
+def check_own_gpus(members: list[Member]) -> None:
+    """Raise ValueError when two ranks have the same GPU, which NCCL refuses at length."""
+    first: dict[tuple[str, str], int] = {}
+    for member in members:
+        other = first.setdefault((member.host, member.gpu), member.rank)
+        if member.gpu and other != member.rank:
+            raise ValueError(
+                f"ranks {other} and {member.rank} have the same GPU of {member.host}; give each task its own "
+                "(srun --gpus-per-task 1), or show all GPUs to all"
+            )
 
 
 def _wait(condition: Callable[[], bool], deadline: float) -> bool:
@@ -131,9 +154,9 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
         str(port),
     )
     serves = topology.is_main and not launchers
-    if serves and not is_own(resolve(address)):
+    if serves and not is_own(resolve(address)) and not _leads_here(address, port):
         raise ValueError(
-            f"{address} is no address of {socket.gethostname()}, where rank 0 was started; MASTER_ADDR or "
+            f"{address} does not lead to {socket.gethostname()}, where rank 0 was started; MASTER_ADDR or "
             "--init_method must name the machine of rank 0"
         )
     if not serves:
@@ -145,6 +168,13 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
             f"port {port} is taken on {socket.gethostname()}{user_of(port)}; choose another MASTER_PORT "
             "(--main_process_port, --master_port), or end what holds it"
         ) from error
+
+
+def _leads_here(address: str, port: int) -> bool:
+    """Whether this machine reaches itself by an address that is none of its own, as through a cloud's translation."""
+    with suppress(OSError), socket.create_server(("", port)):
+        return _listens(address, port)
+    return False
 
 
 def _reach(address: str, port: int, deadline: float) -> dist.TCPStore:
@@ -197,7 +227,7 @@ def launchers_store(timeout: float) -> dist.Store | None:
     if not agent_serves():
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+    return _reach(address, port, time.monotonic() + timeout)
 
 
 def agent_serves() -> bool:

@@ -1,6 +1,7 @@
 """What a run must remember to go on: one small object, written as JSON into every checkpoint."""
 
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from utils.config import TrainConfig
@@ -121,17 +122,21 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
     return config.max_steps or config.epochs * plan.updates_per_epoch
 
 
-def check_batch_norm(plan: Plan, updates: int) -> None:
-    """Raise ValueError when a rank would take batch statistics of a single sample, with batch sizes that work."""
-    if 1 not in _piece_sizes(plan, updates):
+def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
+    """Raise ValueError when batch statistics would be those of a single sample, with batch sizes that work.
+
+    `together` processes take them of all their samples.
+    """
+    sizes = partial(_sample_sizes, updates=updates, together=together)
+    if 1 not in sizes(plan):
         return
     near = sorted(
         range(plan.pieces * 2, 2 * plan.global_batch_size + 1, plan.pieces),
         key=lambda size: abs(size - plan.global_batch_size),
     )
-    works = [size for size in near if 1 not in _piece_sizes(replace(plan, global_batch_size=size), updates)][:2]
+    works = [size for size in near if 1 not in sizes(replace(plan, global_batch_size=size))][:2]
     mends = [f"--global_batch_size {size}" for size in sorted(works)]
-    if 1 not in _piece_sizes(replace(plan, drop_last=True), updates):
+    if 1 not in sizes(replace(plan, drop_last=True)):
         mends.insert(0, "--drop_last")
     raise ValueError(
         f"batch normalisation needs more than one sample: {plan.samples} samples in global batches of "
@@ -140,7 +145,9 @@ def check_batch_norm(plan: Plan, updates: int) -> None:
     )
 
 
-def _piece_sizes(plan: Plan, updates: int) -> set[int]:
-    """Sizes of the pieces of a full update and of the epoch's last one."""
+def _sample_sizes(plan: Plan, updates: int, together: int) -> set[int]:
+    """How many samples batch statistics are of, in a full update and in the epoch's last one."""
     last = (plan.updates_per_epoch - 1) * plan.global_batch_size
-    return {*plan.piece_sizes(0), *(plan.piece_sizes(last) if updates >= plan.updates_per_epoch else ())}
+    positions = (0, last) if updates >= plan.updates_per_epoch else (0,)
+    pieces = [plan.piece_sizes(position) for position in positions]
+    return {sum(sizes[i : i + together]) for sizes in pieces for i in range(0, len(sizes), together)}

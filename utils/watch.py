@@ -41,7 +41,7 @@ class Watch:
 
     def __init__(self, store: dist.Store, members: list[Member], rank: int, timeout: float, prog: str):
         self.members, self.rank, self.timeout, self.prog = members, rank, timeout, prog
-        self.entered, self.place, self.patient = 0, "starting", False
+        self.entered, self.place, self.waiting, self.patient = 0, "starting", False, False
         self._store, self._tick, self._heard = store.clone(), 0, {}
         self._store.set_timeout(timedelta(seconds=_ANSWER))
         self._ended: tuple[float, str] | None = None  # when another rank did, and why
@@ -50,13 +50,13 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
-    def at(self, place: str) -> None:
-        """Say what this rank does now."""
-        self.place = place
+    def at(self, place: str = "") -> None:
+        """Say that this rank works, and at what."""
+        self.waiting, self.place = False, place or self.place
 
     def enter(self, patient: bool = False) -> None:
         """Say that this rank is through with that and waits for the others; in a `patient` one without an end."""
-        self.patient = patient
+        self.patient, self.waiting = patient, True
         self.entered += 1
 
     def end(self, text: str = "") -> None:
@@ -69,12 +69,15 @@ class Watch:
                 if self.rank == 0:  # which may serve the store: let the others look into it once more
                     time.sleep(1.5 * _TICK)
 
-    def waiting_for(self) -> str:
-        """Who keeps this rank waiting and where those are, as far as they told; empty when nobody does."""
+    def waiting_for(self, silence: float = _SILENT) -> str:
+        """Who keeps this rank waiting and where those are, as far as they told; empty when nobody does.
+
+        That is who has entered fewer collectives, or was not heard of for `silence` seconds.
+        """
         mine, now, parts, heard = self.entered, time.monotonic(), [], dict(self._heard)
         for member in self.members:
             beat, since = heard.get(member.rank, (Beat(mine, "", 0), now))
-            silent = now - since > _SILENT
+            silent = now - since > silence
             if member.rank != self.rank and (silent or beat.entered < mine):
                 sign = f"not heard of for {now - since:.0f} s" if silent or not beat.place else ""
                 place = beat.place and f"{', then ' * bool(sign)}at: {beat.place}"
@@ -89,16 +92,17 @@ class Watch:
             if self.entered != entered:
                 entered, since, told = self.entered, now, False
             waited = now - since
-            with suppress(RuntimeError):
-                self._exchange(listen=waited > _TICK)
-            whom = self.waiting_for() if waited >= patience and self._ended is None else ""
+            with suppress(RuntimeError):  # not before it matters: all ranks would ask rank 0 for all that all say
+                self._exchange(listen=self.waiting and waited > max(_TICK, patience - 2 * _SILENT))
+            whom = self.waiting_for() if self.waiting and waited >= patience and self._ended is None else ""
             if not whom:
                 continue
             text = f"rank {self.rank} has waited {waited:.0f} s, at: {self.place}; for {whom}"
             if self._speaks(entered) and not told:
                 told = True
                 self._say(text)
-            if waited > self.timeout + _LATER and not self.patient:
+            enough = self.waiting_for(max(_SILENT, self.timeout / 2))
+            if waited > self.timeout + _LATER and enough and not self.patient:
                 with suppress(RuntimeError):
                     self._store.set("ended", f"rank {self.rank} ended: {text}")
                 self._leave(text)
@@ -109,7 +113,7 @@ class Watch:
         self._tick += 1
         mine = json.dumps([self.entered, self.place, self._tick])
         if self._ended is not None:  # and the store may end with that rank
-            if now - self._ended[0] > _GRACE:
+            if now - self._ended[0] > _GRACE and self.waiting:
                 self._leave(self._ended[1])
             return
         if not listen:
