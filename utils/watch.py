@@ -113,7 +113,7 @@ class Watch:
         self._tick += 1
         mine = json.dumps([self.entered, self.place, self._tick])
         if self._ended is not None:  # and the store may end with that rank
-            if now - self._ended[0] > _GRACE and self.waiting:
+            if now - self._ended[0] > (_GRACE if self.waiting else self.timeout):  # it may be saving what can be saved
                 self._leave(self._ended[1])
             return
         if not listen:
