@@ -1,4 +1,5 @@
 # make train    set everything up and train on two CPU processes     make train ARGS="--config recipes/mnist.yaml"
+# make doctor   say whether two CPU processes can train here       make doctor ARGS="--json doctor.json"
 # make test     set everything up and run the tests
 # make lint     ruff, check and format
 
@@ -7,9 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test lint
+.PHONY: train doctor test lint
 train: $(VENV)/.train
 	$(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml train.py $(ARGS)
+
+doctor: $(VENV)/.train
+	$(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml doctor.py $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)

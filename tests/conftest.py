@@ -17,9 +17,25 @@ torch.set_num_threads(1)
 assert train.main and eval.main
 
 
+_LEFT_OUT: dict[str, int] = {}  # by marker
+
+
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path, monkeypatch):
     """Caches and runs in the test's own folder."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     monkeypatch.chdir(tmp_path)
+
+
+def pytest_deselected(items):
+    """Remember what a plain run leaves out."""
+    for item in items:
+        for marker in ("slow", "machines", "slurm"):
+            if item.get_closest_marker(marker):
+                _LEFT_OUT[marker] = _LEFT_OUT.get(marker, 0) + 1
+
+
+def pytest_terminal_summary(terminalreporter):
+    for marker, count in _LEFT_OUT.items():
+        terminalreporter.write_line(f"not run: {count} tests marked {marker}; python -m pytest -m {marker}")

@@ -26,7 +26,6 @@ from utils.config import DoctorConfig
 from utils.distributed import ranks_of_launch
 from utils.findings import Finding, merged, show
 
-
 BUSY = ["--slow", "1e-6"]  # the tests' machine may have other work to do
 
 

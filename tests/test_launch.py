@@ -79,10 +79,10 @@ def test_an_error_under_a_launcher_is_one_line_of_ours():
     ]
 
 
-@pytest.mark.parametrize("name", ["cpu", "2cpu", "1gpu", "2gpu", "4gpu", "8gpu"])
+@pytest.mark.parametrize("name", ["cpu", "2cpu", "1gpu", "2gpu", "4gpu", "8gpu", "2nodes", "nodes"])
 def test_configs_hold_only_keys_that_the_launcher_honours(name):
     config = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text())
-    assert config["num_processes"] == int("".join(c for c in name if c.isdigit()) or 1)
+    assert config["num_processes"] == int("".join(c for c in name if c.isdigit()) or (32 if name == "nodes" else 1))
     honoured = {"compute_environment", "distributed_type", "num_machines", "num_processes", "gpu_ids"}
     assert set(config) - honoured <= {"main_process_port", "use_cpu"}
     # `use_cpu` reaches a single process only, and a port is of no use to one

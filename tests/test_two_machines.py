@@ -1,4 +1,7 @@
-"""Runs over a real network between two machines, and what can go wrong with it:  python -m pytest -m machines"""
+"""Runs over a real network between two machines, and what can go wrong with it:  python -m pytest -m machines
+
+The first runs with all others where it can.
+"""
 
 import json
 import time
@@ -10,7 +13,7 @@ from machines import ROOT, needs_machines, network
 from test_stopping import has_logged, until
 from training_runs import records, weights
 
-pytestmark = [pytest.mark.machines, needs_machines]
+pytestmark = needs_machines
 RUN = ["--model", "mlp", "--threads", "1", "--global_batch_size", "120", "--lr", "0.01", "--log_every", "1"]
 RUN += ["--timeout", "15", "--run_name", "run"]
 SHORT = [*RUN, "--max_steps", "30", "--save_every", "10"]
@@ -63,21 +66,22 @@ def losses(name="run"):
 def one_machine(machines):
     """The losses of the same run of two processes on one machine."""
     a, _ = machines
-    ended(start([a, a], *SHORT, "--run_name", "one"))
+    ended(start([a, a], *SHORT, "--run_name", "one", "--timeout", "120"))
     return losses("one")
 
 
 def test_training_on_two_machines_is_that_on_one_bit_for_bit_and_so_is_evaluation(machines, one_machine):
-    ended(start(machines, *SHORT, "--run_name", "whole"))
+    ended(start(machines, *SHORT, "--run_name", "whole", "--timeout", "120"))
     assert losses("whole") == one_machine
     assert all(torch.equal(weights("one")[name], tensor) for name, tensor in weights("whole").items())
-    evaluations = start(machines, "--ckpt", "runs/whole", "--json", "two.json", "--timeout", "15", script="eval.py")
+    evaluations = start(machines, "--ckpt", "runs/whole", "--json", "two.json", "--timeout", "120", script="eval.py")
     ended(evaluations)
     ended([machines[0].start("python", ROOT / "eval.py", "--ckpt", "runs/one", "--json", "one.json")])
     one, two = (json.loads(Path(name).read_text()) for name in ("one.json", "two.json"))
     assert one["count"] == two["count"] == 180 and one["accuracy"] == two["accuracy"]
 
 
+@pytest.mark.machines
 def test_a_run_killed_on_two_machines_goes_on_on_one_with_the_losses_of_a_whole_one(machines):
     flags = [*RUN, "--max_steps", "400", "--save_every", "10"]
     jobs = start(machines, *flags)
@@ -91,6 +95,7 @@ def test_a_run_killed_on_two_machines_goes_on_on_one_with_the_losses_of_a_whole_
     assert losses() == losses("whole")
 
 
+@pytest.mark.machines
 @pytest.mark.parametrize("config", ["2nodes", "nodes"])
 def test_accelerate_launch_with_the_config_and_the_number_of_the_machine(machines, one_machine, config):
     flags = ["--num_machines", "2", "--num_processes", "2"] if config == "nodes" else []
@@ -105,6 +110,7 @@ def test_accelerate_launch_with_the_config_and_the_number_of_the_machine(machine
     assert "No GPU is visible: running on the CPU, 2 processes over gloo" in jobs[0].text
 
 
+@pytest.mark.machines
 def test_torchrun_says_the_same(machines, one_machine):
     jobs = [
         machine.start("torchrun", "--nnodes", 2, "--nproc_per_node", 1, "--node_rank", rank,
@@ -115,6 +121,7 @@ def test_torchrun_says_the_same(machines, one_machine):
     assert losses() == one_machine
 
 
+@pytest.mark.machines
 @pytest.mark.parametrize("where", ["two machines", "one machine"])
 @pytest.mark.parametrize("way", ["tcp", "file"])
 def test_the_other_ways_to_meet_and_a_file_of_a_killed_run(machines, tmp_path, way, where):
@@ -131,6 +138,7 @@ def test_the_other_ways_to_meet_and_a_file_of_a_killed_run(machines, tmp_path, w
     assert len(losses()) == 30 and not (tmp_path / "meeting").exists()
 
 
+@pytest.mark.machines
 def test_a_host_name_that_means_loopback_on_its_own_machine_does_no_harm(machines):
     """Debian writes its own name so into /etc/hosts."""
     for machine, other in zip(machines, machines[::-1], strict=True):
@@ -159,6 +167,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.machines
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_setting_ends_all_ranks_with_the_line_that_names_it(machines, fault):
     settings, rank, line = FAULTS[fault]
@@ -169,6 +178,7 @@ def test_a_wrong_setting_ends_all_ranks_with_the_line_that_names_it(machines, fa
     assert line in error_of(jobs[rank])
 
 
+@pytest.mark.machines
 def test_a_port_that_another_program_holds_is_named_with_it_on_both_machines(machines):
     server = machines[0].start("python", "-m", "http.server", "29500")
     time.sleep(1)
@@ -179,6 +189,7 @@ def test_a_port_that_another_program_holds_is_named_with_it_on_both_machines(mac
     assert "what listens at ls-a:29500 is not rank 0 of this run" in error_of(jobs[1])
 
 
+@pytest.mark.machines
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_machine_that_never_comes_is_named_by_the_other(machines, missing):
     began, job = time.monotonic(), begin(1 - missing, machines, *SHORT)
@@ -187,6 +198,7 @@ def test_a_machine_that_never_comes_is_named_by_the_other(machines, missing):
     assert ("nobody answered at ls-a:29500 within 15 s", "rank 1 did not come to ls-a:29500")[missing] in error_of(job)
 
 
+@pytest.mark.machines
 def test_a_firewall_that_passes_the_master_port_only_is_said(machines):
     machines[0].firewall("tcp dport != 29500 drop")
     machines[1].firewall("tcp sport != 29500 drop")
@@ -197,6 +209,7 @@ def test_a_firewall_that_passes_the_master_port_only_is_said(machines):
     assert "whether a firewall is between the machines" in error_of(jobs[1])
 
 
+@pytest.mark.machines
 @pytest.mark.parametrize("how", ["cut", "black hole"])
 def test_a_link_lost_for_good_ends_both_machines_after_the_timeout(machines, how):
     jobs = start(machines, *LONG)
@@ -210,6 +223,7 @@ def test_a_link_lost_for_good_ends_both_machines_after_the_timeout(machines, how
     assert "another process of this run left or stopped answering" in error_of(jobs[1])
 
 
+@pytest.mark.machines
 def test_a_link_cut_for_8_seconds_costs_8_seconds(machines):
     jobs = start(machines, *LONG, "--max_steps", "60")
     until(has_logged(20), seconds=200)
@@ -223,6 +237,7 @@ def test_a_link_cut_for_8_seconds_costs_8_seconds(machines):
     assert "for rank 1 (ls-b, process" in said[0] and len(losses()) == 60
 
 
+@pytest.mark.machines
 def test_a_fifth_of_all_packets_lost_makes_a_run_slow_and_does_not_end_it(machines, one_machine):
     for machine in machines:
         machine.firewall("numgen random mod 100 < 20 drop")
