@@ -121,6 +121,10 @@ def test_a_single_process_gets_all_cores_though_its_launcher_exports_one_thread(
     cores = len(os.sched_getaffinity(0))
     assert threads_per_process(Topology()) == cores
     assert threads_per_process(Topology(0, 2, 0, 2)) == max(1, cores // 2)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "64")  # of which this task has those that it may use
+    assert threads_per_process(Topology(0, 8, 0, 8, source="SLURM")) == cores
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    assert threads_per_process(Topology(0, 8, 0, 8, source="SLURM")) == 1
 
 
 def _device_of(topology: Topology, monkeypatch, gpus: int, **launch) -> tuple[str, str]:

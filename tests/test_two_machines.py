@@ -35,7 +35,9 @@ def begin(rank, places, *flags, script="train.py", **env):
     here = [number for number, place in enumerate(places) if place is places[rank]]
     numbers = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here)}
     variables = {name: str(number) for name, number in numbers.items()}
-    variables |= {"MASTER_ADDR": places[0].name, "MASTER_PORT": "29500"} | env
+    if "--init_method" not in flags:
+        variables |= {"MASTER_ADDR": places[0].name, "MASTER_PORT": "29500"}
+    variables |= env
     return places[rank].start("python", ROOT / script, *flags, env=variables)
 
 

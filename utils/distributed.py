@@ -84,6 +84,8 @@ class Ranks:
         if topology.world_size == 1:
             return
         store, self.members = meet(topology, launch.init_method, launch.timeout, launch.interface, _gpu(self.device))
+        # Accelerate asks for an address on several machines, and does nothing with it.
+        os.environ.setdefault("MASTER_ADDR", self.members[0].master)
         if self.backend == "nccl":
             check_own_gpus(self.members)
         self._watch = Watch(store, self.members, topology.rank, launch.timeout, self.prog)

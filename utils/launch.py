@@ -180,7 +180,11 @@ def threads_per_process(topology: Topology) -> int:
     launched = topology.world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
     if not launched and os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
-    return max(1, len(os.sched_getaffinity(0)) // topology.local_world_size)
+    cores = len(os.sched_getaffinity(0))
+    # SLURM may have shared them out already.
+    if topology.source == "SLURM" and os.environ.get("SLURM_CPUS_PER_TASK", "").isdigit():
+        return max(1, min(cores, int(os.environ["SLURM_CPUS_PER_TASK"])))
+    return max(1, cores // topology.local_world_size)
 
 
 def is_launched(env: Mapping[str, str] | None = None) -> bool:
