@@ -132,6 +132,7 @@ def _device_of(topology: Topology, monkeypatch, gpus: int, **launch) -> tuple[st
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr("utils.distributed.keep_freed_memory", lambda: None)  # for good, in the tests' own process
     ranks = Ranks(topology, Launch(threads=1, **launch))
     return str(ranks.device), ranks.backend
 

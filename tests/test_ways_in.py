@@ -132,6 +132,7 @@ def test_slurms_variables_tell_rank_machine_and_meeting_point():
     # The script of a job, and a launcher that srun has started once on each machine.
     assert read_topology({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == Topology()
     inside = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    inside["LOCAL_WORLD_SIZE"] = "2"
     assert read_topology(SLURM | inside | {"TORCHELASTIC_RUN_ID": "x"}).rank == 1
 
 
@@ -158,6 +159,10 @@ def test_the_first_of_slurms_nodes_is_found(nodes, first):
         (SLURM | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE=2(x2) has no node 2"),
         (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun -x MASTER_ADDR=HOST"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=1 and WORLD_SIZE=2"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+            "LOCAL_WORLD_SIZE is not set: export how many",
+        ),
         ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported"),
     ],

@@ -84,8 +84,10 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
     rank, world_size, local_rank = (_integer(env, name) for name in names[:3])
     if source == "SLURM":
         local_world_size = _tasks_on_node(env[names[3]], _integer(env, "SLURM_NODEID"))
+    elif names[3] in env:
+        local_world_size = _integer(env, names[3])
     else:
-        local_world_size = _integer(env, names[3]) if names[3] in env else _all_here(env, names[3], init_method)
+        local_world_size = _all_here(env, source, world_size, init_method)
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
         raise ValueError(
             f"contradictory environment: {_present(env, names)}; ranks count from 0 and lie below their world size"
@@ -112,12 +114,12 @@ def _speaks(env: Mapping[str, str], source: str) -> bool:
     return rank in env and local_rank in env  # srun may set PMI_RANK, without the others
 
 
-def _all_here(env: Mapping[str, str], name: str, init_method: str) -> int:
+def _all_here(env: Mapping[str, str], source: str, world_size: int, init_method: str) -> int:
     """The number of all processes, if they meet at an address that no other machine has."""
     place = init_method if init_method != "env://" else f"tcp://{env.get('MASTER_ADDR', 'localhost')}"
-    if _integer(env, "WORLD_SIZE") > 1 and not re.match(r"tcp://(localhost|127\.|\[?::1)", place):
-        raise ValueError(f"{name} is not set: export how many of the processes run on this machine")
-    return _integer(env, "WORLD_SIZE")
+    if world_size > 1 and not re.match(r"tcp://(localhost|127\.|\[?::1)", place):
+        raise ValueError(f"{_SOURCES[source][3]} is not set: export how many of the processes run on this machine")
+    return world_size
 
 
 def _tasks_on_node(counts: str, node: int) -> int:
