@@ -5,12 +5,13 @@ import io
 import os
 import pickle
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from utils.network import free_port
 
 
 @dataclass
@@ -104,12 +105,6 @@ def returned(processes: int, function: Callable, *arguments: Any, seconds: float
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0, f"rank {rank} of {processes} ended with {outcome.code}:\n{outcome.err}{outcome.out}"
     return [outcome.value for outcome in outcomes]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _fork(rank: int, processes: int, port: int, pipes: list, function: Callable, arguments: tuple, seconds: float):

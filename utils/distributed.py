@@ -275,12 +275,11 @@ class Ranks:
 
     def ends(self, error: BaseException) -> BaseException:
         """Leave word that this rank ends; a lost rank's error then says for whom the others waited. Not collective."""
+        where = ()
         if self._watch is not None:
-            waited_for = self._watch.waiting_for() if is_lost_rank(error) else ""
+            where = self._watch.place, self._watch.waiting_for()
             self._watch.end(one_line(error))
-            if is_lost_rank(error):
-                return LostRank(lost_rank_text(error, self._watch.place, waited_for))
-        return LostRank(lost_rank_text(error)) if is_lost_rank(error) else error
+        return LostRank(lost_rank_text(error, *where)) if is_lost_rank(error) else error
 
     def describe(self) -> str:
         """This rank's place, for the start table."""

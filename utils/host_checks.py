@@ -18,7 +18,7 @@ from utils.distributed import Ranks
 from utils.findings import Finding, red
 from utils.launch import Topology, is_launched, read_topology, threads_per_process
 from utils.network import address_of, is_own, set_interface, user_of
-from utils.rendezvous import agent_serves
+from utils.rendezvous import launcher_serves, leads_here
 
 GB = 1e9
 _BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which workers hand over in /dev/shm
@@ -100,15 +100,15 @@ def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | N
         return Finding(name, f"{address} has no address ({error.strerror})", False, mend)
     if not topology.is_main:
         return None
-    if agent_serves() and (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (address, str(port)):
+    if launcher_serves(address, port):
         return Finding(name, f"{address}:{port}, served by the launcher", True)
-    if not is_own(found):
+    if not leads_here(address, port):
         mend = "MASTER_ADDR, or --init_method, must name the machine where rank 0 is started"
         return Finding(name, f"{address} is no address of {socket.gethostname()}, rank 0's machine", False, mend)
     with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((found, port))
+            probe.bind((found if is_own(found) else "", port))
         except OSError as error:
             mend = "choose another MASTER_PORT (--main_process_port, --master_port), or end what holds it"
             why = f"taken{user_of(port)}" if error.errno == errno.EADDRINUSE else error.strerror

@@ -149,12 +149,8 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
 
 def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> dist.TCPStore:
     """The store at an address, which rank 0 serves unless its launcher does."""
-    launchers = agent_serves() and (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (
-        address,
-        str(port),
-    )
-    serves = topology.is_main and not launchers
-    if serves and not is_own(resolve(address)) and not _leads_here(address, port):
+    serves = topology.is_main and not launcher_serves(address, port)
+    if serves and not leads_here(address, port):
         raise ValueError(
             f"{address} does not lead to {socket.gethostname()}, where rank 0 was started; MASTER_ADDR or "
             "--init_method must name the machine of rank 0"
@@ -170,8 +166,10 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
         ) from error
 
 
-def _leads_here(address: str, port: int) -> bool:
-    """Whether this machine reaches itself by an address that is none of its own, as through a cloud's translation."""
+def leads_here(address: str, port: int) -> bool:
+    """Whether this machine has the address, or reaches itself by it all the same, as through a cloud's translation."""
+    if is_own(resolve(address)):
+        return True
     with suppress(OSError), socket.create_server(("", port)):
         return _listens(address, port)
     return False
@@ -224,15 +222,14 @@ def _listens(address: str, port: int) -> bool:
 
 def launchers_store(timeout: float) -> dist.Store | None:
     """The store that torchrun or accelerate keeps through restarts; None where it keeps none."""
-    if not agent_serves():
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return _reach(address, port, time.monotonic() + timeout)
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    return _reach(address, int(port), time.monotonic() + timeout) if launcher_serves(address, port) else None
 
 
-def agent_serves() -> bool:
-    """Whether the launcher serves the store at MASTER_ADDR and MASTER_PORT."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def launcher_serves(address: str, port: int | str) -> bool:
+    """Whether the launcher serves a store there: it does so at MASTER_ADDR and MASTER_PORT, if at all."""
+    there = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and there == (address, str(port))
 
 
 def _meet_in_file(path: Path, topology: Topology, me: Member, deadline: float, interface: str | None):
