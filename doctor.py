@@ -21,7 +21,8 @@ from utils import exchange_checks, health
 from utils.accelerator import make_accelerator
 from utils.cli import parse_args
 from utils.config import DoctorConfig, TrainConfig, expand
-from utils.distributed import Ranks, ranks_of_launch
+from utils.distributed import Ranks
+from utils.entry import ranks_of_launch
 from utils.errors import AgreedError, is_lost_rank, is_main_process, leave, one_line
 from utils.files import write_file
 from utils.findings import Finding, as_json, merged, red, show

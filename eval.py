@@ -19,7 +19,8 @@ from utils.config import EvalConfig, TrainConfig, absolute_data, expand
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler
 from utils.data.sources import check_source, load_split
-from utils.distributed import Ranks, ranks_of_launch
+from utils.distributed import Ranks
+from utils.entry import ranks_of_launch
 from utils.evaluation import evaluate_split
 from utils.files import write_file
 from utils.models import build_model

@@ -30,7 +30,8 @@ from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_load
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
 from utils.data.sources import check_source, load_data
 from utils.data.splits import Data
-from utils.distributed import Ranks, ranks_of_launch
+from utils.distributed import Ranks
+from utils.entry import ranks_of_launch
 from utils.errors import AgreedError, one_line
 from utils.evaluation import evaluate_split
 from utils.files import write_file
@@ -200,9 +201,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
         accelerator.clip_grad_norm_(run.model.parameters(), config.clip_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
-    state.images += plan.update_size(state.position)
-    state.epoch, state.position = plan.advance(state.epoch, state.position)
-    state.step += 1
+    state.updated(plan)
 
 
 def meet(run: Run, pace: Pace) -> float:

@@ -9,6 +9,7 @@ Every side runs in this process, without loader processes, with one thread.
   batches of 32. torchvision's are its reference training's two backends, and its transforms behind its own decoder;
   timm's is `create_loader`, as it comes and without the change of colours. The bare decoder reads from memory and does
   nothing else.
+* large photographs: the same of made-up ones of 4000x3000 pixels, as cameras take them.
 * colour 32x32 and grey 28x28: decoded beforehand, as everybody does who can. Shifted by up to 4 (2) pixels, colour
   mirrored; in batches of 256 (128). torchvision's are its transforms on Pillow's images and on tensors.
 
@@ -126,14 +127,15 @@ def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -
     return sides | {OURS: partial(rate, ours(mine, spec, batch_size, config))}
 
 
-def make_photographs(folder: Path, count: int = 64) -> None:
-    """Files of the size and the compressibility of ImageNet's: 500x375, about 110 kB."""
+def make_photographs(folder: Path, width: int, height: int, noise: float, count: int = 64) -> str:
+    """An image folder of pictures that JPEG compresses about as well as photographs of that size; returns its path."""
     random = np.random.default_rng(0)
-    (folder / "class").mkdir()
+    (folder / "class").mkdir(parents=True)
     for number in range(count):
-        coarse = Image.fromarray(random.integers(0, 256, (12, 16, 3), np.uint8)).resize((500, 375), Image.BICUBIC)
-        noisy = np.asarray(coarse) + random.normal(0, 12, (375, 500, 1))
+        coarse = Image.fromarray(random.integers(0, 256, (12, 16, 3), np.uint8)).resize((width, height), Image.BICUBIC)
+        noisy = np.asarray(coarse) + random.normal(0, noise, (height, width, 1))
         Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(folder / "class" / f"{number}.jpg", quality=92)
+    return str(folder)
 
 
 def table(form: str, results: dict[str, list[float]]) -> list[list[str]]:
@@ -143,9 +145,13 @@ def table(form: str, results: dict[str, list[float]]) -> list[list[str]]:
     return [[form, name, spread(results[name]), against[name]] for name in order]
 
 
-def measure(folder: str, args: argparse.Namespace) -> None:
+def measure(made: Path, args: argparse.Namespace) -> None:
+    # Of ImageNet's size, about 110 kB each; and of a camera's, about 2 MB.
+    folder = args.photos or make_photographs(made / "photographs", 500, 375, noise=12)
+    large = make_photographs(made / "large", 4000, 3000, noise=4, count=32)
     forms = {
         "photographs": partial(photographs, folder),
+        "large photographs": partial(photographs, large),
         "colour 32x32": partial(small, 32, 3, 4, 256, flip=True),
         "grey 28x28": partial(small, 28, 1, 2, 128, flip=False),
     }
@@ -166,9 +172,7 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # as train.py does; here all sides have it
     with TemporaryDirectory(prefix="lockstep-") as made:
-        if args.photos is None:
-            make_photographs(Path(made))
-        measure(args.photos or made, args)
+        measure(Path(made), args)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from PIL import Image
 
 from utils.config import TrainConfig
 from utils.data.augment import crop_box, row_starts, shift_and_flip, uniform
-from utils.data.decode import center
+from utils.data.decode import LARGE, center
 from utils.data.loader import Batches, Decoded, Encoded, InputSpec, make_dataset, make_loader
 from utils.data.order import Piece
 from utils.data.sources import load_data
@@ -185,6 +185,28 @@ def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none
     assert torch.equal(training.__getitems__(piece)["images"], torch.stack(expected))
     centres = Encoded(split, SPEC, 5, None).__getitems__(piece)["images"]
     assert torch.equal(evaluating.__getitems__(piece)["images"], centres)
+
+
+@pytest.mark.parametrize("min_scale", [0.3, 1.0, None])
+def test_photographs_larger_than_needed_are_decoded_smaller_and_show_the_same(min_scale):
+    file = encoded(smooth(960, 1280), "JPEG", quality=95)
+    small_and_large = [whole_split("train", [raw] * 12, np.arange(12), "made") for raw in (file, file + bytes(LARGE))]
+    whole, reduced = (
+        Encoded(split, SPEC, 5, min_scale).__getitems__(Piece(3, np.arange(12)))["images"].int()
+        for split in small_and_large
+    )
+    assert not torch.equal(whole, reduced)
+    assert (whole - reduced).abs().max() <= 4
+
+
+def test_large_images_of_a_small_data_set_are_decoded_smaller_and_show_the_same(tmp_path):
+    file, spec, caches = encoded(smooth(480, 640), "JPEG", quality=95), InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3), []
+    for name, raw in (("whole", file), ("reduced", file + bytes(LARGE))):
+        config = TrainConfig(cache_dir=str(tmp_path / name))
+        caches.append(make_dataset(whole_split("train", [raw], np.zeros(1), "made"), spec, config, True, iter).pixels)
+    whole, reduced = (np.array(pixels).astype(int) for pixels in caches)
+    assert not np.array_equal(whole, reduced)
+    assert np.abs(whole - reduced).max() <= 4
 
 
 def decoded_by_pillow(split):

@@ -11,7 +11,7 @@ import utils.models
 from utils.batchnorm import synchronise
 from utils.config import TrainConfig
 from utils.data.order import Plan
-from utils.distributed import ranks_of_launch
+from utils.entry import ranks_of_launch
 from utils.state import check_batch_norm
 
 

@@ -1,6 +1,7 @@
 """Encoded images to pixels, against Pillow and numpy."""
 
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from make_data import encoded, image_folder, pictures, png_of_16_bits, smooth, t
 from PIL import Image
 from ranks import returned
 
-from utils.data.decode import EVAL_CROP, center, decode, peek
+from utils.data.decode import EVAL_CROP, LARGE, center, decode, peek, shrink_to_center, shrink_to_part
 from utils.data.splits import Files, whole_split
 from utils.data.tables import Table
 
@@ -103,6 +104,85 @@ def test_exif_orientation_is_applied(kind, channels):
         options = {"quality": 100} if kind == "JPEG" else {}
         raw = encoded(np.ascontiguousarray(stored), kind, exif=exif, **options)
         assert np.abs(pixels_of(raw, channels) - upright[..., :channels]).max() <= 3, orientation
+
+
+def large(raw):
+    """The same JPEG image in a file so large that its size is looked at first."""
+    return raw + bytes(LARGE)
+
+
+def shrunk(raw, channels, factor):
+    """The pixels as they come where the image is going to be `factor` times smaller, and the sides that it was told."""
+    sides = []
+
+    def shrink(height, width):
+        sides.append((height, width))
+        return factor
+
+    pixels = decode(split_of([raw]), 0, channels, shrink=shrink)
+    return pixels.numpy().astype(int), sides
+
+
+def averaged(pixels, factor):
+    height, width, channels = pixels.shape
+    return pixels.reshape(height // factor, factor, width // factor, factor, channels).mean((1, 3))
+
+
+@pytest.mark.parametrize("factor", [1.99, 2, 3.99, 4, 7.5, 8, 100])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", ["plain", "progressive", "grey", "cmyk", "of several pictures"])
+def test_a_large_jpeg_comes_at_a_half_a_quarter_or_an_eighth_where_that_is_enough(kind, channels, factor):
+    picture, used = smooth(480, 640), max(n for n in (1, 2, 4, 8) if n <= factor)
+    raw = {
+        "plain": lambda: encoded(picture, "JPEG", quality=95),
+        "progressive": lambda: encoded(picture, "JPEG", quality=95, progressive=True),
+        "grey": lambda: encoded(picture[..., 0], "JPEG", quality=95),
+        "cmyk": lambda: encoded(Image.fromarray(picture).convert("CMYK"), "JPEG", quality=95),
+        "of several pictures": lambda: encoded(
+            Image.fromarray(picture), "MPO", quality=95, save_all=True, append_images=[Image.new("RGB", (640, 480))]
+        ),
+    }[kind]()
+    pixels, sides = shrunk(large(raw), channels, factor)
+    assert sides == [(480, 640)]
+    assert pixels.shape == (480 // used, 640 // used, channels)
+    assert np.abs(pixels - averaged(pixels_of(raw, channels), used)).max() <= 5
+
+
+def test_a_turned_jpeg_is_reduced_as_it_will_stand():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    raw = encoded(smooth(480, 640), "JPEG", quality=95, exif=exif)
+    pixels, sides = shrunk(large(raw), 3, 2)
+    assert sides == [(640, 480)] and pixels.shape == (320, 240, 3)
+    assert np.abs(pixels - averaged(pixels_of(raw, 3), 2)).max() <= 5
+
+
+def test_an_image_is_to_be_reduced_only_as_far_as_both_of_its_sides_allow():
+    assert shrink_to_part(lambda height, width: (0, 0, height // 2, width), 100, 50)(800, 600) == 4
+    assert shrink_to_part(lambda height, width: (0, 0, height, width // 2), 100, 50)(1000, 400) == 4
+    assert shrink_to_center(100, 50)(800, 150) == 3 and shrink_to_center(100, 50, share=0.5)(800, 600) == 4
+
+
+def test_only_large_jpegs_are_looked_at_before_they_are_decoded():
+    for raw in (encoded(smooth(480, 640), "JPEG"), encoded(pictures(1, (300, 300))[0], "PNG")):
+        pixels, sides = shrunk(raw, 3, 8)
+        assert sides == [] and (pixels == pixels_of(raw, 3)).all()
+
+
+def test_a_large_jpeg_with_nonsense_for_an_orientation_is_decoded_whole():
+    tag = struct.pack("<HHI4s", 0x0112, 2, 3, b"up")  # a text
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 1) + tag + bytes(4)
+    raw = encoded(smooth(480, 640), "JPEG", exif=exif)
+    pixels, sides = shrunk(large(raw), 3, 2)
+    assert sides == [] and (pixels == pixels_of(raw, 3)).all()
+
+
+def test_a_large_truncated_jpeg_is_an_error_at_any_scale():
+    raw = encoded(pictures(1, (480, 640))[0], "JPEG", quality=95)
+    assert len(raw) > 1.2 * LARGE
+    for factor in (1, 2, 8):
+        with pytest.raises(ValueError, match="image 0 of split 'train': not a readable image"):
+            shrunk(raw[: int(1.1 * LARGE)], 3, factor)
 
 
 def test_arrays_and_pillow_images_of_any_height_are_taken_as_they_are():

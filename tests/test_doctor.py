@@ -23,7 +23,7 @@ from test_launch import launch
 import doctor
 from utils import exchange_checks, health, host_checks
 from utils.config import DoctorConfig
-from utils.distributed import ranks_of_launch
+from utils.entry import ranks_of_launch
 from utils.findings import Finding, merged, show
 
 BUSY = ["--slow", "1e-6"]  # the tests' machine may have other work to do

@@ -11,7 +11,7 @@ from utils.accelerator import make_accelerator
 from utils.cli import parse_args
 from utils.config import TrainConfig
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix, permutation
-from utils.distributed import ranks_of_launch
+from utils.entry import ranks_of_launch
 from utils.stopping import Stopping
 
 

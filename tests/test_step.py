@@ -19,7 +19,7 @@ import train
 from utils import accelerator, host
 from utils.config import TrainConfig
 from utils.data.loader import InputSpec
-from utils.distributed import ranks_of_launch
+from utils.entry import ranks_of_launch
 from utils.models import MnistCNN
 
 DIGITS = ("--global_batch_size", "120", "--max_steps", "6", "--log_every", "1", "--threads", "1")

@@ -1,4 +1,4 @@
-"""The process group, the device, and everything that the ranks say to each other."""
+"""The process group, and everything that the ranks say to each other."""
 
 import os
 import re
@@ -6,10 +6,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,19 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from utils.config import Launch
+from utils.devices import choose_backend, choose_device, cpu_was_asked_for, gpu_id
 from utils.errors import (
     USER_ERRORS,
     AgreedError,
     LostRank,
-    explained,
     is_lost_rank,
-    is_main_process,
-    leave,
     lost_rank_text,
     one_line,
 )
 from utils.host import keep_freed_memory
-from utils.launch import Topology, is_launched, launcher, read_topology, restarts_are_possible, threads_per_process
+from utils.launch import Topology, is_launched, launcher, restarts_are_possible, threads_per_process
 from utils.network import address_of, set_interface
 from utils.rendezvous import check_init_method, check_own_gpus, in_time, launchers_store, meet
 from utils.watch import Watch
@@ -47,11 +44,11 @@ class Ranks:
 
     def __init__(self, topology: Topology, launch: Launch, prog: str = "train.py"):
         self.topology, self.launch, self.prog = topology, launch, prog
-        self.device = _device(topology, launch.cpu)
+        self.device = choose_device(topology, launch.cpu)
         self.threads = launch.threads or threads_per_process(topology)
         if self.threads > (os.cpu_count() or 1):
             raise ValueError(f"--threads {self.threads}: this machine has {os.cpu_count()} processor cores")
-        self.backend = _backend(topology, launch.backend, self.device)
+        self.backend = choose_backend(topology, launch.backend, self.device)
         check_init_method(launch.init_method)
         topology.export()
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # Accelerate would set its own number where there is none
@@ -75,7 +72,7 @@ class Ranks:
     def join(self) -> None:
         """Make the process group, if there are several processes; Accelerate adopts the one it finds."""
         topology, launch = self.topology, self.launch
-        if self.is_main and self.device.type == "cpu" and not _cpu_was_asked_for(launch.cpu):
+        if self.is_main and self.device.type == "cpu" and not cpu_was_asked_for(launch.cpu):
             several = topology.world_size > 1
             print("No GPU is visible: running on the CPU" + f", {topology.world_size} processes over gloo" * several)
         self._meets = topology.world_size > 1
@@ -83,7 +80,7 @@ class Ranks:
             self._launchers_store = launchers_store(launch.timeout)
         if topology.world_size == 1:
             return
-        store, self.members = meet(topology, launch.init_method, launch.timeout, launch.interface, _gpu(self.device))
+        store, self.members = meet(topology, launch.init_method, launch.timeout, launch.interface, gpu_id(self.device))
         # Accelerate asks for an address on several machines, and does nothing with it.
         os.environ.setdefault("MASTER_ADDR", self.members[0].master)
         if self.backend == "nccl":
@@ -287,10 +284,6 @@ class Ranks:
         return f"{socket.gethostname()}, {self.device} ({name}), process {os.getpid()}"
 
 
-def _gpu(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
 class _SumWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values: Tensor) -> Tensor:
@@ -314,74 +307,3 @@ _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_
 
 def _nothing() -> None:
     return None
-
-
-def _cpu_was_asked_for(flag: bool) -> bool:
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as accelerate_configs/2cpu.yaml does
-    return flag or hidden or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-
-
-def _device(topology: Topology, cpu: bool) -> torch.device:
-    """This rank's GPU, or the CPU where there is none or it was asked for."""
-    if not torch.cuda.is_available() or _cpu_was_asked_for(cpu):
-        return torch.device("cpu")
-    gpus, number = torch.cuda.device_count(), topology.local_rank
-    if gpus == 1 and topology.source in ("SLURM", "Open MPI", "MPICH"):
-        number = 0  # each task sees the one GPU that was given to it (--gpus-per-task); NCCL refuses a shared one
-    elif topology.local_world_size > gpus:
-        raise ValueError(
-            f"{topology.local_world_size} processes on this machine, but {gpus} GPU{'s' * (gpus != 1)}; "
-            f"launch with --num_processes {gpus}, or on the CPU with --cpu or accelerate_configs/2cpu.yaml"
-        )
-    device = torch.device("cuda", number)
-    torch.cuda.set_device(device)  # first of all, or every rank would open a context on GPU 0
-    return device
-
-
-def _backend(topology: Topology, asked: str, device: torch.device) -> str:
-    if topology.world_size == 1:
-        return "none"
-    if asked == "nccl" and device.type == "cpu":
-        raise ValueError("--backend nccl needs GPUs; leave it out, and gloo is used on CPUs")
-    return ("nccl" if device.type == "cuda" else "gloo") if asked == "auto" else asked
-
-
-def _topology(launch: Launch) -> Topology:
-    """Where this process stands, also in a function that Accelerate's debug_launcher has started."""
-    if not (dist.is_initialized() and "ACCELERATE_DEBUG_RDV_FILE" in os.environ):
-        return read_topology(init_method=launch.init_method)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()  # ours has timeouts and a store
-    meeting = Path(os.environ["ACCELERATE_DEBUG_RDV_FILE"])
-    meeting.touch()  # the last to leave the old group has deleted it, and the launcher expects it
-    launch.init_method = f"file://{meeting}.lockstep"
-    return Topology(rank, world_size, rank, world_size, source="debug_launcher")
-
-
-@contextmanager
-def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
-    """This process's place among those launched; an error inside ends it with one line on one rank and code 2."""
-    ranks = None
-    try:
-        ranks = Ranks(_topology(launch), launch, prog)
-        yield ranks
-        ranks.part()
-    except KeyboardInterrupt as interrupt:
-        if ranks is None or ranks.is_main:
-            text = str(interrupt) or "interrupted"
-            sys.stderr.write(f"\n{prog}: {text}; --run_name NAME --resume auto goes on from the last checkpoint\n")
-        if ranks is not None:
-            ranks.ends(interrupt)
-        raise SystemExit(getattr(interrupt, "code", 130)) from None
-    except Exception as error:
-        error = explained(error)
-        if isinstance(error, AgreedError):
-            ranks.part()
-        speaks = ranks.speaks(error) if ranks else is_main_process()
-        told = ranks.ends(error) if ranks else error
-        if not isinstance(told, USER_ERRORS):
-            raise  # a bug: its traceback is what helps
-        leave(told, prog, speaks, launch.traceback)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()

@@ -38,6 +38,12 @@ class TrainState:
         """The epoch, counted from 1, of the last finished update."""
         return self.epoch + (self.position > 0)
 
+    def updated(self, plan: Plan) -> None:
+        """Take note of an update."""
+        self.images += plan.update_size(self.position)
+        self.epoch, self.position = plan.advance(self.epoch, self.position)
+        self.step += 1
+
     def evaluated(self, accuracy: float) -> None:
         """Take note of an evaluation at this step."""
         self.owes_evaluation = False

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from utils.config import expand
-from utils.data.decode import SMALL, VERSION, center, decode
+from utils.data.decode import SMALL, VERSION, center, decode, shrink_to_center
 from utils.data.splits import Split, whole_split
 from utils.errors import one_line
 from utils.files import named
@@ -48,11 +48,12 @@ class _Chunks(Dataset):
     def __getitem__(self, number: int) -> Tensor | Exception:
         height, width, channels = self.shape
         positions = range(number * self.size, min((number + 1) * self.size, len(self.split)))
-        pixels = np.empty((len(positions), *self.shape), np.uint8)
+        pixels, shrink = np.empty((len(positions), *self.shape), np.uint8), shrink_to_center(height, width)
         try:
             encoded = self.split.read_ahead(positions)
             for row, position in enumerate(positions):
-                pixels[row] = center(decode(self.split, position, channels, encoded[row]), height, width).numpy()
+                image = decode(self.split, position, channels, encoded[row], shrink)
+                pixels[row] = center(image, height, width).numpy()
         except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback
             return error
         return torch.from_numpy(pixels)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from utils.config import TrainConfig
 from utils.data.augment import crop_box, row_starts, shift_and_flip, uniform
 from utils.data.cache import Shared, decode_all
-from utils.data.decode import EVAL_CROP, SMALL, center, decode, resize
+from utils.data.decode import EVAL_CROP, SMALL, center, decode, resize, shrink_to_center, shrink_to_part
 from utils.data.order import Piece
 from utils.data.splits import Split
 from utils.distributed import Ranks
@@ -91,12 +92,16 @@ class Encoded(Dataset):
         return _batch(piece, images, self.split.labels)
 
     def _image(self, position: int, encoded, random: list[float]) -> Tensor:
-        spec, pixels = self.spec, decode(self.split, position, self.spec.channels, encoded)
+        height, width = self.spec.height, self.spec.width
         if self.min_scale is None or self.min_scale == 1:
-            pixels = center(pixels, spec.height, spec.width, EVAL_CROP)
+            shrink = shrink_to_center(height, width, EVAL_CROP)
+            pixels = decode(self.split, position, self.spec.channels, encoded, shrink)
+            pixels = center(pixels, height, width, EVAL_CROP)
         else:
-            top, left, height, width = crop_box(*pixels.shape[:2], random[4:], self.min_scale)
-            pixels = resize(pixels[top : top + height, left : left + width], spec.height, spec.width)
+            part = partial(crop_box, random=random[4:], min_scale=self.min_scale)
+            pixels = decode(self.split, position, self.spec.channels, encoded, shrink_to_part(part, height, width))
+            top, left, rows, columns = part(*pixels.shape[:2])
+            pixels = resize(pixels[top : top + rows, left : left + columns], height, width)
         return pixels.flip(1) if self.flip and random[2] < 0.5 else pixels
 
 

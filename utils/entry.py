@@ -1,0 +1,55 @@
+"""How a script's main function gets its place among the processes of a launch, and how it ends there."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from utils.config import Launch
+from utils.distributed import Ranks
+from utils.errors import USER_ERRORS, AgreedError, explained, is_main_process, leave
+from utils.launch import Topology, read_topology
+
+
+def _topology(launch: Launch) -> Topology:
+    """Where this process stands, also in a function that Accelerate's debug_launcher has started."""
+    if not (dist.is_initialized() and "ACCELERATE_DEBUG_RDV_FILE" in os.environ):
+        return read_topology(init_method=launch.init_method)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()  # ours has timeouts and a store
+    meeting = Path(os.environ["ACCELERATE_DEBUG_RDV_FILE"])
+    meeting.touch()  # the last to leave the old group has deleted it, and the launcher expects it
+    launch.init_method = f"file://{meeting}.lockstep"
+    return Topology(rank, world_size, rank, world_size, source="debug_launcher")
+
+
+@contextmanager
+def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
+    """This process's place among those launched; an error inside ends it with one line on one rank and code 2."""
+    ranks = None
+    try:
+        ranks = Ranks(_topology(launch), launch, prog)
+        yield ranks
+        ranks.part()
+    except KeyboardInterrupt as interrupt:
+        if ranks is None or ranks.is_main:
+            text = str(interrupt) or "interrupted"
+            sys.stderr.write(f"\n{prog}: {text}; --run_name NAME --resume auto goes on from the last checkpoint\n")
+        if ranks is not None:
+            ranks.ends(interrupt)
+        raise SystemExit(getattr(interrupt, "code", 130)) from None
+    except Exception as error:
+        error = explained(error)
+        if isinstance(error, AgreedError):
+            ranks.part()
+        speaks = ranks.speaks(error) if ranks else is_main_process()
+        told = ranks.ends(error) if ranks else error
+        if not isinstance(told, USER_ERRORS):
+            raise  # a bug: its traceback is what helps
+        leave(told, prog, speaks, launch.traceback)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
