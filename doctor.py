@@ -23,7 +23,7 @@ from utils.cli import parse_args
 from utils.config import DoctorConfig, TrainConfig, expand
 from utils.distributed import Ranks
 from utils.entry import ranks_of_launch
-from utils.errors import AgreedError, is_lost_rank, is_main_process, leave, one_line
+from utils.errors import AgreedError, is_lost_rank, leave, one_line, speaks_for_machine
 from utils.files import write_file
 from utils.findings import Finding, as_json, merged, red, show
 from utils.host_checks import check_machine
@@ -39,9 +39,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
     if topology.is_main and is_launched():  # a launcher that sees another rank gone ends this one: first it may speak
         signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(3))
+
+    def cannot_connect(text: str) -> None:
+        report_alone([*findings, Finding.of("meeting", ValueError(text))], topology, config)
+        os._exit(1)
+
     with ranks_of_launch("doctor.py", config) as ranks:
         try:
-            ranks.join()
+            ranks.join(cannot_connect)
         except (ValueError, RuntimeError, OSError) as error:
             report_alone([*findings, Finding.of("meeting", error)], topology, config)
             raise SystemExit(1) from None
@@ -122,7 +127,7 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
     """
     by_hand = not is_launched() and (topology is None or topology.source == "the environment")
     rank = os.environ.get("RANK", "0") if topology is None else topology.rank
-    if topology.local_rank == 0 if topology else is_main_process() or by_hand:
+    if topology.local_rank == 0 if topology else speaks_for_machine() or by_hand:
         file = config.json if topology is None or topology.is_main else None  # the disk may be shared
         report(f"{socket.gethostname()}, rank {rank}; the processes did not meet", findings, file)
     elif by_hand:

@@ -157,6 +157,19 @@ def test_a_turned_jpeg_is_reduced_as_it_will_stand():
     assert np.abs(pixels - averaged(pixels_of(raw, 3), 2)).max() <= 5
 
 
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_jpeg_is_turned_by_its_exif_data_alone_at_any_scale(factor):
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    raw = encoded(smooth(480, 640), "JPEG", xmp=xmp)
+    assert Image.open(io.BytesIO(raw)).getexif()[0x0112] == 6  # Pillow would turn it
+    pixels, sides = shrunk(large(raw), 3, factor)
+    assert sides == [(480, 640)] and pixels.shape == (480 // factor, 640 // factor, 3)
+    exif = Image.Exif()
+    exif[0x0112] = 9  # is no orientation
+    pixels, sides = shrunk(large(encoded(smooth(480, 640), "JPEG", exif=exif)), 3, factor)
+    assert sides == [(480, 640)] and pixels.shape == (480 // factor, 640 // factor, 3)
+
+
 def test_an_image_is_to_be_reduced_only_as_far_as_both_of_its_sides_allow():
     assert shrink_to_part(lambda height, width: (0, 0, height // 2, width), 100, 50)(800, 600) == 4
     assert shrink_to_part(lambda height, width: (0, 0, height, width // 2), 100, 50)(1000, 400) == 4

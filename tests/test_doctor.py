@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -252,12 +253,13 @@ def several_gpus_less(rank):
 # Each case: processes, the fault, flags, the red line, and what it and its mend say.
 UNMET = [
     (1, environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"), (), "launch", "contradictory environment", "below"),
-    (1, environment(RANK="0", WORLD_SIZE="2"), (), "launch", "LOCAL_RANK not set although RANK=0", "export all three"),
+    (1, environment(RANK="0", WORLD_SIZE="2"), (), "launch", "LOCAL_RANK not set although RANK=0", "export all of them"),
     (2, several_gpus_less, (), "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
     (2, None, ("--threads", "9999"), "launch", "--threads 9999: this machine has", ""),
     (2, None, ("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
     (2, None, ("--interface", "nope0"), "interface", "--interface nope0: ", "one that this machine has"),
     (2, environment(MASTER_ADDR="no.invalid"), (), "meeting point", "no.invalid has no address", "/etc/hosts"),
+    (2, environment(MASTER_ADDR="node1..x"), (), "meeting point", "node1..x has no address (", "/etc/hosts"),
     (2, environment(MASTER_ADDR="192.0.2.7"), (), "meeting point", "192.0.2.7 is no address of", "must name the"),
     (2, None, ("--init_method", "file:///nope/meet"), "meeting point", "/nope/meet, in a folder that is not", "share"),
     (2, None, ("--init_method", "udp://1"), "launch", "--init_method udp://1: must be env://", ""),
@@ -282,6 +284,38 @@ def test_a_rank_that_does_not_come_is_named():
     outcomes = look(2, absent)
     assert outcomes[0].code == 1 and red_lines() == {"meeting"}
     assert "rank 1 did not come to 127.0.0.1:" in findings()["meeting"]["value"]
+
+
+def test_ranks_that_meet_and_cannot_connect_are_told_in_the_table():
+    def silent(rank):  # as gloo is where a firewall lets nothing but the meeting point through
+        torch.distributed.init_process_group = lambda *arguments, **more: time.sleep(60)
+        return ["--timeout", "4"]
+
+    begun = time.monotonic()
+    outcomes = look(2, silent)
+    assert time.monotonic() - begun < 30
+    assert [outcome.code for outcome in outcomes] == [1, 1] and red_lines() == {"meeting"}
+    assert "could not connect over gloo" in findings()["meeting"]["value"] and findings()["memory"]["ok"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's folder takes root to be made")
+@pytest.mark.parametrize("flags", [("--output_dir", "closed/runs"), ("--init_method", "file://{}/closed/meet")])
+def test_a_folder_that_may_not_be_looked_into_is_red(flags, monkeypatch):
+    def unprivileged(rank):
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        return [*(flag.format(folder) for flag in flags), "--timeout", "4"]
+
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="lockstep-") as folder:  # pytest's is its user's alone
+        monkeypatch.chdir(folder)
+        Path(folder).chmod(0o777)
+        Path("closed/runs").mkdir(parents=True)
+        Path("closed").chmod(0o700)
+        outcomes, red = look(2, unprivileged), red_lines()
+    name = "disk" if flags[0] == "--output_dir" else "meeting point"
+    assert outcomes[0].code == 1 and name in red, outcomes[0].out + outcomes[0].err
+    assert "Traceback" not in outcomes[0].err
 
 
 def test_what_was_found_is_told_when_a_rank_is_lost_meanwhile():

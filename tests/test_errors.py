@@ -1,5 +1,6 @@
 """What is wrong ends in one line that names it and the mend, from one rank, with code 2, before anything is trained."""
 
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from ranks import run_ranks
 
 import eval
 import train
+from utils import errors
 from utils.config import EvalConfig, Launch, TrainConfig
 
 TINY = ("--model", "mlp", "--max_steps", "2")
@@ -102,6 +104,31 @@ def test_bad_input_is_one_line_from_rank_0_and_code_2_from_each(case, processes)
     assert all(outcome.err == "" for outcome in outcomes[1:])
     if case[0] != "loss that is no number":
         assert [path.name for path in Path("runs").iterdir()] == ["taken"]  # no folder of a run that never was
+
+
+ELSEWHERE = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    "flags", [("--data", "./nope"), ("--lr", "fast"), ("--threads", "100000"), ("--model", "resnet19")]
+)
+def test_an_error_of_another_machine_alone_is_told_there_with_its_rank(flags, monkeypatch):
+    for name, value in ELSEWHERE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(errors.socket, "gethostname", lambda: "node2")
+    told = []
+    for local_rank in "0", "1":
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        (outcome,) = run_ranks(1, _train_here, {**os.environ}, [*TINY, *flags], seconds=60)
+        assert outcome.code == 2, outcome.err
+        told.append(outcome.err)
+    assert told[0].startswith("train.py: error: rank 2 on node2: ") and told[0].count("\n") == 1
+    assert flags[1].strip("./") in told[0] and told[1] == ""
+
+
+def _train_here(variables, flags):
+    os.environ |= variables  # run_ranks takes those of a launch away
+    train.main(flags)
 
 
 def test_traceback_shows_it():

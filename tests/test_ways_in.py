@@ -3,15 +3,19 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from ranks import free_port
 from training_runs import records
 
+from utils import network, rendezvous
 from utils.launch import Topology, first_node, read_topology
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +61,9 @@ WAYS = {
     "torch.distributed.launch": [
         sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "{port}", TRAIN
     ],
-    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, TRAIN],
+    "Open MPI": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, TRAIN],
+    "MPICH": ["mpiexec.hydra", "-n", "2", sys.executable, TRAIN],
+    "MPICH through a shell": ["mpiexec.hydra", "-n", "2", "bash", "-c", '"$0" "$@"; exit $?', sys.executable, TRAIN],
 }  # fmt: skip
 
 
@@ -141,7 +147,10 @@ def test_mpis_variables_tell_rank_and_meeting_point():
     assert found == Topology(1, 2, 1, 2, "127.0.0.1", found.port, "Open MPI")
     assert read_topology(MPI | {"PMIX_NAMESPACE": "12346"}).port != found.port
     hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    assert (read_topology(hydra).source, read_topology({"PMI_RANK": "0", "PMI_SIZE": "2"})) == ("MPICH", Topology())
+    assert read_topology(hydra | {"MASTER_PORT": "4000"}) == Topology(0, 2, 0, 2, "127.0.0.1", 4000, "MPICH")
+    assert read_topology({"PMI_RANK": "0", "PMI_SIZE": "2"}) == Topology()
+    with pytest.raises(ValueError, match=r"MASTER_PORT is not set.*mpiexec -genv"):
+        read_topology(hydra)  # no job of MPICH's started this test
 
 
 @pytest.mark.parametrize(
@@ -163,6 +172,8 @@ def test_the_first_of_slurms_nodes_is_found(nodes, first):
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
             "LOCAL_WORLD_SIZE is not set: export how many",
         ),
+        ({n: v for n, v in SLURM.items() if n != "SLURM_NODEID"}, "SLURM_NODEID not set although SLURM_PROCID=2"),
+        ({n: v for n, v in SLURM.items() if "TASKS_PER" not in n}, "SLURM_STEP_TASKS_PER_NODE not set"),
         ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported"),
     ],
@@ -171,6 +182,35 @@ def test_what_contradicts_itself_is_refused_by_name(env, text):
     with pytest.raises(ValueError) as refusal:
         read_topology(env)
     assert text in str(refusal.value)
+
+
+def test_who_holds_a_port_of_another_user_is_not_guessed(monkeypatch):
+    held = SimpleNamespace(laddr=SimpleNamespace(port=29500), status=psutil.CONN_LISTEN, pid=None)
+    monkeypatch.setattr(network.psutil, "net_connections", lambda kind: [held])
+    assert network.user_of(29500) == ""
+
+
+def test_a_name_that_is_none_is_told_with_the_mend():
+    with pytest.raises(ValueError, match=r"^node1\.\.cluster: .* cannot find its address \(.*MASTER_ADDR"):
+        network.resolve("node1..cluster")
+
+
+@pytest.mark.parametrize(("reason", "told"), [("EADDRINUSE", "is taken on"), ("EACCES", "cannot be used (EACCES)")])
+def test_a_port_is_called_taken_only_if_it_is(reason, told, monkeypatch):
+    def no_store(*arguments, **more):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", no_store)
+    with pytest.raises(ValueError, match="port 4000 ") as refusal:
+        rendezvous._tcp_store(Topology(0, 2, 0, 2), "127.0.0.1", 4000, time.monotonic() + 5)
+    assert told in str(refusal.value)
+
+
+def test_an_address_that_is_translated_leads_here_as_far_as_can_be_told(monkeypatch):
+    monkeypatch.setattr(rendezvous, "is_own", lambda address: False)  # as a cloud's outer address
+    with socket.create_server(("", 0)) as holder:
+        assert rendezvous.leads_here("127.0.0.1", holder.getsockname()[1])  # it is taken, which is to be said
+    assert rendezvous.leads_here("127.0.0.1", free_port())
 
 
 @pytest.mark.parametrize("method", ["tcp://host", "file://", "file://host/path", "http://a:1", "tcp://host:x"])

@@ -12,7 +12,7 @@ from typing import TypeVar
 import yaml
 
 from utils.config import Launch, TrainConfig
-from utils.errors import is_main_process, leave, one_line
+from utils.errors import leave, one_line, placed, speaks_for_machine
 
 Config = TypeVar("Config")
 
@@ -25,7 +25,7 @@ def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None) 
         files, flags = _split_config_files(argv)
         return _fill(cls, prog, files, _normalise_flags(flags, [f.name for f in fields(cls)], cls))
     except Exception as error:  # jsonargparse raises many kinds; each of them means a bad setting
-        leave(ValueError(_plain(one_line(error))), prog, is_main_process())
+        leave(placed(ValueError(_plain(one_line(error)))), prog, speaks_for_machine())
 
 
 def read_config(path: Path) -> TrainConfig:

@@ -57,7 +57,7 @@ class Ranks:
             keep_freed_memory()
         # A killed launcher tells nobody, and its processes would train on. A shell may go away: nohup expects that.
         self._launcher = launcher()
-        self.interface, self.members, self._meets = "", [], False
+        self.interface, self.members, self.meets = "", [], False
         self._store = self._launchers_store = self._prompt = self._patient = self._watch = None
 
     @property
@@ -69,13 +69,17 @@ class Ranks:
         """Whether the launcher that started this process is gone."""
         return self._launcher is not None and os.getppid() != self._launcher
 
-    def join(self) -> None:
-        """Make the process group, if there are several processes; Accelerate adopts the one it finds."""
+    def join(self, give_up: Callable[[str], None] | None = None) -> None:
+        """Make the process group, if there are several processes; Accelerate adopts the one it finds.
+
+        When the ranks cannot connect, the main thread may wait on: `give_up` is then called in another one, with what
+        is wrong, and has to end the process (default: with that as its line).
+        """
         topology, launch = self.topology, self.launch
         if self.is_main and self.device.type == "cpu" and not cpu_was_asked_for(launch.cpu):
             several = topology.world_size > 1
             print("No GPU is visible: running on the CPU" + f", {topology.world_size} processes over gloo" * several)
-        self._meets = topology.world_size > 1
+        self.meets = topology.world_size > 1
         if restarts_are_possible():
             self._launchers_store = launchers_store(launch.timeout)
         if topology.world_size == 1:
@@ -93,7 +97,9 @@ class Ranks:
             f"interface {self.interface} of {socket.gethostname()} (REASON); see --interface, and whether a firewall "
             "is between the machines"
         )
-        overdue = threading.Timer(launch.timeout + 1, self._give_up, [trouble.replace("REASON", "no answer")])
+        overdue = threading.Timer(
+            launch.timeout + 1, give_up or self._give_up, [trouble.replace("REASON", "no answer")]
+        )
         overdue.daemon = True
         overdue.start()
         try:
@@ -250,7 +256,7 @@ class Ranks:
         """
         rank = str(self.topology.rank)
         if self._store is None:  # without a launcher rank 0 may be the one that is gone
-            return self.topology.local_rank == 0 or not is_launched() if self._meets else self.is_main
+            return self.topology.local_rank == 0 or (self.meets and not is_launched())
         if self._watch.lost:  # nobody can be asked
             return True
         with suppress(RuntimeError):

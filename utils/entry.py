@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from utils.config import Launch
 from utils.distributed import Ranks
-from utils.errors import USER_ERRORS, AgreedError, explained, is_main_process, leave
+from utils.errors import USER_ERRORS, AgreedError, explained, leave, placed, speaks_for_machine
 from utils.launch import Topology, read_topology
 
 
@@ -45,11 +45,11 @@ def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
         error = explained(error)
         if isinstance(error, AgreedError):
             ranks.part()
-        speaks = ranks.speaks(error) if ranks else is_main_process()
+        speaks = ranks.speaks(error) if ranks else speaks_for_machine()
         told = ranks.ends(error) if ranks else error
         if not isinstance(told, USER_ERRORS):
             raise  # a bug: its traceback is what helps
-        leave(told, prog, speaks, launch.traceback)
+        leave(told if ranks and ranks.meets else placed(told), prog, speaks, launch.traceback)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,12 +1,13 @@
 """From an exception to one line that names the thing and the mend, on one rank, and to an exit code."""
 
 import re
+import socket
 import sys
 import time
 import traceback
 from typing import NoReturn
 
-from utils.launch import told_rank
+from utils.launch import is_launched, told_ranks
 
 USER_ERRORS = (ValueError, OSError, ImportError)  # what names a cause outside this code; anything else is a bug
 
@@ -42,14 +43,25 @@ def leave(error: BaseException, prog: str, show: bool = True, show_traceback: bo
         # One write, so that lines of several processes do not interleave.
         sys.stderr.write(f"{prog}: error: {one_line(error)}\n")
         sys.stderr.flush()
-    else:
-        time.sleep(0.5)  # a launcher that sees this rank gone ends the others: let the one that speaks finish
+    else:  # a launcher that sees this rank gone ends the others, and this one once the one that speaks is done
+        time.sleep(5 if is_launched() else 0.5)
     raise SystemExit(2)
 
 
-def is_main_process() -> bool:
-    """Whether this process speaks for the run, judged before anything of the launch has been checked."""
-    return told_rank() in ("0", None)
+def speaks_for_machine() -> bool:
+    """Whether this process tells the errors of its machine, judged before anything of the launch has been checked."""
+    rank, local_rank = told_ranks()
+    return rank == "0" or local_rank in ("0", None)
+
+
+def placed(error: Exception) -> Exception:
+    """An error from before the processes have met, with its rank and machine unless that is rank 0."""
+    rank, _ = told_ranks()
+    if rank in ("0", None):
+        return error
+    told = ValueError(f"rank {rank} on {socket.gethostname()}: {one_line(error)}")
+    told.__cause__ = error
+    return told
 
 
 def is_lost_rank(error: BaseException) -> bool:

@@ -136,7 +136,7 @@ def code(facts: Sequence[dict]) -> Finding:
 def folder(ranks: Ranks, config: DoctorConfig) -> Finding:
     """Whether every rank can write to the output folder and sees there what the others wrote."""
     token, path = ranks.share(uuid.uuid4().hex), expand(config.output_dir)
-    made = [place for place in (path, *path.absolute().parents) if not place.exists()]
+    made = [place for place in (path, *path.absolute().parents) if not os.path.exists(place)]
     own = path / f".doctor-{token}-{ranks.topology.rank}"
     try:
         errors = ranks.gather(_try(lambda: (path.mkdir(parents=True, exist_ok=True), own.write_text(token))))

@@ -17,7 +17,7 @@ from utils.config import DoctorConfig, expand
 from utils.distributed import Ranks
 from utils.findings import Finding, red
 from utils.launch import Topology, is_launched, read_topology, threads_per_process
-from utils.network import address_of, is_own, set_interface, user_of
+from utils.network import address_of, is_own, reason, set_interface, user_of
 from utils.rendezvous import launcher_serves, leads_here
 
 GB = 1e9
@@ -76,8 +76,8 @@ def check_host_name() -> Finding:
     mend = f"other machines and libraries look this machine up by its name; enter `ADDRESS {name}` in /etc/hosts"
     try:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
-        return Finding("host name", f"{name} has no address ({error.strerror})", False, mend)
+    except (OSError, UnicodeError) as error:
+        return Finding("host name", f"{name} has no address ({reason(error)})", False, mend)
     if not is_own(address):
         return Finding("host name", f"{name} is {address}, which is no address of this machine", False, mend)
     return Finding("host name", f"{name} is {address}", True)
@@ -89,15 +89,17 @@ def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | N
     if topology.world_size == 1:
         return None
     if kind.scheme == "file":
-        there = Path(kind.path).parent.is_dir()
-        mend = "" if there else "name a file in a folder that all machines share"
-        return Finding(name, f"{kind.path}, in a folder that is {'' if there else 'not '}there", there, mend)
+        folder = Path(kind.path).parent
+        there, usable = os.path.isdir(folder), os.access(folder, os.W_OK | os.X_OK)
+        value = "in a folder that is not there" if not there else "" if usable else "where this user may not write"
+        mend = "name a file in a folder that all machines share, and where this user may write"
+        return Finding(name, ", ".join(filter(None, [kind.path, value])), there and usable, mend)
     address, port = (kind.hostname, kind.port) if kind.scheme == "tcp" else (topology.address, topology.port)
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         mend = f"use the IP address of rank 0's machine as MASTER_ADDR, or enter {address} in /etc/hosts"
-        return Finding(name, f"{address} has no address ({error.strerror})", False, mend)
+        return Finding(name, f"{address} has no address ({reason(error)})", False, mend)
     if not topology.is_main:
         return None
     if launcher_serves(address, port):
@@ -216,7 +218,7 @@ def free_memory() -> tuple[int, int]:
 def check_disk(config: DoctorConfig) -> Finding:
     """Whether run folders can be made, and there is space for checkpoints."""
     folder = expand(config.output_dir)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = "not writable" if existing.is_dir() else "no folder"
         return Finding("disk", f"{existing} is {why}", False, "give --output_dir a folder that this user may write to")

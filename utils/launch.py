@@ -27,7 +27,8 @@ _ENGINES = {  # what an accelerate config may ask for besides plain data paralle
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or sharded parallelism",
 }
-_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")  # what MPI's processes share, and no other job
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # what Open MPI's processes share, and no other job
+_PASS_ON = {"Open MPI": "mpirun -x MASTER_ADDR=HOST", "MPICH": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT PORT"}
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,10 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
             )
         return Topology()
     names = _SOURCES[source]
-    missing = [name for name in names[:3] if name not in env]
+    needed = (*names, "SLURM_NODEID") if source == "SLURM" else names[:3]
+    missing = [name for name in needed if name not in env]
     if missing:
-        raise ValueError(f"{', '.join(missing)} not set although {_present(env, names)}; export all three, or none")
+        raise ValueError(f"{', '.join(missing)} not set although {_present(env, names)}; export all of them, or none")
     rank, world_size, local_rank = (_integer(env, name) for name in names[:3])
     if source == "SLURM":
         local_world_size = _tasks_on_node(env[names[3]], _integer(env, "SLURM_NODEID"))
@@ -100,9 +102,10 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
     return Topology(rank, world_size, local_rank, local_world_size, address, port, source)
 
 
-def told_rank() -> str | None:
-    """The rank as whoever started this process says it, whether it makes sense or not; None when nobody does."""
-    return next((os.environ.get(names[0]) for source, names in _SOURCES.items() if _speaks(os.environ, source)), None)
+def told_ranks() -> tuple[str | None, str | None]:
+    """Rank and local rank as whoever started this process says them, sensible or not; None for what nobody says."""
+    names = next((names for source, names in _SOURCES.items() if _speaks(os.environ, source)), ("", "", ""))
+    return os.environ.get(names[0]), os.environ.get(names[2])
 
 
 def _speaks(env: Mapping[str, str], source: str) -> bool:
@@ -146,10 +149,10 @@ def _meeting_point(env: Mapping[str, str], source: str, one_machine: bool) -> tu
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if source != "the environment":
         address = address or ("127.0.0.1" if one_machine else first_node(nodes) if nodes else None)
-        port = port or _port_of_job(env)
+        port = port or _port_of_job(env, one_machine)
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
         if not value:
-            mend = "; mpirun -x MASTER_ADDR=HOST passes it on" if source in ("Open MPI", "MPICH") else ""
+            mend = f"; {_PASS_ON[source]} passes it on" if source in _PASS_ON else ""
             raise ValueError(f"{name} is not set: the processes need an address to meet at, that of rank 0{mend}")
     number = _integer({"MASTER_PORT": str(port)}, "MASTER_PORT")
     if not 0 < number < 2**16:
@@ -163,15 +166,18 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def _port_of_job(env: Mapping[str, str]) -> int:
+def _port_of_job(env: Mapping[str, str], one_machine: bool) -> int | None:
     """A port that all processes of the job know without being told, and other jobs on the machine hardly ever have.
 
-    It lies below the ports that Linux gives away by itself (32768 and up).
+    None where nothing names the job. It lies below the ports that Linux gives away by itself (32768 and up).
     """
     if "SLURM_JOB_ID" in env:  # each task of a job array has its own
         return 10_000 + (_integer(env, "SLURM_JOB_ID") * 16 + int(env.get("SLURM_STEP_ID", 0)) % 16) % 20_000
-    job = next((env[name] for name in _JOB_NAMES if name in env), "")
-    return 10_000 + zlib.crc32(job.encode()) % 20_000
+    job = next((env[name] for name in _JOB_NAMES if name in env), None)
+    if job is None and one_machine:  # MPICH gives no name: the process that has started all ranks of a machine does
+        with suppress(psutil.Error):
+            job = next((f"{p.pid}" for p in psutil.Process().parents() if p.name().startswith("hydra_pmi_proxy")), None)
+    return None if job is None else 10_000 + zlib.crc32(job.encode()) % 20_000
 
 
 def threads_per_process(topology: Topology) -> int:

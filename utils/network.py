@@ -92,11 +92,16 @@ def _address_towards(address: str) -> str:
 def resolve(name: str) -> str:
     try:
         return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"{name}: {socket.gethostname()} cannot find its address ({error.strerror}); use the IP address of rank "
+            f"{name}: {socket.gethostname()} cannot find its address ({reason(error)}); use the IP address of rank "
             "0's machine as MASTER_ADDR, or enter the name in /etc/hosts"
         ) from error
+
+
+def reason(error: Exception) -> str:
+    """Why a name was not resolved or an address not taken, in the system's words."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _is_loopback(address: str) -> bool:
@@ -108,6 +113,8 @@ def user_of(port: int) -> str:
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+                if connection.pid is None:  # of another user
+                    return ""
                 process = psutil.Process(connection.pid)
                 return f" by process {process.pid} ({' '.join(process.cmdline()[:3])[:80]})"
     return ""

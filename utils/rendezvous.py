@@ -5,6 +5,7 @@ opens a session with a new name, every other rank answers to that name, and rank
 Whoever answers is alive, whatever else the store says, and a rank that does not is named.
 """
 
+import errno
 import json
 import os
 import socket
@@ -160,6 +161,10 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
     try:
         return dist.TCPStore(address, port, topology.world_size, True, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise ValueError(
+                f"port {port} of {socket.gethostname()} cannot be used ({one_line(error)[:160]})"
+            ) from error
         raise ValueError(
             f"port {port} is taken on {socket.gethostname()}{user_of(port)}; choose another MASTER_PORT "
             "(--main_process_port, --master_port), or end what holds it"
@@ -170,9 +175,11 @@ def leads_here(address: str, port: int) -> bool:
     """Whether this machine has the address, or reaches itself by it all the same, as through a cloud's translation."""
     if is_own(resolve(address)):
         return True
-    with suppress(OSError), socket.create_server(("", port)):
-        return _listens(address, port)
-    return False
+    try:
+        with socket.create_server(("", port)):
+            return _listens(address, port)
+    except OSError as error:  # of a port that is taken nobody can tell
+        return error.errno == errno.EADDRINUSE
 
 
 def _reach(address: str, port: int, deadline: float) -> dist.TCPStore:

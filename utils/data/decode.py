@@ -78,7 +78,8 @@ def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
     """A JPEG image whose decoder is to average 2x2, 4x4 or 8x8 pixels, which is fast; None where it is not to."""
     try:
         image = JpegImageFile(io.BytesIO(raw))
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+        image.info.pop("xmp", None)  # Pillow would believe it where EXIF data are silent; torchvision does not
+        turned = int(image.getexif().get(ExifTags.Base.Orientation, 1)) in (5, 6, 7, 8)
     except Exception:  # of broken data; what decodes the whole image bears it, or says what is wrong
         return None
     factor = int(shrink(*(image.size if turned else image.size[::-1])))
