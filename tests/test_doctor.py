@@ -253,7 +253,7 @@ def several_gpus_less(rank):
 # Each case: processes, the fault, flags, the red line, and what it and its mend say.
 UNMET = [
     (1, environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"), (), "launch", "contradictory environment", "below"),
-    (1, environment(RANK="0", WORLD_SIZE="2"), (), "launch", "LOCAL_RANK not set although RANK=0", "export all of them"),
+    (1, environment(RANK="0", WORLD_SIZE="2"), (), "launch", "LOCAL_RANK not set although RANK=0", "export all of"),
     (2, several_gpus_less, (), "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
     (2, None, ("--threads", "9999"), "launch", "--threads 9999: this machine has", ""),
     (2, None, ("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),

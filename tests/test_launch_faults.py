@@ -58,8 +58,15 @@ def begin(launcher, *flags):
 
 def ranks_of(process):
     """The training processes: the launcher's children, or the process itself under plain python."""
-    children = [child for child in psutil.Process(process.pid).children() if "train.py" in " ".join(child.cmdline())]
+    children = [child for child in psutil.Process(process.pid).children() if "train.py" in _command(child)]
     return children or [psutil.Process(process.pid)]
+
+
+def _command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
 
 
 def wait_for_all(process, ranks, seconds=30):

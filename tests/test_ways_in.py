@@ -111,6 +111,37 @@ def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path):
     assert losses("run") == pytest.approx(expected(), rel=1e-5)
 
 
+def test_a_file_of_something_else_is_no_place_to_meet(tmp_path):
+    (tmp_path / "notes").write_text("not a meeting\n")
+    begun = time.monotonic()
+    for done in by_hand("--init_method", f"file://{tmp_path}/notes"):
+        assert done.returncode == 2 and "notes: is a file of something else; delete it" in done.stderr
+    assert time.monotonic() - begun < 50 and (tmp_path / "notes").read_text() == "not a meeting\n"
+
+
+def test_what_one_shell_alone_forgot_is_told_in_that_shell():
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    env = clean() | where | {"RANK": "1", "LOCAL_RANK": "1"}
+    del env["MASTER_PORT"]
+    done = subprocess.run([sys.executable, TRAIN, *FLAGS], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("train.py: error: rank 1 on ")
+    assert "MASTER_PORT is not set" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_processes_of_one_machine_that_count_as_several_are_told_what_to_export():
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
+    command = [sys.executable, TRAIN, *FLAGS, "--run_name", "run"]
+    started = [
+        subprocess.Popen(
+            command, env=clean() | where | {"RANK": rank, "LOCAL_RANK": "0"}, stdout=-1, stderr=-1, text=True
+        )
+        for rank in "01"
+    ]
+    for process in started:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in said
+
+
 @pytest.mark.parametrize("function", ["notebook_launcher", "debug_launcher"])
 def test_accelerates_launcher_functions_start_the_same_run(function):
     port = f', use_port="{free_port()}"' * (function == "notebook_launcher")

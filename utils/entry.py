@@ -11,7 +11,7 @@ import torch.distributed as dist
 from utils.config import Launch
 from utils.distributed import Ranks
 from utils.errors import USER_ERRORS, AgreedError, explained, leave, placed, speaks_for_machine
-from utils.launch import Topology, read_topology
+from utils.launch import Topology, is_launched, read_topology
 
 
 def _topology(launch: Launch) -> Topology:
@@ -29,9 +29,10 @@ def _topology(launch: Launch) -> Topology:
 @contextmanager
 def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
     """This process's place among those launched; an error inside ends it with one line on one rank and code 2."""
-    ranks = None
+    ranks = topology = None
     try:
-        ranks = Ranks(_topology(launch), launch, prog)
+        topology = _topology(launch)
+        ranks = Ranks(topology, launch, prog)
         yield ranks
         ranks.part()
     except KeyboardInterrupt as interrupt:
@@ -45,7 +46,9 @@ def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
         error = explained(error)
         if isinstance(error, AgreedError):
             ranks.part()
-        speaks = ranks.speaks(error) if ranks else speaks_for_machine()
+        # What is wrong with variables that were exported by hand may be wrong in this shell alone.
+        by_hand = topology is None and "RANK" in os.environ and not is_launched()
+        speaks = ranks.speaks(error) if ranks else by_hand or speaks_for_machine()
         told = ranks.ends(error) if ranks else error
         if not isinstance(told, USER_ERRORS):
             raise  # a bug: its traceback is what helps

@@ -76,6 +76,10 @@ def show(title: str, findings: Sequence[Finding], colours: bool = False) -> str:
     return text
 
 
+def _told(finding: Finding) -> dict:
+    return asdict(finding) | {"mend": finding.mend if finding.red else ""}
+
+
 def as_json(findings: Sequence[Finding]) -> str:
     """The findings for programs."""
-    return json.dumps({"healthy": not red(findings), "findings": [asdict(f) for f in findings]}, indent=1) + "\n"
+    return json.dumps({"healthy": not red(findings), "findings": [_told(f) for f in findings]}, indent=1) + "\n"

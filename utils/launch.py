@@ -152,8 +152,9 @@ def _meeting_point(env: Mapping[str, str], source: str, one_machine: bool) -> tu
         port = port or _port_of_job(env, one_machine)
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
         if not value:
-            mend = f"; {_PASS_ON[source]} passes it on" if source in _PASS_ON else ""
-            raise ValueError(f"{name} is not set: the processes need an address to meet at, that of rank 0{mend}")
+            mend = f"; {_PASS_ON[source]} passes it on" if source in _PASS_ON else "; or give --init_method"
+            text = "the processes need an address and a port of rank 0's machine to meet at"
+            raise ValueError(f"{name} is not set: {text}{mend}")
     number = _integer({"MASTER_PORT": str(port)}, "MASTER_PORT")
     if not 0 < number < 2**16:
         raise ValueError(f"MASTER_PORT={number} is no port; ports lie between 1 and 65535")

@@ -19,10 +19,15 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     if name is None:
         outside = next((address for address in seen if address and not _is_loopback(address)), None)
         name = interface_of(_address_towards((outside or "127.0.0.1") if several_machines else "127.0.0.1"))
+        if several_machines and outside is None:  # nobody could have come to such an address from elsewhere
+            raise ValueError(
+                f"all processes are on {socket.gethostname()}, but LOCAL_WORLD_SIZE says that there are several "
+                "machines; export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK for each"
+            )
         if name is None or (several_machines and is_loopback(name)):
             raise ValueError(
-                f"{socket.gethostname()} reaches {outside or 'rank 0'} only by itself; name the network "
-                f"interface between the machines with --interface, one of {', '.join(names)}"
+                f"{socket.gethostname()} has no network interface towards {outside}; name the one between the "
+                f"machines with --interface, one of {', '.join(names)}"
             )
     elif not set(name.split(",")) <= set(names):  # gloo takes several
         flag = "--interface" if wanted else "GLOO_SOCKET_IFNAME"

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -239,10 +240,20 @@ def launcher_serves(address: str, port: int | str) -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and there == (address, str(port))
 
 
+def _check_meeting_file(path: Path) -> None:
+    """Raise ValueError for a file that PyTorch's store has not begun: it would read that for ever."""
+    with path.open("rb") as file:
+        begun = file.read(4)  # the length of a key
+    if begun and not 0 < int.from_bytes(begun, sys.byteorder) < 2**12:
+        raise ValueError(f"--init_method file://{path}: is a file of something else; delete it, or name another")
+
+
 def _meet_in_file(path: Path, topology: Topology, me: Member, deadline: float, interface: str | None):
     """Meet in a file on a shared disk, and go on over a store that rank 0 serves; the file is then deleted."""
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"--init_method file://{path}: must name a file in a folder that is there on all machines")
+    with suppress(FileNotFoundError):
+        _check_meeting_file(path)
     if topology.is_main:
         one_machine = topology.local_world_size == topology.world_size
         address = "127.0.0.1" if one_machine else address_of(interface) if interface else outward_address()
