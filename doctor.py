@@ -40,15 +40,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if topology.is_main and is_launched():  # a launcher that sees another rank gone ends this one: first it may speak
         signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(3))
 
-    def cannot_connect(text: str) -> None:
-        report_alone([*findings, Finding.of("meeting", ValueError(text))], topology, config)
+    def report_unmet(error: Exception) -> None:
+        report_alone([*findings, Finding.of("meeting", error)], topology, config)
+
+    def cannot_connect(text: str) -> None:  # while the main thread still tries to
+        report_unmet(ValueError(text))
         os._exit(1)
 
     with ranks_of_launch("doctor.py", config) as ranks:
         try:
             ranks.join(cannot_connect)
         except (ValueError, RuntimeError, OSError) as error:
-            report_alone([*findings, Finding.of("meeting", error)], topology, config)
+            report_unmet(error)
             raise SystemExit(1) from None
         findings, broken = check_run(ranks, config, findings)
         if ranks.is_main:

@@ -17,14 +17,7 @@ from torch import Tensor, nn
 
 from utils.config import Launch
 from utils.devices import choose_backend, choose_device, cpu_was_asked_for, gpu_id
-from utils.errors import (
-    USER_ERRORS,
-    AgreedError,
-    LostRank,
-    is_lost_rank,
-    lost_rank_text,
-    one_line,
-)
+from utils.errors import USER_ERRORS, AgreedError, LostRank, is_lost_rank, lost_rank_text, one_line
 from utils.host import keep_freed_memory
 from utils.launch import Topology, is_launched, launcher, restarts_are_possible, threads_per_process
 from utils.network import address_of, set_interface
