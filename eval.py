@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from utils.accelerator import check_precision, compile_model, make_accelerator
@@ -18,7 +19,9 @@ from utils.cli import parse_args
 from utils.config import EvalConfig, TrainConfig, absolute_data, expand
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler
+from utils.data.record import read_record
 from utils.data.sources import check_source, load_split
+from utils.data.splits import fingerprint_of
 from utils.distributed import Ranks
 from utils.entry import ranks_of_launch
 from utils.evaluation import evaluate_split
@@ -32,6 +35,8 @@ OVERRIDES = (
     "data_subset",
     "image_column",
     "label_column",
+    "bad_images",
+    "check_images",
     "eval_batch_size",
     "mixed_precision",
     "num_workers",
@@ -91,7 +96,11 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     accelerator = make_accelerator(ranks, config)
     saved, class_names = ranks.together(lambda: (read_saved(checkpoint), read_classes(checkpoint)))
     spec = InputSpec.from_dict(saved["input"])
-    split = ranks.together(lambda: load_split(config, split_name, class_names, own_data), main_first=True)
+    record = ranks.together(lambda: read_record(checkpoint))
+    look, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
+    chosen = partial(load_split, config, split_name, class_names, own_data, record, look, say)
+    split = ranks.together(chosen, main_first=True, at="loading the data")
+    ranks.check_same(fingerprint_of(split.label_fingerprint, split.content), f"other images in --data {config.data}")
     bar = progress("decoding", ranks.is_main)
     dataset = ranks.together(lambda: make_dataset(split, spec, config, False, bar), main_first=True)
     model = ranks.together(lambda: build_model(config, spec, len(class_names), load=False))

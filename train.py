@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.accelerator import check_precision, compile_model, make_accelerator, settle_buckets
+from utils.bad_images import agree_on_bad, keep_list, without_bad
 from utils.batch import resolve_batch
 from utils.batchnorm import synchronise
 from utils.checkpoint import forget_after, prune, save_checkpoint
@@ -28,6 +29,7 @@ from utils.config import TrainConfig, advice, to_yaml
 from utils.data.decode import peek
 from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
+from utils.data.record import read_record
 from utils.data.sources import check_source, load_data
 from utils.data.splits import Data
 from utils.distributed import Ranks
@@ -101,7 +103,13 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Accelerator) -> Run:
     """Make the data, the model, the optimizer and the run folder, and go to the point to start from."""
     config, start = find_start(config, ranks)
-    data = ranks.together(lambda: load_data(config), main_first=True, at="loading the data")
+    data = find_data(config, start, ranks)
+    _, grad_accum, global_batch = resolve_batch(config, ranks.topology.world_size)
+    pieces = grad_accum * ranks.topology.world_size
+    plan = Plan(len(data.train), global_batch, pieces, config.seed, config.drop_last)
+    state = ranks.together(lambda: read_state(start.checkpoint, start.folder, config, plan, data))
+    data = replace(data, train=ranks.together(lambda: without_bad(data.train, state.bad_images, config)))
+
     spec = ranks.together(lambda: input_spec(config, *peek(data.train)))
     bar = progress("decoding", ranks.is_main)
     train_set = ranks.together(lambda: make_dataset(data.train, spec, config, True, bar), True, "decoding images")
@@ -112,12 +120,9 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     module = ranks.together(lambda: synchronise(module)) if config.sync_batchnorm else module
     optimizer = build_optimizer(config, module)
 
-    _, grad_accum, global_batch = resolve_batch(config, ranks.topology.world_size)
-    plan = Plan(len(train_set), global_batch, grad_accum * ranks.topology.world_size, config.seed, config.drop_last)
     updates = ranks.together(lambda: total_updates(config, plan))
     sharing = ranks.topology.world_size if config.sync_batchnorm else 1  # processes with common batch statistics
     ranks.together(lambda: has_batch_norm(module) and check_batch_norm(plan, updates, sharing))
-    state = ranks.together(lambda: read_state(start.checkpoint, start.folder, config, plan, data))
     folder = make_run_folder(config, start, ranks)
     profiled, config = config.profile, resolved(config, plan, accelerator.mixed_precision)
 
@@ -144,6 +149,15 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     parts = (config, ranks, stopping, accelerator, start, data, spec, plan, updates, state, model, module)
     parts += (optimizer, train_batches, eval_batches, meter, log, profile, (state.best_accuracy, state.best_step))
     return Run(*parts)
+
+
+def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
+    """The data set, all of its images looked at; of a resumed run the samples that it began with."""
+    record = ranks.together(lambda: read_record(start.checkpoint))
+    bar, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
+    data = ranks.together(lambda: load_data(config, record, bar, say), main_first=True, at="loading the data")
+    ranks.check_same(data.fingerprint, f"other images in --data {config.data}")
+    return data
 
 
 def train(run: Run) -> dict | None:
@@ -213,10 +227,15 @@ def meet(run: Run, pace: Pace) -> float:
     state, failed = run.state, run.train_batches.error is not None
     run.ranks.enter(f"after update {state.step}, adding up losses")
     failed = failed or (run.log.error is not None and run.config.if_save_fails == "stop")
-    meeting = run.meter.meet(run.accelerator, failed, run.stopping.requested)
+    bad = len(run.train_batches.bad.keys() - run.train_batches.told)
+    meeting = run.meter.meet(run.accelerator, failed, run.stopping.requested, bad)
     if meeting.failed:
         run.ranks.together(run.train_batches.check)
         run.ranks.together(run.log.check)
+    if meeting.bad:
+        state.bad_images += agree_on_bad(
+            run.ranks, run.log, run.start.folder, run.data.train, run.train_batches, state.step
+        )
     if not math.isfinite(meeting.totals.loss):
         bad = run.meter.first_bad()
         run.ranks.together(lambda: report_bad_loss(run.ranks, run.log, run.plan, run.data.train, bad))
@@ -246,6 +265,8 @@ def evaluate(run: Run) -> dict | None:
     parts = run.ranks, run.accelerator, run.module, run.eval_batches, run.config
     result = evaluate_split(*parts, progress("evaluating", run.ranks.is_main), run.stopping)
     if result is not None:
+        if "left_out" in result:
+            agree_on_bad(run.ranks, run.log, run.start.folder, run.data.evaluation, run.eval_batches, state.step)
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=run.data.evaluation.name, **result)
         state.evaluated(result["accuracy"])
     return result
@@ -280,6 +301,7 @@ def announce(run: Run) -> None:
     rows = overview(run, ranks.gather(ranks.describe()))
     run.log.say("\n".join([table(f"Lockstep  {run.start.folder}", rows), *advice(config, run.spec.small, processes)]))
     ranks.together(lambda: ranks.is_main and write_file(run.start.folder / "config.yaml", to_yaml(config)))
+    ranks.together(lambda: ranks.is_main and keep_list(run.start.folder, run.data.bad_images))
 
 
 def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:

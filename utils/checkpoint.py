@@ -28,9 +28,9 @@ MANIFEST = "manifest.json"
 
 
 def save_checkpoint(
-    ranks: Ranks, accelerator: Accelerator, folder: Path, step: int, texts: dict[str, str], is_best: bool
+    ranks: Ranks, accelerator: Accelerator, folder: Path, step: int, texts: dict[str, str | bytes], is_best: bool
 ) -> None:
-    """Write `folder`/step-N with Accelerate's state and these small text files, then move `latest` (and `best`).
+    """Write `folder`/step-N with Accelerate's state and these small files, then move `latest` (and `best`).
 
     Collective; an error on any rank, OSError or AgreedError, is raised on all, and the checkpoints that were there
     before are as they were.
@@ -49,7 +49,7 @@ def save_checkpoint(
         if ranks.is_main:
             for name, text in texts.items():
                 with named(partial / name):
-                    (partial / name).write_text(text)
+                    (partial / name).write_bytes(text if isinstance(text, bytes) else text.encode())
             _seal(partial)
             _put_in_place(partial, final)
             write_file(folder / "latest", final.name + "\n")

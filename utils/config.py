@@ -54,10 +54,14 @@ class TrainConfig(Launch):
     """Train on a random subset of this many samples, to debug."""
     max_eval_samples: int | None = None
     """Evaluate on a random subset of this many samples, to debug."""
+    bad_images: Literal["refuse", "skip"] = "refuse"
+    """Images that cannot be read: refuse lists them and ends the run, skip goes on without them."""
+    check_images: Literal["quick", "full"] = "quick"
+    """How all images are checked before training: quick looks at both ends of each, full decodes it."""
     data_dir: str | None = None
     """Folder of a torchvision data set, downloaded there if it is missing (default: CACHE_DIR/torchvision)."""
     cache_dir: str = "~/.cache/lockstep"
-    """Where decoded small images are kept."""
+    """Where decoded small images and the results of checking images are kept."""
     num_workers: int | None = None
     """Loader processes per rank that decode photographs (default: the threads per process, at most 8)."""
 
@@ -213,6 +217,10 @@ class EvalConfig(Launch):
     """Samples per process and batch (default: as in the run)."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
     """Arithmetic of the model; auto is bf16 where all devices have it natively (default: as in the run)."""
+    bad_images: Literal["refuse", "skip"] | None = None
+    """Images that cannot be read: refuse lists them, skip evaluates the others (default: as in the run)."""
+    check_images: Literal["quick", "full"] | None = None
+    """How all images are checked first: quick looks at both ends of each, full decodes it (default: as in the run)."""
     json: str | None = None
     """Also write the numbers to this file."""
     num_workers: int | None = None

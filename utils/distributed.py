@@ -195,6 +195,13 @@ class Ranks:
         """Every rank's text, in the order of the ranks."""
         return [text] if self._store is None else self._exchange(text, self._prompt)
 
+    def check_same(self, text: str, what: str) -> None:
+        """Raise ValueError on all ranks unless they have the same text; `what` names it; collective."""
+        texts = self.gather(text)
+        other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), None)
+        if other is not None:
+            raise ValueError(f"rank {other} has {what} than rank 0")
+
     def any_rank(self, wish: bool) -> bool:
         """Whether any rank wishes so."""
         return any(self.gather("x" if wish else ""))

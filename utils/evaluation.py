@@ -30,7 +30,8 @@ def evaluate_split(
 
     Collective. `model` is the bare module, not DDP's wrapper, as ranks may have unequal numbers of blocks. With
     `stopping` the ranks agree about once a second whether to stop; the result is then None. The metrics are computed on
-    the main process and missing from the others' result. Raises RuntimeError when a sample was missed or counted twice.
+    the main process and missing from the others' result. `left_out` is there when images could not be read. Raises
+    RuntimeError when a sample was missed or counted twice.
     """
     start, samples, count = time.perf_counter(), len(batches.labels), 0
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, hits, top-5 hits
@@ -56,16 +57,22 @@ def evaluate_split(
     if stopping is not None and stopping.agreed:
         return None
     ranks.together(batches.check)
-    sums = torch.cat([sums, torch.tensor([count], dtype=torch.float64, device=accelerator.device)])
-    loss, correct, top5, count = sum_over_ranks(accelerator, sums).tolist()
+    own = torch.tensor([count, batches.left_out], dtype=torch.float64, device=accelerator.device)
+    loss, correct, top5, count, left_out = sum_over_ranks(accelerator, torch.cat([sums, own])).tolist()
     predictions = sum_over_ranks(accelerator, found).cpu().numpy() - 1
-    if count != samples or predictions.min() < 0:
+    if count + left_out != samples or (predictions < 0).sum() != left_out:
         raise RuntimeError(f"evaluation counted {int(count)} of {samples} samples; please report this")
+    if not count:
+        raise ValueError(
+            f"none of the {samples} images to evaluate on can be read; give another --eval_split or --data"
+        )
     result = {"loss": loss / count, "accuracy": correct / count, "top5": top5 / count, "count": int(count)}
+    result |= {"left_out": int(left_out)} if left_out else {}
     if config.metrics and accelerator.is_main_process:
         from utils.metrics import label_metrics  # its imports take a second
 
-        result |= label_metrics(predictions, batches.labels, classes=logits.shape[1])
+        seen = predictions >= 0
+        result |= label_metrics(predictions[seen], batches.labels[seen], classes=logits.shape[1])
     return result | {"seconds": time.perf_counter() - start}
 
 

@@ -39,13 +39,17 @@ class Pace:
 
 
 class Meeting(NamedTuple):
-    """What all ranks know after a meeting: sums, mean seconds since the last one and the last save, wishes."""
+    """What all ranks know after a meeting: sums, mean seconds since the last one and the last save, wishes.
+
+    `bad` counts the images that ranks have found to be unreadable since.
+    """
 
     totals: Totals
     seconds: float
     since_save: float
     failed: bool
     stop: bool
+    bad: int
 
 
 class Meter:
@@ -67,8 +71,8 @@ class Meter:
         self.count += len(labels)
         self.wait += wait
 
-    def meet(self, accelerator: Accelerator, failed: bool, stop: bool) -> Meeting:
-        """The totals, and whether any rank `failed` or wants to `stop`; collective.
+    def meet(self, accelerator: Accelerator, failed: bool, stop: bool, bad: int) -> Meeting:
+        """The totals, whether any rank `failed` or wants to `stop`, and how many images were `bad`; collective.
 
         This is the one place where the loop waits for the device. All ranks get the same numbers, seconds their mean
         over the ranks.
@@ -76,16 +80,16 @@ class Meter:
         if self.sums.is_cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
-        own = [self.count, self.wait, now - self.started, now - self.saved, failed, stop]
+        own = [self.count, self.wait, now - self.started, now - self.saved, failed, stop, bad]
         self.started = now
         own = torch.tensor(own, dtype=torch.float64).to(self.sums.device)
-        *totals, seconds, since_save, failures, stops = sum_over_ranks(
+        *totals, seconds, since_save, failures, stops, found = sum_over_ranks(
             accelerator, torch.cat([self.sums, own])
         ).tolist()
         processes, totals = accelerator.num_processes, Totals(*totals)
         if math.isfinite(totals.loss):
             self.losses.clear()
-        return Meeting(totals, seconds / processes, since_save / processes, failures > 0, stops > 0)
+        return Meeting(totals, seconds / processes, since_save / processes, failures > 0, stops > 0, int(found))
 
     def first_bad(self) -> tuple[int, int] | None:
         """`where` the first batch of this rank since the last meeting was whose loss is no number."""

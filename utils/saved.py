@@ -17,6 +17,7 @@ from utils.cli import read_config
 from utils.config import Launch, TrainConfig, absolute_data, to_yaml
 from utils.data.loader import InputSpec
 from utils.data.order import Plan
+from utils.data.record import FILE
 from utils.data.splits import Data
 from utils.distributed import Ranks
 from utils.errors import one_line
@@ -69,6 +70,8 @@ def read_state(checkpoint: Path | None, folder: Path | None, config: TrainConfig
         state.check_place(plan)
     except ValueError as error:
         raise ValueError(f"{checkpoint / 'state.json'}: {error}; take another checkpoint") from None
+    if any(position >= plan.samples for position in state.bad_images):
+        raise ValueError(f"{checkpoint / 'state.json'}: 'bad_images' is malformed; take another checkpoint")
     if not plan.update_size(state.position):  # --drop_last is new: the epoch ends here
         state.epoch, state.position = state.epoch + 1, 0
     state.batch_size = max(state.batch_size, plan.global_batch_size // plan.pieces)
@@ -97,7 +100,7 @@ def changes(checkpoint: Path, config: TrainConfig, ranks: Ranks) -> list[str]:
 
 def checkpoint_texts(
     config: TrainConfig, state: TrainState, plan: Plan, ranks: Ranks, data: Data, more: dict
-) -> dict[str, str]:
+) -> dict[str, str | bytes]:
     """What a checkpoint says besides its tensors, as the contents of small files by name."""
     versions = {m.__name__: m.__version__ for m in (torch, torchvision, accelerate, numpy)}
     saved = {
@@ -115,6 +118,7 @@ def checkpoint_texts(
         "state.json": json.dumps(saved | more, indent=1, allow_nan=False),
         "labels.json": json.dumps(data.class_names, ensure_ascii=False),
         "config.yaml": to_yaml(config),
+        FILE: data.record.data,
     }
 
 

@@ -30,6 +30,8 @@ class TrainState:
     """The meter's totals since then."""
     owes_evaluation: bool = False
     """Whether an evaluation was due at this step and a stop came in the middle of it."""
+    bad_images: list[int] = field(default_factory=list)
+    """Positions in the training split of images that turned out to be unreadable in the run; they stay left out."""
     batch_size: int = 0
     """The largest batch of one process so far; on fewer processes a resumed run accumulates instead of exceeding it."""
 
@@ -69,9 +71,10 @@ class TrainState:
         """The state that `asdict` wrote; ValueError when a field is missing or cannot be."""
         default = asdict(cls())
         for name in default:
-            if not isinstance(values, dict) or name not in values or not _can_be(name, values[name]):
+            given = isinstance(values, dict) and (name in values or name in _LATER)
+            if not given or not _can_be(name, values.get(name, default[name])):
                 raise ValueError(f"no training state: {name!r} is missing or malformed")
-        return cls(**{name: values[name] for name in default})
+        return cls(**{name: values[name] for name in default if name in values})
 
     def check_place(self, plan: Plan) -> None:
         """Raise ValueError when a run of this plan does not come by here, with --drop_last in any of its parts."""
@@ -82,10 +85,15 @@ class TrainState:
             raise ValueError(f"step {self.step}, epoch {self.epoch} and position {self.position} contradict each other")
 
 
+_LATER = ("bad_images",)  # fields that older checkpoints lack
+
+
 def _can_be(name: str, value) -> bool:
     """Whether a field of TrainState may have this value."""
     if name == "owes_evaluation":
         return type(value) is bool
+    if name == "bad_images":
+        return isinstance(value, list) and all(_is_number(position, int) for position in value)
     if name == "since_log":
         fits = isinstance(value, dict) and value.keys() in (set(), asdict(Totals()).keys())
         return fits and all(_is_number(total, int, float) for total in value.values())

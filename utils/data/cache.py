@@ -52,6 +52,9 @@ class _Chunks(Dataset):
         try:
             encoded = self.split.read_ahead(positions)
             for row, position in enumerate(positions):
+                if not self.split.readable[position]:
+                    pixels[row] = 0  # never used
+                    continue
                 image = decode(self.split, position, channels, encoded[row], shrink)
                 pixels[row] = center(image, height, width).numpy()
         except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback

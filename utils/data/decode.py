@@ -40,6 +40,15 @@ def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink 
         raise ValueError(f"{split.describe(position)}: not a readable image ({_reason(error)})") from error
 
 
+def why_unreadable(split: Split, position: int) -> str | None:
+    """What is wrong with the image of sample `position`; None when it can be decoded."""
+    try:
+        _pixels(split.images[int(split.rows[position])], 3, None)
+    except Exception as error:
+        return _reason(error)
+    return None
+
+
 def _reason(error: Exception) -> str:
     return re.sub(r" <_io\.BytesIO[^>]*>", "", one_line(error))[:120]  # Pillow names the buffer, which tells nothing
 
@@ -105,9 +114,9 @@ def _eight_bit(image: Image.Image, file_format: str | None) -> Image.Image:
 
 
 def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None]:
-    """Look at some images: (1 if all are grey else 3, their common (height, width) or None)."""
-    sizes, grey = set(), True
-    for position in np.unique(np.linspace(0, len(split) - 1, count).astype(int)):
+    """Look at some readable images: (1 if all are grey else 3, their common (height, width) or None)."""
+    sizes, grey, readable = set(), True, np.flatnonzero(split.readable)
+    for position in readable[np.unique(np.linspace(0, len(readable) - 1, count).astype(int))]:
         pixels = decode(split, position, 3)
         sizes.add(tuple(pixels.shape[:2]))
         grey = grey and bool((pixels[..., :1] == pixels).all())

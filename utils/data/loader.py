@@ -58,38 +58,63 @@ class InputSpec:
 class Decoded(Dataset):
     """Samples decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy."""
 
-    def __init__(self, pixels: np.ndarray | Shared, labels: np.ndarray):
+    def __init__(self, pixels: np.ndarray | Shared, labels: np.ndarray, readable: np.ndarray | None = None):
         self.pixels, self.labels = pixels, labels
+        self.readable = None if readable is None or readable.all() else readable  # bool [N]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitems__(self, piece: Piece) -> dict:
-        images = torch.from_numpy(self.pixels[piece.indices])
-        return _batch(piece, images, self.labels)
+        asked = len(piece.indices)
+        if self.readable is not None:
+            piece = piece._replace(indices=piece.indices[self.readable[piece.indices]])
+        return _batch(piece, torch.from_numpy(self.pixels[piece.indices]), self.labels, asked)
 
 
 class Encoded(Dataset):
-    """Photographs, decoded and cropped when asked for; in training a random part of each, else the centre."""
+    """Photographs, decoded and cropped when asked for; in training a random part of each, else the centre.
 
-    def __init__(self, split: Split, spec: InputSpec, seed: int, min_scale: float | None, flip: bool = False):
+    Those known to be unreadable are left out of a batch, and with `skip` those that turn out to be.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        spec: InputSpec,
+        seed: int,
+        min_scale: float | None,
+        flip: bool = False,
+        skip: bool = False,
+    ):
         self.split, self.spec, self.seed, self.min_scale, self.flip = split, spec, seed, min_scale, flip
-        self.labels = split.labels
+        self.skip, self.labels = skip, split.labels
 
     def __len__(self) -> int:
         return len(self.split)
 
     def __getitems__(self, piece: Piece) -> dict:
-        spec = self.spec
-        images = torch.empty(len(piece.indices), spec.height, spec.width, spec.channels, dtype=torch.uint8)
-        random = uniform(self.seed, piece.epoch, piece.indices, 8).tolist()
+        spec, asked = self.spec, len(piece.indices)
+        indices = piece.indices[self.split.readable[piece.indices]]
+        images = torch.empty(len(indices), spec.height, spec.width, spec.channels, dtype=torch.uint8)
+        random = uniform(self.seed, piece.epoch, indices, 8).tolist()
+        kept, bad = [], {}
         try:
-            encoded = self.split.read_ahead(piece.indices)
-            for row, position in enumerate(piece.indices):
-                images[row] = self._image(int(position), encoded[row], random[row])
+            encoded = self.split.read_ahead(indices)
+            for place, position in enumerate(indices.tolist()):
+                try:
+                    images[len(kept)] = self._image(position, encoded[place], random[place])
+                    kept.append(place)
+                except ValueError as error:
+                    if not self.skip:
+                        raise
+                    bad[position] = one_line(error)
         except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback
-            return _batch(Piece(piece.epoch, piece.indices[:0]), images[:0], self.labels) | {"error": one_line(error)}
-        return _batch(piece, images, self.split.labels)
+            nothing = Piece(piece.epoch, indices[:0])
+            return _batch(nothing, images[:0], self.labels, asked) | {"error": one_line(error)}
+        if bad:
+            indices, images = indices[kept], images[: len(kept)]
+        return _batch(Piece(piece.epoch, indices), images, self.labels, asked) | {"bad": bad}
 
     def _image(self, position: int, encoded, random: list[float]) -> Tensor:
         height, width = self.spec.height, self.spec.width
@@ -105,9 +130,11 @@ class Encoded(Dataset):
         return pixels.flip(1) if self.flip and random[2] < 0.5 else pixels
 
 
-def _batch(piece: Piece, images: Tensor, labels: np.ndarray) -> dict:
+def _batch(piece: Piece, images: Tensor, labels: np.ndarray, asked: int) -> dict:
+    """What a dataset gives for `asked` samples, of which those that can be read are in `piece`."""
     indices = torch.from_numpy(piece.indices)
     return {
+        "left_out": asked - len(images),
         "images": images,
         "labels": torch.from_numpy(labels[piece.indices]),
         "indices": indices,
@@ -119,8 +146,9 @@ def make_dataset(split: Split, spec: InputSpec, config: TrainConfig, training: b
     """Small images decoded now, from the cache if they are there; photographs decoded when their turn comes."""
     if spec.small:
         pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
-        return Decoded(pixels, split.labels)
-    return Encoded(split, spec, config.seed, config.min_scale if training else None, training and config.flip)
+        return Decoded(pixels, split.labels, split.readable)
+    skip = config.bad_images == "skip"
+    return Encoded(split, spec, config.seed, config.min_scale if training else None, training and config.flip, skip)
 
 
 def make_loader(dataset: Dataset, batch_sampler, config: TrainConfig, ranks: Ranks) -> DataLoader:
@@ -154,10 +182,15 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The batches of a prepared loader as the model's float input on the device, augmented when training."""
+    """The batches of a prepared loader as the model's float input on the device, augmented when training.
+
+    `left_out` counts the samples of the last pass that could not be read. `bad` has those that were not known before,
+    by position, with the reason; all ranks have agreed on those in `told`.
+    """
 
     def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):
         self.loader, self.seed, self.device, self.error = loader, config.seed, device, None
+        self.left_out, self.bad, self.told = 0, {}, set()
         loader.device = None  # Accelerate would copy in the stream that computes; here `_upload` does
         self.padding = config.crop_padding if training and spec.small else 0
         self.flip = training and spec.small and config.flip
@@ -180,8 +213,11 @@ class Batches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
+        self.left_out = 0
         for batch in _upload(map(self._draw, self.loader), self.device):
             self.error = batch.get("error", self.error)
+            self.left_out += batch["left_out"]
+            self.bad |= batch.get("bad", {})
             yield Batch(self._input(batch), batch["labels"], batch["indices"])
 
     def _draw(self, batch: dict) -> dict:

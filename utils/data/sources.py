@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +11,9 @@ import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.config import TrainConfig, expand
+from utils.data.check import check_images, refuse_bad
 from utils.data.order import mix
+from utils.data.record import Record, differences, find_again, make_record, table_changes
 from utils.data.splits import (
     EVAL_NAMES,
     Data,
@@ -46,42 +48,170 @@ def check_source(config: TrainConfig) -> None:
         import datasets  # noqa: F401  takes half a second: here for all ranks at once, in load_data for one by one
 
 
-def load_data(config: TrainConfig) -> Data:
-    """Find the data set and its two splits; raises ValueError or OSError with the mend in its text."""
+def load_data(
+    config: TrainConfig,
+    record: Record | None = None,
+    progress: Callable = iter,
+    say: Callable[[str], None] = lambda text: None,
+) -> Data:
+    """Find the data set and its two splits; raises ValueError or OSError with the fix in its text.
+
+    A resumed run gives the `record` of its checkpoint, to go on with the very samples that it began with. All images
+    are looked at; `progress` wraps an iterable (tqdm), and `say` takes what the user should know.
+    """
     source = _open(config)
-    train, evaluation = _two_splits(source, config)
+    source.check = partial(check_images, full=_in_full(config), cache_dir=config.cache_dir, progress=progress)
+    if record is not None and record.chosen_as(config) and record.train.names is not None:
+        train, evaluation = _as_recorded(record, source, config, say)
+        bad = _say_left_out((train, evaluation), say)
+    else:
+        (train, whole), (evaluation, other_whole) = _two_splits(source, config)
+        fresh = make_record(config, source.class_names, (train, whole), (evaluation, other_whole))
+        if record is not None:
+            _check_same(record, fresh, whole)
+        record = fresh
+        bad = _say_left_out(source.opened, say)
+    train = random_subset(train, config.max_train_samples, config.seed)
+    evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     if len(source.class_names) < 2:
         raise ValueError(f"--data {config.data} has one class, {listed(source.class_names)}; give at least two")
-    return Data(train, evaluation, source.class_names)
+    return Data(train, evaluation, source.class_names, record, bad)
 
 
-def _two_splits(source: Source, config: TrainConfig) -> tuple[Split, Split]:
-    """What to train on and what to evaluate on."""
+def _two_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
+    """What to train on and what to evaluate on, each with the whole split that it is of."""
     train_name = _train_name(source, config.train_split)
-    train = source.split(train_name)
+    whole = source.split(train_name)
+    train = _usable(whole, config)
     eval_name = None if config.eval_fraction else _eval_name(source, train_name, config.eval_split)
     if eval_name is None:
         train, evaluation = hold_out(train, config.eval_fraction or 0.1, config.seed)
-    else:
-        evaluation = source.split(eval_name)
-    train = random_subset(train, config.max_train_samples, config.seed)
-    return train, random_subset(evaluation, config.max_eval_samples, config.seed)
+        return (train, whole), (evaluation, whole)
+    return (train, whole), (_usable(source.split(eval_name), config), source.split(eval_name))
 
 
-def load_split(config: TrainConfig, name: str | None, class_names: list[str], own_data: bool = True) -> Split:
+def _usable(split: Split, config: TrainConfig) -> Split:
+    """The images that can be read; ValueError names the others unless they are to be left out."""
+    if config.bad_images == "refuse":
+        refuse_bad(split)
+    if split.readable.all():
+        return split
+    if not split.readable.any():
+        raise ValueError(f"none of the {len(split)} images of split {split.name!r} can be read")
+    return split.select(np.flatnonzero(split.readable))
+
+
+def _as_recorded(record: Record, source: Source, config: TrainConfig, say: Callable) -> tuple[Split, Split]:
+    """The two splits that a run began with, unreadable ones in their places."""
+    names = (record.train.source, record.evaluation.source)
+    for name in names:
+        _known(source, name, "the run used split")
+    wholes = [source.split(name) for name in names]
+    if source.class_names != record.class_names:
+        raise ValueError(f"{_class_changes(record.class_names, source.class_names)}; a resume needs the same classes")
+    found = [find_again(record, *pair, source.class_names) for pair in zip(record.parts, wholes, strict=True)]
+    changed = [text for one in found for text in one.changed]
+    if changed:
+        raise ValueError(
+            f"{'; '.join(changed)}; a resume needs the images that the run began with: restore them, or begin a new run"
+        )
+    for one in found:
+        if config.bad_images == "refuse":
+            refuse_bad(one.split)
+    for text in dict.fromkeys(text for one in found for text in one.notes):
+        say(text)
+    return found[0].split, found[1].split
+
+
+def _class_changes(before: list[str], now: list[str]) -> str:
+    new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
+    parts = [f"{listed(new, 3)} new"] * bool(new) + [f"{listed(gone, 3)} gone"] * bool(gone)
+    return f"the classes changed since training ({', '.join(parts) or 'another order'})"
+
+
+def _check_same(record: Record, fresh: Record, whole: Split) -> None:
+    """Raise ValueError when the training samples are not those that the run began with."""
+    changes = differences(record.train, fresh.train, whole)
+    if changes:
+        raise ValueError(
+            f"{'; '.join(changes)}; a resume needs the same training data, --train_split, --eval_split and "
+            "--eval_fraction"
+        )
+
+
+def _say_left_out(splits: Sequence[Split], say: Callable) -> dict[str, str]:
+    """Report the images that cannot be read and are left out; returns them with the reasons."""
+    images = {}
+    for split in splits:
+        bad = {split.describe(p): split.bad[int(split.rows[p])] for p in np.flatnonzero(~split.readable)}
+        for name, reason in list(bad.items())[:1]:
+            count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
+            say(f"{count} cannot be read and are left out, the first: {name} ({reason})")
+        images |= bad
+    return images
+
+
+def _in_full(config: TrainConfig) -> bool:
+    return config.check_images == "full"
+
+
+def load_split(
+    config: TrainConfig,
+    name: str | None,
+    class_names: list[str],
+    own_data: bool = True,
+    record: Record | None = None,
+    progress: Callable = iter,
+    say: Callable[[str], None] = lambda text: None,
+) -> Split:
     """One split to evaluate, its labels counted as in `class_names`.
 
-    Of the run's `own_data`, None means what the run evaluated on and "train" what it trained on, hold-outs included.
-    Of other data, None means its evaluation split, or all there is if it has only one. Any other name is that split.
+    Of the run's `own_data`, None means what the run evaluated on and "train" what it trained on, hold-outs included:
+    the files in the checkpoint's `record`, wherever there is one. Of other data, None means its evaluation split, or
+    all there is if it has only one. Any other name is that split.
     """
     source = _open(config)
+    source.check = partial(check_images, full=_in_full(config), cache_dir=config.cache_dir, progress=progress)
     if own_data and name in (None, "train"):
-        train, evaluation = _two_splits(source, replace(config, max_train_samples=None, max_eval_samples=None))
-        split = train if name == "train" else evaluation
+        split = _own_split(source, config, name, record, say)
     else:
         name = name or _eval_name(source, "", None) or _train_name(source, None)
         split = source.split(_known(source, name, "--split"))
+        _say_trained_on(record, split, say)
+    if config.bad_images == "skip":
+        _say_left_out([split], say)
+    split = _usable(split, config)
     return renumber(random_subset(split, config.max_eval_samples, config.seed), source.class_names, class_names)
+
+
+def _own_split(source: Source, config: TrainConfig, name: str | None, record: Record | None, say: Callable) -> Split:
+    """What the run trained on, or what it evaluated on."""
+    part = record and (record.train if name == "train" else record.evaluation)
+    if part and part.names is not None:
+        whole = source.split(_known(source, part.source, "the run used split"))
+        found = find_again(record, part, whole, source.class_names)
+        for text in (*found.changed, *found.notes):
+            say(text)
+        return found.split
+    train, evaluation = _two_splits(source, config)
+    split, whole = train if name == "train" else evaluation
+    changes = table_changes(part, whole) if part else []
+    if changes and train[1] is evaluation[1]:
+        raise ValueError(
+            f"{'; '.join(changes)}: which samples were held out is not known any more; --data {config.data} --split "
+            f"{whole.name} evaluates all of them"
+        )
+    for text in changes:
+        say(text)
+    return split
+
+
+def _say_trained_on(record: Record | None, split: Split, say: Callable) -> None:
+    """Warn when images to evaluate on are the run's training images."""
+    if record is not None and record.train.ends and split.ends is not None:
+        known = int(np.isin(split.ends[split.rows], record.train.ends).sum())
+        if known:
+            say(f"{known} of {len(split)} images of split {split.name!r} are among those that the run trained on")
 
 
 def _open(config: TrainConfig) -> Source:
@@ -158,7 +288,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
         labels += [number[child.name]] * len(files)
     if not paths:
         raise _no_images(folder)
-    return whole_split(name, Files(paths), labels, fingerprint_of(folder.resolve()))
+    return whole_split(name, Files(paths, str(folder)), labels, fingerprint_of(folder.resolve()))
 
 
 def _class_folders(folder: Path) -> list[os.DirEntry]:

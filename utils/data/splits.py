@@ -2,9 +2,10 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,8 @@ class Split:
     """The samples of one split: `images[rows[i]]` is sample i still encoded, `labels[i]` its class (int64 [N]).
 
     `images` is any sequence of encoded files (bytes), arrays (HxW or CxHxW uint8) or Pillow images, and `rows` may
-    repeat. With it, `fingerprint` (and for files their stamps) changes when an image may have changed.
+    repeat. With it, `fingerprint` (and for files their stamps) changes when an image may have changed. What a check of
+    the images found is kept by row: `ends`, a checksum of each (int64 [len(images)]), and `bad`, why it is unreadable.
     """
 
     name: str
@@ -26,9 +28,16 @@ class Split:
     labels: np.ndarray
     rows: np.ndarray
     fingerprint: str
+    ends: np.ndarray | None = None
+    bad: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @cached_property
+    def readable(self) -> np.ndarray:
+        """Whether each sample's image can be read, as far as that is known: bool [N]."""
+        return ~np.isin(self.rows, list(self.bad)) if self.bad else np.ones(len(self), bool)
 
     def select(self, positions: np.ndarray) -> "Split":
         """The samples at these positions, in this order."""
@@ -37,13 +46,20 @@ class Split:
     @property
     def cache_key(self) -> str:
         """Names the selected images in their order, for a file that holds something derived from them."""
-        stamps = self.images.stamps(self.rows) if isinstance(self.images, Files) else ()
-        return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).data, *stamps)
+        stamps = self.images.stamps(self.rows[self.readable]) if isinstance(self.images, Files) else ()
+        return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).data, *sorted(self.bad), *stamps)
 
     @cached_property
     def label_fingerprint(self) -> str:
         """Changes when a label or the order of the samples does; computed once, as every checkpoint has it."""
         return fingerprint_of(np.ascontiguousarray(self.labels).data)
+
+    @cached_property
+    def content(self) -> str:
+        """Changes when an image does, wherever the images are stored; empty where none has been looked at."""
+        if isinstance(self.images, np.ndarray):
+            return fingerprint_of(np.ascontiguousarray(self.images).data, np.ascontiguousarray(self.rows).data)
+        return "" if self.ends is None else fingerprint_of(self.ends[self.rows].data)
 
     def read_ahead(self, positions: Sequence[int]) -> list:
         """The encoded images of several samples, or None where reading them together gains nothing."""
@@ -59,21 +75,39 @@ class Split:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set to train on: two splits and the names of the classes that their labels count."""
+    """A data set to train on: two splits and the names of the classes that their labels count.
+
+    `record` is what a checkpoint keeps of the samples, a Record of utils/data/record.py. `bad_images` are those that
+    cannot be read, {path or index: reason}.
+    """
 
     train: Split
     evaluation: Split
     class_names: list[str]
+    record: Any = None
+    bad_images: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when a sample of either split does, wherever the data are stored."""
+        splits = (self.train, self.evaluation)
+        return fingerprint_of(*(text for split in splits for text in (split.label_fingerprint, split.content)))
 
 
 class Files:
-    """Image files by path; reading one gives its bytes."""
+    """Image files by path, below a folder `root`; reading one gives its bytes."""
 
-    def __init__(self, paths: list[str]):
-        self.paths = paths
+    def __init__(self, paths: list[str], root: str = ""):
+        self.paths, self.root = paths, root
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @property
+    def names(self) -> list[str]:
+        """The paths relative to the root, which stay the same when the data set is moved."""
+        start = len(os.path.join(self.root, ""))
+        return [path[start:] for path in self.paths]
 
     def __getitem__(self, row: int) -> bytes:
         with open(self.paths[row], "rb", buffering=0) as file:  # whole anyway; a buffer costs a copy
@@ -89,18 +123,24 @@ class Files:
 class Source:
     """The splits of a data set by name, opened when asked for.
 
-    `class_names` may be filled by the first opener that runs.
+    `class_names` may be filled by the first opener that runs; `check` is applied to each split once it is open.
     """
 
     def __init__(self, openers: dict[str, Callable[[], Split]], class_names: list[str]):
         self.openers, self.class_names, self._opened = openers, class_names, {}
+        self.check: Callable[[Split], Split] = lambda split: split
+
+    @property
+    def opened(self) -> list[Split]:
+        """The splits that were asked for."""
+        return list(self._opened.values())
 
     def split(self, name: str) -> Split:
         """The split of this name, which exists; ValueError when it is empty or its labels are out of range."""
         if name not in self._opened:
             split = self.openers[name]()
             check_labels(split, len(self.class_names))
-            self._opened[name] = split
+            self._opened[name] = self.check(split)
         return self._opened[name]
 
 

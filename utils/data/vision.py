@@ -50,7 +50,7 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
         if not class_names:
             known = getattr(dataset, "classes", None) or range(int(labels.max(initial=-1)) + 1)
             class_names.extend(", ".join(c) if isinstance(c, tuple) else str(c) for c in known)
-        images = _torchvision_images(dataset, len(labels))
+        images = _torchvision_images(dataset, len(labels), str(root))
         fingerprint = fingerprint_of(name, split, root.resolve(), labels.data, _sample_bytes(images))
         return whole_split(split, images, labels, fingerprint)
 
@@ -114,7 +114,7 @@ def _torchvision_labels(dataset) -> np.ndarray:
         ) from error
 
 
-def _torchvision_images(dataset, count: int) -> Sequence:
+def _torchvision_images(dataset, count: int, root: str) -> Sequence:
     """Its array of uint8 [N, H, W] or [N, C, H, W] or its image files, if it has either; else the data set itself."""
     pixels = getattr(dataset, "data", None)
     if hasattr(pixels, "shape") and len(pixels) == count and len(pixels.shape) in (3, 4):
@@ -126,7 +126,7 @@ def _torchvision_images(dataset, count: int) -> Sequence:
         items = getattr(dataset, attribute, None) or []
         paths = [item[0] if isinstance(item, tuple) else item for item in items]
         if len(paths) == count and all(isinstance(path, str | Path) for path in paths):
-            return Files([str(path) for path in paths])
+            return Files([str(path) for path in paths], root if all(str(p).startswith(root) for p in paths) else "")
     return Items(dataset)
 
 

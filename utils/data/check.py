@@ -1,0 +1,167 @@
+"""A look at every encoded image before training, so that an unreadable one is known at once and not at update 70."""
+
+import json
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from utils.config import expand
+from utils.data.decode import why_unreadable
+from utils.data.splits import Files, Split, fingerprint_of
+from utils.files import write_file
+from utils.host import worker_processes
+
+_VERSION = 1  # of what a check finds; raised when that changes, so that no cache keeps older results
+_CHUNK, _LEAST, _MOST = 256, 4000, 32  # images looked at in one go; images for which a process pays; most of these
+_HEAD, _TAIL = 1024, 4096  # bytes of each end that are read
+_SHOWN = 8  # images named in an error
+
+
+def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = iter) -> Split:
+    """The split with what is wrong with its images (`bad`) and a checksum of both ends of each (`ends`).
+
+    An image that begins and ends as its format demands passes; of any other, and of every one if `full`, it is decoded
+    to see. The result is kept in the cache until a file's size or modification time changes. Images that are not
+    encoded (arrays), or that a torchvision data set decodes by itself, are not looked at.
+    """
+    if not isinstance(split.images, Files) and not hasattr(split.images, "many"):
+        return split
+    stamps, bad = _stamps(split)
+    present = replace(split, bad=bad)
+    path = expand(cache_dir) / "checked" / f"{fingerprint_of(_VERSION, full, split.fingerprint, *stamps)}.json"
+    rows = present.rows[present.readable]
+    found = _kept(path, len(rows))
+    if found is None:
+        found = _look_at_all(present, full, progress)
+        with suppress(OSError):  # nothing but time depends on the cache
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps(found))
+    ends = np.zeros(len(split.images), np.int64)
+    ends[rows] = found["ends"]
+    return replace(split, ends=ends, bad=bad | {int(rows[int(n)]): reason for n, reason in found["bad"].items()})
+
+
+def refuse_bad(split: Split) -> None:
+    """Raise ValueError that counts and names the unreadable images of a split."""
+    positions = np.flatnonzero(~split.readable)
+    if not len(positions):
+        return
+    shown = [f"{split.describe(p)} ({split.bad[int(split.rows[p])]})" for p in positions[:_SHOWN]]
+    more = f" and {len(positions) - _SHOWN} more" * (len(positions) > _SHOWN)
+    raise ValueError(
+        f"{len(positions)} of {len(split)} images of split {split.name!r} cannot be read: {', '.join(shown)}{more}; "
+        "fix these files, or go on without them: --bad_images skip"
+    )
+
+
+def _stamps(split: Split) -> tuple[list[str], dict[int, str]]:
+    """What changes when an image does, and the rows of files that are gone or are not files.
+
+    Those must not be opened: a pipe would block for ever.
+    """
+    if not isinstance(split.images, Files):
+        return [split.cache_key], dict(split.bad)
+    stamps, bad = [], dict(split.bad)
+    for row in split.rows[split.readable].tolist():
+        path = split.images.paths[row]
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            bad[row] = error.strerror or str(error)
+            continue
+        if stat.S_ISREG(status.st_mode):
+            stamps.append(f"{os.fsencode(path)}:{status.st_size}:{status.st_mtime_ns}")
+        else:
+            bad[row] = "not a regular file"
+    return stamps, bad
+
+
+def _kept(path: Path, count: int) -> dict | None:
+    """What an earlier check of the same files found; None where there was none, or its file is damaged."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        found = json.loads(path.read_text())
+        ends, bad = np.asarray(found["ends"], np.int64), found["bad"]
+        if ends.shape == (count,) and all(0 <= int(n) < count and isinstance(why, str) for n, why in bad.items()):
+            return found
+    return None
+
+
+def _look_at_all(split: Split, full: bool, progress: Callable) -> dict:
+    """{"ends": a checksum for each readable position in turn, "bad": {its number: what is wrong}}, on all cores."""
+    positions = np.flatnonzero(split.readable)
+    workers = min(len(os.sched_getaffinity(0)), _MOST, len(positions) * (10 if full else 1) // _LEAST)
+    chunks = _Chunks(split, positions, full)
+    loader = DataLoader(chunks, batch_size=None, **worker_processes(workers if workers > 1 else 0))
+    ends, bad, start = [], {}, 0
+    for sums, wrong in progress(loader):
+        bad |= {str(start + number): reason for number, reason in wrong.items()}
+        ends += sums.tolist()
+        start += len(sums)
+    return {"ends": ends, "bad": bad}
+
+
+class _Chunks(Dataset):
+    """Runs of images: (checksums int64 [n], {number in the run: what is wrong})."""
+
+    def __init__(self, split: Split, positions: np.ndarray, full: bool):
+        self.split, self.positions, self.full = split, positions, full
+
+    def __len__(self) -> int:
+        return -(-len(self.positions) // _CHUNK)
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, dict[int, str]]:
+        positions = self.positions[number * _CHUNK : (number + 1) * _CHUNK]
+        sums, bad = torch.zeros(len(positions), dtype=torch.int64), {}
+        for place, (position, ends) in enumerate(zip(positions, self._ends(positions), strict=True)):
+            if isinstance(ends, str):
+                bad[place] = ends
+                continue
+            size, head, tail = ends
+            sums[place] = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
+            if self.full or not _looks_whole(size, head, tail):
+                reason = why_unreadable(self.split, int(position))
+                if reason is not None:
+                    bad[place] = reason
+        return sums, bad
+
+    def _ends(self, positions: np.ndarray) -> Iterator[tuple[int, bytes, bytes] | str]:
+        """Size, first and last bytes of each image, or why there are none."""
+        if isinstance(self.split.images, Files):
+            for row in self.split.rows[positions]:
+                yield _ends_of_file(self.split.images.paths[row])
+            return
+        for raw in self.split.read_ahead(positions.tolist()):
+            yield "there is no image" if raw is None else (len(raw), raw[:_HEAD], raw[-_TAIL:])
+
+
+def _ends_of_file(path: str) -> tuple[int, bytes, bytes] | str:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            size = os.fstat(descriptor).st_size
+            return size, os.pread(descriptor, _HEAD, 0), os.pread(descriptor, _TAIL, max(0, size - _TAIL))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _looks_whole(size: int, head: bytes, tail: bytes) -> bool:
+    """Whether an image begins and ends as JPEG, PNG, GIF or WebP files do; other formats have to be decoded to see."""
+    if head.startswith(b"\xff\xd8"):
+        return b"\xff\xd9" in tail  # some cameras append a few bytes
+    if head.startswith(b"\x89PNG\r\n\x1a\n"):
+        return tail.endswith(b"IEND\xaeB`\x82")
+    if head.startswith((b"GIF87a", b"GIF89a")):
+        return tail.endswith(b";")
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return int.from_bytes(head[4:8], "little") + 8 <= size
+    return False
