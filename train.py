@@ -110,7 +110,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     state = ranks.together(lambda: read_state(start.checkpoint, start.folder, config, plan, data))
     data = replace(data, train=ranks.together(lambda: without_bad(data.train, state.bad_images, config)))
 
-    spec = ranks.together(lambda: input_spec(config, *peek(data.train)))
+    spec = ranks.together(lambda: input_spec(config, *peek(data.train, skip=config.bad_images == "skip")))
     bar = progress("decoding", ranks.is_main)
     train_set = ranks.together(lambda: make_dataset(data.train, spec, config, True, bar), True, "decoding images")
     eval_set = ranks.together(lambda: make_dataset(data.evaluation, spec, config, False, bar), True, "decoding images")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from utils.config import expand
 from utils.data.decode import why_unreadable
-from utils.data.splits import Files, Split, fingerprint_of
+from utils.data.splits import Files, Split, fingerprint_of, stamp
 from utils.files import write_file
 from utils.host import worker_processes
 
@@ -29,7 +29,7 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     """The split with what is wrong with its images (`bad`) and a checksum of both ends of each (`ends`).
 
     An image that begins and ends as its format demands passes; of any other, and of every one if `full`, it is decoded
-    to see. The result is kept in the cache until a file's size or modification time changes. Images that are not
+    to see. The result is kept in the cache until the size or a time of a file changes. Images that are not
     encoded (arrays), or that a torchvision data set decodes by itself, are not looked at.
     """
     if not isinstance(split.images, Files) and not hasattr(split.images, "many"):
@@ -78,7 +78,7 @@ def _stamps(split: Split) -> tuple[list[str], dict[int, str]]:
             bad[row] = error.strerror or str(error)
             continue
         if stat.S_ISREG(status.st_mode):
-            stamps.append(f"{os.fsencode(path)}:{status.st_size}:{status.st_mtime_ns}")
+            stamps.append(stamp(path, status))
         else:
             bad[row] = "not a regular file"
     return stamps, bad

@@ -20,6 +20,7 @@ from utils.errors import one_line
 SMALL = 96  # pixels; data sets of images up to this side are decoded once and kept
 EVAL_CROP = 0.875  # share of a photograph's shorter side that evaluation looks at, the field's custom since AlexNet
 LARGE = 200_000  # bytes of a file from which on it pays to see how large the image is, before it is decoded
+WAY_OUT = "fix it, or go on without it: --bad_images skip"
 VERSION = 2  # of the pixels that this module makes; raised when they change, so that no cache keeps older ones
 Shrink = Callable[[int, int], float]  # how many times smaller an image of some (height, width) is going to be made
 
@@ -113,11 +114,19 @@ def _eight_bit(image: Image.Image, file_format: str | None) -> Image.Image:
     return image
 
 
-def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None]:
-    """Look at some readable images: (1 if all are grey else 3, their common (height, width) or None)."""
+def peek(split: Split, count: int = 64, skip: bool = False) -> tuple[int, tuple[int, int] | None]:
+    """Look at some images: (1 if all are grey else 3, their common (height, width) or None).
+
+    With `skip` those that cannot be read are passed over, else the first one is a ValueError.
+    """
     sizes, grey, readable = set(), True, np.flatnonzero(split.readable)
     for position in readable[np.unique(np.linspace(0, len(readable) - 1, count).astype(int))]:
-        pixels = decode(split, position, 3)
+        try:
+            pixels = decode(split, position, 3)
+        except ValueError as error:
+            if skip:
+                continue
+            raise ValueError(f"{error}; {WAY_OUT}") from error
         sizes.add(tuple(pixels.shape[:2]))
         grey = grey and bool((pixels[..., :1] == pixels).all())
     return (1 if grey else 3), (sizes.pop() if len(sizes) == 1 else None)

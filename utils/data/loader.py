@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from utils.config import TrainConfig
 from utils.data.augment import crop_box, row_starts, shift_and_flip, uniform
 from utils.data.cache import Shared, decode_all
-from utils.data.decode import EVAL_CROP, SMALL, center, decode, resize, shrink_to_center, shrink_to_part
+from utils.data.decode import EVAL_CROP, SMALL, WAY_OUT, center, decode, resize, shrink_to_center, shrink_to_part
 from utils.data.order import Piece
 from utils.data.splits import Split
 from utils.distributed import Ranks
@@ -202,7 +202,7 @@ class Batches:
     def check(self) -> None:
         """Raise ValueError if a sample could not be read; its batch was then given as an empty one."""
         if self.error is not None:
-            raise ValueError(self.error)
+            raise ValueError(f"{self.error}; {WAY_OUT}")
 
     @property
     def labels(self) -> np.ndarray:

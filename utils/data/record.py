@@ -137,11 +137,13 @@ def read_record(checkpoint: Path | None) -> Record | None:
 
 
 class Found(NamedTuple):
-    """A recorded split as it is now, what of it changed, and files that it does not have, in words."""
+    """A recorded split as it is now, the positions of images that changed, and what changed in words."""
 
     split: Split
-    changed: list[str]
-    notes: list[str]
+    changed: np.ndarray
+    images: list[str]
+    labels: list[str]
+    new: list[str]
 
 
 def find_again(record: Record, part: Part, whole: Split, class_names: Sequence[str]) -> Found:
@@ -163,21 +165,22 @@ def find_again(record: Record, part: Part, whole: Split, class_names: Sequence[s
     paths = [*files.paths, *(os.path.join(files.root, part.names[position]) for position in gone)]
     bad = {**whole.bad, **dict.fromkeys(rows[gone].tolist(), "the file is gone")}
     ends = np.append(np.zeros(len(files), np.int64) if whole.ends is None else whole.ends, np.zeros_like(gone))
-    images = Files(paths, files.root)
-    split = replace(whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad)
+    split = replace(
+        whole, name=part.name, images=Files(paths, files.root), labels=labels, rows=rows, ends=ends, bad=bad
+    )
 
-    changed = []
-    if part.ends and whole.ends is not None:
-        changed += _told(part, np.flatnonzero((ends[rows] != part.ends) & split.readable), "changed")
+    compared = part.ends if part.ends and whole.ends is not None else ends[rows]
+    changed = np.flatnonzero((ends[rows] != compared) & split.readable)
+    images, other_labels = _told(part, changed, "changed"), []
     relabelled = np.flatnonzero(labels != recorded)
     for position in relabelled[:1]:
         told = _told(part, relabelled, "have another class")[0]
         was, now = record.class_names[part.classes[position]], class_names[labels[position]]
-        changed.append(f"{told} ({was!r}, now {now!r})")
+        other_labels.append(f"{told} ({was!r}, now {now!r})")
     known = {name for other in record.parts if other.source == part.source for name in other.names}
     new = [name for name, row in row_of.items() if name not in known and row not in whole.bad]
-    notes = [f"{len(new)} files of split {whole.name!r} are new since training and left out: {listed(new, 3)}"]
-    return Found(split, changed, notes if new else [])
+    told = [f"{len(new)} files of split {whole.name!r} are new since training and left out: {listed(new, 3)}"]
+    return Found(split, changed, images, other_labels, told if new else [])
 
 
 def _told(part: Part, positions: np.ndarray, what: str) -> list[str]:
@@ -195,6 +198,16 @@ def table_changes(part: Part, whole: Split) -> list[str]:
     if part.content and whole.content and part.content != whole.content:
         changes.append(f"the images of split {part.source!r} changed")
     return changes
+
+
+def is_same(part: Part, whole: Split) -> bool:
+    """Whether all samples of a part are in `whole` as they were, wherever it is stored."""
+    if part.names is None:
+        return bool(part.content) and not isinstance(whole.images, Files) and not table_changes(part, whole)
+    if not isinstance(whole.images, Files) or whole.ends is None or not part.ends:
+        return False
+    ends = dict(zip(whole.images.names, whole.ends.tolist(), strict=True))
+    return all(ends.get(name) == end for name, end in zip(part.names, part.ends, strict=True))
 
 
 def differences(part: Part, fresh: Part, whole: Split) -> list[str]:

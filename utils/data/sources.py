@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +13,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.config import TrainConfig, expand
 from utils.data.check import check_images, refuse_bad
+from utils.data.decode import SMALL, peek
 from utils.data.order import mix
-from utils.data.record import Record, differences, find_again, make_record, table_changes
+from utils.data.record import Record, differences, find_again, is_same, make_record, table_changes
 from utils.data.splits import (
     EVAL_NAMES,
     Data,
@@ -60,7 +62,7 @@ def load_data(
     are looked at; `progress` wraps an iterable (tqdm), and `say` takes what the user should know.
     """
     source = _open(config)
-    source.check = partial(check_images, full=_in_full(config), cache_dir=config.cache_dir, progress=progress)
+    source.check = partial(_check, config=config, progress=progress)
     if record is not None and record.chosen_as(config) and record.train.names is not None:
         train, evaluation = _as_recorded(record, source, config, say)
         bad = _say_left_out((train, evaluation), say)
@@ -96,9 +98,13 @@ def _usable(split: Split, config: TrainConfig) -> Split:
         refuse_bad(split)
     if split.readable.all():
         return split
-    if not split.readable.any():
-        raise ValueError(f"none of the {len(split)} images of split {split.name!r} can be read")
+    _check_any(split)
     return split.select(np.flatnonzero(split.readable))
+
+
+def _check_any(split: Split) -> None:
+    if not split.readable.any():
+        raise ValueError(f"none of the {len(split)} images of split {split.name!r} can be used; see --data")
 
 
 def _as_recorded(record: Record, source: Source, config: TrainConfig, say: Callable) -> tuple[Split, Split]:
@@ -110,17 +116,26 @@ def _as_recorded(record: Record, source: Source, config: TrainConfig, say: Calla
     if source.class_names != record.class_names:
         raise ValueError(f"{_class_changes(record.class_names, source.class_names)}; a resume needs the same classes")
     found = [find_again(record, *pair, source.class_names) for pair in zip(record.parts, wholes, strict=True)]
-    changed = [text for one in found for text in one.changed]
+    skip = config.bad_images == "skip"
+    changed = [text for one in found for text in one.labels + ([] if skip else one.images)]
     if changed:
         raise ValueError(
             f"{'; '.join(changed)}; a resume needs the images that the run began with: restore them, or begin a new run"
         )
-    for one in found:
-        if config.bad_images == "refuse":
-            refuse_bad(one.split)
-    for text in dict.fromkeys(text for one in found for text in one.notes):
+    for text in dict.fromkeys(text for one in found for text in one.new):
         say(text)
-    return found[0].split, found[1].split
+    splits = [_without(one.split, one.changed) for one in found]
+    for split in splits:
+        if not skip:
+            refuse_bad(split)
+        _check_any(split)
+    return splits[0], splits[1]
+
+
+def _without(split: Split, changed: np.ndarray) -> Split:
+    """The split with the images at these positions, which are others now, left out."""
+    bad = dict.fromkeys(split.rows[changed].tolist(), "changed since the run began")
+    return replace(split, bad={**split.bad, **bad}) if bad else split
 
 
 def _class_changes(before: list[str], now: list[str]) -> str:
@@ -151,8 +166,16 @@ def _say_left_out(splits: Sequence[Split], say: Callable) -> dict[str, str]:
     return images
 
 
-def _in_full(config: TrainConfig) -> bool:
-    return config.check_images == "full"
+def _check(split: Split, config: TrainConfig, progress: Callable) -> Split:
+    """Look at all images, as the settings say."""
+    look = partial(check_images, cache_dir=config.cache_dir, progress=progress)
+    checked = look(split, full=config.check_images == "full")
+    if config.bad_images == "skip" and config.check_images != "full" and checked.ends is not None:
+        # Small images are all decoded before training: those that fail must be known before samples are counted.
+        _, size = peek(checked, skip=True)
+        if (config.image_size or max(size or (SMALL + 1,))) <= SMALL:
+            return look(split, full=True)
+    return checked
 
 
 def load_split(
@@ -168,10 +191,13 @@ def load_split(
 
     Of the run's `own_data`, None means what the run evaluated on and "train" what it trained on, hold-outs included:
     the files in the checkpoint's `record`, wherever there is one. Of other data, None means its evaluation split, or
-    all there is if it has only one. Any other name is that split.
+    all there is if it has only one. Any other name is that split. Data with all of the run's images are its own,
+    wherever they are.
     """
     source = _open(config)
-    source.check = partial(check_images, full=_in_full(config), cache_dir=config.cache_dir, progress=progress)
+    source.check = partial(_check, config=config, progress=progress)
+    if not own_data and record is not None and name in (None, "train") and _holds(source, record):
+        own_data, config = True, replace(config, **record.choices)
     if own_data and name in (None, "train"):
         split = _own_split(source, config, name, record, say)
     else:
@@ -184,13 +210,19 @@ def load_split(
     return renumber(random_subset(split, config.max_eval_samples, config.seed), source.class_names, class_names)
 
 
+def _holds(source: Source, record: Record) -> bool:
+    """Whether this is the data set of the record."""
+    names = {part.source for part in record.parts}
+    return names <= source.openers.keys() and all(is_same(part, source.split(part.source)) for part in record.parts)
+
+
 def _own_split(source: Source, config: TrainConfig, name: str | None, record: Record | None, say: Callable) -> Split:
     """What the run trained on, or what it evaluated on."""
     part = record and (record.train if name == "train" else record.evaluation)
     if part and part.names is not None:
         whole = source.split(_known(source, part.source, "the run used split"))
         found = find_again(record, part, whole, source.class_names)
-        for text in (*found.changed, *found.notes):
+        for text in (*found.images, *found.labels, *found.new):
             say(text)
         return found.split
     train, evaluation = _two_splits(source, config)

@@ -116,8 +116,12 @@ class Files:
     def stamps(self, rows: np.ndarray) -> Iterator[str]:
         """What changes when one of these files does; asked for only where needed, as a million files take a while."""
         for row in rows:
-            stat = os.stat(self.paths[row])
-            yield f"{self.paths[row]}:{stat.st_size}:{stat.st_mtime_ns}"
+            yield stamp(self.paths[row], os.stat(self.paths[row]))
+
+
+def stamp(path: str, status: os.stat_result) -> str:
+    """Changes when a file is written to, also by a tool that keeps its size and its modification time."""
+    return f"{os.fsencode(path)!r}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 class Source:

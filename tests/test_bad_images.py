@@ -1,0 +1,302 @@
+"""Images that cannot be read: all found at the start, left out only when told to, in the same way on any topology."""
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel
+from make_data import encoded, image_folder, parquet, pictures, smooth, table
+from PIL import Image
+from ranks import run_ranks
+from training_runs import records, train_run, weights
+
+import eval
+import train
+from utils.config import TrainConfig
+from utils.data.check import check_images
+from utils.data.decode import decode
+from utils.data.sources import load_data
+from utils.data.splits import Files, whole_split
+
+SIDE = 100  # photographs begin above 96 pixels
+FLAGS = ("--data", "data", "--model", "mlp", "--model_args", "{hidden: 4}", "--threads", "1", "--global_batch_size")
+FLAGS += ("12", "--lr", "0.001", "--lr_schedule", "constant", "--log_every", "1", "--eval_every", "9", "--save_every")
+FLAGS += ("2", "--image_size", str(SIDE), "--num_workers", "1", "--max_steps", "9")
+SKIP = (*FLAGS, "--bad_images", "skip")
+
+
+def photographs(kind="png"):
+    return image_folder("data", {"cat": 30, "dog": 30}, size=(SIDE, SIDE), kind=kind)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-300])
+
+
+def spoil(path: Path) -> None:
+    """Damage the middle of a PNG file, which no look at its ends shows."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
+    path.write_bytes(data)
+
+
+def refused(function, *flags, processes=1):
+    outcomes = run_ranks(processes, function, list(flags))
+    assert all(outcome.code == 2 for outcome in outcomes), [outcome.err for outcome in outcomes]
+    lines = [line for outcome in outcomes for line in outcome.err.splitlines()]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def losses(name: str) -> list[float]:
+    return [record["loss"] for record in records(name, "train")]
+
+
+def checked(paths, full=False):
+    split = whole_split("train", Files([str(path) for path in paths]), [0] * len(paths), "test")
+    return check_images(split, full, "cache")
+
+
+# -- what a check finds ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "gif", "webp", "bmp", "tiff", "ppm"])
+def test_a_whole_image_passes_and_one_without_its_end_does_not(kind):
+    data = encoded(smooth(64, 48), kind)
+    for name, content in (("whole", data), ("cut", data[: len(data) // 2]), ("empty", b""), ("text", b"no image")):
+        Path(name).write_bytes(content)
+    assert sorted(checked(["whole", "cut", "empty", "text"]).bad) == [1, 2, 3]
+
+
+def test_a_file_with_bytes_after_its_end_passes():
+    """As those of some cameras have; only a decoder can tell."""
+    for kind in ("jpeg", "png", "webp"):
+        Path(kind).write_bytes(encoded(smooth(64, 48), kind) + b"\1" * 9000)
+    assert checked(["jpeg", "png", "webp"]).bad == {}
+
+
+def test_only_a_full_check_decodes_what_looks_whole():
+    (path,) = image_folder("data", {"cat": 1}, size=(SIDE, SIDE))
+    spoil(path)
+    assert checked([path]).bad == {} and list(checked([path], full=True).bad) == [0]
+
+
+def test_special_files_are_found_without_being_opened():
+    image_folder("data", {"cat": 3})
+    os.mkfifo("data/cat/pipe.png")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("data/cat/socket.png")
+    os.symlink("nothing", "data/cat/link.png")
+    paths = sorted(Path("data/cat").iterdir())
+    bad = {paths[row].name: reason for row, reason in checked(paths).bad.items()}
+    assert bad == {
+        "pipe.png": "not a regular file",
+        "socket.png": "not a regular file",
+        "link.png": "No such file or directory",
+    }
+
+
+def test_a_check_is_made_once_until_a_file_changes(monkeypatch):
+    import utils.data.check as check
+
+    paths = image_folder("data", {"cat": 4})
+    looked, look = [], check._ends_of_file
+    monkeypatch.setattr(check, "_ends_of_file", lambda path: looked.append(path) or look(path))
+    first = checked(paths)
+    assert len(looked) == 4
+    assert (checked(paths).ends == first.ends).all() and len(looked) == 4
+    status = paths[2].stat()
+    Image.fromarray(pictures(1, seed=9)[0]).save(paths[2])
+    os.utime(paths[2], ns=(status.st_atime_ns, status.st_mtime_ns))
+    again = checked(paths)
+    assert len(looked) == 8 and np.flatnonzero(again.ends != first.ends).tolist() == [2]
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"ends": [1], "bad": {}}', '{"ends": [1, 2, 3, "x"], "bad": {}}', "["])
+def test_a_damaged_result_of_a_check_is_made_anew(content):
+    paths = image_folder("data", {"cat": 4})
+    first = checked(paths)
+    (kept,) = Path("cache/checked").iterdir()
+    kept.write_text(content)
+    assert (checked(paths).ends == first.ends).all() and json.loads(kept.read_text())["ends"] == first.ends.tolist()
+
+
+def test_many_images_are_checked_by_several_processes_with_the_same_result():
+    paths = image_folder("data", {"cat": 40})
+    cut(paths[33])
+    many = [path for _ in range(300) for path in paths]
+    few, all_of_them = checked(paths), checked(many)
+    assert (all_of_them.ends == np.tile(few.ends, 300)).all()
+    assert sorted(all_of_them.bad) == [33 + 40 * n for n in range(300)]
+
+
+# -- refuse ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_bad_files_are_listed_before_training():
+    paths = photographs("jpg")
+    for path in (paths[3], paths[44], paths[59]):
+        cut(path)
+    line = refused(train.main, *FLAGS, processes=2)
+    assert "3 of 60 images of split 'train' cannot be read" in line and "--bad_images skip" in line
+    assert all(str(path) in line for path in (paths[3], paths[44], paths[59]))
+    assert not Path("runs").exists()
+
+
+def test_rows_of_a_table_are_checked_too():
+    images = [encoded(image, "png") for image in pictures(40)]
+    images[7] = images[7][:-100]
+    rows = [{"bytes": image, "path": None} for image in images]
+    parquet("data", train=table([i % 2 for i in range(40)], ClassLabel(names=["cat", "dog"]), rows))
+    flags = ("--data", "data", "--model", "mlp", "--threads", "1", "--max_steps", "2")
+    assert "1 of 40 images of split 'train' cannot be read: image 7 of split 'train'" in refused(train.main, *flags)
+    train_run(1, "run", *flags, "--bad_images", "skip")
+    assert records("run", "eval")[-1]["count"] == 4
+
+
+def test_a_photograph_that_goes_bad_later_ends_the_run_with_the_ways_out():
+    paths = photographs()
+    spoil(paths[8])
+    line = refused(train.main, *FLAGS, "--run_name", "run")
+    assert f"{paths[8]}: not a readable image" in line and "--bad_images skip" in line
+
+
+# -- skip ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory):
+    """Runs on photographs of which two are cut short, and two look whole and are not, on one to three processes."""
+    folder = tmp_path_factory.mktemp("skipping") / "work"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        patch.chdir(folder)
+        paths = photographs()
+        for path in (paths[0], paths[31]):
+            cut(path)
+        data = load_data(TrainConfig(data="data", bad_images="skip"))
+        for name in (data.train.describe(3), data.train.describe(20), data.evaluation.describe(1)):
+            spoil(Path(name))
+        for processes in (1, 2, 3):
+            train_run(processes, f"on{processes}", *SKIP)
+    folder.rename(folder.with_name("finished"))
+    return folder
+
+
+@pytest.fixture
+def skipped(own_folders, skipping, monkeypatch):
+    shutil.rmtree(skipping, ignore_errors=True)
+    shutil.copytree(skipping.with_name("finished"), skipping)  # under the name that the runs know
+    monkeypatch.chdir(skipping)
+
+
+def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_left_out(skipped):
+    one = records("on1")
+    assert [r["left_out"] for r in one if r["kind"] == "eval"] == [1]
+    assert sum(r["count"] for r in one if r["kind"] == "eval") == 5
+    lists = [json.loads(Path(f"runs/on{n}/bad_images.json").read_text()) for n in (1, 2, 3)]
+    assert len(lists[0]) == 5 and lists[1] == lists[2] == lists[0]
+    for name in ("on2", "on3"):
+        assert losses(name) == pytest.approx(losses("on1"), rel=1e-5)
+        assert [r["accuracy"] for r in records(name, "eval")] == [r["accuracy"] for r in records("on1", "eval")]
+
+
+def test_losses_are_those_of_a_plain_loop_over_the_images_that_can_be_read(skipped):
+    """What cannot be read adds nothing to the sum over the update, which is divided by its full size."""
+    from utils.data.loader import InputSpec
+    from utils.data.order import mix, permutation
+    from utils.models import MLP
+
+    data = load_data(TrainConfig(data="data", bad_images="skip"))
+    assert len(data.train) == 52  # 58 whole ends, less a tenth
+    torch.manual_seed(mix(0, "weights"))
+    model = MLP(InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 2, hidden=4)
+    order = permutation(52, 0, 0)[:12]
+    readable = [position for position in order if _decodes(data.train, position)]
+    assert records("on1", "train")[0]["step"] == 1 and 10 <= len(readable) <= 12
+    from utils.data.loader import Encoded
+    from utils.data.order import Piece
+
+    dataset = Encoded(data.train, InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 0, 0.08)
+    batch = dataset.__getitems__(Piece(0, np.asarray(readable)))
+    images = (batch["images"].float() / 255 - 0.5) / 0.5
+    logits = model(images.permute(0, 3, 1, 2))
+    loss = torch.nn.functional.cross_entropy(logits, batch["labels"])
+    assert losses("on1")[0] == pytest.approx(loss.item(), rel=1e-4)
+
+
+def _decodes(split, position):
+    try:
+        decode(split, int(position), 3)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resume_with_bad_images_left_out_ends_in_the_same_bits(skipped, processes):
+    flags = [*SKIP, "--run_name", "run", "--max_steps", "5"]
+    train_run(processes, "run", *flags)
+    train_run(processes, "run", *SKIP, "--resume", "auto")
+    mine, theirs = weights("run"), weights(f"on{processes}")
+    assert losses("run") == losses(f"on{processes}")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_file_that_was_deleted_keeps_its_place_in_the_order_of_a_resumed_run(skipped):
+    train_run(1, "run", *SKIP, "--max_steps", "4")
+    bad = json.loads(Path("runs/run/bad_images.json").read_text())
+    Path(next(name for name in bad if Path(name).read_bytes().endswith(b"IEND\xaeB`\x82"))).unlink()
+    line = refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto")
+    assert "(the file is gone)" in line and "--bad_images skip" in line
+    train_run(1, "run", *SKIP, "--resume", "auto")
+    assert losses("run") == losses("on1")
+
+
+def test_files_that_were_repaired_stay_left_out_of_the_run(skipped):
+    train_run(1, "run", *SKIP, "--max_steps", "4")
+    for name in json.loads(Path("runs/run/bad_images.json").read_text()):
+        Image.fromarray(smooth(SIDE, SIDE)).save(name)
+    assert "changed: " in refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto")
+    (outcome,) = run_ranks(1, train.main, [*SKIP, "--run_name", "run", "--resume", "auto"])
+    assert outcome.code == 0 and "(changed since the run began)" in outcome.out
+    assert losses("run") == losses("on1")
+
+
+def test_nothing_is_trained_when_no_image_is_left(skipped):
+    for path in Path("data").rglob("*.png"):
+        Image.fromarray(smooth(SIDE, SIDE)).save(path)
+    line = refused(train.main, *SKIP, "--run_name", "on1", "--resume", "auto", "--max_steps", "12")
+    assert "none of the 52 images of split 'train' can be used" in line
+
+
+def test_an_evaluation_counts_what_it_left_out(skipped):
+    assert "not a readable image" in refused(eval.main, "--ckpt", "runs/on1", "--bad_images", "refuse")
+    (one,) = run_ranks(1, eval.main, ["--ckpt", "runs/on1", "--eval_batch_size", "2"])
+    two = run_ranks(2, eval.main, ["--ckpt", "runs/on1", "--eval_batch_size", "2"])
+    assert [outcome.code for outcome in (one, *two)] == [0, 0, 0]
+    assert (one.value["count"], one.value["left_out"]) == (5, 1)
+    assert {k: v for k, v in two[0].value.items() if k != "seconds"} == {
+        k: v for k, v in one.value.items() if k != "seconds"
+    }
+
+
+def test_a_small_data_set_with_bad_images_is_decoded_without_them():
+    paths = image_folder("data", {"cat": 30, "dog": 30})
+    cut(paths[4])
+    spoil_small(paths[50])
+    flags = ("--data", "data", "--model", "mlp", "--threads", "1", "--max_steps", "3", "--global_batch_size", "12")
+    train_run(1, "run", *flags, "--bad_images", "skip")
+    assert set(json.loads(Path("runs/run/bad_images.json").read_text())) == {str(paths[4]), str(paths[50])}
+
+
+def spoil_small(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[45:60] = bytes(15)
+    path.write_bytes(data)

@@ -1,0 +1,292 @@
+"""A run keeps a record of its samples: its hold-out stays, and what changed since is said in words."""
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import ClassLabel
+from make_data import image_folder, parquet, pictures, table
+from PIL import Image
+from ranks import run_ranks
+from training_runs import records, train_run, weights
+
+import eval
+import train
+from utils.checkpoint import _seal
+from utils.config import TrainConfig
+from utils.data.record import FILE, read_record
+from utils.data.sources import load_data
+
+FLAGS = ("--data", "data", "--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size")
+FLAGS += ("12", "--lr", "0.01", "--lr_schedule", "constant", "--log_every", "1", "--eval_every", "9", "--save_every")
+FLAGS += ("3", "--max_steps", "6")
+MORE = (*FLAGS[:-1], "9", "--run_name", "run", "--resume", "auto")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run on a folder of 60 BMP files, whose size says nothing of their content."""
+    folder = tmp_path_factory.mktemp("trained") / "work"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        patch.chdir(folder)
+        paths = image_folder("data", {"cat": 30, "dog": 30}, kind="bmp")
+        train_run(1, "run", *FLAGS)
+        train_run(1, "whole", *FLAGS[:-1], "9")
+    folder.rename(folder.with_name("finished"))
+    return folder, paths
+
+
+@pytest.fixture
+def trained(own_folders, finished, monkeypatch):
+    """The run `run`, which may go on for three updates, the run `whole`, which has them, and their data."""
+    folder, paths = finished
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(folder.with_name("finished"), folder)  # under the name that the runs know
+    monkeypatch.chdir(folder)
+    return paths
+
+
+def refused(function, *flags, processes=1):
+    outcomes = run_ranks(processes, function, list(flags))
+    assert all(outcome.code == 2 for outcome in outcomes), [outcome.err for outcome in outcomes]
+    lines = [line for outcome in outcomes for line in outcome.err.splitlines()]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def evaluated(*flags):
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--json", "eval.json", *flags])
+    assert outcome.code == 0, outcome.err
+    return outcome.value, outcome.out
+
+
+def keep_time(path: Path, change) -> None:
+    """Change a file and give it back its times, as a copy or an archive does."""
+    status = path.stat()
+    change(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def invert(path: Path) -> None:
+    Image.fromarray(255 - np.asarray(Image.open(path))).save(path)
+
+
+def checkpoint() -> Path:
+    return Path("runs/run/checkpoints/step-00000006")
+
+
+def numbers(record: dict) -> dict:
+    return {name: record[name] for name in ("accuracy", "loss", "count", "per_class_accuracy")}
+
+
+def test_new_files_move_nothing_from_training_to_evaluation(trained):
+    before, _ = evaluated()
+    held = {Path(p).name for p in load_data(TrainConfig(data="data")).evaluation.images.paths}
+    for number in range(5):
+        shutil.copy(trained[0], f"data/cat/0000{number}.bmp")  # sorts before all others
+    after, out = evaluated()
+    assert numbers(after) == numbers(before) and after["count"] == 6 and held
+    assert "5 files of split 'train' are new since training and left out: cat/00000.bmp" in out
+    assert evaluated("--split", "train")[0]["count"] == 54
+
+
+def test_a_resume_goes_on_with_the_very_samples_it_began_with_when_files_are_new(trained):
+    shutil.copy(trained[0], "data/dog/00.bmp")
+    (outcome,) = run_ranks(1, train.main, [*MORE])
+    assert outcome.code == 0 and "1 files of split 'train' are new" in outcome.out
+    assert [r["loss"] for r in records("run", "train")] == [r["loss"] for r in records("whole", "train")]
+    mine, theirs = weights("run"), weights("whole")
+    assert all((mine[name] == theirs[name]).all() for name in theirs)
+
+
+def swap_classes(paths):
+    os.rename("data/cat", "data/x")
+    os.rename("data/dog", "data/cat")
+    os.rename("data/x", "data/dog")
+
+
+CHANGES = {
+    "inverted": (lambda paths: [keep_time(path, invert) for path in paths], ("54 of 54 images", "changed: cat/")),
+    "swapped": (swap_classes, ("54 of 54 images", "changed: cat/")),
+    "renamed": (lambda paths: [p.rename(p.with_name("b" + p.name)) for p in paths[:2]], ("gone", "--bad_images skip")),
+    "one changed": (lambda paths: keep_time(paths[7], invert), ("1 of ", "images", "changed: cat/007.bmp")),
+    "deleted": (lambda paths: paths[40].unlink(), ("1 of ", "dog/010.bmp (the file is gone)", "--bad_images skip")),
+    "a class more": (lambda paths: image_folder("data", {"emu": 3}), ("the classes changed", "emu new")),
+    "a class less": (lambda paths: shutil.rmtree("data/cat"), ("the classes changed", "cat gone")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_resume_says_in_words_what_changed_in_the_data(trained, change):
+    act, texts = CHANGES[change]
+    act(trained)
+    line = refused(train.main, *MORE)
+    assert all(text in line for text in texts), line
+    record = read_record(checkpoint())
+    assert not any(part.labels in line or (part.content and part.content in line) for part in record.parts)
+
+
+def test_an_evaluation_says_that_images_changed_and_goes_on(trained):
+    for path in trained:
+        keep_time(path, invert)
+    record, out = evaluated()
+    assert record["count"] == 6 and "6 of 6 images of 'hold-out of train' changed: " in out
+
+
+def test_an_evaluation_says_which_files_are_gone_and_leaves_them_out_only_when_told_to(trained):
+    held = json.loads(gzip.decompress((checkpoint() / FILE).read_bytes()))["evaluation"]["names"]
+    (Path("data") / held[2]).unlink()
+    line = refused(eval.main, "--ckpt", "runs/run")
+    assert (
+        "1 of 6 images of split 'hold-out of train' cannot be read" in line
+        and f"data/{held[2]} (the file is gone)" in line
+    )
+    record, out = evaluated("--bad_images", "skip")
+    assert record["count"] == 5 and "1 of 6 images" in out
+
+
+def test_a_data_set_that_moved_is_still_the_run_s_own(trained):
+    os.rename("data", "elsewhere")
+    train_run(1, "run", "--data", "elsewhere", *MORE[2:])
+    assert [r["loss"] for r in records("run", "train")] == [r["loss"] for r in records("whole", "train")]
+
+
+def test_the_hold_out_of_a_data_set_that_moved_is_found_again(trained):
+    before, _ = evaluated()
+    os.rename("data", "elsewhere")
+    assert numbers(evaluated("--data", "elsewhere")[0]) == numbers(before)
+
+
+def test_images_to_evaluate_on_that_the_run_trained_on_are_counted(trained):
+    os.rename("data", "elsewhere")
+    held = read_record(checkpoint()).evaluation.names
+    Path("elsewhere", held[0]).unlink()
+    record, out = evaluated("--data", "elsewhere")
+    assert record["count"] == 59 and "54 of 59 images of split 'train' are among those that the run trained on" in out
+
+
+def test_other_settings_of_the_division_are_refused_with_counts(trained):
+    line = refused(train.main, *MORE, "--eval_fraction", "0.5")
+    assert "training images are gone" in line and "--eval_fraction" in line
+
+
+NAMED = ClassLabel(names=["cat", "dog"])
+
+
+def write_table(images, labels=None):
+    shutil.rmtree("data", ignore_errors=True)
+    parquet("data", train=table([i % 2 for i in range(len(images))] if labels is None else labels, NAMED, list(images)))
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "text"),
+    [
+        (lambda p: p[:-3], None, "split 'train' had 60 samples and has 57 now"),
+        (lambda p: 255 - p, None, "the images of split 'train' changed"),
+        (lambda p: p, [1, 0] * 30, "the labels of split 'train' changed"),
+    ],
+)
+def test_a_table_that_changed_is_refused_by_resume_and_by_evaluation_of_its_hold_out(images, labels, text):
+    pixels = pictures(60)
+    write_table(pixels)
+    train_run(1, "run", *FLAGS)
+    before, _ = evaluated()
+    write_table(pixels)  # the same rows in a new file
+    assert numbers(evaluated()[0]) == numbers(before)
+    write_table(images(pixels), labels)
+    assert text in refused(train.main, *MORE)
+    line = refused(eval.main, "--ckpt", "runs/run")
+    assert text in line and "--split train" in line
+
+
+def test_arrays_in_memory_are_known_by_their_content(monkeypatch):
+    """A data set of torchvision may hold its images as one array."""
+    flags = ("--data", "digits", *FLAGS[2:])
+    train_run(1, "run", *flags)
+    assert "the images of split 'train' changed" in refused(_train_on_dimmed_digits, "--data", "digits", *MORE[2:])
+
+
+def _train_on_dimmed_digits(flags):
+    import utils.data.sources as sources
+
+    digits = sources._digits
+
+    def dimmed():
+        source = digits()
+        split = source.split("train")
+        split.images[17] //= 2
+        return source
+
+    sources._digits = dimmed
+    train.main(flags)
+
+
+def test_ranks_that_see_other_images_are_told_apart():
+    for name in ("one", "two"):
+        image_folder(f"{name}/data", {"cat": 30, "dog": 30}, seed=len(name), kind="bmp")
+    Path("two/data/dog/000.bmp").write_bytes(Path("two/data/dog/001.bmp").read_bytes())
+    line = refused(_train_in_a_folder_of_its_own, *FLAGS, "--output_dir", os.path.abspath("runs"), processes=2)
+    assert "rank 1 has other images in --data data than rank 0" in line
+
+
+def _train_in_a_folder_of_its_own(flags):
+    os.chdir("one" if os.environ["RANK"] == "0" else "two")
+    train.main(flags)
+
+
+def test_a_checkpoint_from_before_there_were_records_is_still_evaluated_and_resumed(trained):
+    before, _ = evaluated()
+    (checkpoint() / FILE).unlink()
+    state = json.loads((checkpoint() / "state.json").read_text())
+    del state["state"]["bad_images"]
+    (checkpoint() / "state.json").write_text(json.dumps(state))
+    (checkpoint() / "manifest.json").unlink()
+    _seal(checkpoint())
+    assert numbers(evaluated()[0]) == numbers(before)
+    train_run(1, "run", *MORE)
+    assert read_record(Path("runs/run/checkpoints/step-00000009")).train.count == 54
+
+
+HOSTILE = {
+    "not gzip": b"names",
+    "not JSON": gzip.compress(b"{"),
+    "cut short": gzip.compress(b"{}" * 999)[:-9],
+    "empty": gzip.compress(b"{}"),
+    "nested": gzip.compress(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "bomb", "names", "classes", "counts"])
+def test_a_stranger_s_record_is_refused_in_one_line(trained, name):
+    path = checkpoint() / FILE
+    values = json.loads(gzip.decompress(path.read_bytes()))
+    if name == "names":
+        values["train"]["names"][3] = 5
+    elif name == "classes":
+        values["train"]["classes"][3] = 10**6
+    elif name == "counts":
+        values["evaluation"]["count"] = 10**9
+    data = HOSTILE.get(name, gzip.compress(json.dumps(values).encode()))
+    path.write_bytes(gzip.compress(b" " * (2**30 + 2), 1) if name == "bomb" else data)
+    (checkpoint() / "manifest.json").unlink()
+    _seal(checkpoint())
+    line = refused(eval.main, "--ckpt", "runs/run")
+    assert f"{FILE}: damaged" in line
+
+
+def test_names_in_a_stranger_s_record_open_no_file_outside_the_data(trained):
+    path = checkpoint() / FILE
+    values = json.loads(gzip.decompress(path.read_bytes()))
+    Path("secret.bmp").write_bytes(trained[0].read_bytes())
+    values["evaluation"]["names"][0] = "../secret.bmp"
+    path.write_bytes(gzip.compress(json.dumps(values).encode()))
+    (checkpoint() / "manifest.json").unlink()
+    _seal(checkpoint())
+    assert "../secret.bmp (the file is gone)" in refused(eval.main, "--ckpt", "runs/run")
+    assert evaluated("--bad_images", "skip")[0]["count"] == 5
