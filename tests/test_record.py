@@ -18,8 +18,8 @@ import eval
 import train
 from utils.checkpoint import _seal
 from utils.config import TrainConfig
-from utils.data.record import FILE, read_record
-from utils.data.sources import load_data
+from utils.data.record import FILE, find_again, make_record, read_record
+from utils.data.splits import Files, whole_split
 
 FLAGS = ("--data", "data", "--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size")
 FLAGS += ("12", "--lr", "0.01", "--lr_schedule", "constant", "--log_every", "1", "--eval_every", "9", "--save_every")
@@ -290,3 +290,20 @@ def test_names_in_a_stranger_s_record_open_no_file_outside_the_data(trained):
     _seal(checkpoint())
     assert "../secret.bmp (the file is gone)" in refused(eval.main, "--ckpt", "runs/run")
     assert evaluated("--bad_images", "skip")[0]["count"] == 5
+
+
+def test_files_that_got_another_class_are_counted_with_their_old_and_new_one():
+    """As in a data set whose labels come from a list."""
+    paths = [str(path) for path in image_folder("data", {"all": 6})]
+
+    def split(labels):
+        return whole_split("train", Files(paths, "data"), labels, "made")
+
+    before = split([0, 1, 0, 1, 0, 1])
+    config, classes = TrainConfig(), ["cat", "dog"]
+    record = make_record(config, classes, (before, before), (before, before))
+    found = find_again(record, record.train, split([0, 1, 0, 0, 0, 0]), classes)
+    assert found.labels == ["2 of 6 images of 'train' have another class: all/003.png, all/005.png ('dog', now 'cat')"]
+    assert find_again(record, record.train, before, classes).labels == []
+    renumbered = find_again(record, record.train, split([1, 2, 1, 2, 1, 2]), ["ant", *classes])
+    assert renumbered.labels == [] and renumbered.split.labels.tolist() == [1, 2, 1, 2, 1, 2]
