@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from utils.config import expand
 from utils.data.decode import why_unreadable
-from utils.data.splits import Files, Split, fingerprint_of, stamp
+from utils.data.splits import Files, Split, fingerprint_of
 from utils.files import write_file
 from utils.host import worker_processes
 
@@ -62,26 +62,26 @@ def refuse_bad(split: Split) -> None:
     )
 
 
-def _stamps(split: Split) -> tuple[list[str], dict[int, str]]:
-    """What changes when an image does, and the rows of files that are gone or are not files.
+def _stamps(split: Split) -> tuple[list, dict[int, str]]:
+    """What changes when an image does, to be hashed, and the rows of files that are gone or are not files.
 
     Those must not be opened: a pipe would block for ever.
     """
     if not isinstance(split.images, Files):
         return [split.cache_key], dict(split.bad)
-    stamps, bad = [], dict(split.bad)
-    for row in split.rows[split.readable].tolist():
-        path = split.images.paths[row]
+    bad, rows = dict(split.bad), split.rows[split.readable].tolist()
+    paths, states = [split.images.paths[row] for row in rows], np.zeros((len(rows), 3), np.int64)
+    for place, (row, path) in enumerate(zip(rows, paths, strict=True)):
         try:
             status = os.stat(path)
         except OSError as error:
             bad[row] = error.strerror or str(error)
             continue
-        if stat.S_ISREG(status.st_mode):
-            stamps.append(stamp(path, status))
-        else:
+        if not stat.S_ISREG(status.st_mode):
             bad[row] = "not a regular file"
-    return stamps, bad
+        # The last one changes also when a tool puts size and modification time back.
+        states[place] = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return [os.fsencode("\0".join(paths)), states.data, *sorted(bad)], bad
 
 
 def _kept(path: Path, count: int) -> dict | None:

@@ -103,7 +103,7 @@ class Files:
     def __len__(self) -> int:
         return len(self.paths)
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The paths relative to the root, which stay the same when the data set is moved."""
         start = len(os.path.join(self.root, ""))
@@ -116,12 +116,10 @@ class Files:
     def stamps(self, rows: np.ndarray) -> Iterator[str]:
         """What changes when one of these files does; asked for only where needed, as a million files take a while."""
         for row in rows:
-            yield stamp(self.paths[row], os.stat(self.paths[row]))
-
-
-def stamp(path: str, status: os.stat_result) -> str:
-    """Changes when a file is written to, also by a tool that keeps its size and its modification time."""
-    return f"{os.fsencode(path)!r}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+            status = os.stat(self.paths[row])
+            # The last one changes also when a tool puts size and modification time back.
+            times = f"{status.st_mtime_ns}:{status.st_ctime_ns}"
+            yield f"{os.fsencode(self.paths[row])!r}:{status.st_size}:{times}"
 
 
 class Source:
