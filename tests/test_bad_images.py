@@ -300,3 +300,13 @@ def spoil_small(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[45:60] = bytes(15)
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("place", [60, -3])
+def test_a_change_of_one_byte_near_either_end_of_a_large_file_shows(place):
+    (path,) = image_folder("data", {"cat": 1}, size=(SIDE, SIDE), kind="bmp")
+    before = checked([path]).ends
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    assert (checked([path]).ends != before).all()
