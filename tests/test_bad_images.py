@@ -202,6 +202,8 @@ def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_lef
     assert sum(r["count"] for r in one if r["kind"] == "eval") == 5
     lists = [json.loads(Path(f"runs/on{n}/bad_images.json").read_text()) for n in (1, 2, 3)]
     assert len(lists[0]) == 5 and lists[1] == lists[2] == lists[0]
+    found = [image for r in records("on2", "bad_images") for image in r["images"]]
+    assert len(found) == len(set(found)) == 3  # each is reported once, though every epoch meets it again
     for name in ("on2", "on3"):
         assert losses(name) == pytest.approx(losses("on1"), rel=1e-5)
         assert [r["accuracy"] for r in records(name, "eval")] == [r["accuracy"] for r in records("on1", "eval")]
