@@ -6,6 +6,9 @@
 The numbers are the same on any number of processes. `python eval.py --help` lists the settings.
 """
 
+from utils.console import guard_output  # before all others: see there
+
+# isort: split
 import json
 import os
 from collections.abc import Sequence
@@ -13,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from utils.accelerator import check_precision, compile_model, make_accelerator
-from utils.checkpoint import find_checkpoint, load_model, verify
+from utils.checkpoint import FOR_EVALUATION, find_checkpoint, load_model, verify
 from utils.cli import parse_args
 from utils.config import EvalConfig, TrainConfig, absolute_data, expand
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
@@ -23,7 +26,7 @@ from utils.distributed import Ranks
 from utils.entry import ranks_of_launch
 from utils.evaluation import evaluate_split
 from utils.files import write_file
-from utils.models import build_model
+from utils.models import build_model, check_model
 from utils.report import progress, table
 from utils.saved import read_classes, read_saved, read_settings
 
@@ -42,6 +45,7 @@ OVERRIDES = (
 
 def main(argv: Sequence[str] | None = None) -> dict:
     """Evaluate as the arguments say; returns the numbers."""
+    guard_output()
     asked = parse_args(EvalConfig, "eval.py", argv)
     with ranks_of_launch("eval.py", asked) as ranks:
         find_checkpoint(expand(asked.ckpt))  # a mistake is said before the processes meet
@@ -51,12 +55,14 @@ def main(argv: Sequence[str] | None = None) -> dict:
         # The main process chooses: a training run that goes on may move `best` between two looks.
         checkpoint = Path(ranks.share(ranks.together(lambda: choose(asked, ranks), main_first=True)))
         config, own_data = ranks.together(lambda: settings_of(checkpoint, asked))
-        ranks.together(lambda: (check_precision(config, ranks), check_source(config)))
+        ranks.together(lambda: (check_precision(config, ranks), check_model(config), check_source(config)))
         record, class_names = evaluate_checkpoint(checkpoint, config, asked.split, own_data, ranks)
         if ranks.is_main:
-            show(record, class_names, checkpoint)
-            if asked.json:
-                write_file(expand(asked.json), json.dumps(record, indent=1) + "\n")
+            try:
+                if asked.json:
+                    write_file(expand(asked.json).resolve(), json.dumps(record, indent=1) + "\n")
+            finally:
+                show(record, class_names, checkpoint)
     return record
 
 
@@ -65,7 +71,7 @@ def choose(asked: EvalConfig, ranks: Ranks) -> str:
     if not ranks.is_main:
         return ""
     checkpoint = find_checkpoint(expand(asked.ckpt))
-    verify(checkpoint)
+    verify(checkpoint, FOR_EVALUATION)
     return str(checkpoint)
 
 
@@ -81,7 +87,10 @@ def settings_of(checkpoint: Path, asked: EvalConfig) -> tuple[TrainConfig, bool]
 
 def check_output_file(path: Path) -> None:
     """Raise ValueError when no file can be written there."""
-    folder = path.absolute().parent
+    path = path.resolve()
+    folder = path.parent
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"--json {path}: is not a regular file; name a new file")
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"--json {path}: {'is a folder' if path.is_dir() else f'{folder} is no folder to write to'}")
 

@@ -7,7 +7,11 @@
 Parse, start, build, loop, close: this file is the whole run, top to bottom. `python train.py --help` lists settings.
 """
 
+from utils.console import guard_output  # before all others: see there
+
+# isort: split
 import math
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -22,7 +26,7 @@ from torch.optim import Optimizer
 from utils.accelerator import check_precision, compile_model, make_accelerator, settle_buckets
 from utils.batch import resolve_batch
 from utils.batchnorm import synchronise
-from utils.checkpoint import forget_after, prune, save_checkpoint
+from utils.checkpoint import forget_after, save_checkpoint, settle
 from utils.cli import parse_args
 from utils.config import TrainConfig, advice, to_yaml
 from utils.data.decode import peek
@@ -77,6 +81,7 @@ class Run:
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Train as the arguments say; returns the last evaluation, if any; exits with code 75 when told to stop before."""
+    guard_output()
     config, command = parse_args(TrainConfig, "train.py", argv), typed_command(argv)
     with ranks_of_launch("train.py", config) as ranks, Stopping(lambda: ranks.orphaned) as stopping:
         # What needs no other process is checked before they meet.
@@ -253,6 +258,7 @@ def evaluate(run: Run) -> dict | None:
 
 def save(run: Run) -> None:
     """Write a checkpoint, then delete those no longer wanted; and hear whether a rank was told to stop meanwhile."""
+    saved = False
     more = {"input": asdict(run.spec), "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict()}
     texts = checkpoint_texts(run.config, run.state, run.plan, run.ranks, run.data, more)
     folder, step = run.start.folder / "checkpoints", run.state.step
@@ -260,14 +266,15 @@ def save(run: Run) -> None:
     run.ranks.together(partial(check_weights, run.module, run.plan, run.data.train, step))
     try:
         run.ranks.together(lambda: (run.start.check_own(), run.log.sync()))
-        save_checkpoint(run.ranks, run.accelerator, folder, step, texts, is_best=run.state.best_step == step)
-        run.best = run.state.best_accuracy, run.state.best_step
-        run.ranks.together(lambda: run.ranks.is_main and prune(folder, run.config.keep))
+        save_checkpoint(run.ranks, run.accelerator, folder, step, texts)
+        saved, run.best = True, (run.state.best_accuracy, run.state.best_step)
+        run.ranks.together(lambda: run.ranks.is_main and settle(folder, step, run.best[1], run.config.keep))
     except (OSError, AgreedError) as error:
         if run.config.if_save_fails == "stop" or step >= run.updates or run.stopping.agreed:  # there is no next time
             raise
         run.state.best_accuracy, run.state.best_step = run.best  # `best` is a checkpoint
-        run.log.say(f"update {step} could not be saved: {one_line(error)}")
+        what = "was saved, but its name was not noted" if saved else "could not be saved"
+        run.log.say(f"update {step} {what}: {one_line(error)}")
     run.meter.restart_save_clock()
     run.stopping.agreed = run.ranks.any_rank(run.stopping.agreed or run.stopping.requested)
 
@@ -286,7 +293,7 @@ def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     """Say what came out and what to type next; returns whether there is more to do."""
     state, done = run.state, run.state.step >= run.updates and not run.state.owes_evaluation
     checkpoint = run.start.folder if result or state.best_step else run.start.checkpoint
-    title, following = "Done", f"evaluate it: python eval.py --ckpt {checkpoint}"
+    title, following = "Done", f"evaluate it: {shlex.join(['python', 'eval.py', '--ckpt', str(checkpoint)])}"
     if not done:
         title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
         following = f"go on: {resume_command(command, run.config.output_dir, run.start.folder.name)}"

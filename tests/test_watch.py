@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import run_ranks, start_ranks
 from test_stopping import FLAGS, has_logged, slow_train, until
@@ -93,3 +94,33 @@ def test_a_healthy_run_says_nothing():
     outcomes = run_ranks(3, slow_train, [*FLAGS, "--timeout", "20", "--max_steps", "400"])
     assert [outcome.code for outcome in outcomes] == [0, 0, 0]
     assert all(outcome.err == "" for outcome in outcomes)
+
+
+def test_a_pause_of_all_ranks_is_nobodys_fault():
+    """As when a terminal or a scheduler stops the whole job, for longer than a rank waits before it speaks."""
+    flags = [*FLAGS, "--timeout", "20", "--max_steps", "400"]
+    launch = start_ranks(2, to_file, slow_train, flags)
+    until(has_logged(20))
+    for number in (signal.SIGSTOP, signal.SIGCONT) * 2:
+        launch.kill(number)
+        if number == signal.SIGSTOP:
+            until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in launch.pids))
+            time.sleep(9)  # the pause itself
+    outcomes = launch.finish()
+    assert [outcome.code for outcome in outcomes] == [0, 0], [said(rank) for rank in range(2)]
+    assert said(0) == said(1) == ""
+
+
+def test_seconds_in_which_a_rank_was_stopped_count_neither_as_waiting_nor_as_silence():
+    """A rank that waits for another is stopped and goes on: what it had waited until then is what counts."""
+    launch = start_ranks(2, stuck, "reading", "1", seconds=90)
+    until(lambda: Path("err-0").exists() and "has waited" in said(0), seconds=40)
+    seconds = [int(found) for found in re.findall(r"has waited (\d+) s", said(0))]
+    assert seconds[0] < TIMEOUT
+    launch.kill(signal.SIGSTOP)
+    time.sleep(2 * TIMEOUT)
+    launch.kill(signal.SIGCONT)
+    outcomes = launch.finish()
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    waited = [int(found) for found in re.findall(r"error: rank 0 has waited (\d+) s", said(0))]
+    assert all(TIMEOUT <= number < 2 * TIMEOUT for number in waited), said(0)

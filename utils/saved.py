@@ -25,6 +25,8 @@ from utils.state import TrainState
 
 # Settings of one start, not of the run.
 _OF_ONE_START = ("run_name", "resume", "profile", *(f.name for f in fields(Launch)))
+# What acts on the machine it runs on comes from its own flags and defaults: a checkpoint may be a stranger's.
+_OF_THIS_MACHINE = (*_OF_ONE_START, "cache_dir", "data_dir", "output_dir", "num_workers")
 
 
 def load_run(
@@ -80,7 +82,7 @@ def read_state(checkpoint: Path | None, folder: Path | None, config: TrainConfig
 def changes(checkpoint: Path, config: TrainConfig, ranks: Ranks) -> list[str]:
     """One line for each setting, and the numbers of processes and threads, that differ from the checkpoint's run."""
     saved, before, now = read_saved(checkpoint), asdict(read_settings(checkpoint)), asdict(config)
-    ignored = (*_OF_ONE_START, "global_batch_size", "batch_size", "grad_accum", "num_workers")
+    ignored = (*_OF_THIS_MACHINE, "global_batch_size", "batch_size", "grad_accum")
     pairs = [(name, before[name], now[name]) for name in now if name not in ignored]
     pairs += [
         ("processes", saved["processes"], ranks.topology.world_size),
@@ -136,7 +138,7 @@ def read_saved(checkpoint: Path) -> dict:
     try:
         TrainState.from_dict(saved["state"])
         InputSpec.from_dict(saved["input"])
-        if saved["global_batch_size"] < 1:
+        if not 1 <= saved["global_batch_size"] <= 2**24:  # its divisors are tried one by one
             raise ValueError("'global_batch_size' is malformed")
     except ValueError as error:
         raise ValueError(f"{path}: {error}; take another checkpoint") from None
@@ -153,8 +155,9 @@ def read_classes(checkpoint: Path) -> list[str]:
 
 
 def read_settings(checkpoint: Path) -> TrainConfig:
-    """The settings of the run that wrote a checkpoint."""
-    return read_config(checkpoint / "config.yaml")
+    """The settings of the run that wrote a checkpoint; folders, processes and the like are this machine's defaults."""
+    defaults = {name: getattr(TrainConfig, name) for name in _OF_THIS_MACHINE}
+    return replace(read_config(checkpoint / "config.yaml"), **defaults)
 
 
 def _short(value) -> str:

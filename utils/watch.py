@@ -16,6 +16,7 @@ import torch.distributed as dist
 from utils.rendezvous import Member, in_time
 
 _TICK = 0.5  # seconds between two looks
+_LATE = 1.0  # seconds more than a tick after which this process is taken to have been stopped
 _ANSWER = 3.0  # seconds that the store may take for one
 _SILENT = 5.0  # seconds without a sign of life after which a rank is said to be silent
 _LATER = 3.0  # seconds after the timeout, at which gloo tells the main thread by itself
@@ -87,8 +88,15 @@ class Watch:
     def _run(self) -> None:
         entered, since, told = -1, time.monotonic(), False
         patience = min(60.0, max(2.0, self.timeout / 10))
-        while not self._stop.wait(_TICK):
+        while True:
+            before = time.monotonic()
+            if self._stop.wait(_TICK):
+                return
             now = time.monotonic()
+            asleep = now - before - _TICK
+            if asleep > _LATE:  # this process was stopped, as by SIGSTOP, and perhaps all others with it
+                since += asleep
+                self._wake(asleep)
             if self.entered != entered:
                 entered, since, told = self.entered, now, False
             waited = now - since
@@ -106,6 +114,12 @@ class Watch:
                 with suppress(RuntimeError):
                     self._store.set("ended", f"rank {self.rank} ended: {text}")
                 self._leave(text)
+
+    def _wake(self, asleep: float) -> None:
+        """Count none of the seconds in which this process was stopped as silence of the others."""
+        self._heard = {rank: (beat, since + asleep) for rank, (beat, since) in self._heard.items()}
+        if self._ended is not None:
+            self._ended = self._ended[0] + asleep, self._ended[1]
 
     def _exchange(self, listen: bool) -> None:
         """Tell the others, and hear from them if it matters."""
