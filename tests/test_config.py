@@ -192,6 +192,7 @@ def test_yaml_that_is_written_is_read_as_the_same_values():
     }
     values |= {"i": shared, "j": shared, "k": "0x1F", "l": "010", "m": "", "n": "~", "o": float("inf"), "p": "a: b #c"}
     assert load_yaml(dump_yaml(values)) == values
+    assert yaml.safe_load(dump_yaml(values)) == values  # by other programs
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

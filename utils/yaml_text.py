@@ -63,7 +63,7 @@ def _error(text: str, where: yaml.Event | yaml.Node) -> yaml.YAMLError:
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012
+    """Quotes what YAML 1.1 or 1.2 would take for something else than a string."""
 
     def ignore_aliases(self, data):
         return True
