@@ -2,12 +2,13 @@
 
 import os
 import re
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
+from make_data import image_folder
 from ranks import run_ranks
 from training_runs import train_run
 
@@ -300,3 +301,15 @@ def test_numbers_beyond_all_use_are_refused_with_the_bound(flags, text, capsys):
 def test_the_doctor_has_bounds_too(capsys):
     for flags, text in ((("--timeout", "1e300"), "at most 604800"), (("--slow", "-1"), "at least 0")):
         assert text in refusal(capsys, *flags, settings=DoctorConfig)
+
+
+def test_a_run_folder_that_is_named_after_the_data_has_a_name_that_can_be_given():
+    image_folder("photos", {"class0": 12, "class1": 12})
+    long = "x" * 220
+    image_folder(f".{long}", {"class0": 12, "class1": 12})
+    flags = ["--model", "mlp", "--max_steps", "1", "--threads", "1", "--output_dir", str(Path("runs").resolve())]
+    for folder, data in (("photos", "."), (".", f".{long}")):
+        with chdir(folder):
+            assert run_ranks(1, train.main, [*flags, "--data", data])[0].code == 0
+    for path in Path("runs").iterdir():
+        assert parse("--run_name", path.name).run_name == path.name and len(path.name) < 80

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -44,12 +45,13 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_characters_that_the_output_lacks_are_replaced(encoding):
     image_folder("photos", dict.fromkeys(CLASSES, 12))
-    (outcome,) = run_ranks(1, _train_in, encoding, ["--data", "photos", "--run_name", "rün", *FLAGS])
+    (outcome,) = run_ranks(1, _train_in, encoding, ["--data", "photos", "--run_name", "rün 1", *FLAGS])
     out = Path("out").read_text(encoding)
     assert outcome.code == 0, outcome.err
-    assert "Lockstep  runs/r?n\n---" in out.replace("ü", "?")
+    assert "Lockstep  runs/r?n 1\n---" in out.replace("ü", "?")
+    assert shlex.split(out.splitlines()[-1].replace("ü", "?"))[-2:] == ["--ckpt", "runs/r?n 1"]
     assert "x 1 processes x 1 accumulation" in out and "Done\n---" in out
-    assert read_classes(find_checkpoint(Path("runs/rün"))) == CLASSES
+    assert read_classes(find_checkpoint(Path("runs/rün 1"))) == CLASSES
 
 
 def _train_in(encoding, flags):
