@@ -4,8 +4,10 @@ import os
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import psutil
 import pytest
 from make_data import image_folder
 from ranks import run_ranks
@@ -14,6 +16,7 @@ import eval
 import train
 from utils import errors
 from utils.config import EvalConfig, Launch, TrainConfig
+from utils.data.sources import load_data
 
 TINY = ("--model", "mlp", "--max_steps", "2")
 
@@ -62,7 +65,6 @@ BAD_DATA = [
     ("too many made-up images", ("--data", "synthetic/10x32x99999999999999"), "COUNT must be at most 2147483647"),
     ("too large made-up images", ("--data", "synthetic/10x99999x10"), "SIZE must be at most 16384"),
     ("too many made-up classes", ("--data", "synthetic/99999999x32x10"), "CLASSES must be at most 1048576"),
-    ("more made-up images than memory", ("--data", "synthetic/10x16000x2000"), "needs 786 GB of memory, and this"),
     ("one class", ("--data", "single"), "has one class, class0"),
     ("loss that is no number", ("--lr", "1e30", "--max_steps", "9"), "the training loss became no number at update"),
     ("images too small", ("--model", "alexnet", "--image_size", "8"), "alexnet cannot take 8x8"),
@@ -136,6 +138,12 @@ def test_an_error_of_another_machine_alone_is_told_there_with_its_rank(flags, mo
 def _train_here(variables, flags):
     os.environ |= variables  # run_ranks takes those of a launch away
     train.main(flags)
+
+
+def test_made_up_images_that_do_not_fit_in_memory_are_refused_with_what_they_need(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2e9))
+    with pytest.raises(ValueError, match="needs 3 GB of memory, and this machine has 2 GB; lower SIZE or COUNT"):
+        load_data(TrainConfig(data="synthetic/10x1000x1000"))
 
 
 def test_traceback_shows_it():
