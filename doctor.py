@@ -8,6 +8,9 @@ Launched exactly like train.py. The exit code is 0 when all is well and 1 when s
 do. `python doctor.py --help` lists the settings.
 """
 
+from utils.console import guard_output  # before all others: see there
+
+# isort: split
 import os
 import signal
 import socket
@@ -32,6 +35,7 @@ from utils.launch import Topology, is_launched
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Look at the machine, then at all of them together; print what was found; exit with code 1 if any of it is red."""
+    guard_output()
     config = parse_args(DoctorConfig, "doctor.py", argv)
     findings, topology, may_meet = check_machine(config)
     if not may_meet:
@@ -140,15 +144,18 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
 
 
 def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
-    """Print the table and the verdict, and write the file if one was asked for."""
+    """Write the file if one was asked for, and print the table and the verdict."""
+    error = None
+    if file:
+        try:
+            write_file(expand(file).resolve(), as_json(findings))
+        except OSError as raised:
+            error = raised
     wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
     verdict = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
     print(f"{show(f'Lockstep doctor  {title}', findings, sys.stdout.isatty())}\n{verdict}", flush=True)
-    if file:
-        try:
-            write_file(expand(file), as_json(findings))
-        except OSError as error:
-            leave(error, "doctor.py")
+    if error:
+        leave(error, "doctor.py")
 
 
 if __name__ == "__main__":

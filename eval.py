@@ -6,6 +6,9 @@
 The numbers are the same on any number of processes. `python eval.py --help` lists the settings.
 """
 
+from utils.console import guard_output  # before all others: see there
+
+# isort: split
 import json
 import os
 from collections.abc import Sequence
@@ -14,21 +17,20 @@ from functools import partial
 from pathlib import Path
 
 from utils.accelerator import check_precision, compile_model, make_accelerator
-from utils.checkpoint import find_checkpoint, load_model, verify
+from utils.checkpoint import FOR_EVALUATION, find_checkpoint, load_model, verify
 from utils.cli import parse_args
 from utils.config import EvalConfig, TrainConfig, absolute_data, expand
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler
-from utils.data.record import read_record
 from utils.data.sources import check_source, load_split
 from utils.data.splits import fingerprint_of
 from utils.distributed import Ranks
 from utils.entry import ranks_of_launch
 from utils.evaluation import evaluate_split
 from utils.files import write_file
-from utils.models import build_model
+from utils.models import build_model, check_model
 from utils.report import progress, table
-from utils.saved import read_classes, read_saved, read_settings
+from utils.saved import read_classes, read_saved, read_settings, record_of
 
 OVERRIDES = (
     "data",
@@ -47,6 +49,7 @@ OVERRIDES = (
 
 def main(argv: Sequence[str] | None = None) -> dict:
     """Evaluate as the arguments say; returns the numbers."""
+    guard_output()
     asked = parse_args(EvalConfig, "eval.py", argv)
     with ranks_of_launch("eval.py", asked) as ranks:
         find_checkpoint(expand(asked.ckpt))  # a mistake is said before the processes meet
@@ -56,12 +59,14 @@ def main(argv: Sequence[str] | None = None) -> dict:
         # The main process chooses: a training run that goes on may move `best` between two looks.
         checkpoint = Path(ranks.share(ranks.together(lambda: choose(asked, ranks), main_first=True)))
         config, own_data = ranks.together(lambda: settings_of(checkpoint, asked))
-        ranks.together(lambda: (check_precision(config, ranks), check_source(config)))
+        ranks.together(lambda: (check_precision(config, ranks), check_model(config), check_source(config)))
         record, class_names = evaluate_checkpoint(checkpoint, config, asked.split, own_data, ranks)
         if ranks.is_main:
-            show(record, class_names, checkpoint)
-            if asked.json:
-                write_file(expand(asked.json), json.dumps(record, indent=1) + "\n")
+            try:
+                if asked.json:
+                    write_file(expand(asked.json).resolve(), json.dumps(record, indent=1) + "\n")
+            finally:
+                show(record, class_names, checkpoint)
     return record
 
 
@@ -70,7 +75,7 @@ def choose(asked: EvalConfig, ranks: Ranks) -> str:
     if not ranks.is_main:
         return ""
     checkpoint = find_checkpoint(expand(asked.ckpt))
-    verify(checkpoint)
+    verify(checkpoint, FOR_EVALUATION)
     return str(checkpoint)
 
 
@@ -86,7 +91,10 @@ def settings_of(checkpoint: Path, asked: EvalConfig) -> tuple[TrainConfig, bool]
 
 def check_output_file(path: Path) -> None:
     """Raise ValueError when no file can be written there."""
-    folder = path.absolute().parent
+    path = path.resolve()
+    folder = path.parent
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"--json {path}: is not a regular file; name a new file")
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"--json {path}: {'is a folder' if path.is_dir() else f'{folder} is no folder to write to'}")
 
@@ -96,7 +104,7 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     accelerator = make_accelerator(ranks, config)
     saved, class_names = ranks.together(lambda: (read_saved(checkpoint), read_classes(checkpoint)))
     spec = InputSpec.from_dict(saved["input"])
-    record = ranks.together(lambda: read_record(checkpoint))
+    record = ranks.together(lambda: record_of(checkpoint))
     look, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
     chosen = partial(load_split, config, split_name, class_names, own_data, record, look, say)
     split = ranks.together(chosen, main_first=True, at="loading the data")

@@ -7,7 +7,11 @@
 Parse, start, build, loop, close: this file is the whole run, top to bottom. `python train.py --help` lists settings.
 """
 
+from utils.console import guard_output  # before all others: see there
+
+# isort: split
 import math
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -23,13 +27,12 @@ from utils.accelerator import check_precision, compile_model, make_accelerator, 
 from utils.bad_images import agree_on_bad, keep_list, without_bad
 from utils.batch import resolve_batch
 from utils.batchnorm import synchronise
-from utils.checkpoint import forget_after, prune, save_checkpoint
+from utils.checkpoint import forget_after, save_checkpoint, settle
 from utils.cli import parse_args
 from utils.config import TrainConfig, advice, to_yaml
 from utils.data.decode import peek
 from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
-from utils.data.record import read_record
 from utils.data.sources import check_source, load_data
 from utils.data.splits import Data
 from utils.distributed import Ranks
@@ -47,7 +50,7 @@ from utils.optim import begin_momentum, build_optimizer, learning_rate, set_lear
 from utils.profiling import Profile
 from utils.report import RunLog, outcome, overview, progress, table
 from utils.runs import Start, check_run_folder, find_start, make_run_folder
-from utils.saved import changes, checkpoint_texts, load_run, read_state, resolved
+from utils.saved import changes, checkpoint_texts, load_run, read_state, record_of, resolved
 from utils.state import TrainState, check_batch_norm, due_after, total_updates
 from utils.stopping import EXIT_RESUME, Stopping
 
@@ -79,6 +82,7 @@ class Run:
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Train as the arguments say; returns the last evaluation, if any; exits with code 75 when told to stop before."""
+    guard_output()
     config, command = parse_args(TrainConfig, "train.py", argv), typed_command(argv)
     with ranks_of_launch("train.py", config) as ranks, Stopping(lambda: ranks.orphaned) as stopping:
         # What needs no other process is checked before they meet.
@@ -153,7 +157,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
 
 def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
     """The data set, all of its images looked at; of a resumed run the samples that it began with."""
-    record = ranks.together(lambda: read_record(start.checkpoint))
+    record = ranks.together(lambda: record_of(start.checkpoint))
     bar, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
     data = ranks.together(lambda: load_data(config, record, bar, say), main_first=True, at="loading the data")
     ranks.check_same(data.fingerprint, f"other images in --data {config.data}")
@@ -274,6 +278,7 @@ def evaluate(run: Run) -> dict | None:
 
 def save(run: Run) -> None:
     """Write a checkpoint, then delete those no longer wanted; and hear whether a rank was told to stop meanwhile."""
+    saved = False
     more = {"input": asdict(run.spec), "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict()}
     texts = checkpoint_texts(run.config, run.state, run.plan, run.ranks, run.data, more)
     folder, step = run.start.folder / "checkpoints", run.state.step
@@ -281,14 +286,15 @@ def save(run: Run) -> None:
     run.ranks.together(partial(check_weights, run.module, run.plan, run.data.train, step))
     try:
         run.ranks.together(lambda: (run.start.check_own(), run.log.sync()))
-        save_checkpoint(run.ranks, run.accelerator, folder, step, texts, is_best=run.state.best_step == step)
-        run.best = run.state.best_accuracy, run.state.best_step
-        run.ranks.together(lambda: run.ranks.is_main and prune(folder, run.config.keep))
+        save_checkpoint(run.ranks, run.accelerator, folder, step, texts)
+        saved, run.best = True, (run.state.best_accuracy, run.state.best_step)
+        run.ranks.together(lambda: run.ranks.is_main and settle(folder, step, run.best[1], run.config.keep))
     except (OSError, AgreedError) as error:
         if run.config.if_save_fails == "stop" or step >= run.updates or run.stopping.agreed:  # there is no next time
             raise
         run.state.best_accuracy, run.state.best_step = run.best  # `best` is a checkpoint
-        run.log.say(f"update {step} could not be saved: {one_line(error)}")
+        what = "was saved, but its name was not noted" if saved else "could not be saved"
+        run.log.say(f"update {step} {what}: {one_line(error)}")
     run.meter.restart_save_clock()
     run.stopping.agreed = run.ranks.any_rank(run.stopping.agreed or run.stopping.requested)
 
@@ -308,7 +314,9 @@ def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     """Say what came out and what to type next; returns whether there is more to do."""
     state, done = run.state, run.state.step >= run.updates and not run.state.owes_evaluation
     checkpoint = run.start.folder if result or state.best_step else run.start.checkpoint
-    title, following = "Done", f"evaluate it: python eval.py --ckpt {checkpoint}"
+    places = [("--data_dir", run.config.data_dir), ("--cache_dir", run.config.cache_dir)]
+    given = [word for flag, place in places if place != getattr(TrainConfig, flag[2:]) for word in (flag, place)]
+    title, following = "Done", f"evaluate it: {shlex.join(['python', 'eval.py', '--ckpt', str(checkpoint), *given])}"
     if not done:
         title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
         following = f"go on: {resume_command(command, run.config.output_dir, run.start.folder.name)}"

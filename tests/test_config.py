@@ -1,16 +1,22 @@
 """Settings: files first, then flags; what is saved can be read back; batch sizes multiply to the global batch."""
 
-from contextlib import suppress
+import os
+import re
+from contextlib import chdir, suppress
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
+from make_data import image_folder
+from ranks import run_ranks
 from training_runs import train_run
 
+import train
 from utils.batch import resolve_batch
 from utils.cli import parse_args, read_config
-from utils.config import TrainConfig, to_yaml
+from utils.config import DoctorConfig, TrainConfig, to_yaml
+from utils.yaml_text import dump_yaml, load_yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -129,3 +135,181 @@ def test_settings_from_a_stranger_import_and_execute_nothing(place, monkeypatch)
     with suppress(SystemExit):
         parse_args(TrainConfig, "train.py", [f"--{flag}", value])
     assert not Path("imported").exists() and not Path("made").exists()
+
+
+def refusal(capsys, *flags, settings=TrainConfig):
+    """The one line that ends a start with these flags."""
+    with pytest.raises(SystemExit) as end:
+        parse_args(settings, "train.py", flags)
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.count("\n") == 1
+    return line
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("mixed_precision: no", "mixed_precision", "no"),
+        ("comm_hook: no", "comm_hook", "no"),
+        ("flip: yes", "flip", True),
+        ("flip: off", "flip", False),
+        ("run_name: on", "run_name", "on"),
+        ("lr: 1e-3", "lr", 1e-3),
+        ("max_steps: 1_000", "max_steps", 1000),
+        ("max_steps: null", "max_steps", None),
+        ("max_steps:", "max_steps", None),
+        ("mean: [0.5, 1, .25]", "mean", [0.5, 1.0, 0.25]),
+    ],
+)
+def test_words_and_numbers_of_a_config_file_are_what_they_look_like(text, name, value):
+    Path("recipe.yaml").write_text(text + "\n")
+    assert getattr(parse("--config", "recipe.yaml"), name) == value
+    assert getattr(read_config(Path("recipe.yaml")), name) == value
+
+
+def test_a_word_that_is_no_choice_is_named_as_it_was_written(capsys):
+    Path("recipe.yaml").write_text("mixed_precision: off\n")
+    assert "['no', 'bf16', 'fp16', 'auto'], got off" in refusal(capsys, "--config", "recipe.yaml")
+
+
+@pytest.mark.parametrize("text", ["lr: 1\nepochs: 3\nlr: 2\n", "seed: 1\n\nmodel_args: {hidden: 3, hidden: 4}\n"])
+def test_a_setting_that_is_given_twice_is_refused_with_its_line(text, capsys):
+    Path("recipe.yaml").write_text(text)
+    name = "hidden" if "hidden" in text else "lr"
+    assert f"recipe.yaml: not valid YAML (line 3: {name} is given twice" in refusal(capsys, "--config", "recipe.yaml")
+
+
+def test_yaml_that_is_written_is_read_as_the_same_values():
+    shared = [1, 2]
+    values = {
+        "a": "no",
+        "b": "1e5",
+        "c": "1:30",
+        "d": "2026-01-01",
+        "e": "null",
+        "f": 1e-7,
+        "g": [True, None],
+        "h": "é",
+    }
+    values |= {"i": shared, "j": shared, "k": "0x1F", "l": "010", "m": "", "n": "~", "o": float("inf"), "p": "a: b #c"}
+    assert load_yaml(dump_yaml(values)) == values
+    assert yaml.safe_load(dump_yaml(values)) == values  # by other programs
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (BOMB.replace("a:", "data:", 1), "aliases (*) are not allowed"),
+        (f"model_args: {{{BOMB.strip().replace(chr(10), ', ')}}}\n", "aliases (*) are not allowed"),
+        ("data: " + "[" * 3000, "nested more than 40 deep"),
+        ("# a comment\n" * 20_000, "larger than 128 KiB"),
+        ("lr: 1" + "0" * 5000, "Exceeds the limit"),
+        ("data: caf\xe9", "not valid UTF-8"),
+    ],
+    ids=["bomb", "inner bomb", "nesting", "size", "digits", "encoding"],
+)
+def test_a_config_file_that_would_take_all_time_or_memory_is_refused(text, what):
+    Path("recipe.yaml").write_bytes(text.encode("latin-1"))
+    (outcome,) = run_ranks(1, train.main, ["--config", "recipe.yaml"], seconds=20)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    assert re.search(rf"recipe\.yaml: (is |not valid YAML \((line \d: )?)?{re.escape(what)}", outcome.err), outcome.err
+
+
+def test_a_bomb_in_a_string_of_a_config_file_is_not_read_as_yaml():
+    inner = BOMB.strip().replace("\n", ", ")
+    Path("recipe.yaml").write_text(f"model_args: '{{{inner}}}'\n")
+    (outcome,) = run_ranks(1, train.main, ["--config", "recipe.yaml"], seconds=20)
+    assert outcome.code == 2 and "--model_args: expected dict" in outcome.err and outcome.err.count("\n") == 1
+
+
+def test_only_a_regular_file_is_read_as_settings():
+    os.mkfifo("fifo")
+    Path("folder").mkdir()
+    for path, what in (
+        ("fifo", "fifo: is not a regular file"),
+        ("/dev/zero", "/dev/zero: is not a regular file"),
+        ("folder", "folder: Is a directory"),
+    ):
+        outcomes = run_ranks(2, train.main, ["--config", path], seconds=20)
+        assert [outcome.code for outcome in outcomes] == [2, 2]
+        assert what in outcomes[0].err and outcomes[0].err.count("\n") == 1 and outcomes[1].err == ""
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "-x", "a/b", "/a", "a\nb", "a\0b", "a" * 256, "é" * 128, ""])
+def test_a_run_name_that_cannot_name_a_folder_is_refused(name, capsys):
+    assert "--run_name" in (line := refusal(capsys, f"--run_name={name}")) and "give a plain name" in line
+    Path("recipe.yaml").write_text(dump_yaml({"run_name": name}))
+    assert "give a plain name" in refusal(capsys, "--config", "recipe.yaml")
+    with pytest.raises(ValueError, match="give a plain name"):
+        TrainConfig(run_name=name)
+
+
+@pytest.mark.parametrize("name", ["a", "mnist-1", "run 2", "r.3_é", "it's"])
+def test_other_run_names_are_taken(name):
+    assert parse("--run_name", name).run_name == name
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--mean", "0.5", "0.25", "1"), [0.5, 0.25, 1.0]),
+        (("--mean", ".5", "--flip"), [0.5]),
+        (("--flip", "--mean", "-0.5", "1e-3"), [-0.5, 1e-3]),
+        (("--mean=0.5",), [0.5]),
+        (("--mean", "[0.5, 0.25]"), [0.5, 0.25]),
+    ],
+)
+def test_a_list_may_be_given_as_numbers_after_its_flag(flags, expected):
+    config = parse(*flags)
+    assert config.mean == expected and config.flip == ("--flip" in flags)
+
+
+def test_a_list_that_is_none_is_refused_with_the_way_to_write_it(capsys):
+    assert "--mean: expected numbers, such as 0.5 0.5 0.5, got half" in refusal(capsys, "--mean", "half")
+
+
+HUGE = "1" + "0" * 26
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        *(
+            ((f"--{name}", HUGE), f"--{name} must be at most 2147483647, not {HUGE}")
+            for name in ("max_steps", "epochs", "save_every", "keep", "log_every", "eval_batch_size", "warmup_steps")
+        ),
+        (("--max_steps", "1" + "0" * 400), "not a number of 401 digits"),
+        (("--seed", HUGE), "--seed must be at most 9223372036854775807"),
+        (("--crop_padding", "5000"), "--crop_padding must be at most 1024"),
+        (("--grad_accum", "70000"), "--grad_accum must be at most 65536"),
+        (("--global_batch_size", "20000000"), "--global_batch_size must be at most 16777216"),
+        (("--image_size", "65536"), "--image_size must be at most 65535"),
+        (("--timeout", "1e300"), "--timeout must be at most 604800 seconds, a week"),
+        (("--mean", "[.inf]"), "--mean must be a finite number"),
+    ],
+)
+def test_numbers_beyond_all_use_are_refused_with_the_bound(flags, text, capsys):
+    assert text in refusal(capsys, *flags)
+
+
+def test_the_doctor_has_bounds_too(capsys):
+    for flags, text in ((("--timeout", "1e300"), "at most 604800"), (("--slow", "-1"), "at least 0")):
+        assert text in refusal(capsys, *flags, settings=DoctorConfig)
+
+
+def test_a_run_folder_that_is_named_after_the_data_has_a_name_that_can_be_given():
+    image_folder("photos", {"class0": 12, "class1": 12})
+    long = "x" * 220
+    image_folder(f".{long}", {"class0": 12, "class1": 12})
+    flags = ["--model", "mlp", "--max_steps", "1", "--threads", "1", "--output_dir", str(Path("runs").resolve())]
+    for folder, data in (("photos", "."), (".", f".{long}")):
+        with chdir(folder):
+            assert run_ranks(1, train.main, [*flags, "--data", data])[0].code == 0
+    for path in Path("runs").iterdir():
+        assert parse("--run_name", path.name).run_name == path.name and len(path.name) < 80

@@ -23,6 +23,8 @@ from training_runs import records, train_run, weights
 import eval
 import train
 from utils.checkpoint import _seal, damage_of, newest_good
+from utils.config import TrainConfig
+from utils.saved import read_settings
 
 FLAGS = ("--data", "digits", "--model", "mlp", "--model_args", "{hidden: 16}", "--threads", "1", "--keep", "9")
 FLAGS += ("--lr_schedule", "constant", "--save_every", "2", "--eval_every", "99")
@@ -189,15 +191,15 @@ def test_each_change_of_one_byte_of_a_manifest_is_seen(tmp_path):
     checkpoint.mkdir()
     (checkpoint / "a").write_text("a")
     _seal(checkpoint)
-    assert damage_of(checkpoint) is None
+    assert damage_of(checkpoint, needed=["a"]) is None
     path, manifest = checkpoint / "manifest.json", (checkpoint / "manifest.json").read_bytes()
     for position, byte in enumerate(manifest):
         for other in {byte ^ 1 << bit for bit in range(8)} | set(b"\r\n ") - {byte}:
             path.write_bytes(manifest[:position] + bytes([other]) + manifest[position + 1 :])
-            assert str(checkpoint) in (damage_of(checkpoint) or ""), (position, byte, other)
+            assert str(checkpoint) in (damage_of(checkpoint, needed=["a"]) or ""), (position, byte, other)
     for other in (manifest.replace(b"\n", b"\r\n"), manifest[:-1], manifest + b"\n", b" " + manifest):
         path.write_bytes(other)
-        assert damage_of(checkpoint) is not None
+        assert damage_of(checkpoint, needed=["a"]) is not None
 
 
 @pytest.mark.parametrize("position", range(3))
@@ -607,3 +609,99 @@ def test_two_processes_say_once_that_a_file_is_malformed():
         first, second = run_ranks(2, main, flags)
         refused(first, f"{NEWEST}/state.json")
         assert second.code == 2 and second.err == ""
+
+
+# Checkpoints of strangers, whose manifest is made to match.
+
+
+def bomb(width=9, depth=9) -> bytes:
+    """YAML of a few hundred bytes that stands for 9 ** 9 values."""
+    lines = [f"a0: &a0 [{', '.join(['x'] * width)}]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, depth)]
+    return ("model_args: {" + ", ".join(lines) + "}\n").encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("config.yaml", bomb(), "config.yaml: not valid YAML"),
+        ("config.yaml", b"model_args: " + b"[" * 3000, "config.yaml: not valid YAML"),
+        ("config.yaml", b"#" * 2**20, "config.yaml: is larger than 128 KiB"),
+        ("labels.json", b"[" + b" " * 2**23 + b"]", "labels.json: is larger than 8192 KiB"),
+        ("state.json", b'{"state": ' + b"1" * 10**6 + b"}", "state.json: not valid JSON"),
+    ],
+    ids=["bomb", "nesting", "settings", "classes", "digits"],
+)
+def test_a_file_that_would_take_all_time_or_memory_is_refused(name, content, what):
+    if b"model_args" in content:
+        put(name, content)
+    else:
+        (NEWEST / name).write_bytes(content)
+    (NEWEST / "manifest.json").unlink()
+    _seal(NEWEST)
+    for main, flags in ((eval.main, ("--ckpt", str(NEWEST))), (train.main, RESUME)):
+        (outcome,) = run_ranks(1, main, flags, seconds=40)
+        refused(outcome, f"{NEWEST}/{what}")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "config.yaml", "labels.json", "optimizer.bin"])
+def test_a_manifest_that_leaves_out_a_file_vouches_for_none_of_it(name):
+    manifest = json.loads((NEWEST / "manifest.json").read_text())
+    del manifest["files"][name]
+    (NEWEST / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    (evaluated,) = run_ranks(1, eval.main, ("--ckpt", str(NEWEST)))
+    if name == "optimizer.bin":  # which an evaluation does not read
+        assert evaluated.code == 0, evaluated.err
+    else:
+        refused(evaluated, f"{NEWEST}/manifest.json: does not name {name}")
+    (outcome,) = run_ranks(1, train.main, RESUME)
+    went_on(outcome, CHECKPOINTS / STEPS[-2])
+    assert f"{NEWEST}/manifest.json: does not name {name}; going on from" in outcome.out
+
+
+def test_a_pointer_that_is_a_fifo_or_huge_names_nothing():
+    for name in ("latest", "best"):
+        (CHECKPOINTS / name).unlink()
+    os.mkfifo(CHECKPOINTS / "best")
+    (CHECKPOINTS / "latest").write_bytes(b" " * 10**6 + STEPS[0].encode())
+    (outcome,) = run_ranks(1, eval.main, ("--ckpt", "runs/run"), seconds=30)
+    assert outcome.code == 0 and outcome.value["step"] == 8, outcome.err
+
+
+def test_settings_of_a_checkpoint_decide_nothing_on_this_machine():
+    """Folders are made where this machine's flags say, by as many processes as these say."""
+    settings = {"cache_dir": "stranger/cache", "data_dir": "stranger/data", "output_dir": "stranger/runs"}
+    settings |= {
+        "num_workers": 4000,
+        "threads": 9999,
+        "timeout": 0.001,
+        "interface": "stranger0",
+        "run_name": "stranger",
+    }
+    settings |= {"backend": "nccl", "init_method": "file:///stranger", "resume": "stranger", "profile": True}
+    mine = yaml.safe_load((NEWEST / "config.yaml").read_bytes()) | settings
+    mine |= {"data": "synthetic/10x8x100", "image_size": 8}
+    (NEWEST / "config.yaml").write_text(yaml.safe_dump(mine))
+    (NEWEST / "manifest.json").unlink()
+    _seal(NEWEST)
+    read = read_settings(NEWEST)
+    assert read.model_args == {"hidden": 16}
+    for name in settings:
+        assert getattr(read, name) == getattr(TrainConfig, name), name
+    outcomes = run_ranks(2, eval.main, ("--ckpt", str(NEWEST), "--cache_dir", "mine"))
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
+    assert not Path("stranger").exists() and Path("mine").is_dir()
+    given = [*RESUME, "--data", "digits"]
+    (outcome,) = run_ranks(1, train.main, given)
+    assert outcome.code == 0, outcome.err
+    assert not Path("stranger").exists() and "stranger" not in outcome.out
+    assert "data was synthetic/10x8x100 in the checkpoint, now digits" in outcome.out
+
+
+def test_a_model_that_would_be_fetched_from_a_stranger_is_refused():
+    for model in ("timm/hf-hub:stranger/model", "hf-hub:stranger/model"):
+        put("config.yaml", f"model: '{model}'".encode())
+        (NEWEST / "manifest.json").unlink()
+        _seal(NEWEST)
+        (outcome,) = run_ranks(1, eval.main, ("--ckpt", str(NEWEST)))
+        assert outcome.code == 2 and f"--model {model}: " in outcome.err and outcome.err.count("\n") == 1, outcome.err

@@ -538,3 +538,63 @@ def test_what_a_dead_process_left_in_the_lock_blocks_nobody():
         (outcome,) = run_ranks(1, impatient, [*FLAGS, "--max_steps", "3", "--resume", "auto"], 0.0)
         assert outcome.code == 0 and "in use" not in outcome.out
     assert Path("runs/run/.lock").read_text().count("\n") == 1
+
+
+# Pointers that cannot be moved
+
+
+def block(name):
+    """An event on the main process: a folder stands where this pointer was, which no file can replace."""
+
+    def stand_there():
+        (CHECKPOINTS / name).unlink(missing_ok=True)
+        (CHECKPOINTS / name / "x").mkdir(parents=True)
+
+    return on_main(stand_there)
+
+
+def unblock(name):
+    return on_main(lambda: shutil.rmtree(CHECKPOINTS / name))
+
+
+@pytest.mark.parametrize(("processes", "name"), [(1, "latest"), (2, "latest"), (1, "best")])
+def test_a_pointer_that_cannot_be_moved_costs_no_checkpoint_and_lets_none_pile_up(processes, name):
+    flags = [*GO_ON, "--keep", "2", "--save_every", "1", "--eval_every", "1", "--lr", "0.05"]
+    seen = []
+
+    def look(run):
+        seen.append([path for path in names() if path.startswith("step")])
+
+    events = {4: block(name), **{step: on_main(lambda: look(None)) for step in range(5, 11)}, 11: unblock(name)}
+    outcomes = run_ranks(processes, train_and_tell, events, flags, seen)
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
+    said = [line for line in outcomes[0].out.splitlines() if "was saved, but its name was not noted: " in line]
+    assert said and all(f"{CHECKPOINTS / name}: is there and is not a regular file" in line for line in said)
+    if name == "latest":
+        assert [line.split()[1] for line in said] == [str(step) for step in range(5, 12)]
+    accuracy = {r["step"]: r["accuracy"] for r in records("run", "eval")}
+    for step, there in zip(range(5, 11), outcomes[0].value, strict=True):
+        best = max(range(1, step + 1), key=lambda n: (accuracy[n], -n))
+        wanted = {f"step-{n:08d}" for n in (step - 1, step, best)}
+        assert wanted <= set(there) and len(there) <= 4, (step, there)  # at most what `best` still names besides
+    best = max(accuracy, key=lambda n: (accuracy[n], -n))
+    assert (CHECKPOINTS / "latest").read_text() == "step-00000012\n"
+    assert (CHECKPOINTS / "best").read_text() == f"step-{best:08d}\n"
+    assert names() == sorted({"best", "latest", "step-00000011", "step-00000012", f"step-{best:08d}"})
+
+
+def train_and_tell(events, flags, seen):
+    train_with(events, flags)
+    return seen
+
+
+def test_a_pointer_that_cannot_be_moved_ends_a_run_that_is_to_stop_with_the_checkpoint_in_place(whole):
+    check_failed(
+        run_ranks(1, train_with, {4: block("latest")}, FLAGS), f"{CHECKPOINTS / 'latest'}: is there and is not"
+    )
+    assert [name for name in names() if name.startswith("step")] == ["step-00000003", "step-00000006"]
+    verify(CHECKPOINTS / "step-00000006")
+    shutil.rmtree(CHECKPOINTS / "latest")
+    train_run(1, "run", *FLAGS, "--resume", "auto")
+    check_intact(whole(1), 3, 6, 9, 12)
+    check_log(whole(1))

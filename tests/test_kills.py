@@ -22,7 +22,7 @@ from test_stopping import has_logged, until
 from training_runs import records, train_run, weights
 
 import train
-from utils.checkpoint import forget_after, newest_good, prune, save_checkpoint, tidy
+from utils.checkpoint import FOR_EVALUATION, forget_after, newest_good, prune, save_checkpoint, settle, tidy
 from utils.config import Launch as LaunchSettings
 from utils.distributed import Ranks
 from utils.launch import Topology
@@ -182,7 +182,8 @@ def _end_before_each_operation() -> int:
             before_end[0] -= 1
 
     def save(step, is_best=False):
-        save_checkpoint(ranks, accelerator, folder, step, {"state.json": "{}"}, is_best)
+        save_checkpoint(ranks, accelerator, folder, step, dict.fromkeys(FOR_EVALUATION[1:], "{}"))
+        settle(folder, step, best_step=step if is_best else None, keep=9)
 
     def ended(existing, action, good):
         number = 0

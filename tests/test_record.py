@@ -127,7 +127,7 @@ def test_a_resume_says_in_words_what_changed_in_the_data(trained, change):
     act(trained)
     line = refused(train.main, *MORE)
     assert all(text in line for text in texts), line
-    record = read_record(checkpoint())
+    record = read_record(checkpoint() / FILE)
     assert not any(part.labels in line or (part.content and part.content in line) for part in record.parts)
 
 
@@ -164,7 +164,7 @@ def test_the_hold_out_of_a_data_set_that_moved_is_found_again(trained):
 
 def test_images_to_evaluate_on_that_the_run_trained_on_are_counted(trained):
     os.rename("data", "elsewhere")
-    held = read_record(checkpoint()).evaluation.names
+    held = read_record(checkpoint() / FILE).evaluation.names
     Path("elsewhere", held[0]).unlink()
     record, out = evaluated("--data", "elsewhere")
     assert record["count"] == 59 and "54 of 59 images of split 'train' are among those that the run trained on" in out
@@ -249,7 +249,7 @@ def test_a_checkpoint_from_before_there_were_records_is_still_evaluated_and_resu
     _seal(checkpoint())
     assert numbers(evaluated()[0]) == numbers(before)
     train_run(1, "run", *MORE)
-    assert read_record(Path("runs/run/checkpoints/step-00000009")).train.count == 54
+    assert read_record(Path("runs/run/checkpoints/step-00000009") / FILE).train.count == 54
 
 
 HOSTILE = {

@@ -7,11 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import run_ranks, start_ranks
 from test_stopping import FLAGS, has_logged, slow_train, until
 
 import train
+from utils.watch import Watch
 
 TIMEOUT = 8
 
@@ -93,3 +95,46 @@ def test_a_healthy_run_says_nothing():
     outcomes = run_ranks(3, slow_train, [*FLAGS, "--timeout", "20", "--max_steps", "400"])
     assert [outcome.code for outcome in outcomes] == [0, 0, 0]
     assert all(outcome.err == "" for outcome in outcomes)
+
+
+def held(flags):
+    """Train; before update 13 rank 1 waits for a file named `go`. A look at who is waited for is a byte in a file."""
+    rank = os.environ["RANK"]
+    update, exchange = train.train_update, Watch._exchange
+
+    def train_update(run, batches):
+        if run.state.step == 12 and rank == "1":
+            Path("held").touch()
+            until(Path("go").exists)
+        update(run, batches)
+
+    def counted(watch, listen):
+        exchange(watch, listen)
+        if listen:
+            with Path("looks").open("a") as file:
+                file.write("x")
+
+    train.train_update, Watch._exchange = train_update, counted
+    to_file(train.main, ["--run_name", "run", *flags])
+
+
+def looks() -> int:
+    return Path("looks").stat().st_size if Path("looks").exists() else 0
+
+
+def test_a_pause_of_all_ranks_is_nobodys_fault():
+    """As when a terminal or a scheduler stops the whole job while one rank waits for another, here for 12 seconds.
+
+    A rank speaks after 10 seconds of waiting.
+    """
+    launch = start_ranks(2, held, [*FLAGS, "--timeout", "100", "--max_steps", "20"])
+    until(lambda: Path("held").exists() and looks() > 2)
+    launch.kill(signal.SIGSTOP)
+    until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in launch.pids))
+    before = looks()
+    time.sleep(12)  # the pause itself
+    launch.kill(signal.SIGCONT)
+    until(lambda: looks() > before + 3)
+    Path("go").touch()
+    assert [outcome.code for outcome in launch.finish()] == [0, 0], [said(rank) for rank in range(2)]
+    assert said(0) == said(1) == ""

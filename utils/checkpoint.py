@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,15 +23,17 @@ from torch import nn
 
 from utils.distributed import Ranks
 from utils.errors import AgreedError, one_line
-from utils.files import named, read_json, sync, write_file
+from utils.files import named, read_json, read_text, sync, write_file
 
 MANIFEST = "manifest.json"
+FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json")
+FOR_RESUME = (*FOR_EVALUATION, "optimizer.bin")
 
 
 def save_checkpoint(
-    ranks: Ranks, accelerator: Accelerator, folder: Path, step: int, texts: dict[str, str | bytes], is_best: bool
+    ranks: Ranks, accelerator: Accelerator, folder: Path, step: int, texts: dict[str, str | bytes]
 ) -> None:
-    """Write `folder`/step-N with Accelerate's state and these small files, then move `latest` (and `best`).
+    """Write `folder`/step-N with Accelerate's state and these small files; `settle` comes after it.
 
     Collective; an error on any rank, OSError or AgreedError, is raised on all, and the checkpoints that were there
     before are as they were.
@@ -52,9 +55,6 @@ def save_checkpoint(
                     (partial / name).write_bytes(text if isinstance(text, bytes) else text.encode())
             _seal(partial)
             _put_in_place(partial, final)
-            write_file(folder / "latest", final.name + "\n")
-            if is_best:
-                write_file(folder / "best", final.name + "\n")
 
     try:
         ranks.together(prepare)
@@ -66,9 +66,30 @@ def save_checkpoint(
         raise
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints and the best one. Call on one rank, after a save."""
-    kept = (_pointer(folder, "best"), _pointer(folder, "latest"))
+def settle(folder: Path, step: int, best_step: int | None, keep: int) -> None:
+    """Move `latest` and `best` to a checkpoint that was saved, and prune. Call on one rank, after a save.
+
+    Where they cannot be moved, OSError, but the checkpoint is there and old ones are deleted all the same: else they
+    would pile up, and a full disk needs the room. `best` is made right by the next save that can.
+    """
+    best = folder / f"step-{best_step or 0:08d}"
+
+    def move_pointers() -> None:
+        write_file(folder / "latest", f"step-{step:08d}\n")
+        if best.is_dir() and _pointer(folder, "best") != best:
+            write_file(folder / "best", best.name + "\n")
+
+    try:
+        move_pointers()
+    except OSError:
+        prune(folder, keep, best)
+        move_pointers()
+    prune(folder, keep, best)
+
+
+def prune(folder: Path, keep: int, best: Path | None = None) -> None:
+    """Delete all but the `keep` newest checkpoints, `best`, and those that `best` and `latest` name; on one rank."""
+    kept = (best, _pointer(folder, "best"), _pointer(folder, "latest"))
     for old in checkpoints_of(folder)[:-keep]:
         if old not in kept:
             _remove(old)
@@ -115,11 +136,11 @@ def checkpoints_of(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _is_name(path.name)), key=_step_of)
 
 
-def newest_good(folder: Path) -> tuple[Path | None, list[str]]:
+def newest_good(folder: Path, needed: Sequence[str] = FOR_RESUME) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in `folder` that is as it was written, and what is wrong with each newer one."""
     damages = []
     for checkpoint in reversed(checkpoints_of(folder)):
-        damage = damage_of(checkpoint)
+        damage = damage_of(checkpoint, needed)
         if damage is None:
             return checkpoint, damages
         damages.append(damage)
@@ -144,27 +165,43 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
     raise ValueError(f"{path}: holds no checkpoint")
 
 
-def verify(checkpoint: Path) -> None:
-    """Raise ValueError unless every file that the manifest names is there with its size and SHA-256."""
-    damage = damage_of(checkpoint)
+def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:
+    """Raise ValueError unless every file that the manifest names is there with its size and SHA-256.
+
+    It has to name all files that are `needed`, as nothing vouches for one that it leaves out.
+    """
+    damage = damage_of(checkpoint, needed)
     if damage is None:
         return
     good = None
     with suppress(OSError):
-        good, _ = newest_good(checkpoint.parent)
+        good, _ = newest_good(checkpoint.parent, needed)
     raise ValueError(f"{damage}; {good or 'no other checkpoint there'} is good")
 
 
-def damage_of(checkpoint: Path) -> str | None:
+def files_of(checkpoint: Path) -> dict[str, dict]:
+    """Size and SHA-256 of each file that the manifest names, and so vouches for; ValueError when it is damaged.
+
+    A part that not every checkpoint has is read only when it is among them.
+    """
+    path = checkpoint / MANIFEST
+    manifest = read_json(path)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not files or path.read_bytes() != _manifest_text(files).encode():
+        raise ValueError(f"{path}: damaged")
+    return files
+
+
+def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | None:
     """The first thing that is not as the manifest says, None when all is well."""
     path = checkpoint / MANIFEST
     try:
         if not path.is_file():
             return f"{path}: missing"
-        manifest = read_json(path)
-        files = manifest.get("files") if isinstance(manifest, dict) else None
-        if not isinstance(files, dict) or not files or path.read_bytes() != _manifest_text(files).encode():
-            return f"{path}: damaged"
+        files = files_of(checkpoint)
+        left_out = [name for name in needed if name not in files]
+        if left_out:
+            return f"{path}: does not name {', '.join(left_out)}"
         for name, entry in files.items():
             if Path(name).name != name or not isinstance(entry, dict):
                 return f"{checkpoint / MANIFEST}: damaged"
@@ -285,8 +322,8 @@ def _sha256(path: Path) -> str:
 def _pointer(folder: Path, name: str) -> Path | None:
     """The checkpoint that `latest` or `best` names; None where it names none."""
     try:
-        target = (folder / name).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        target = read_text(folder / name, max_bytes=4096).strip()
+    except (OSError, ValueError):
         return None
     return folder / target if _is_name(target) else None
 

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ import yaml
 
 from utils.config import Launch, TrainConfig
 from utils.errors import leave, one_line, placed, speaks_for_machine
+from utils.yaml_text import load_yaml, read_yaml
 
 Config = TypeVar("Config")
 
@@ -39,21 +41,23 @@ def read_config(path: Path) -> TrainConfig:
 
 def _fill(cls: type[Config], prog: str, files: list[str], flags: list[str]) -> Config:
     names = [f.name for f in fields(cls)]
-    parser, arguments = _parser(cls, prog), []
+    parser, given = _parser(cls, prog), {}
     for path in files:
-        _check_config_file(path, names)
-        arguments += ["--config", path]
+        given |= _read_config_file(path, names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        values = parser.parse_args(arguments + flags).as_dict()
+        before = parser.parse_object(given) if given else None
+        values = parser.parse_args(flags, namespace=before).as_dict()
     return cls(**{name: values[name] for name in names})
 
 
 def _parser(cls: type, prog: str):
-    from jsonargparse import ArgumentParser, set_parsing_settings
+    from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False, allow_abbrev=False)
+    set_loader("lockstep", load_yaml, exceptions=(yaml.YAMLError,))  # also for what strings in a file hold
+    options = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": "lockstep"}
+    parser = ArgumentParser(prog=prog, description=cls.__doc__, **options)
     if cls is TrainConfig:
         parser.add_argument("--config", action="config", help="YAML file of settings, applied before all flags.")
     own = set(cls.__annotations__)  # also what it has of Launch with another default
@@ -82,10 +86,14 @@ def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
-    """Refuse names that are no setting, and let a bare boolean flag mean true."""
+    """Refuse names that are no setting; a bare boolean flag means true, numbers after one for a list are that list."""
     booleans = {f.name for f in fields(cls) if f.type is bool}
-    result = []
+    lists = {f.name for f in fields(cls) if f.type == list[float] | None}
+    result, of_list = [], 0
     for position, argument in enumerate(argv):
+        if of_list:
+            of_list -= 1
+            continue
         result.append(argument)
         if not argument.startswith("--"):
             continue
@@ -93,6 +101,12 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
         if name not in names and argument not in ("--help", "--print_config"):
             raise ValueError(f"unknown flag --{name}{_suggestion(name, names)}")
         following = argv[position + 1] if position + 1 < len(argv) else "--"
+        if name in lists:
+            words = argv[position + 1 :] if "=" not in argument else [argument.partition("=")[2]]
+            numbers = list(takewhile(_is_number, words))
+            if numbers:
+                of_list = len(numbers) if "=" not in argument else 0
+                result[-1] = f"--{name}=[{', '.join(numbers)}]"
         if name in booleans and "=" not in argument:
             if following.startswith("--"):
                 result.append("true")
@@ -101,18 +115,18 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
     return result
 
 
-def _check_config_file(path: str, names: list[str]) -> None:
-    try:
-        values = yaml.safe_load(Path(path).read_text())
-    except OSError:
-        raise
-    except Exception as error:  # not only YAMLError: also RecursionError, and KeyError for `!!bool x`
-        raise ValueError(f"{path}: not valid YAML ({one_line(error)})") from None
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", word) is not None
+
+
+def _read_config_file(path: str, names: list[str]) -> dict:
+    values = read_yaml(Path(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path}: must hold 'name: value' lines")
     for name in values:
         if name not in names:
             raise ValueError(f"{path}: unknown setting {name!r}{_suggestion(str(name), names, prefix='')}")
+    return values
 
 
 def _suggestion(name: str, names: list[str], prefix: str = "--") -> str:
@@ -130,4 +144,6 @@ def _plain(text: str) -> str:
     if "Union subtypes" in reason:
         expected = [e for e in re.findall(r"- Expected an? (.+?)(?= - |\. | Given|$)", reason) if "NoneType" not in e]
         reason = f"Expected a {' or '.join(expected)}. Got value: {reason.split('Given value:')[-1].strip()}"
-    return f"--{found[1]}: " + reason.replace("Expected a ", "expected ").replace(". Got value: ", ", got ")
+    return f"--{found[1]}: " + reason.replace("Expected a ", "expected ").replace(". Got value: ", ", got ").replace(
+        "expected list,", "expected numbers, such as 0.5 0.5 0.5,"
+    )

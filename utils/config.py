@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import yaml
+from utils.yaml_text import dump_yaml
 
 
 @dataclass(kw_only=True)
@@ -183,10 +183,7 @@ class TrainConfig(Launch):
         _require(self.std is None or (self.std and min(self.std) > 0), "--std needs values above 0")
         _require(self.data != "", "--data must not be empty")
         _require(all(isinstance(name, str) for name in self.model_args), "--model_args must be a mapping from names")
-        _require(
-            self.run_name is None or (self.run_name != "" and Path(self.run_name).name == self.run_name),
-            "--run_name must be the name of a folder",
-        )
+        _check_run_name(self.run_name)
         _require(
             not (self.static_graph and self.find_unused_parameters),
             "--static_graph and --find_unused_parameters exclude each other: the first says which are unused for good",
@@ -224,11 +221,11 @@ class EvalConfig(Launch):
     json: str | None = None
     """Also write the numbers to this file."""
     num_workers: int | None = None
-    """Loader processes per rank that decode photographs (default: as in the run)."""
+    """Loader processes per rank that decode photographs (default: the threads per process, at most 8)."""
     data_dir: str | None = None
-    """Folder of a torchvision data set (default: as in the run)."""
-    cache_dir: str | None = None
-    """Where decoded small images are kept (default: as in the run)."""
+    """Folder of a torchvision data set, downloaded there if it is missing (default: CACHE_DIR/torchvision)."""
+    cache_dir: str = TrainConfig.cache_dir
+    """Where decoded small images are kept."""
 
     def __post_init__(self):
         _check_ranges(self, at_least_one=("max_eval_samples", "eval_batch_size", "threads"), at_least_zero=())
@@ -248,10 +245,12 @@ class DoctorConfig(Launch):
     """Seconds that a rank waits for another before the check is given up."""
 
     def __post_init__(self):
-        _require(math.isfinite(self.timeout) and self.timeout > 0, "--timeout must be above 0 seconds")
-        _require(math.isfinite(self.slow) and self.slow >= 0, "--slow must be at least 0")
-        _require(self.threads is None or self.threads >= 1, f"--threads must be at least 1, not {self.threads}")
+        _check_ranges(self, at_least_one=("threads",), at_least_zero=("slow",))
 
+
+_LONGEST = 7 * 24 * 3600  # seconds of a timeout; gloo and the store count milliseconds
+_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "image_size": 2**16 - 1, "seed": 2**63 - 1}
+_MOST |= {"batch_size": 2**24, "global_batch_size": 2**24}  # of all others 2**31 - 1
 
 _COUNTS = [
     "max_train_samples",
@@ -295,7 +294,23 @@ def advice(config: TrainConfig, small_images: bool, processes: int) -> list[str]
 
 def to_yaml(config: TrainConfig) -> str:
     """The settings as a YAML file that --config reads."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+    return dump_yaml(asdict(config))
+
+
+def _check_run_name(name: str | None) -> None:
+    """Raise ValueError unless it can be the name of a folder, and is typed and listed without trouble."""
+    if name is None:
+        return
+    wrong = {
+        "is empty": not name,
+        "has a slash": "/" in name,
+        "begins with a dot": name.startswith("."),
+        "begins with a dash": name.startswith("-"),
+        "has characters that cannot be printed": not name.isprintable(),
+        "is longer than 200 bytes": len(os.fsencode(name)) > 200,  # of 255, as others are derived from it
+    }
+    for what, applies in wrong.items():
+        _require(not applies, f"--run_name {name[:60]!r} {what}; give a plain name, such as mnist-1")
 
 
 def _check_ranges(config, at_least_one: Sequence[str], at_least_zero: Sequence[str]) -> None:
@@ -304,9 +319,16 @@ def _check_ranges(config, at_least_one: Sequence[str], at_least_zero: Sequence[s
             value = getattr(config, name)
             _require(value is None or value >= least, f"--{name} must be at least {least}, not {value}")
     for name, value in vars(config).items():
-        _require(not isinstance(value, float) or math.isfinite(value), f"--{name} must be a finite number")
-    _require(config.num_workers is None or config.num_workers >= 0, "--num_workers must be at least 0")
+        for number in value if isinstance(value, list) else [value]:
+            _require(not isinstance(number, float) or math.isfinite(number), f"--{name} must be a finite number")
+        most = _MOST.get(name, 2**31 - 1)
+        if type(value) is int and abs(value) > most:
+            text = str(value) if abs(value) < 10**30 else f"a number of {len(str(abs(value)))} digits"
+            raise ValueError(f"--{name} must be at most {most}, not {text}")
+    workers = getattr(config, "num_workers", None)
+    _require(workers is None or workers >= 0, "--num_workers must be at least 0")
     _require(config.timeout > 0, "--timeout must be above 0 seconds")
+    _require(config.timeout <= _LONGEST, f"--timeout must be at most {_LONGEST} seconds, a week, not {config.timeout}")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,35 @@ from typing import TextIO
 
 from utils.errors import one_line
 
+_MAX_JSON = 2**23  # bytes; the names of a hundred thousand classes need four million
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a small UTF-8 file; ValueError when it is something else.
+
+    A FIFO or a device could keep all ranks waiting without an end, and a large file could fill the memory.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path}: is not a regular file; write its contents to a file and name that")
+    with path.open("rb") as file, named(path):
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"{path}: is larger than {max_bytes >> 10} KiB, which no such file is; name another one")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not valid UTF-8 ({one_line(error)})") from None
+
 
 def read_json(path: Path):
-    """Parse a JSON file; ValueError names it when it is none."""
+    """Parse a JSON file; ValueError names it when it is none, or too large."""
+    text = read_text(path, _MAX_JSON)
     try:
-        return json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number too long, nested too deep
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # no JSON, a number too long, nested too deep
         raise ValueError(f"{path}: not valid JSON ({one_line(error)})") from None
 
 
@@ -34,9 +58,11 @@ def named(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
+    """Write a small file whole or not at all, as UTF-8; OSError where there is something else than a regular file."""
+    if path.exists() and not path.is_file():  # to replace /dev/null would break the machine
+        raise OSError(errno.EEXIST, "is there and is not a regular file", str(path))
     partial = path.with_name(f".{path.name}.partial")
-    with named(path), partial.open("w") as file:
+    with named(path), partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -75,11 +75,9 @@ class RunLog:
         """Print a line above the bar."""
         if not self.is_main:
             return
-        try:
+        with suppress(OSError, ValueError):  # of a notebook's own objects; see utils/console.py for all others
             self.bar.write(text, file=sys.stdout)
             sys.stdout.flush()
-        except OSError:  # Ctrl-C ends the `tee` that it was piped to as well, and the run has yet to be saved
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:
         if self.is_main:
@@ -113,7 +111,8 @@ class RunLog:
 def _reopen(path: Path, state: TrainState) -> int:
     """Open the log to append, without what was logged of that which is now done again."""
     if path.exists():
-        lines = [line for line in path.read_text(errors="replace").splitlines() if _is_kept(line, state)]
+        logged = path.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in logged.splitlines() if _is_kept(line, state)]
         write_file(path, "".join(line + "\n" for line in lines))
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 

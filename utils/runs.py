@@ -131,9 +131,8 @@ def make_run_folder(config: TrainConfig, start: Start, ranks: Ranks) -> Path:
     def make() -> str:
         if not ranks.is_main or start.folder is not None:
             return str(start.folder or "")
-        name = config.run_name or re.sub(
-            r"[^\w.]+", "-", f"{Path(config.data).name}-{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
-        )
+        about = re.sub(r"[^\w.]+", "-", f"{Path(config.data).name}-{config.model}").lstrip(".-")
+        name = config.run_name or f"{about[:50]}-{time.strftime('%Y%m%d-%H%M%S')}"
         start.folder = folder = expand(config.output_dir) / name
         for number in range(2, 100):
             try:

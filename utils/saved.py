@@ -12,12 +12,12 @@ import torchvision
 from accelerate import Accelerator
 from torch import nn
 
-from utils.checkpoint import load_model, load_optimizer
+from utils.checkpoint import files_of, load_model, load_optimizer
 from utils.cli import read_config
 from utils.config import Launch, TrainConfig, absolute_data, to_yaml
 from utils.data.loader import InputSpec
 from utils.data.order import Plan
-from utils.data.record import FILE
+from utils.data.record import FILE, Record, read_record
 from utils.data.splits import Data
 from utils.distributed import Ranks
 from utils.errors import one_line
@@ -26,6 +26,8 @@ from utils.state import TrainState
 
 # Settings of one start, not of the run.
 _OF_ONE_START = ("run_name", "resume", "profile", *(f.name for f in fields(Launch)))
+# What acts on the machine it runs on comes from its own flags and defaults: a checkpoint may be a stranger's.
+_OF_THIS_MACHINE = (*_OF_ONE_START, "cache_dir", "data_dir", "output_dir", "num_workers")
 
 
 def load_run(
@@ -83,7 +85,7 @@ def read_state(checkpoint: Path | None, folder: Path | None, config: TrainConfig
 def changes(checkpoint: Path, config: TrainConfig, ranks: Ranks) -> list[str]:
     """One line for each setting, and the numbers of processes and threads, that differ from the checkpoint's run."""
     saved, before, now = read_saved(checkpoint), asdict(read_settings(checkpoint)), asdict(config)
-    ignored = (*_OF_ONE_START, "global_batch_size", "batch_size", "grad_accum", "num_workers")
+    ignored = (*_OF_THIS_MACHINE, "global_batch_size", "batch_size", "grad_accum")
     pairs = [(name, before[name], now[name]) for name in now if name not in ignored]
     pairs += [
         ("processes", saved["processes"], ranks.topology.world_size),
@@ -140,7 +142,7 @@ def read_saved(checkpoint: Path) -> dict:
     try:
         TrainState.from_dict(saved["state"])
         InputSpec.from_dict(saved["input"])
-        if saved["global_batch_size"] < 1:
+        if not 1 <= saved["global_batch_size"] <= 2**24:  # its divisors are tried one by one
             raise ValueError("'global_batch_size' is malformed")
     except ValueError as error:
         raise ValueError(f"{path}: {error}; take another checkpoint") from None
@@ -156,9 +158,17 @@ def read_classes(checkpoint: Path) -> list[str]:
     return names
 
 
+def record_of(checkpoint: Path | None) -> Record | None:
+    """Which samples the run of a checkpoint has; None without a checkpoint, or when it is older than such records."""
+    if checkpoint is None or FILE not in files_of(checkpoint):
+        return None
+    return read_record(checkpoint / FILE)
+
+
 def read_settings(checkpoint: Path) -> TrainConfig:
-    """The settings of the run that wrote a checkpoint."""
-    return read_config(checkpoint / "config.yaml")
+    """The settings of the run that wrote a checkpoint; folders, processes and the like are this machine's defaults."""
+    defaults = {name: getattr(TrainConfig, name) for name in _OF_THIS_MACHINE}
+    return replace(read_config(checkpoint / "config.yaml"), **defaults)
 
 
 def _short(value) -> str:

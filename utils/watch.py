@@ -16,6 +16,7 @@ import torch.distributed as dist
 from utils.rendezvous import Member, in_time
 
 _TICK = 0.5  # seconds between two looks
+_LATE = 1.0  # seconds that a tick may be late; what is beyond, this process was stopped for
 _ANSWER = 3.0  # seconds that the store may take for one
 _SILENT = 5.0  # seconds without a sign of life after which a rank is said to be silent
 _LATER = 3.0  # seconds after the timeout, at which gloo tells the main thread by itself
@@ -29,6 +30,26 @@ class Beat:
     entered: int
     place: str
     tick: int
+
+
+class _Clock:
+    """Seconds in which this process ran.
+
+    When all ranks are stopped and go on (SIGSTOP, a suspended job), none has waited for another meanwhile. A thread of
+    its own ticks, as the watch's own may wait for the store.
+    """
+
+    def __init__(self, stop: threading.Event):
+        self._ticked = 0.0, time.monotonic()  # seconds until the last tick, and when that was
+        threading.Thread(target=self._run, args=[stop], name="clock", daemon=True).start()
+
+    def __call__(self) -> float:
+        seconds, last = self._ticked
+        return seconds + min(time.monotonic() - last, _TICK + _LATE)
+
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(_TICK):
+            self._ticked = self(), time.monotonic()
 
 
 class Watch:
@@ -47,6 +68,7 @@ class Watch:
         self._ended: tuple[float, str] | None = None  # when another rank did, and why
         self.lost = False  # whether the store cannot be reached
         self._stop = threading.Event()
+        self._clock = _Clock(self._stop)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -74,7 +96,7 @@ class Watch:
 
         That is who has entered fewer collectives, or was not heard of for `silence` seconds.
         """
-        mine, now, parts, heard = self.entered, time.monotonic(), [], dict(self._heard)
+        mine, now, parts, heard = self.entered, self._clock(), [], dict(self._heard)
         for member in self.members:
             beat, since = heard.get(member.rank, (Beat(mine, "", 0), now))
             silent = now - since > silence
@@ -85,10 +107,10 @@ class Watch:
         return "; ".join(parts[:4]) + f"; and {len(parts) - 4} more" * (len(parts) > 4)
 
     def _run(self) -> None:
-        entered, since, told = -1, time.monotonic(), False
+        entered, since, told = -1, self._clock(), False
         patience = min(60.0, max(2.0, self.timeout / 10))
         while not self._stop.wait(_TICK):
-            now = time.monotonic()
+            now = self._clock()
             if self.entered != entered:
                 entered, since, told = self.entered, now, False
             waited = now - since
@@ -109,7 +131,7 @@ class Watch:
 
     def _exchange(self, listen: bool) -> None:
         """Tell the others, and hear from them if it matters."""
-        now = time.monotonic()
+        now = self._clock()
         self._tick += 1
         mine = json.dumps([self.entered, self.place, self._tick])
         if self._ended is not None:  # and the store may end with that rank
@@ -156,7 +178,7 @@ class Watch:
 
     def _speaks(self, entered: int) -> bool:
         """Whether this rank is the first of those that wait."""
-        now = time.monotonic()
+        now = self._clock()
         ahead = [
             rank for rank, (beat, since) in self._heard.items() if beat.entered >= entered and now - since < _SILENT
         ]

@@ -117,11 +117,8 @@ def _choices(config: TrainConfig) -> dict:
     return {name: getattr(config, name) for name in _CHOICES}
 
 
-def read_record(checkpoint: Path | None) -> Record | None:
-    """The record in a verified checkpoint; None without a checkpoint, or when it is older than such records."""
-    path = checkpoint and checkpoint / FILE
-    if path is None or not path.exists():
-        return None
+def read_record(path: Path) -> Record:
+    """The record in a file of a verified checkpoint; ValueError when it is none."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(path.read_bytes())) as file:
             data = file.read(_LARGEST + 1)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import psutil
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.config import TrainConfig, expand
@@ -269,10 +270,11 @@ def _digits() -> Source:
 
 
 def _synthetic(rest: str) -> Source:
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", rest or "10x32x10000")
+    found = re.fullmatch(r"([0-9]{1,15})x([0-9]{1,15})x([0-9]{1,15})", rest or "10x32x10000")
     if not found or min(map(int, found.groups())) < 1:
         raise ValueError(f"--data synthetic/{rest}: write synthetic/CLASSESxSIZExCOUNT, as in synthetic/10x32x10000")
     classes, size, count = map(int, found.groups())
+    _check_room(rest, classes, size, count)
 
     def make(name: str, count: int) -> Split:
         random = np.random.Generator(np.random.Philox(mix("synthetic", name)))
@@ -287,6 +289,20 @@ def _synthetic(rest: str) -> Source:
 
     openers = {"train": lambda: make("train", count), "test": lambda: make("test", max(1, count // 10))}
     return Source(openers, [str(i) for i in range(classes)])
+
+
+def _check_room(rest: str, classes: int, size: int, count: int) -> None:
+    """Raise ValueError when a synthetic set is larger than anything sensible, or than the machine's memory."""
+    for name, value, most in (("CLASSES", classes, 2**20), ("SIZE", size, 2**14), ("COUNT", count, 2**31 - 1)):
+        if value > most:
+            raise ValueError(f"--data synthetic/{rest[:80]}: {name} must be at most {most}")
+    needs = 3 * size * size * min(count, SYNTHETIC_IMAGES) + 40 * count  # pixels; row, label and order of each sample
+    has = psutil.virtual_memory().total
+    if needs > has:
+        raise ValueError(
+            f"--data synthetic/{rest}: needs {needs / 1e9:.0f} GB of memory, and this machine has {has / 1e9:.0f} GB; "
+            "lower SIZE or COUNT"
+        )
 
 
 def _local(path: Path, config: TrainConfig) -> Source:

@@ -1,0 +1,165 @@
+"""Output that cannot be printed, as it is closed, full, gone or of another encoding, costs no run and no number."""
+
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from datasets import ClassLabel
+from make_data import image_folder, parquet, table
+from ranks import run_ranks
+from training_runs import train_run
+
+import train
+from utils.checkpoint import find_checkpoint, verify
+from utils.console import guard_output
+from utils.saved import read_classes
+
+ROOT = Path(__file__).parent.parent
+FLAGS = ["--model", "mlp", "--max_steps", "3", "--threads", "1", "--model_args", "{hidden: 4}", "--log_every", "1"]
+CLASSES = ["café", "кот", "犬"]
+
+
+def shell(command: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run a line of bash in which $python and $root are set; what is left of its output are bytes."""
+    environment = {**os.environ, "python": sys.executable, "root": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables}
+    command = f"set -o pipefail; {command}"
+    return subprocess.run(["bash", "-c", command], env=environment, input=b"", capture_output=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The path of a trained run."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train_run(1, "run", *FLAGS)
+    return folder / "runs" / "run"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_characters_that_the_output_lacks_are_replaced(encoding):
+    image_folder("photos", dict.fromkeys(CLASSES, 12))
+    (outcome,) = run_ranks(1, _train_in, encoding, ["--data", "photos", "--run_name", "rün 1", *FLAGS])
+    out = Path("out").read_text(encoding)
+    assert outcome.code == 0, outcome.err
+    assert "Lockstep  runs/r?n 1\n---" in out.replace("ü", "?")
+    assert shlex.split(out.splitlines()[-1].replace("ü", "?"))[-2:] == ["--ckpt", "runs/r?n 1"]
+    assert "x 1 processes x 1 accumulation" in out and "Done\n---" in out
+    assert read_classes(find_checkpoint(Path("runs/rün 1"))) == CLASSES
+
+
+def _train_in(encoding, flags):
+    with open("out", "w", encoding=encoding) as sys.stdout:
+        train.main(flags)
+
+
+def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
+    parquet("table", train=table([0, 1, 2] * 12, ClassLabel(names=CLASSES)))
+    command = '"$python" "$root/train.py" --data table --run_name run ' + " ".join(f"'{flag}'" for flag in FLAGS)
+    done = shell(command, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="")
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"Lockstep  runs/run\n---" in done.stdout and done.stdout.isascii()
+    assert read_classes(find_checkpoint(Path("runs/run"))) == CLASSES
+
+
+@pytest.mark.parametrize(
+    "redirection", ["| head -c 1 >/dev/null", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"], ids=["pipe", "full", "closed"]
+)
+def test_an_evaluation_that_nobody_reads_writes_its_numbers(redirection, trained):
+    command = f'"$python" -u "$root/eval.py" --ckpt "{trained}" --json numbers.json {redirection}'
+    done = shell(command.replace("-u ", "-u " * (redirection[0] == ">")))
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert json.loads(Path("numbers.json").read_text())["count"] == 180
+
+
+def test_numbers_that_cannot_be_written_are_still_printed(trained):
+    Path("full").symlink_to("/dev/full")
+    for name, said in (("full", "/dev/full: is not a regular file"), ("/dev/null", "/dev/null: is not a regular file")):
+        (outcome,) = run_ranks(1, _evaluate, trained, name)
+        assert outcome.code == 2 and said in outcome.err and outcome.err.count("\n") == 1
+    assert Path("/dev/null").is_char_device()
+    (outcome,) = run_ranks(1, _evaluate_on_a_full_disk, trained, "numbers.json")
+    assert outcome.code == 2 and "numbers.json" in outcome.err and "macro_f1" in outcome.out
+
+
+def _evaluate(checkpoint, file):
+    import eval
+
+    eval.main(["--ckpt", str(checkpoint), "--json", file])
+
+
+def _evaluate_on_a_full_disk(checkpoint, file):
+    import eval
+
+    def full(path, text):
+        raise OSError(28, "No space left on device", str(path))
+
+    eval.write_file = full
+    _evaluate(checkpoint, file)
+
+
+def test_a_run_with_closed_descriptors_trains_and_its_files_hold_nothing_that_was_printed():
+    command = '"$python" "$root/train.py" --run_name run ' + " ".join(f"'{flag}'" for flag in FLAGS)
+    assert shell(f"{command} <&- >&- 2>&-").returncode == 0
+    verify(find_checkpoint(Path("runs/run")))
+    for path in Path("runs/run").rglob("*"):
+        assert path.is_dir() or b"Lockstep" not in path.read_bytes(), path
+    records = [json.loads(line) for line in Path("runs/run/log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
+
+
+def test_the_doctor_prints_red_and_green_differently_in_ascii_and_ends_well_without_a_reader():
+    command = '"$python" "$root/doctor.py" --cpu --output_dir runs --json found.json'
+    done = shell(f"{command} --threads 1 >&-; cat found.json", PYTHONIOENCODING="ascii")
+    assert json.loads(done.stdout)["findings"] and done.stderr == b""
+    from utils.findings import Finding, show
+
+    text = show("", [Finding("a", "well", True), Finding("b", "ill", False, "do it")])
+    out = io.TextIOWrapper(io.BytesIO(), "ascii", errors="lockstep.plain")
+    out.write(text)
+    out.flush()
+    lines = out.buffer.getvalue().decode().splitlines()
+    assert [line.split()[:2] for line in lines[2:4]] == [["a", "+"], ["b", "x"]] and "> do it" in lines[4]
+
+
+def test_each_closed_descriptor_becomes_dev_null_and_no_other_changes():
+    look = "import utils.console, os, sys; r = [os.readlink(f'/proc/self/fd/{n}') for n in range(3)]; "
+    look += "print('to', 'stdout'); print('x', file=sys.stderr); open('found', 'w').write(' '.join(r))"
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        assert shell(f'PYTHONPATH="$root" "$python" -c "{look}" {closed}').returncode == 0
+        found = Path("found").read_text().split()
+        for number, sign in enumerate(("<&-", ">&-", "2>&-")):
+            assert (found[number] == "/dev/null") == (sign in closed.split()), (closed, found)
+
+
+def test_a_pipe_that_another_program_made_non_blocking_loses_nothing(monkeypatch):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writing, "w"))
+    guard_output()
+    read = []
+    reader = threading.Thread(target=lambda: read.append(os.fdopen(reading, "rb").read()))
+    threading.Timer(0.3, reader.start).start()  # the pipe is full by then: it holds 64 KiB
+    print("x" * 500_000)
+    stdout = sys.stdout
+    monkeypatch.undo()
+    os.close(stdout.fileno())
+    reader.join()
+    assert read[0] == b"x" * 500_000 + b"\n"
+
+
+def test_streams_of_notebooks_and_tests_stay_as_they_are(monkeypatch):
+    class Cell:
+        def write(self, text):
+            return len(text)
+
+    for stream in (io.StringIO(), Cell()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        guard_output()
+        assert sys.stdout is stream

@@ -1,0 +1,81 @@
+"""YAML as settings are written in it: no aliases, no key twice, `no` and `on` are words, and nothing is executed."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from utils.errors import one_line
+from utils.files import read_text
+
+_MAX_BYTES = 2**17  # a settings file has two or three thousand
+_MAX_DEPTH = 40
+
+
+def read_yaml(path: Path) -> Any:
+    """What a settings file holds; ValueError names the file when it is not such YAML, or too large."""
+    try:
+        return load_yaml(read_text(path, _MAX_BYTES))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML ({one_line(error)})") from None
+
+
+def load_yaml(text: str) -> Any:
+    """The value that `text` stands for; yaml.YAMLError when it is not such YAML."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (ValueError, LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`, a number too long
+        raise yaml.YAMLError(one_line(error)) from None
+
+
+def dump_yaml(values: dict) -> str:
+    """The text that `load_yaml` reads as `values`."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012  PyYAML's own way, filled below
+
+    def compose_node(self, parent, index):
+        """A few aliases of aliases stand for more values than fit in any memory, and nesting for any depth of calls."""
+        if self.check_event(yaml.AliasEvent):
+            raise _error("aliases (*) are not allowed; write the value out", self.peek_event())
+        self._depth = getattr(self, "_depth", 0) + 1
+        if self._depth > _MAX_DEPTH:
+            raise _error(f"nested more than {_MAX_DEPTH} deep", self.peek_event())
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node, deep=False):
+        """PyYAML lets the last of several values win."""
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise _error(f"{key.value} is given twice; delete one", key)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _error(text: str, where: yaml.Event | yaml.Node) -> yaml.YAMLError:
+    return yaml.YAMLError(f"line {where.start_mark.line + 1}: {text}")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what YAML 1.1 or 1.2 would take for something else than a string."""
+
+    def ignore_aliases(self, data):
+        return True
+
+
+# As in YAML 1.2. In YAML 1.1, which is PyYAML's, `no` is false, `1e-3` is a string and 1:30 is ninety.
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F_]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|"
+              r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+0123456789.")),
+):  # fmt: skip
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
