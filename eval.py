@@ -19,6 +19,7 @@ from utils.config import EvalConfig, TrainConfig, absolute_data, expand
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler
 from utils.data.sources import check_source, load_split
+from utils.data.splits import printable
 from utils.distributed import Ranks
 from utils.entry import ranks_of_launch
 from utils.evaluation import evaluate_split
@@ -92,6 +93,8 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     saved, class_names = ranks.together(lambda: (read_saved(checkpoint), read_classes(checkpoint)))
     spec = InputSpec.from_dict(saved["input"])
     split = ranks.together(lambda: load_split(config, split_name, class_names, own_data), main_first=True)
+    if ranks.is_main and split.notes:
+        print("\n".join(map(printable, split.notes)))
     bar = progress("decoding", ranks.is_main)
     dataset = ranks.together(lambda: make_dataset(split, spec, config, False, bar), main_first=True)
     model = ranks.together(lambda: build_model(config, spec, len(class_names), load=False))
@@ -111,10 +114,12 @@ def show(record: dict, class_names: list[str], checkpoint: Path) -> None:
     """Print the numbers as a table, and the classes from worst to best."""
     rows = [(name, f"{record[name]:.4f}") for name in ("accuracy", "top5", "loss", "macro_f1", "macro_precision")]
     rows += [("macro_recall", f"{record['macro_recall']:.4f}"), ("count", record["count"])]
+    if record["classes_evaluated"] < len(class_names):
+        rows += [("classes", f"{record['classes_evaluated']} of {len(class_names)} have samples")]
     rows += [("seconds", f"{record['seconds']:.2f}")]
     print(table(f"{checkpoint}, split {record['split']}", rows))
     accuracies = zip(class_names, record["per_class_accuracy"], strict=True)
-    worst = sorted((accuracy, name) for name, accuracy in accuracies if accuracy is not None)[:10]
+    worst = sorted((accuracy, printable(name)) for name, accuracy in accuracies if accuracy is not None)[:10]
     print(table("Accuracy of the classes, worst first", [(name, f"{accuracy:.4f}") for accuracy, name in worst]))
 
 
