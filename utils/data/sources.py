@@ -45,7 +45,7 @@ def check_source(config: TrainConfig) -> None:
 
 
 def _check_names(config: TrainConfig) -> None:
-    """Raise ValueError for a path that config.yaml could not hold: a run could then be neither resumed nor evaluated."""
+    """Raise ValueError for a path that config.yaml cannot hold: the run could not be resumed."""
     for name, value in (vars(config) | {"data": absolute_data(config.data)}).items():
         if isinstance(value, str) and not value.isascii() and value.encode("utf-8", "replace").decode() != value:
             raise ValueError(f"--{name} {printable(value)}: this name is not UTF-8; rename it")
