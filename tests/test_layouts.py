@@ -189,7 +189,7 @@ def test_empty_class_folders_are_no_classes_and_that_is_said():
     assert data.train.notes == ("folder/train: class folders without images are left out: emu, fox",)
     assert data.evaluation.notes == ("folder/test: class folders without images are left out: gnu",)
     assert data.train.images.left_out.empty_classes == ["emu", "fox"]
-    assert data.train.images.left_out.not_images == {".txt": 1}
+    assert data.train.images.left_out.not_images == {".txt": 1, ".heic": 1}
 
 
 def test_images_without_a_class_folder_are_counted_and_said_or_refused_where_there_is_nothing_else():

@@ -178,20 +178,22 @@ def _inner(folder: Path) -> Path:
 
 def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     number = {class_name: index for index, class_name in enumerate(class_names)}
-    children, empty = class_folders(folder)
-    if not children:
-        raise _no_images(folder)
+    children = folders_in(folder)
     scan, paths, labels = Scan(folder, children), [], []
     for child in children:
         class_name = class_name_of(child)
+        files = scan.images(child.path, class_name)
+        if scan.is_empty(class_name, files):
+            continue
         if class_name not in number:
             raise ValueError(
                 f"{child.path}: the training split has no class of this name; its classes are {listed(class_names)}"
             )
-        files = list(scan.images(child.path, class_name))
         paths += files
         labels += [number[class_name]] * len(files)
-    scan.look_beside(folder, empty)
+    if not paths and not scan.bad:
+        raise _no_images(folder)
+    scan.look_beside(folder)
     images = Files(paths)
     images.bad, images.left_out = scan.bad, scan.left_out
     split = whole_split(name, images, labels, fingerprint_of(folder.resolve()))

@@ -3,8 +3,8 @@
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -44,6 +44,7 @@ class Scan:
 
     def __init__(self, folder: Path, classes: list[os.DirEntry]):
         self.bad: dict[str, str] = {}  # path to reason
+        self._bad_classes: set[str] = set()
         self.left_out = LeftOut()
         self.met = dict.fromkeys(_ancestors(folder), "")  # the class that each folder's images have
         for child in classes:
@@ -51,28 +52,39 @@ class Scan:
             if owner != class_name_of(child):
                 raise _two_classes(child.path, owner)
 
-    def images(self, folder: str, class_name: str) -> Iterator[str]:
+    def images(self, folder: str, class_name: str) -> list[str]:
         """The paths of the images below a folder, in the order of their names."""
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            if is_folder(entry):
+        found = []
+        for entry in sorted(os.scandir(folder), key=attrgetter("name")):
+            is_image = _looks_like_image(entry.name)
+            if is_image and _is_file(entry):  # first, as there may be millions
+                found.append(entry.path)
+            elif is_folder(entry):
                 if self._is_new(entry, class_name):
-                    yield from self.images(entry.path, class_name)
-            elif self._is_image(entry):
-                reason = _not_regular(entry)
-                if reason is None:
-                    yield entry.path
-                else:
-                    self.bad[entry.path] = reason
+                    found += self.images(entry.path, class_name)
+            elif is_image:
+                self.bad[entry.path] = _kind(entry)
+                self._bad_classes.add(class_name)
+            else:
+                self._leave_out(entry.name)
+        return found
 
-    def look_beside(self, folder: Path, empty: list[os.DirEntry]) -> None:
+    def is_empty(self, class_name: str, files: list[str]) -> bool:
+        """Whether nothing named like an image was found for a class, which is then noted."""
+        nothing = not files and class_name not in self._bad_classes
+        self.left_out.empty_classes += [class_name] * nothing
+        return nothing
+
+    def look_beside(self, folder: Path) -> None:
         """Count what lies in the split's own folder."""
-        self.left_out.empty_classes = [class_name_of(child) for child in empty]
         for entry in os.scandir(folder):
             if is_folder(entry):
                 if _is_hidden(entry.name):
                     self.left_out.hidden_folders[entry.name] += 1
-            elif self._is_image(entry):
+            elif _looks_like_image(entry.name):
                 self.left_out.loose += 1
+            else:
+                self._leave_out(entry.name)
 
     def _is_new(self, entry: os.DirEntry, class_name: str) -> bool:
         """Whether to look into a folder; False for hidden ones and those that a link leads to once more."""
@@ -88,14 +100,11 @@ class Scan:
         self.left_out.linked.append(entry.path)
         return False
 
-    def _is_image(self, entry: os.DirEntry) -> bool:
-        if _looks_like_image(entry):
-            return True
-        if _is_hidden(entry.name):
+    def _leave_out(self, name: str) -> None:
+        if _is_hidden(name):
             self.left_out.hidden_files += 1
         else:
-            self.left_out.not_images[os.path.splitext(entry.name)[1].lower()] += 1
-        return False
+            self.left_out.not_images[os.path.splitext(name)[1].lower()] += 1
 
 
 def _two_classes(path: str, owner: str) -> ValueError:
@@ -103,9 +112,9 @@ def _two_classes(path: str, owner: str) -> ValueError:
     return ValueError(f"{path}: is a folder of class {owner} too, but an image has one class; remove the link")
 
 
-def folders_in(folder: Path) -> list[os.DirEntry]:
-    """The folders in a folder by name, without hidden ones and links back up."""
-    above = _ancestors(folder)
+def folders_in(folder: Path, above: set | None = None) -> list[os.DirEntry]:
+    """The folders in a folder by name, without hidden ones and links back up; `above` is what leads to them."""
+    above = above or _ancestors(folder)
     found = [entry for entry in os.scandir(folder) if is_folder(entry) and not _is_hidden(entry.name)]
     found = [entry for entry in found if not (entry.is_symlink() and _identity(entry.path) in above)]
     return sorted(found, key=lambda entry: entry.name)
@@ -113,44 +122,43 @@ def folders_in(folder: Path) -> list[os.DirEntry]:
 
 def class_folders(folder: Path) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
     """The folders in a split's folder that hold images, and those that do not."""
-    full, empty = [], []
-    for child in folders_in(folder):
-        (full if holds_image(Path(child.path)) else empty).append(child)
+    full, empty, above = [], [], _ancestors(folder)
+    for child in folders_in(folder, above):
+        (full if holds_image(child.path, above | {_identity(child.path)}) else empty).append(child)
     return full, empty
 
 
-def holds_image(folder: Path, met: set | None = None) -> bool:
+def holds_image(folder: str | Path, met: set | None = None) -> bool:
     """Whether something named like an image lies below a folder; stops at the first one."""
-    met = _ancestors(folder) if met is None else met
+    met = met or _ancestors(Path(folder))
     below = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if not is_folder(entry):
-                if _looks_like_image(entry):
-                    return True
-            elif not _is_hidden(entry.name):
-                below.append(entry)
+            if is_folder(entry):
+                below += [] if _is_hidden(entry.name) else [entry]
+            elif _looks_like_image(entry.name):
+                return True
     for entry in below:
         if entry.is_symlink():  # nothing else leads in circles
             if _identity(entry.path) in met:
                 continue
             met.add(_identity(entry.path))
-        if holds_image(Path(entry.path), met):
+        if holds_image(entry.path, met):
             return True
     return False
 
 
 def loose_images(folder: Path) -> int:
     """How many images lie in a folder itself."""
-    return sum(_looks_like_image(entry) and not is_folder(entry) for entry in os.scandir(folder))
+    return sum(_looks_like_image(entry.name) and not is_folder(entry) for entry in os.scandir(folder))
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name.lower() in _JUNK
 
 
-def _looks_like_image(entry: os.DirEntry) -> bool:
-    return entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.name.startswith(".")
+def _looks_like_image(name: str) -> bool:
+    return name.lower().endswith(IMG_EXTENSIONS) and name[0] != "."
 
 
 def is_folder(entry: os.DirEntry) -> bool:
@@ -161,11 +169,17 @@ def is_folder(entry: os.DirEntry) -> bool:
         return False
 
 
-def _not_regular(entry: os.DirEntry) -> str | None:
-    """What an entry is that cannot be read to its end like a file; None for files and links to files."""
+def _is_file(entry: os.DirEntry) -> bool:
+    """Whether an entry is a regular file or a link to one."""
     try:
-        if entry.is_file():
-            return None
+        return entry.is_file()
+    except OSError:  # a link that leads to itself
+        return False
+
+
+def _kind(entry: os.DirEntry) -> str:
+    """What an entry is that is neither a file nor a folder."""
+    try:
         return _SPECIAL.get(stat.S_IFMT(entry.stat().st_mode), "a special file")
     except OSError as error:
         return "a broken link" if entry.is_symlink() else str(error.strerror)
