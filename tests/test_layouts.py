@@ -262,8 +262,8 @@ def test_an_image_with_two_classes_is_refused():
     os.symlink("../dog", "folder/cat/dogs")
     refused("folder/cat/dogs", "class dog too", "remove the link")
     os.unlink("folder/cat/dogs")
-    os.symlink("cat", "folder/kitten")
-    refused("folder/kitten", "class cat too", "remove the link")
+    os.symlink("dog", "folder/puppy")
+    refused("folder/puppy: is a folder of class dog too", "remove the link")
 
 
 def test_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_evaluated_and_resumed():
