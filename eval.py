@@ -23,7 +23,7 @@ from utils.config import EvalConfig, TrainConfig, absolute_data, expand
 from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler
 from utils.data.sources import check_source, load_split
-from utils.data.splits import fingerprint_of
+from utils.data.splits import fingerprint_of, printable
 from utils.distributed import Ranks
 from utils.entry import ranks_of_launch
 from utils.evaluation import evaluate_split
@@ -109,6 +109,8 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     chosen = partial(load_split, config, split_name, class_names, own_data, record, look, say)
     split = ranks.together(chosen, main_first=True, at="loading the data")
     ranks.check_same(fingerprint_of(split.label_fingerprint, split.content), f"other images in --data {config.data}")
+    if ranks.is_main and split.notes:
+        print("\n".join(map(printable, split.notes)))
     bar = progress("decoding", ranks.is_main)
     dataset = ranks.together(lambda: make_dataset(split, spec, config, False, bar), main_first=True)
     model = ranks.together(lambda: build_model(config, spec, len(class_names), load=False))
@@ -128,10 +130,12 @@ def show(record: dict, class_names: list[str], checkpoint: Path) -> None:
     """Print the numbers as a table, and the classes from worst to best."""
     rows = [(name, f"{record[name]:.4f}") for name in ("accuracy", "top5", "loss", "macro_f1", "macro_precision")]
     rows += [("macro_recall", f"{record['macro_recall']:.4f}"), ("count", record["count"])]
+    if record["classes_evaluated"] < len(class_names):
+        rows += [("classes", f"{record['classes_evaluated']} of {len(class_names)} have samples")]
     rows += [("seconds", f"{record['seconds']:.2f}")]
     print(table(f"{checkpoint}, split {record['split']}", rows))
     accuracies = zip(class_names, record["per_class_accuracy"], strict=True)
-    worst = sorted((accuracy, name) for name, accuracy in accuracies if accuracy is not None)[:10]
+    worst = sorted((accuracy, printable(name)) for name, accuracy in accuracies if accuracy is not None)[:10]
     print(table("Accuracy of the classes, worst first", [(name, f"{accuracy:.4f}") for accuracy, name in worst]))
 
 

@@ -30,6 +30,7 @@ from utils.batchnorm import synchronise
 from utils.checkpoint import forget_after, save_checkpoint, settle
 from utils.cli import parse_args
 from utils.config import TrainConfig, advice, to_yaml
+from utils.data.colour import remarks
 from utils.data.decode import peek
 from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
@@ -305,7 +306,9 @@ def announce(run: Run) -> None:
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
     run.log.write("start", step=run.state.step, **numbers, time=time.time())
     rows = overview(run, ranks.gather(ranks.describe()))
-    run.log.say("\n".join([table(f"Lockstep  {run.start.folder}", rows), *advice(config, run.spec.small, processes)]))
+    said = ranks.together(lambda: remarks(run.data, config, run.spec.channels) if ranks.is_main else [])
+    said += advice(config, run.spec.small, processes)
+    run.log.say("\n".join([table(f"Lockstep  {run.start.folder}", rows), *said]))
     ranks.together(lambda: ranks.is_main and write_file(run.start.folder / "config.yaml", to_yaml(config)))
     ranks.together(lambda: ranks.is_main and keep_list(run.start.folder, run.data.bad_images))
 

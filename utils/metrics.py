@@ -17,13 +17,18 @@ class _LabelMetric(evaluate.Metric):
 
 
 class MacroScores(_LabelMetric):
-    """Precision, recall and F1, each averaged over the classes with equal weight; 0 where a class has none."""
+    """Precision, recall and F1, each averaged with equal weight over the classes that have samples or are predicted.
+
+    These are the numbers of scikit-learn's `average="macro"`: a class counts 0 where it has no samples or is never
+    predicted, and does not count if neither occurs. `classes_evaluated` is the number of classes with samples.
+    """
 
     def _compute(self, predictions, references, classes: int) -> dict:
         precision, recall, f1, _ = precision_recall_fscore_support(
-            references, predictions, labels=range(classes), average="macro", zero_division=0
+            references, predictions, average="macro", zero_division=0
         )
-        return {"macro_precision": float(precision), "macro_recall": float(recall), "macro_f1": float(f1)}
+        scores = {"macro_precision": float(precision), "macro_recall": float(recall), "macro_f1": float(f1)}
+        return scores | {"classes_evaluated": len(np.unique(references))}
 
 
 class PerClassAccuracy(_LabelMetric):
@@ -36,7 +41,7 @@ class PerClassAccuracy(_LabelMetric):
 
 
 def label_metrics(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict:
-    """All of the above for predicted and true classes, int64 [N] each; macro scores count every class of the model."""
+    """All of the above for predicted and true classes, int64 [N] each."""
     result = {}
     with tempfile.TemporaryDirectory() as folder:  # `evaluate` writes its inputs to disk whatever it is told
         for metric in (MacroScores, PerClassAccuracy):

@@ -118,7 +118,7 @@ def checkpoint_texts(
     }
     return {
         "state.json": json.dumps(saved | more, indent=1, allow_nan=False),
-        "labels.json": json.dumps(data.class_names, ensure_ascii=False),
+        "labels.json": json.dumps(data.class_names),
         "config.yaml": to_yaml(config),
         FILE: data.record.data,
     }

@@ -1,8 +1,7 @@
 """Where images come from: --data resolved to two splits and the names of the classes."""
 
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -10,23 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from utils.config import TrainConfig, expand
+from utils.config import TrainConfig, absolute_data, expand
 from utils.data.check import check_images, refuse_bad
 from utils.data.decode import SMALL, peek
+from utils.data.folders import image_folder
 from utils.data.order import mix
 from utils.data.record import Record, differences, find_again, is_same, make_record, table_changes
 from utils.data.splits import (
     EVAL_NAMES,
     Data,
-    Files,
     Source,
     Split,
     fingerprint_of,
     hold_out,
-    likely_train,
     listed,
+    printable,
     random_subset,
     renumber,
     whole_split,
@@ -39,6 +37,7 @@ SYNTHETIC_IMAGES = 1024  # distinct images of the synthetic set; more samples sh
 
 def check_source(config: TrainConfig) -> None:
     """Raise ValueError when --data names nothing that exists; opens nothing."""
+    _check_names(config)
     name, (kind, _, rest) = config.data, config.data.partition("/")
     path = expand(name)
     if kind == "torchvision":
@@ -49,6 +48,13 @@ def check_source(config: TrainConfig) -> None:
         raise ValueError(f"--data {name}: no such file, folder or data set; --help lists what it takes")
     elif not path.is_dir() or has_tables(path):
         import datasets  # noqa: F401  takes half a second: here for all ranks at once, in load_data for one by one
+
+
+def _check_names(config: TrainConfig) -> None:
+    """Raise ValueError for a path that config.yaml cannot hold: the run could not be resumed."""
+    for name, value in (vars(config) | {"data": absolute_data(config.data)}).items():
+        if isinstance(value, str) and not value.isascii() and value.encode("utf-8", "replace").decode() != value:
+            raise ValueError(f"--{name} {printable(value)}: this name is not UTF-8; rename it")
 
 
 def load_data(
@@ -110,10 +116,7 @@ def _check_any(split: Split) -> None:
 
 def _as_recorded(record: Record, source: Source, config: TrainConfig, say: Callable) -> tuple[Split, Split]:
     """The two splits that a run began with, unreadable ones in their places."""
-    names = (record.train.source, record.evaluation.source)
-    for name in names:
-        _known(source, name, "the run used split")
-    wholes = [source.split(name) for name in names]
+    wholes = [source.split(_known(source, part.source, "the run used split")) for part in record.parts]
     if source.class_names != record.class_names:
         raise ValueError(f"{_class_changes(record.class_names, source.class_names)}; a resume needs the same classes")
     found = [find_again(record, *pair, source.class_names) for pair in zip(record.parts, wholes, strict=True)]
@@ -308,57 +311,7 @@ def _check_room(rest: str, classes: int, size: int, count: int) -> None:
 def _local(path: Path, config: TrainConfig) -> Source:
     if path.is_file() or has_tables(path):
         return hugging_face(read_table_files(path), config)
-    return _image_folder(path, config)
-
-
-def _image_folder(path: Path, config: TrainConfig) -> Source:
-    names = ("train", *EVAL_NAMES, config.train_split, config.eval_split)
-    folders = {name: path / name for name in names if name and (path / name).is_dir()} or {"train": path}
-    train = folders[likely_train(folders, config.train_split)]
-    class_names = [child.name for child in _class_folders(train)]
-
-    def make(name: str) -> Split:
-        return _folder_split(name, folders[name], class_names)
-
-    return Source({name: (lambda name=name: make(name)) for name in folders}, class_names)
-
-
-def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
-    number = {class_name: index for index, class_name in enumerate(class_names)}
-    paths, labels = [], []
-    for child in _class_folders(folder):
-        if child.name not in number:
-            raise ValueError(
-                f"{child.path}: the training split has no class of this name; its classes are {listed(class_names)}"
-            )
-        files = list(_image_files(child.path))
-        paths += files
-        labels += [number[child.name]] * len(files)
-    if not paths:
-        raise _no_images(folder)
-    return whole_split(name, Files(paths, str(folder)), labels, fingerprint_of(folder.resolve()))
-
-
-def _class_folders(folder: Path) -> list[os.DirEntry]:
-    children = [child for child in os.scandir(folder) if child.is_dir() and not child.name.startswith(".")]
-    if not children:
-        raise _no_images(folder)
-    return sorted(children, key=lambda child: child.name)
-
-
-def _image_files(folder: str) -> Iterator[str]:
-    """The paths of the images below a folder, in the order of their names."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_dir():
-            yield from _image_files(entry.path)
-        elif entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.name.startswith("."):
-            yield entry.path
-
-
-def _no_images(folder: Path) -> ValueError:
-    tables = [child for child in sorted(folder.iterdir()) if child.is_dir() and has_tables(child)]
-    mend = f"for the tables below it, give {listed(tables)}" if tables else "an image folder holds CLASS/IMAGE.jpg"
-    return ValueError(f"{folder}: no images in it; {mend}")
+    return image_folder(path, config)
 
 
 def _train_name(source: Source, wanted: str | None) -> str:
@@ -366,7 +319,7 @@ def _train_name(source: Source, wanted: str | None) -> str:
         return _known(source, wanted, "--train_split")
     if "train" in source.openers:
         return "train"
-    if len(source.openers) == 1:
+    if len(source.openers) == 1 and not set(source.openers) & set(EVAL_NAMES):
         return next(iter(source.openers))
     raise ValueError(f"no split called train; choose one with --train_split out of {listed(source.openers)}")
 
@@ -378,6 +331,7 @@ def _eval_name(source: Source, train_name: str, wanted: str | None) -> str | Non
 
 
 def _known(source: Source, name: str, flag: str) -> str:
+    name = source.aliases.get(name, name)
     if name not in source.openers:
         raise ValueError(f"{flag} {name}: no such split; there are {listed(source.openers)}")
     return name

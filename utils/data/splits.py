@@ -30,6 +30,7 @@ class Split:
     fingerprint: str
     ends: np.ndarray | None = None
     bad: Mapping[int, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what to say of how it was found, a line each
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -97,6 +98,8 @@ class Data:
 class Files:
     """Image files by path, below a folder `root`; reading one gives its bytes."""
 
+    left_out = None  # of an image folder: see LeftOut in utils/data/scan.py
+
     def __init__(self, paths: list[str], root: str = ""):
         self.paths, self.root = paths, root
 
@@ -125,11 +128,14 @@ class Files:
 class Source:
     """The splits of a data set by name, opened when asked for.
 
-    `class_names` may be filled by the first opener that runs; `check` is applied to each split once it is open.
+    `class_names` may be filled by the first opener that runs; `aliases` are other names that users may know splits by.
+    `check` is applied to each split once it is open.
     """
 
-    def __init__(self, openers: dict[str, Callable[[], Split]], class_names: list[str]):
-        self.openers, self.class_names, self._opened = openers, class_names, {}
+    def __init__(
+        self, openers: dict[str, Callable[[], Split]], class_names: list[str], aliases: dict[str, str] | None = None
+    ):
+        self.openers, self.class_names, self.aliases, self._opened = openers, class_names, aliases or {}, {}
         self.check: Callable[[Split], Split] = lambda split: split
 
     @property
@@ -211,15 +217,20 @@ def renumber(split: Split, own: list[str], wanted: list[str]) -> Split:
 
 
 def listed(names, most: int = 12) -> str:
-    names = [str(name) for name in names]
+    names = [printable(str(name)) for name in names]
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+
+
+def printable(name: str) -> str:
+    """A name on one line that every output of Unicode takes, also if its bytes are not UTF-8."""
+    return " ".join(name.split()).encode("utf-8", "replace").decode()
 
 
 def fingerprint_of(*parts) -> str:
     """A hash of the parts, each bytes (or a memoryview) or anything that `str` describes."""
     digest = hashlib.sha256()
     for part in parts:
-        data = part if isinstance(part, bytes | memoryview) else str(part).encode()
+        data = part if isinstance(part, bytes | memoryview) else str(part).encode("utf-8", "surrogatepass")
         digest.update((data.nbytes if isinstance(data, memoryview) else len(data)).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()[:32]

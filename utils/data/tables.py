@@ -1,8 +1,11 @@
 """Hugging Face data sets: from the Hub, from parquet and arrow files, and from save_to_disk folders."""
 
+import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,8 @@ class Table:
     def __getitem__(self, row: int) -> bytes | None:
         value = self.dataset[row][self.column] or {}
         if value.get("bytes") is None and value.get("path"):
+            if not Path(value["path"]).is_file():  # from a pipe or a device a read may never end
+                raise ValueError(f"{value['path']} is missing or not a regular file")
             return Path(value["path"]).read_bytes()
         return value.get("bytes")
 
@@ -40,13 +45,19 @@ class Table:
 
 
 def has_tables(folder: Path) -> bool:
-    return any(any(folder.glob(name)) for name in TABLE_FILES)
+    return any(_visible(folder, name) for name in TABLE_FILES)
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    """The files of this name, without those that macOS puts beside them (._train.parquet)."""
+    return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
 
 
 def read_table_files(path: Path):
     """The splits of a save_to_disk folder, of parquet or arrow files in a folder, or of one such file."""
     if path.is_file() and path.suffix not in (".parquet", ".arrow"):
         raise ValueError(f"{path}: give a folder, or a .parquet or .arrow file")
+    _check_files(path)
     try:
         return _read(path)
     except Exception as error:  # broken files make the libraries below raise anything
@@ -67,8 +78,68 @@ def _read(path: Path):
         return {"train": Dataset.from_file(str(path))}
     if path.is_file():
         return load_dataset("parquet", data_files={"train": str(path)})
-    kind = "parquet" if any(path.glob("*.parquet")) else "arrow"
-    return load_dataset(kind, data_files=_files_by_split(sorted(path.glob(f"*.{kind}"))))
+    parquet = _visible(path, "*.parquet")
+    return load_dataset(
+        "parquet" if parquet else "arrow", data_files=_files_by_split(parquet or _visible(path, "*.arrow"))
+    )
+
+
+def _check_files(path: Path) -> None:
+    """Raise ValueError when a table is not a regular file, and when a shard is missing or there twice."""
+    if path.is_file():
+        return
+    for file in (file for pattern in TABLE_FILES for file in _visible(path, pattern)):
+        if file.is_dir():
+            raise ValueError(f"{file}: is a folder; for the tables in it, give --data {file}")
+        if not file.is_file():
+            raise ValueError(f"{file}: is not a regular file; remove or replace it")
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        _check_saved(path)
+    else:
+        _check_shards(_visible(path, "*.parquet") or _visible(path, "*.arrow"))
+
+
+def _check_saved(path: Path) -> None:
+    """See that a save_to_disk folder holds what it lists; damaged lists are left to `datasets`."""
+    malformed = (OSError, ValueError, TypeError, KeyError, RecursionError)
+    folders = [path]
+    with suppress(*malformed):
+        folders = [path / name for name in json.loads((path / "dataset_dict.json").read_text())["splits"]]
+    for folder in folders:
+        needed = [folder / "state.json", folder / "dataset_info.json"]
+        with suppress(*malformed):
+            if needed[0].is_file():
+                listed_files = json.loads(needed[0].read_text())["_data_files"]
+                needed += [folder / file["filename"] for file in listed_files]
+        missing = [file for file in needed if not file.is_file()]
+        if missing:
+            raise ValueError(f"{path}: cannot be read, as {listed(missing, 3)} is missing; copy or save it again")
+
+
+def _check_shards(files: list[Path]) -> None:
+    """See that the shards NAME-00000-of-00010, and so on, are all there, and each once."""
+    sets: dict[str, dict[int, dict[int, Path]]] = {}  # by the name before the numbers, by the total, by the number
+    for file in files:
+        shard = re.fullmatch(r"(.+)-(\d+)-of-(\d+)(.*)", file.stem)
+        if not shard:
+            continue
+        name, number, total = shard[1], int(shard[2]), int(shard[3])
+        totals = sets.setdefault(name, {})
+        numbers = totals.setdefault(total, {})
+        other = numbers.get(number) or next((n for t in totals if t != total for n in totals[t].values()), None)
+        if other:
+            raise ValueError(f"{file}: is of other shards than {other.name}, or the same one; remove one of the two")
+        numbers[number] = file
+    for name, totals in sets.items():
+        for total, numbers in totals.items():
+            first = 1 if 0 not in numbers and total in numbers else 0
+            expected = range(first, first + min(total, len(numbers) + 13))  # enough to name the first that are missing
+            missing = [f"{name}-{number:05}-of-{total:05}" for number in expected if number not in numbers]
+            if missing:
+                raise ValueError(
+                    f"{files[0].parent}: {total - len(numbers)} of {total} shards are missing: {listed(missing, 3)}; "
+                    f"add them, or rename the others without -of-{total:05} to use these alone"
+                )
 
 
 def _unreadable(path: Path) -> Path:
@@ -125,7 +196,7 @@ def hugging_face(splits, config: TrainConfig) -> Source:
     train = splits[likely_train(splits, config.train_split)]
     image_column = _image_column(train.features, config.image_column)
     label_column = _label_column(train.features, config.label_column)
-    class_names = _class_names(train, label_column)
+    class_names, known, notes = _classes(train, label_column)
 
     def make(name: str) -> Split:
         dataset = splits[name]
@@ -133,8 +204,9 @@ def hugging_face(splits, config: TrainConfig) -> Source:
             if column not in dataset.features:
                 has = listed(dataset.features)
                 raise ValueError(f"split {name!r} has no column {column!r}, only {has}; choose another split")
-        labels = _labels(name, dataset, label_column, class_names)
-        return whole_split(name, Table(dataset, image_column), labels, fingerprint_of(dataset._fingerprint))
+        labels = _labels(name, dataset, label_column, known)
+        split = whole_split(name, Table(dataset, image_column), labels, fingerprint_of(dataset._fingerprint))
+        return replace(split, notes=notes)
 
     return Source({name: (lambda name=name: make(name)) for name in splits}, class_names)
 
@@ -182,32 +254,48 @@ def _check_column(features, name: str, flag: str) -> None:
         raise ValueError(f"{flag} {name}: no such column; there are {listed(features)}")
 
 
-def _class_names(dataset, column: str) -> list[str]:
+def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, ...]]:
+    """The names of the classes, the labels that mean them where these are not 0, 1, 2, ... already, and notes.
+
+    Numbers are classes from 0 up to the highest one. Where fewer than half of these occur, as with 0, 1000, 2000, only
+    those that occur are classes, named by their numbers.
+    """
     names = getattr(dataset.features[column], "names", None)
     if names:
-        return [str(name) for name in names]
-    values = [value for value in dataset.unique(column) if value is not None]
+        return [str(name) for name in names], None, ()
+    try:
+        values = sorted(value for value in dataset.unique(column) if value is not None)
+    except UnicodeDecodeError:
+        raise ValueError(f"--label_column {column}: a label is not UTF-8 text; write the column as UTF-8") from None
     if values and isinstance(values[0], str):
-        return sorted(values)
-    highest = int(max(values, default=-1))
+        return values, values, ()
+    values = [int(value) for value in values if value >= 0]
+    highest = max(values, default=-1)
     if highest >= MOST_CLASSES:
         raise ValueError(f"--label_column {column}: labels go up to {highest}; number the classes from 0 on")
-    return [str(number) for number in range(highest + 1)]
+    if 2 * len(values) >= highest + 1:
+        return [str(number) for number in range(highest + 1)], None, ()
+    note = f"--label_column {column}: {len(values)} numbers from {values[0]} to {highest} are {len(values)} classes"
+    return [str(value) for value in values], values, (f"{note}, named by their numbers",)
 
 
-def _labels(split: str, dataset, column: str, class_names: list[str]) -> np.ndarray:
-    """The classes' numbers, int64 [N], -1 where there is no label."""
+def _labels(split: str, dataset, column: str, known: list | None) -> np.ndarray:
+    """The classes' numbers, int64 [N], -1 where there is no label; `known` are the labels that mean 0, 1, ..."""
     import pyarrow as pa
     from pyarrow import compute
 
     values = dataset.select_columns(column).with_format("arrow")[:][column]
-    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-        numbers = compute.index_in(values, value_set=pa.array(class_names, values.type))
-        unknown = values.filter(compute.and_(numbers.is_null(), values.is_valid()))
+    if known is not None:
+        is_text = isinstance(known[0], str)
+        values = values if is_text else values.cast(pa.int64())
+        numbers = compute.index_in(values, value_set=pa.array(known, values.type))
+        labelled = values.is_valid() if is_text else compute.greater_equal(values, 0)
+        unknown = values.filter(compute.and_(numbers.is_null(), labelled))
         if len(unknown):
+            first = unknown[0].as_buffer().to_pybytes().decode("utf-8", "replace") if is_text else unknown[0].as_py()
             raise ValueError(
-                f"split {split!r} has the class {unknown[0].as_py()!r}, which the training split does not have; "
-                f"its classes are {listed(class_names)}"
+                f"split {split!r} has the class {first!r}, which the training split does not have; "
+                f"its classes are {listed(known)}"
             )
         values = numbers
     return values.cast(pa.int64()).fill_null(-1).to_numpy()

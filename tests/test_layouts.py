@@ -1,0 +1,456 @@
+"""What is a split, a class or an image in folders as they really are; missing shards and labels; colour."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, DatasetDict, Value
+from make_data import encoded, image_folder, parquet, pictures, table
+from PIL import Image as PillowImage
+from ranks import run_ranks
+
+import eval
+import train
+from utils.config import TrainConfig
+from utils.data.colour import colour_lost
+from utils.data.decode import peek
+from utils.data.sources import check_source, load_data, load_split
+from utils.data.splits import whole_split
+
+PETS = {"cat": 10, "dog": 10}
+SHORT = ("--model", "mlp", "--max_steps", "2", "--eval_every", "2", "--global_batch_size", "16")
+
+
+def load(data="folder", **settings):
+    return load_data(TrainConfig(data=str(data), cache_dir="cache", **settings))
+
+
+def refused(*parts, data="folder", **settings):
+    """That loading fails with one line holding all the parts."""
+    with pytest.raises((ValueError, OSError)) as caught:
+        load(data, **settings)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def sizes(data):
+    return len(data.train), data.evaluation.name, len(data.evaluation)
+
+
+# -- hidden folders and wrappers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("junk", [".ipynb_checkpoints", "__MACOSX", "@eaDir", ".git", ".thumbnails", "lost+found"])
+def test_hidden_folders_are_neither_classes_nor_training_data(junk):
+    image_folder("folder/train", PETS)
+    image_folder("folder/test", PETS)
+    for place in ("folder", "folder/train", "folder/train/cat", "folder/train/cat/deeper", "folder/test/dog"):
+        image_folder(place, {junk: 3})
+    Path("folder/train/cat/._000.png").write_bytes(b"a Mac's notes")
+    data = load()
+    assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 20)
+    assert data.train.images.left_out.hidden_folders == {junk: 3} and data.train.images.left_out.hidden_files == 1
+
+
+@pytest.mark.parametrize("inner", ["", "data", "data/pets"])
+@pytest.mark.parametrize("splits", [("",), ("train", "test")])
+def test_an_archive_that_wraps_the_data_in_a_folder_is_looked_into_and_that_is_said(inner, splits):
+    for split in splits:
+        image_folder(Path("folder/archive") / inner / split, PETS)
+    image_folder("folder/__MACOSX/archive", {"cat": 3})
+    data = load()
+    assert data.class_names == ["cat", "dog"]
+    assert sizes(data) == ((18, "hold-out of train", 2) if len(splits) == 1 else (20, "test", 20))
+    assert any("folder: holds one folder with images, archive; that is used" in note for note in data.train.notes)
+
+
+def test_the_only_class_is_not_taken_for_a_wrapper():
+    image_folder("folder/cat/2020/may", {"day": 30})
+    assert load_split(TrainConfig(data="folder", cache_dir="cache"), "train", ["cat"], own_data=False).labels.max() == 0
+    refused("one class, cat")
+
+
+# -- the names of splits ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "training, other, name",
+    [
+        ("training", "testing", "test"),
+        ("Train", "Test", "test"),
+        ("TRAIN", "Validation", "validation"),
+        ("train_set", "dev", "validation"),
+        ("Training Set", "EVAL", "validation"),
+        ("train", "testset", "test"),
+    ],
+)
+def test_splits_are_known_by_their_usual_names_in_any_case(training, other, name):
+    image_folder(f"folder/{training}", PETS)
+    image_folder(f"folder/{other}", {"dog": 4})
+    for settings in ({}, {"eval_split": name}, {"eval_split": other}, {"train_split": training, "eval_split": other}):
+        data = load(**settings)
+        assert data.class_names == ["cat", "dog"] and sizes(data) == (20, name, 4)
+    assert data.train.name == "train"
+    own = TrainConfig(data="folder", cache_dir="cache")
+    assert [len(load_split(own, split, ["cat", "dog"])) for split in (None, "train", name, other)] == [4, 20, 4, 4]
+
+
+def test_the_usual_names_of_the_validation_split_stay_and_validation_means_them_too():
+    for name in ("val", "valid", "eval"):
+        image_folder(f"{name}/train", PETS)
+        image_folder(f"{name}/{name}", PETS)
+        for settings in ({}, {"eval_split": name}, {"eval_split": "validation"}):
+            assert sizes(load(name, **settings)) == (20, name, 20)
+
+
+def test_a_split_that_holds_itself_once_more_is_looked_into():
+    image_folder("folder/training_set/training_set", PETS)
+    image_folder("folder/test_set/test_set", {"cat": 3})
+    data = load()
+    assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 3)
+
+
+def test_two_folders_that_may_be_the_same_split_are_never_chosen_from_silently():
+    for name, count in (("Train", 3), ("training", 4), ("test", 2)):
+        image_folder(f"folder/{name}", dict.fromkeys(PETS, count))
+    refused("Train, training may each be the training split", "--train_split")
+    assert sizes(load(train_split="training")) == (8, "test", 4)
+    for name, count in (("train", 5), ("val", 2), ("Dev", 3)):
+        image_folder(f"other/{name}", dict.fromkeys(PETS, count))
+    assert sizes(load("other")) == (10, "val", 4)
+    assert any("of Dev, val, val is used; --eval_split chooses another" in note for note in load("other").train.notes)
+    assert sizes(load("other", eval_split="Dev")) == (10, "Dev", 6) and not load("other", eval_split="Dev").train.notes
+
+
+def test_a_folder_of_only_a_test_split_is_evaluated_and_not_trained_on_unless_asked():
+    image_folder("folder/test", PETS)
+    refused("no split called train", "--train_split out of test")
+    assert sizes(load(train_split="test")) == (18, "hold-out of test", 2)
+    assert len(load_split(TrainConfig(data="folder", cache_dir="cache"), None, ["cat", "dog"], own_data=False)) == 20
+
+
+def test_an_evaluation_split_without_a_training_split_is_refused():
+    image_folder("folder", {"cat": 4, "dog": 4, "later/cat": 4, "later/dog": 4})
+    refused("--eval_split later: there is no train folder beside it", "--train_split", eval_split="later")
+
+
+# -- classes or splits -----------------------------------------------------------------------------------------------
+
+
+def test_a_class_may_be_called_train_or_test():
+    image_folder("folder", {"bus": 5, "car": 5, "train": 5})
+    data = load()
+    assert data.class_names == ["bus", "car", "train"] and len(data.train) + len(data.evaluation) == 15
+
+
+def test_a_folder_that_may_be_a_split_or_a_class_is_refused_until_a_flag_decides():
+    image_folder("folder", {"bus": 5, "car": 5, "train/steam": 5, "train/electric": 5})
+    refused("train (with the folders electric, steam)", "beside bus, car", "--train_split train", "--train_split .")
+    assert load(train_split="train").class_names == ["electric", "steam"]
+    everything = load(train_split=".")
+    assert everything.class_names == ["bus", "car", "train"]
+    assert len(everything.train) + len(everything.evaluation) == 20
+    image_folder("segments", {"train": 5, "masks": 5})
+    refused("train may be a split or a class beside masks", data="segments")
+    image_folder("pictures", {"train": 5, "test": 5, "a": 5, "b": 5})
+    refused("test and train may be a split or a class beside a, b", data="pictures")
+
+
+def test_folders_beside_splits_of_the_same_classes_are_left_out_and_named():
+    for split in ("train", "test"):
+        image_folder(f"folder/{split}", PETS)
+    image_folder("folder", {"unlabelled": 7})
+    Path("folder/annotations").mkdir()
+    data = load()
+    assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 20)
+    assert data.train.notes == ("folder: not used beside the splits: unlabelled",)
+
+
+def test_folders_named_like_parts_that_hold_the_same_classes_are_refused_until_named():
+    image_folder("folder/seg_train", PETS)
+    image_folder("folder/seg_test", PETS)
+    refused("seg_test, seg_train may be splits or classes", "each holds cat, dog", "--train_split and --eval_split")
+    assert sizes(load(train_split="seg_train", eval_split="seg_test")) == (20, "seg_test", 20)
+    assert load(train_split=".").class_names == ["seg_test", "seg_train"]
+
+
+def test_empty_class_folders_are_no_classes_and_that_is_said():
+    image_folder("folder/train", PETS)
+    image_folder("folder/test", {"cat": 2})
+    for empty in ("train/emu", "train/fox/2020/may", "test/gnu"):
+        (Path("folder") / empty).mkdir(parents=True)
+    Path("folder/train/emu/photo.heic").write_bytes(b"")
+    Path("folder/train/cat/notes.TXT").write_text("no image")
+    data = load()
+    assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 2)
+    assert data.train.notes == ("folder/train: class folders without images are left out: emu, fox",)
+    assert data.evaluation.notes == ("folder/test: class folders without images are left out: gnu",)
+    assert data.train.images.left_out.empty_classes == ["emu", "fox"]
+    assert data.train.images.left_out.not_images == {".txt": 1, ".heic": 1}
+
+
+def test_images_without_a_class_folder_are_counted_and_said_or_refused_where_there_is_nothing_else():
+    image_folder("folder/train", PETS)
+    image_folder("folder", {"test": 3})
+    refused("folder/test: holds 3 images and no class folders", "--eval_split", "--eval_fraction")
+    assert sizes(load(eval_fraction=0.5)) == (10, "hold-out of train", 10)
+    image_folder("folder", {"train": 2})
+    data = load(eval_fraction=0.5)
+    assert data.train.notes == ("folder/train: 2 images beside the class folders have no class and are left out",)
+    image_folder(".", {"flat": 4})
+    refused("flat: holds 4 images and no class folders", "CLASS/IMAGE.jpg", data="flat")
+
+
+def test_an_empty_layout_is_refused_with_what_was_seen():
+    Path("folder/scans").mkdir(parents=True)
+    Path("folder/readme.txt").write_text("")
+    refused("folder: no images in it (only readme.txt, scans/)", "CLASS/IMAGE.jpg")
+
+
+# -- files that are none ---------------------------------------------------------------------------------------------
+
+
+def special(kind, path):
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a socket":
+        socket.socket(socket.AF_UNIX).bind(path)
+    else:
+        os.symlink({"a device": "/dev/zero", "a broken link": "nowhere"}.get(kind, Path(path).name), path)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a socket", "a device", "a broken link", "a link to itself"])
+def test_what_is_named_like_an_image_and_is_no_file_is_refused_at_once(kind):
+    image_folder("folder", PETS)
+    special(kind, "folder/dog/zzz.jpg")
+    reason = "a broken link" if kind == "a link to itself" else kind
+    refused("1 of 21 images", f"folder/dog/zzz.jpg ({reason})", "--bad_images skip")
+
+
+def test_a_pipe_among_the_images_ends_all_ranks_with_one_line():
+    image_folder("folder", PETS)
+    os.mkfifo("folder/cat/000.jpg")
+    outcomes = run_ranks(2, train.main, ["--data", "folder", *SHORT], seconds=60)
+    assert [outcome.code for outcome in outcomes] == [2, 2]
+    assert [outcome.err.count("folder/cat/000.jpg (a pipe)") for outcome in outcomes] == [1, 0]
+
+
+def test_links_to_files_and_folders_are_followed():
+    paths = image_folder("elsewhere", {"cat": 6, "wolf": 6})
+    image_folder("folder", {"dog": 6})
+    os.symlink("../elsewhere/cat", "folder/cat")
+    os.symlink(paths[-1].resolve(), "folder/dog/linked.png")
+    data = load()
+    assert data.class_names == ["cat", "dog"] and len(data.train) + len(data.evaluation) == 13
+
+
+def test_links_in_circles_are_left_out_and_no_image_is_counted_twice():
+    image_folder("folder", {"cat/sub": 6, "dog": 6})
+    for link, target in (("cat/up", ".."), ("cat/top", "../.."), ("cat/zzz", "sub"), ("loop", "."), ("dog/self", ".")):
+        os.symlink(target, f"folder/{link}")
+    data = load()
+    files = [Path(path).resolve() for path in data.train.images.paths]
+    assert data.class_names == ["cat", "dog"] and len(files) == len(set(files)) == 12
+    assert len(data.train.images.left_out.linked) == 4 and "folder/cat/top" in data.train.notes[0]
+
+
+def test_an_image_with_two_classes_is_refused():
+    image_folder("folder", {"cat/sub": 6, "dog": 6})
+    os.symlink("../dog", "folder/cat/dogs")
+    refused("folder/cat/dogs", "class dog too", "remove the link")
+    os.unlink("folder/cat/dogs")
+    os.symlink("dog", "folder/puppy")
+    refused("folder/puppy: is a folder of class dog too", "remove the link")
+
+
+def test_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_evaluated_and_resumed():
+    image_folder("folder", {"cat": 12, "caf\udce9": 12, "new\nline": 12})
+    os.rename("folder/cat/000.png", b"folder/cat/b\xff\n.png")
+    flags = ["--data", "folder", *SHORT, "--run_name", "run"]
+    assert [outcome.code for outcome in run_ranks(2, train.main, flags)] == [0, 0]
+    labels = next(Path("runs/run/checkpoints").glob("step-*/labels.json")).read_bytes()
+    assert json.loads(labels) == ["caf\udce9", "cat", "new\nline"]
+    found = run_ranks(1, eval.main, ["--ckpt", "runs/run"])[0]
+    assert found.code == 0 and "caf? " in found.out and "new line " in found.out
+    found.out.encode()
+    assert run_ranks(1, train.main, [*flags, "--resume", "auto", "--max_steps", "4"])[0].code == 0
+
+
+def test_a_path_that_a_checkpoint_could_not_name_is_refused_at_once():
+    image_folder("d\udce9ta", PETS)
+    for settings in ({"data": "d\udce9ta"}, {"data": "digits", "cache_dir": "c\udce9"}):
+        with pytest.raises(ValueError, match="not UTF-8; rename it"):
+            check_source(TrainConfig(**settings))
+
+
+# -- shards and labels -----------------------------------------------------------------------------------------------
+
+NAMED = ClassLabel(names=["cat", "dog", "emu"])
+
+
+def shards(folder, total, numbers, name="train", kind="parquet", tail=""):
+    Path(folder).mkdir(exist_ok=True)
+    for number in numbers:
+        part = table([0, 1, 2] * 4, NAMED)
+        getattr(part, f"to_{kind}")(f"{folder}/{name}-{number:05}-of-{total:05}{tail}.{kind}")
+
+
+@pytest.mark.parametrize("name", ["train", "my-set-train"])
+def test_a_missing_shard_is_named(name):
+    shards("folder", 10, [number for number in range(10) if number not in (4, 9)], name)
+    missing = f"{name}-00004-of-00010, {name}-00009-of-00010"
+    refused(f"folder: 2 of 10 shards are missing: {missing};", "rename the others without -of-00010")
+    shards("folder", 10, [4, 9], name)
+    data = load()
+    assert len(data.train) + len(data.evaluation) == 120
+
+
+def test_shards_may_be_counted_from_one_and_a_single_file_may_be_given():
+    shards("folder", 3, [1, 2, 3])
+    shards("folder", 1, [0], "test", tail="-0a1b2c3d")
+    assert sizes(load()) == (36, "test", 12)
+    shards("other", 3, [2])
+    assert len(load("other/train-00002-of-00003.parquet").train) == 11
+    shards("huge", 10**9, [2])
+    refused("999999999 of 1000000000 shards are missing: train-00000-of-1000000000", "(13 in all)", data="huge")
+
+
+def test_a_shard_that_is_there_twice_is_refused():
+    shards("folder", 2, [0, 1])
+    for total, number, tail in ((2, 1, " (1)"), (2, 1, "-0a1b2c"), (3, 1, "")):
+        shards("folder", total, [number], tail=tail)
+        copy = f"train-{number:05}-of-{total:05}{tail}.parquet"
+        refused(copy, "train-0000", "remove one of the two")
+        Path(f"folder/{copy}").unlink()
+    assert len(load().train) == 22
+
+
+def test_a_saved_folder_must_hold_what_it_lists():
+    DatasetDict(train=table([0, 1, 2] * 10, NAMED), test=table([0, 1, 2], NAMED)).save_to_disk(
+        "folder", num_shards={"train": 3, "test": 1}
+    )
+    Path("folder/train/data-00001-of-00003.arrow").unlink()
+    refused("folder: cannot be read, as folder/train/data-00001-of-00003.arrow is missing; copy or save it again")
+    os.unlink("folder/train/state.json")
+    os.mkfifo("folder/train/state.json")
+    refused("folder/train/state.json is missing")
+
+
+def test_tables_must_be_regular_files_and_hidden_ones_are_left_alone():
+    parquet("folder", train=table([0, 1, 2] * 10, NAMED))
+    Path("folder/._train-00000-of-00001.parquet").write_bytes(b"a Mac's notes")
+    assert len(load().train) == 27
+    os.symlink("nowhere", "folder/test.parquet")
+    refused("folder/test.parquet: is not a regular file")
+    os.unlink("folder/test.parquet")
+    os.mkdir("folder/test.parquet")
+    refused("folder/test.parquet: is a folder", "--data folder/test.parquet")
+    os.mkfifo("pipe.parquet")
+    refused("pipe.parquet: is neither a folder nor a regular file", data="pipe.parquet")
+
+
+def numbered(path, labels):
+    table(labels, Value("int64")).save_to_disk(path)
+    return path
+
+
+def test_numbers_with_large_gaps_are_names_of_classes():
+    values = [1000 * number for number in range(10)]
+    data = load(numbered("folder", values[::-1] * 4))
+    assert data.class_names == [str(value) for value in values]
+    for split in (data.train, data.evaluation):
+        assert [int(data.class_names[label]) for label in split.labels] == [values[9 - row % 10] for row in split.rows]
+        assert split.notes == (
+            "--label_column label: 10 numbers from 0 to 9000 are 10 classes, named by their numbers",
+        )
+    fewer = TrainConfig(data=numbered("fewer", [9000, 0, 3000] * 2), cache_dir="cache")
+    assert load_split(fewer, None, data.class_names, own_data=False).labels.tolist() == [9, 0, 3] * 2
+
+
+def test_a_few_missing_numbers_stay_classes_and_negative_ones_have_no_label():
+    without_7 = [number for number in range(10) if number != 7]
+    data = load(numbered("folder", without_7 * 4))
+    assert data.class_names == [str(number) for number in range(10)] and data.train.notes == ()
+    assert load(numbered("half", [1, 3, 1, 3] * 5)).class_names == ["0", "1", "2", "3"]
+    assert load(numbered("less", [1, 4, 1, 4] * 5)).class_names == ["1", "4"]
+    refused("image 2", "has the label -1", "unlabelled", data=numbered("negative", [0, 500, -3, 500, 0]))
+
+
+def test_a_number_that_only_the_test_split_has_is_refused():
+    parquet("folder", train=table([0, 1000] * 9, Value("int64")), test=table([0, 7], Value("int64")))
+    refused("split 'test' has the class 7, which the training split does not have; its classes are 0, 1000")
+
+
+def test_string_labels_may_hold_newlines_and_must_be_utf8():
+    import pyarrow as pa
+    from pyarrow import parquet as files
+
+    images = [{"bytes": encoded(image, "PNG"), "path": None} for image in pictures(20)]
+    offsets = pa.array(range(0, 63, 3), pa.int32()).buffers()[1]
+    wrong = pa.StringArray.from_buffers(20, offsets, pa.py_buffer(b"caf\xe9aa" * 10))
+    for name, labels in (("good", pa.array(["a\nb", "c"] * 10)), ("bad", wrong)):
+        Path(name).mkdir()
+        files.write_table(pa.table({"image": images, "label": labels}), f"{name}/train.parquet")
+    assert load("good").class_names == ["a\nb", "c"]
+    refused("--label_column label: a label is not UTF-8 text", data="bad")
+
+
+# -- colour among grey -----------------------------------------------------------------------------------------------
+
+
+def grey_folder(name, count=300):
+    """Two classes of grey images."""
+    for number, pixels in enumerate(pictures(count, channels=1)):
+        path = Path(name) / "ab"[number % 2] / f"{number:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        PillowImage.fromarray(pixels).save(path)
+
+
+def test_one_colour_image_among_grey_ones_is_said_with_the_flag_that_keeps_it():
+    grey_folder("folder")
+    paths = load(eval_fraction=0.01).train.images.paths
+    for kind, path in (("PNG", paths[103]), ("JPEG", paths[202])):
+        Path(path).write_bytes(encoded(np.full((8, 8, 3), (200, 10, 10), np.uint8), kind))
+    assert peek(load(eval_fraction=0.01).train)[0] == 1
+    Path("folder/c").mkdir()
+    outcomes = run_ranks(2, train.main, ["--data", "folder", *SHORT, "--eval_fraction", "0.01"])
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert outcomes[0].out.count("of train are in colour and become grey, such as ") == 1
+    assert "\n2 of 297 images of train" in outcomes[0].out and f"{paths[103]}; --channels 3" in outcomes[0].out
+    assert outcomes[0].out.count("class folders without images are left out: c") == 1
+    assert outcomes[1].out == ""
+    chosen = run_ranks(1, train.main, ["--data", "folder", *SHORT, "--channels", "1"])[0]
+    assert chosen.code == 0 and "in colour" not in chosen.out
+
+
+def test_colour_is_looked_for_in_tables_and_not_in_grey_pixels_stored_as_colour():
+    grey = [np.stack([image] * 3, -1) for image in pictures(300, channels=1)]
+    data = load(parquet("folder", train=table([0, 1, 2] * 100, NAMED, grey)))
+    assert peek(data.train)[0] == 1 and colour_lost(data.train) is None
+    mixed = [image[..., 0] for image in grey]
+    mixed[100] = pictures(1)[0]
+    data = load(parquet("mixed", train=table([0, 1, 2] * 100, NAMED, mixed)), eval_fraction=0.01)
+    assert colour_lost(data.train) == (
+        f"1 of {len(data.train)} images of train are in colour and become grey, such as image 100 of split 'train'; "
+        "--channels 3 keeps the colour"
+    )
+    assert colour_lost(load("digits").train) is None
+
+
+def test_of_a_large_set_some_thousand_headers_are_looked_at():
+    class Counted(list):
+        def many(self, rows):
+            read.extend(rows)
+            return [self[row] for row in rows]
+
+        def __getitem__(self, row):
+            return super().__getitem__(row % 2)
+
+    read, grey = [], encoded(pictures(1, channels=1)[0], "PNG")
+    split = whole_split("train", Counted([grey, grey]), np.zeros(10**5), "made")
+    assert colour_lost(split) is None and len(set(read)) == len(read) == 4096 and max(read) == 10**5 - 1
+    split.images[1] = encoded(pictures(1)[0], "PNG")
+    assert colour_lost(split).startswith("at least 64 of 4096 images of train")

@@ -1,0 +1,208 @@
+"""Image folders, CLASS/IMAGE.jpg or SPLIT/CLASS/IMAGE.jpg: which folders are splits and which are classes.
+
+A name alone does not decide. The folder `train` beside `car` and `bus` is a class when it holds images. It is a split
+when nothing beside it holds images, or when it shares classes with another split. Anything else is refused with the
+flag that decides. A folder that --train_split or --eval_split names is always a split.
+"""
+
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from utils.config import TrainConfig
+from utils.data.scan import Scan, class_folders, class_name_of, folders_in, holds_image, is_folder, loose_images
+from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, likely_train, listed, whole_split
+from utils.data.tables import has_tables
+
+_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "eval", "evaluation", "dev"),
+    "test": ("test", "testing"),
+}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The folders of the splits by name, other spellings of these names, and what to say about the choice."""
+
+    folders: dict[str, Path]
+    aliases: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def image_folder(path: Path, config: TrainConfig) -> Source:
+    """The splits of an image folder; ValueError when it holds no images or can be understood in two ways."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: is neither a folder nor a regular file; give a folder of images or of tables")
+    layout = _layout(path, config)
+    wanted = layout.aliases.get(config.train_split, config.train_split)
+    train = layout.folders[likely_train(layout.folders, wanted)]
+    class_names = [class_name_of(child) for child in class_folders(train)[0]]
+
+    def make(name: str) -> Split:
+        split = _folder_split(name, layout.folders[name], class_names)
+        return replace(split, notes=(*layout.notes, *split.notes))
+
+    return Source({name: (lambda name=name: make(name)) for name in layout.folders}, class_names, layout.aliases)
+
+
+def split_word(name: str) -> str | None:
+    """The split that a folder's name means, train, validation or test: `Training` and `train_set` are train."""
+    found = re.fullmatch(r"([a-z]+?)[ _-]?(set|data|dataset|split|images)?", name.lower())
+    return next((split for split, words in _WORDS.items() if found and found[1] in words), None)
+
+
+def _layout(path: Path, config: TrainConfig) -> _Layout:
+    """Decide which folders in `path` are splits; a folder without splits is the split train."""
+    if config.train_split == ".":  # as an error below advises
+        return _Layout({"train": path}, {".": "train"})
+    children = {child.name: Path(child.path) for child in folders_in(path)}
+    splits = [name for name in children if split_word(name)]
+    train, evaluation = (_named(path, children, name) for name in (config.train_split, config.eval_split))
+    if train or evaluation:
+        used = list(dict.fromkeys(name for name in (*splits, train, evaluation) if name))
+        if not train and not any(split_word(name) == "train" for name in used):
+            raise ValueError(
+                f"--eval_split {config.eval_split}: there is no train folder beside it, only {listed(children)}; "
+                "name the folder to train on with --train_split"
+            )
+        return _split_layout(path, used, config)
+    others = [name for name in children if name not in splits and holds_image(children[name])]
+    if splits and not others:
+        return _split_layout(path, splits, config)
+    classes_in = {name: [class_name_of(child) for child in class_folders(_inner(children[name]))[0]] for name in splits}
+    with_classes = {name: classes for name, classes in classes_in.items() if classes}
+    if with_classes:
+        if not _agree(with_classes):
+            raise _ambiguous(path, with_classes, others)
+        layout = _split_layout(path, splits, config)
+        return replace(layout, notes=(*layout.notes, f"{path}: not used beside the splits: {listed(others)}"))
+    images_in = [name for name in splits if holds_image(children[name])]
+    if len(images_in) > 1 or (images_in and len(others) < 2):
+        raise _ambiguous(path, dict.fromkeys(images_in, ()), others)
+    return _wrapped(path, children, others, config) or _class_layout(path, children, others)
+
+
+def _split_layout(path: Path, folders: list[str], config: TrainConfig) -> _Layout:
+    """Name each split: usual names stay as they are, others are called train, validation or test if that is free."""
+    usual = [name for name in folders if name in ("train", *EVAL_NAMES)]
+    named, aliases = {name: name for name in usual}, {}
+    for name in usual:
+        aliases.setdefault(split_word(name), name)
+    for name in folders:
+        word = split_word(name)
+        if name not in named.values():
+            named[word if word and word not in aliases else name] = name
+            aliases.setdefault(word, word)
+    aliases |= {folder: name for name, folder in named.items()}
+    groups = {word: [name for name in folders if split_word(name) == word] for word in _WORDS}
+    if len(groups["train"]) > 1 and not config.train_split:
+        raise ValueError(
+            f"{path}: {listed(groups['train'])} may each be the training split; choose with --train_split, "
+            f"or give the folder itself, --data {path / groups['train'][0]}"
+        )
+    notes = []
+    if len(groups["validation"]) > 1 and config.eval_split is None and config.eval_fraction is None:
+        used = next(name for name in EVAL_NAMES if name in named)
+        notes = [f"{path}: of {listed(groups['validation'])}, {named[used]} is used; --eval_split chooses another"]
+    aliases = {alias: name for alias, name in aliases.items() if alias and alias not in named}
+    return _Layout({name: _inner(path / folder) for name, folder in named.items()}, aliases, tuple(notes))
+
+
+def _class_layout(path: Path, children: dict[str, Path], others: list[str]) -> _Layout:
+    """The folders are classes, unless some are named like parts of a data set and all hold the same classes."""
+    words = {word for words in _WORDS.values() for word in words}
+    if len(others) > 1 and any(words & set(re.split("[^a-z]+", name.lower())) for name in others):
+        inner = {name: [class_name_of(child) for child in class_folders(children[name])[0]] for name in others}
+        first = next(iter(inner.values()))
+        if len(first) > 1 and all(classes == first for classes in inner.values()):
+            raise ValueError(
+                f"{path}: {listed(others)} may be splits or classes, as each holds {listed(first)}; "
+                "name the splits with --train_split and --eval_split, or take all as classes with --train_split ."
+            )
+    return _Layout({"train": path}, {})
+
+
+def _wrapped(path: Path, children: dict[str, Path], others: list[str], config: TrainConfig) -> _Layout | None:
+    """What the only folder with images in `path` holds, where that is splits or classes: archives are packed so."""
+    if len(others) != 1 or loose_images(path) or loose_images(children[others[0]]):
+        return None
+    found = _layout(children[others[0]], config)
+    folder = found.folders[likely_train(found.folders, None)]
+    if len(found.folders) < 2 and len(class_folders(folder)[0]) < 2:
+        return None
+    return replace(found, notes=(f"{path}: holds one folder with images, {others[0]}; that is used", *found.notes))
+
+
+def _named(path: Path, children: dict[str, Path], wanted: str | None) -> str | None:
+    """The folder that a flag names, by its own name or as train, validation or test."""
+    if wanted is None or wanted in children:
+        return wanted
+    found = next((name for name in children if split_word(name) == wanted), None)
+    return found or (wanted if (path / wanted).is_dir() else None)
+
+
+def _agree(classes_in: dict[str, list[str]]) -> bool:
+    """Whether a training split and another one have a class in common."""
+    train, rest = set(), set()
+    for name, classes in classes_in.items():
+        (train if split_word(name) == "train" else rest).update(classes)
+    return bool(train & rest)
+
+
+def _ambiguous(path: Path, splits: dict, others: list[str]) -> ValueError:
+    seen = [f"{name} (with the folders {listed(inner, 4)})" if inner else name for name, inner in splits.items()]
+    return ValueError(
+        f"{path}: {' and '.join(seen)} may be a split or a class beside {listed(others)}; to train on that folder give "
+        f"--train_split {next(iter(splits))}, to take all of them as classes --train_split ."
+    )
+
+
+def _inner(folder: Path) -> Path:
+    """The folder, or the one of the same meaning that is all it holds, as in training_set/training_set/cat."""
+    word = split_word(folder.name)
+    same = [child for child in folders_in(folder) if word and split_word(child.name) == word]
+    if not same or len(class_folders(folder)[0]) != 1 or loose_images(folder) or loose_images(Path(same[0].path)):
+        return folder
+    return Path(same[0].path)
+
+
+def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
+    number = {class_name: index for index, class_name in enumerate(class_names)}
+    children = folders_in(folder)
+    scan, paths, labels = Scan(folder, children), [], []
+    for child in children:
+        class_name = class_name_of(child)
+        files = scan.images(child.path, class_name)
+        if scan.is_empty(class_name, files):
+            continue
+        if class_name not in number:
+            raise ValueError(
+                f"{child.path}: the training split has no class of this name; its classes are {listed(class_names)}"
+            )
+        paths += files
+        labels += [number[class_name]] * len(files)
+    if not paths:
+        raise _no_images(folder)
+    scan.look_beside(folder)
+    images = Files(paths, str(folder))
+    images.left_out = scan.left_out
+    bad = {row: scan.bad[path] for row, path in enumerate(paths) if path in scan.bad} if scan.bad else {}
+    split = whole_split(name, images, labels, fingerprint_of(folder.resolve()))
+    return replace(split, bad=bad, notes=tuple(scan.left_out.notes(folder)))
+
+
+def _no_images(folder: Path) -> ValueError:
+    tables = [child for child in sorted(folder.iterdir()) if child.is_dir() and has_tables(child)]
+    if tables:
+        return ValueError(f"{folder}: no images in it; for the tables below it, give {listed(tables)}")
+    loose = loose_images(folder)
+    if loose:
+        return ValueError(
+            f"{folder}: holds {loose} images and no class folders; an image folder holds CLASS/IMAGE.jpg "
+            "(if this split has no labels, choose another --eval_split or give --eval_fraction 0.1)"
+        )
+    names = [entry.name + "/" * is_folder(entry) for entry in os.scandir(folder)]
+    seen = f" (only {listed(sorted(names), 6)})" if names else ""
+    return ValueError(f"{folder}: no images in it{seen}; an image folder holds CLASS/IMAGE.jpg")
