@@ -12,6 +12,7 @@ from utils.config import Launch
 from utils.distributed import Ranks
 from utils.errors import USER_ERRORS, AgreedError, explained, leave, placed, speaks_for_machine
 from utils.launch import Topology, is_launched, read_topology
+from utils.waiting import DataWatch
 
 
 def _topology(launch: Launch) -> Topology:
@@ -29,10 +30,11 @@ def _topology(launch: Launch) -> Topology:
 @contextmanager
 def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
     """This process's place among those launched; an error inside ends it with one line on one rank and code 2."""
-    ranks = topology = None
+    ranks = topology = watch = None
     try:
         topology = _topology(launch)
         ranks = Ranks(topology, launch, prog)
+        watch = DataWatch(ranks)
         yield ranks
         ranks.part()
     except KeyboardInterrupt as interrupt:
@@ -54,5 +56,7 @@ def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
             raise  # a bug: its traceback is what helps
         leave(told if ranks and ranks.meets else placed(told), prog, speaks, launch.traceback)
     finally:
+        if watch is not None:
+            watch.end()
         if dist.is_initialized():
             dist.destroy_process_group()
