@@ -1,9 +1,10 @@
 """How a script's main function gets its place among the processes of a launch, and how it ends there."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -45,6 +46,8 @@ def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
             ranks.ends(interrupt)
         raise SystemExit(getattr(interrupt, "code", 130)) from None
     except Exception as error:
+        with suppress(ValueError):  # of a thread that may not
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise here for the next dead worker
         error = explained(error)
         if isinstance(error, AgreedError):
             ranks.part()

@@ -85,7 +85,7 @@ def explained(error: Exception) -> Exception:
     text = one_line(error)
     if is_out_of_memory(error):
         return ValueError(f"out of memory ({text[:120]}); lower --batch_size, or raise --grad_accum")
-    if is_killed_worker(error) and "Bus error" in text:
+    if is_killed_worker(error) and "Bus error" in f"{error} {error.__cause__}":
         return ValueError(f"a loader process found no room in {PLACE} ({describe()}); {FIX}, or lower --num_workers")
     if is_killed_worker(error):
         return ValueError(f"a loader process was killed ({text[:100]}); if memory is short, lower --num_workers")
