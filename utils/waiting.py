@@ -12,11 +12,13 @@ from typing import TypeVar
 import psutil
 
 from utils.distributed import Ranks
+from utils.errors import one_line
 from utils.rendezvous import in_time
 from utils.stopping import EXIT_RESUME, Stopping
 
 Item = TypeVar("Item")
 _TICK = 0.5  # seconds between two looks
+_DYING = 2.0  # seconds that a process may take to end
 PATIENCE = 10.0  # seconds in which data must come after this process was told to stop
 
 
@@ -37,6 +39,9 @@ def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
             item = next(iterator)
         except StopIteration:
             return
+        except (ConnectionError, EOFError) as error:  # a worker has ended half-way through handing something over
+            time.sleep(_DYING)  # PyTorch raises here, in its handler of SIGCHLD, what ended the worker
+            raise ValueError(f"a loader process ended while {what} was on its way ({one_line(error)})") from error
         finally:
             _Wait.what = ""
         yield item
