@@ -24,6 +24,7 @@ from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
 from utils.data.order import BlockSampler
 from utils.data.sources import check_source, load_split
 from utils.data.splits import fingerprint_of, printable
+from utils.data.workers import check_workers
 from utils.distributed import Ranks
 from utils.entry import ranks_of_launch
 from utils.evaluation import evaluate_split
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     asked = parse_args(EvalConfig, "eval.py", argv)
     with ranks_of_launch("eval.py", asked) as ranks:
         find_checkpoint(expand(asked.ckpt))  # a mistake is said before the processes meet
+        check_workers(asked.num_workers)
         if asked.json:
             check_output_file(expand(asked.json))
         ranks.join()

@@ -1,6 +1,9 @@
 """Small data sets decoded to the cache, against the pixels that were encoded."""
 
+import errno
 import os
+import pickle
+import re
 import resource
 import shutil
 import signal
@@ -14,11 +17,15 @@ import pytest
 import torch
 from make_data import encoded, image_folder, pictures, table
 from PIL import Image
-from ranks import returned, start_ranks
+from ranks import run_ranks, start_ranks
 
+from utils.config import TrainConfig
 from utils.data import cache
-from utils.data.cache import Shared, decode_all
+from utils.data import pixels as cache_file
+from utils.data.cache import Shared, content_of, decode_all
+from utils.data.decode import BadImages
 from utils.data.splits import Files, hold_out, whole_split
+from utils.entry import ranks_of_launch
 
 
 def split_of(images, fingerprint="made"):
@@ -128,13 +135,30 @@ def test_samples_that_share_images_are_decoded_once():
     assert pixels[np.array([], np.int64)].shape == (0, 8, 8, 3)
 
 
-def test_a_cache_without_room_is_an_error_before_anything_is_written(monkeypatch):
-    split, _ = folder_split("photos")
+def test_without_room_in_the_cache_a_set_that_fits_is_decoded_into_memory_and_nothing_is_written(monkeypatch, capsys):
+    split, expected = folder_split("photos", 300)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 10**9, 100))
-    with pytest.raises(OSError, match=r"--cache_dir"):
-        decode_all(split, 8, 8, 3, "cache", iter)
+    pixels = decode_all(split, 8, 8, 3, "cache", iter)
+    assert (pixels == expected).all() and not isinstance(pixels, np.memmap)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "cache/decoded: 0.1 MB needed" in said and "--cache_dir" in said
     assert cached_files() == []
+
+
+@pytest.mark.parametrize(("number", "fits"), [("0", False), ("1", True)])
+def test_a_set_that_fits_neither_the_cache_nor_the_memory_is_refused(monkeypatch, number, fits):
+    """300 images of 192 bytes in each of 3 processes: the first judges for all, later ones see less memory free."""
+    split, expected = folder_split("photos", 300)
+    Path("cache").write_text("a file")
+    monkeypatch.setenv("LOCAL_RANK", number)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(cache, "free_memory", lambda: (2 * 3 * 300 * 192 - 1, 10**9))
+    if fits:
+        assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
+    else:
+        with pytest.raises(OSError, match=r"0\.1 MB in each of 3 processes, with 0\.3 MB free; .*--cache_dir"):
+            decode_all(split, 8, 8, 3, "cache", iter)
 
 
 @pytest.fixture
@@ -151,25 +175,72 @@ def test_several_processes_decode_the_same_pixels_and_draw_nothing_at_random(wor
     assert (torch.get_rng_state() == state).all()
 
 
-def test_of_several_bad_images_in_several_processes_the_first_is_named(workers):
+@pytest.mark.parametrize("size", [10, 1000])
+def test_all_bad_images_are_listed_whichever_process_meets_them(workers, monkeypatch, size):
+    monkeypatch.setattr(cache, "_CHUNK", size)
     split, _ = folder_split("photos", 95)
-    for number in (41, 52, 63):
+    bad = [3, 41, 42, 52, 63, 64, 65, 66, 67, 68, 90, 94]
+    for number in bad:
         Path(split.images.paths[number]).write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"^photos/a/041\.png: not a readable image"):
-        decode_all(split, 8, 8, 3, "cache", iter)
+    with pytest.raises(BadImages) as caught:
+        decode_all(split.select(np.arange(95)[::-1]), 8, 8, 3, "cache", iter)
+    positions = [94 - number for number in bad]  # in this split, not in the folder
+    assert list(caught.value.found) == sorted(positions)
+    text = str(caught.value)
+    assert text.startswith("12 images cannot be read: photos/a/094.png: not a readable image (") and "\n" not in text
+    assert "photos/a/042.png" in text and "photos/a/041.png" not in text and "; and 2 more; fix" in text
+    assert all("not a readable image" in reason for reason in caught.value.found.values())
     assert cached_files() == []
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.found == caught.value.found and str(again) == text
+
+
+def test_a_bad_image_that_many_samples_share_is_listed_for_each_of_them():
+    images = [encoded(image, "PNG") for image in pictures(5)]
+    split = split_of([*images[:3], b"no image", images[4]]).select(np.array([0, 3, 1, 3, 2, 4]))
+    with pytest.raises(BadImages, match="2 images cannot be read: image 3 of split 'train'") as caught:
+        decode_all(split, 8, 8, 3, "cache", iter)
+    assert list(caught.value.found) == [1, 3]
+
+
+class Shelf:
+    """Encoded images that can be read one by one, while reading several at once fails if one is broken."""
+
+    def __init__(self, images):
+        self.images = images
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, row):
+        if self.images[row] is None:
+            raise OSError("a broken page")
+        return self.images[row]
+
+    def many(self, rows):
+        return [self[row] for row in rows]
+
+
+def test_what_breaks_the_reading_of_many_images_at_once_costs_only_the_broken_ones():
+    images = [encoded(image, "PNG") for image in pictures(30)]
+    images[7] = None
+    with pytest.raises(BadImages, match=r"^image 7 of split 'train': not a readable image \(a broken page\); fix"):
+        decode_all(split_of(Shelf(images)), 8, 8, 3, "cache", iter)
 
 
 def decode_on_a_disk_of(size):
-    split, _ = folder_split("photos", 95)
+    split, expected = folder_split("photos", 95)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    with pytest.raises(OSError, match=r"cache/decoded/v\d+-\w+-8x8x3\.npy"):
-        decode_all(split, 8, 8, 3, "cache", iter)
+    assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
     return cached_files()
 
 
-def test_a_disk_that_is_full_half_way_is_an_error_that_names_the_file(workers):
-    assert returned(1, decode_on_a_disk_of, 10_000) == [[]]
+def test_when_the_disk_gets_full_half_way_the_images_are_decoded_into_memory(workers):
+    (outcome,) = run_ranks(1, decode_on_a_disk_of, 10_000)
+    assert outcome.value == [], outcome.err
+    assert re.fullmatch(
+        r"decoded images cannot be cached \(cache/decoded/v\d+-\w+-8x8x3\.npy: File too large\).*\n", outcome.out
+    )
 
 
 def decode_and_signal_itself(split, number):
@@ -225,11 +296,128 @@ def is_alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_damaged_file_of_the_cache_is_named_with_the_mend():
+def damaged(path, kind):
+    """Damage a file of 10 images of 8x8x3 pixels in one of several ways."""
+    raw = path.read_bytes()
+    other = {"shape": np.zeros((11, 8, 8, 3), np.uint8), "fewer": np.zeros((9, 8, 8, 3), np.uint8)}
+    other |= {"dtype": np.zeros((10, 8, 8, 3), np.int8), "order": np.zeros((10, 8, 8, 3), np.uint8, order="F")}
+    if kind in other:
+        np.save(path, other[kind])
+        with path.open("ab") as file:
+            file.write(raw[-74:])
+        return
+    flipped = raw[:1000] + bytes([raw[1000] ^ 1]) + raw[1001:]
+    contents = {"none": b"", "garbage": b"nothing", "half": raw[:1000], "flipped": flipped, "no checksum": raw[:-74]}
+    contents |= {"longer": raw + b"x", "checksum": raw[:-1] + b"x", "header": raw[:6] + b"\xff" * 60 + raw[66:]}
+    path.write_bytes(contents[kind])
+
+
+KINDS = [
+    "none",
+    "garbage",
+    "half",
+    "header",
+    "flipped",
+    "no checksum",
+    "longer",
+    "checksum",
+    "shape",
+    "fewer",
+    "dtype",
+    "order",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_file_of_the_cache_is_made_anew_and_said(kind, capsys):
+    (split, expected), counting = folder_split("photos"), Counting()
+    decode_all(split, 8, 8, 3, "cache", counting)
+    path = Path("cache/decoded", cached_files()[0])
+    good = path.read_bytes()
+    damaged(path, kind)
+    assert capsys.readouterr().out == "" and path.read_bytes() != good
+    for _ in range(2):
+        assert (decode_all(split, 8, 8, 3, "cache", counting) == expected).all()
+    said = capsys.readouterr().out
+    assert said.startswith(f"{path}: damaged (") and said.count("\n") == 1
+    assert counting.calls == 2 and path.read_bytes() == good
+
+
+def test_only_the_first_rank_of_a_machine_reads_all_pixels(monkeypatch):
+    """The others come after it: they look at the shape and the size."""
+    (split, expected), counting = folder_split("photos"), Counting()
+    decode_all(split, 8, 8, 3, "cache", counting)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(cache_file, "_content_of_file", None)
+    assert (decode_all(split, 8, 8, 3, "cache", counting) == expected).all() and counting.calls == 1
+
+
+def test_a_damaged_file_that_cannot_be_deleted_is_an_error_that_names_it(monkeypatch):
     split, _ = folder_split("photos")
     decode_all(split, 8, 8, 3, "cache", iter)
     path = Path("cache/decoded", cached_files()[0])
-    for content in (b"", b"nothing", path.read_bytes()[:1000]):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"8x8x3\.npy.*delete it"):
-            decode_all(split, 8, 8, 3, "cache", iter)
+    damaged(path, "flipped")
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(
+        ValueError, match=rf"^{path}: damaged .* cannot be deleted \(Operation not permitted\); .*--cache_dir"
+    ):
+        decode_all(split, 8, 8, 3, "cache", iter)
+
+
+def test_equal_pixels_have_one_fingerprint_in_a_file_in_memory_and_shared(monkeypatch):
+    split, expected = folder_split("photos", 95)
+    mapped = decode_all(split, 8, 8, 3, "cache", iter)
+    fingerprint = content_of(mapped)
+    assert re.fullmatch("[0-9a-f]{64}", fingerprint) and content_of(expected) == fingerprint
+    assert content_of(np.asfortranarray(expected)) == fingerprint
+    assert content_of(mapped[:94]) == content_of(expected[:94]) != fingerprint
+    assert content_of(mapped.reshape(95, 4, 16, 3)) == content_of(expected.reshape(95, 4, 16, 3)) != fingerprint
+    changed = expected.copy()
+    changed[94, 7, 7, 2] ^= 1
+    assert content_of(changed) != fingerprint
+    rows = np.arange(190) % 95
+    assert (
+        content_of(Shared(mapped, rows))
+        == content_of(Shared(expected, rows))
+        != content_of(Shared(expected, rows[::-1]))
+    )
+    monkeypatch.setattr(cache_file, "_content", None)  # that of a file was computed when it was written
+    assert content_of(mapped) == fingerprint
+
+
+def test_a_fingerprint_does_not_depend_on_the_number_of_processor_cores(monkeypatch):
+    monkeypatch.setattr(cache_file, "_BLOCK", 1000)
+    images, found = pictures(95), set()
+    for cores in (1, 3):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
+        found.add(content_of(images))
+    swapped = np.concatenate([images[10:20], images[:10], images[20:]])
+    assert len(found) == 1 and content_of(swapped) not in found
+
+
+def decode_on_each_rank(split, expected):
+    """Both ranks of a launch, one after the other, as train.py lets them."""
+    with ranks_of_launch("train.py", TrainConfig(cpu=True)) as ranks:
+        ranks.join()
+        pixels = ranks.together(lambda: decode_all(split, 8, 8, 3, "cache", iter), main_first=True)
+    return bool((pixels == expected).all()), isinstance(pixels, np.memmap)
+
+
+@pytest.mark.parametrize("where", ["cached", "in memory"])
+def test_two_ranks_repair_a_cache_or_do_without_it_and_one_of_them_says_so(where):
+    data = folder_split("photos", 95)
+    assert all(outcome.value == (True, True) for outcome in run_ranks(2, decode_on_each_rank, *data))
+    path = Path("cache/decoded", cached_files()[0])
+    if where == "cached":
+        damaged(path, "flipped")
+    else:
+        shutil.rmtree("cache")
+        Path("cache").write_text("a file")
+    outcomes = run_ranks(2, decode_on_each_rank, *data)
+    assert [outcome.value for outcome in outcomes] == [(True, where == "cached")] * 2, outcomes
+    said = "damaged" if where == "cached" else "kept in memory, 0.0 MB in each of 2 processes"
+    assert [outcome.out.count(said) for outcome in outcomes] == [1, 0]

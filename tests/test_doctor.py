@@ -176,7 +176,12 @@ FAULTS = [
     (another_version, {"versions"}, "accelerate 1.2.3 on rank 1", "pip install -r requirements.txt"),
     (other_code, {"code"}, "111111111111 on rank 1", "copy one tree to all machines"),
     (few_files, {"open files"}, "300 for each process, 520 needed", "ulimit -n 520"),
-    (small_shared_memory, {"/dev/shm"}, "0.07 GB free", "--shm-size"),
+    (
+        small_shared_memory,
+        {"/dev/shm"},
+        "0.07 GB free",
+        "by fewer loader processes or none, which is slower; docker run",
+    ),
     (full_disk, {"disk"}, "0.0 GB free for runs", "delete old runs"),
     (no_memory, {"memory"}, "0.1 of 10.0 GB free", "start fewer processes"),
     (wrong_sum, {"sums"}, "rank 1: 1000 of 1000 sums of int64 are wrong", "try another --backend"),

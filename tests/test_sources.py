@@ -458,6 +458,22 @@ def test_empty_splits_are_refused():
     refused("files", "test-00000-of-00001.parquet", "it must have rows")
 
 
+@pytest.mark.parametrize("cause", ["Not a directory", "File too large"])
+def test_a_cache_that_cannot_be_written_is_named_and_not_the_healthy_data(cause):
+    parquet("tables", train=table(labels_of(30), NAMED))
+    Path("file").touch()
+    assert returned(1, _read_without_a_cache, cause) == [True]
+
+
+def _read_without_a_cache(cause):
+    datasets.config.HF_DATASETS_CACHE = Path("file/datasets") if cause == "Not a directory" else Path("cache")
+    if cause == "File too large":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+    with pytest.raises(ValueError, match=rf"^(file/datasets|cache): .* cannot be written \({cause}\); set HF_HOME to"):
+        load_data(TrainConfig(data="tables"))
+    return True
+
+
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "middle"])
 def test_a_corrupt_parquet_file_is_named(damage):
     parquet("tables", train=table(labels_of(30), NAMED), test=table(labels_of(9), NAMED))

@@ -284,6 +284,13 @@ class Ranks:
             self._watch.end(one_line(error))
         return LostRank(lost_rank_text(error, *where)) if is_lost_rank(error) else error
 
+    def leave_word(self, text: str, code: int) -> bool:
+        """Tell the others, from a thread, that this rank exits now with `code`; whether it is this one that says why.
+
+        Not collective.
+        """
+        return self._watch is None or self._watch.leave_word(text, code)
+
     def describe(self) -> str:
         """This rank's place, for the start table."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"{self.threads} threads"

@@ -1,9 +1,10 @@
 """How a script's main function gets its place among the processes of a launch, and how it ends there."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from utils.config import Launch
 from utils.distributed import Ranks
 from utils.errors import USER_ERRORS, AgreedError, explained, leave, placed, speaks_for_machine
 from utils.launch import Topology, is_launched, read_topology
+from utils.waiting import DataWatch
 
 
 def _topology(launch: Launch) -> Topology:
@@ -29,10 +31,11 @@ def _topology(launch: Launch) -> Topology:
 @contextmanager
 def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
     """This process's place among those launched; an error inside ends it with one line on one rank and code 2."""
-    ranks = topology = None
+    ranks = topology = watch = None
     try:
         topology = _topology(launch)
         ranks = Ranks(topology, launch, prog)
+        watch = DataWatch(ranks)
         yield ranks
         ranks.part()
     except KeyboardInterrupt as interrupt:
@@ -43,6 +46,8 @@ def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
             ranks.ends(interrupt)
         raise SystemExit(getattr(interrupt, "code", 130)) from None
     except Exception as error:
+        with suppress(ValueError):  # of a thread that may not
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise here for the next dead worker
         error = explained(error)
         if isinstance(error, AgreedError):
             ranks.part()
@@ -54,5 +59,7 @@ def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
             raise  # a bug: its traceback is what helps
         leave(told if ranks and ranks.meets else placed(told), prog, speaks, launch.traceback)
     finally:
+        if watch is not None:
+            watch.end()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -8,6 +8,7 @@ import traceback
 from typing import NoReturn
 
 from utils.launch import is_launched, told_ranks
+from utils.shared_memory import FIX, PLACE, describe
 
 USER_ERRORS = (ValueError, OSError, ImportError)  # what names a cause outside this code; anything else is a bug
 
@@ -84,6 +85,8 @@ def explained(error: Exception) -> Exception:
     text = one_line(error)
     if is_out_of_memory(error):
         return ValueError(f"out of memory ({text[:120]}); lower --batch_size, or raise --grad_accum")
+    if is_killed_worker(error) and "Bus error" in f"{error} {error.__cause__}":
+        return ValueError(f"a loader process found no room in {PLACE} ({describe()}); {FIX}, or lower --num_workers")
     if is_killed_worker(error):
         return ValueError(f"a loader process was killed ({text[:100]}); if memory is short, lower --num_workers")
     for sign, mend in _KNOWN.items():

@@ -28,10 +28,11 @@ def evaluate_split(
 ) -> dict | None:
     """Loss, accuracy, top-5 accuracy and count of a split, and with --metrics macro scores and per-class accuracy.
 
-    Collective. `model` is the bare module, not DDP's wrapper, as ranks may have unequal numbers of blocks. With
-    `stopping` the ranks agree about once a second whether to stop; the result is then None. The metrics are computed on
-    the main process and missing from the others' result. `left_out` is there when images could not be read. Raises
-    RuntimeError when a sample was missed or counted twice.
+    Collective. `model` is the bare module, not DDP's wrapper, as ranks may have unequal numbers of blocks. About once a
+    second the ranks agree whether one of them could not read a sample or, with `stopping`, was told to stop; the result
+    is then None. The metrics are computed on the main process and missing from the others' result. `left_out` is there
+    when images were skipped. Raises ValueError for what cannot be read, RuntimeError when a sample was missed or counted
+    twice.
     """
     start, samples, count = time.perf_counter(), len(batches.labels), 0
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, hits, top-5 hits
@@ -39,7 +40,7 @@ def evaluate_split(
     found = torch.zeros(samples, dtype=torch.int64, device=accelerator.device)
     was_training = model.training
     model.eval()
-    pace, shared_blocks = Pace(), -(-samples // config.eval_batch_size) // accelerator.num_processes
+    pace, stopped, shared_blocks = Pace(), False, -(-samples // config.eval_batch_size) // accelerator.num_processes
     for block, (images, labels, indices) in enumerate(progress(batches), 1):
         with accelerator.autocast():
             logits = model(images)
@@ -49,14 +50,16 @@ def evaluate_split(
         sums += torch.stack([loss_sum(config, logits, labels).double(), hits[:, 0].sum(), hits.sum()])
         found[indices] += ranked[:, 0] + 1
         count += len(labels)
-        if stopping is not None and block <= shared_blocks and pace.due(block):
-            stopping.agreed = _any_wants_to_stop(ranks, accelerator, stopping, pace, block)
-            if stopping.agreed:
+        if block <= shared_blocks and pace.due(block):
+            wish = batches.error is not None or (stopping is not None and stopping.requested)
+            stopped = _any_wants_to_stop(ranks, accelerator, wish, pace, block)
+            if stopped:
                 break
     model.train(was_training)
-    if stopping is not None and stopping.agreed:
-        return None
     ranks.together(batches.check)
+    if stopped and stopping is not None:
+        stopping.agreed = True
+        return None
     own = torch.tensor([count, batches.left_out], dtype=torch.float64, device=accelerator.device)
     loss, correct, top5, count, left_out = sum_over_ranks(accelerator, torch.cat([sums, own])).tolist()
     predictions = sum_over_ranks(accelerator, found).cpu().numpy() - 1
@@ -76,9 +79,9 @@ def evaluate_split(
     return result | {"seconds": time.perf_counter() - start}
 
 
-def _any_wants_to_stop(ranks: Ranks, accelerator: Accelerator, stopping: Stopping, pace: Pace, block: int) -> bool:
+def _any_wants_to_stop(ranks: Ranks, accelerator: Accelerator, wish: bool, pace: Pace, block: int) -> bool:
     ranks.enter(f"block {block} of the evaluation")
-    own = [stopping.requested, time.perf_counter() - pace.time]
+    own = [wish, time.perf_counter() - pace.time]
     own = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
     stops, seconds = sum_over_ranks(accelerator, own).tolist()
     ranks.at("evaluating")

@@ -4,8 +4,10 @@ import ctypes
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+import psutil
 import torch
 
 from utils.stopping import leave_signals_to_parent
@@ -18,10 +20,11 @@ _LARGEST = 2**30
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
-def worker_processes(count: int) -> dict:
-    """What a DataLoader is told of its `count` workers, as keyword arguments."""
+def worker_processes(count: int, ahead: int = 2) -> dict:
+    """What a DataLoader is told of its `count` workers, each `ahead` batches ahead, as keyword arguments."""
     return {
         "num_workers": count,
+        "prefetch_factor": ahead if count else None,
         "multiprocessing_context": _START_METHOD if count else None,
         "worker_init_fn": _start_worker,
         "generator": torch.Generator(),  # of its own: starting workers must not draw from the global one
@@ -52,3 +55,14 @@ def settled_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def free_memory() -> tuple[int, int]:
+    """Bytes of memory that are free and that there are, for this machine or the container that this process is in."""
+    system = psutil.virtual_memory()
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError, KeyError):  # no container, no limit, or another version of cgroups
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return min(system.available, limit - used + int(kept["inactive_file"])), min(system.total, limit)
+    return system.available, system.total

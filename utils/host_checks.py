@@ -14,15 +14,17 @@ from urllib.parse import urlparse
 import psutil
 
 from utils.config import DoctorConfig, expand
+from utils.data.workers import AHEAD, bytes_needed
 from utils.distributed import Ranks
 from utils.findings import Finding, red
+from utils.host import free_memory
 from utils.launch import Topology, is_launched, read_topology, threads_per_process
 from utils.network import address_of, is_own, reason, set_interface, user_of
 from utils.rendezvous import launcher_serves, leads_here
+from utils.shared_memory import FIX, PLACE
 
 GB = 1e9
 _BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which workers hand over in /dev/shm
-_BATCHES = 5  # of each worker: four fetched ahead, one in use
 
 
 def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None, bool]:
@@ -189,12 +191,13 @@ def check_open_files(processes: int) -> Finding:
 def check_shared_memory(threads: int, processes: int) -> Finding | None:
     """Whether /dev/shm holds what loaders of photographs put there; None where the system has none."""
     with suppress(OSError):
-        free, need = shutil.disk_usage("/dev/shm").free, min(8, threads) * _BATCHES * _BATCH * processes
+        free = shutil.disk_usage(PLACE).free
+        need = processes * bytes_needed([_BATCH], [(min(8, threads), AHEAD)])
         value = f"{free / GB:.2f} GB free, loaders of photographs need {need / GB:.2f} GB"
-        mend = "loaders end in `Bus error`; docker run --shm-size=8g or --ipc=host, or --num_workers 0 (small images "
-        mend += "need no loaders)"
-        return Finding("/dev/shm", value, free >= need, mend)
-    return Finding("/dev/shm", "there is none")
+        mend = f"else fewer batches are prepared in advance, by fewer loader processes or none, which is slower; {FIX} "
+        mend += "(small images need no loaders)"
+        return Finding(PLACE, value, free >= need, mend)
+    return Finding(PLACE, "there is none")
 
 
 def check_memory(processes: int) -> Finding:
@@ -202,17 +205,6 @@ def check_memory(processes: int) -> Finding:
     free, total = free_memory()
     mend = "the system kills a rank when memory runs out; end what else runs here, or start fewer processes"
     return Finding("memory", f"{free / GB:.1f} of {total / GB:.1f} GB free", free >= GB * processes, mend)
-
-
-def free_memory() -> tuple[int, int]:
-    """Bytes of memory that are free and that there are, for this machine or the container that this process is in."""
-    system = psutil.virtual_memory()
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError, KeyError):  # no container, no limit, or another version of cgroups
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return min(system.available, limit - used + int(kept["inactive_file"])), min(system.total, limit)
-    return system.available, system.total
 
 
 def check_disk(config: DoctorConfig) -> Finding:

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -179,6 +180,20 @@ def _port_of_job(env: Mapping[str, str], one_machine: bool) -> int | None:
         with suppress(psutil.Error):
             job = next((f"{p.pid}" for p in psutil.Process().parents() if p.name().startswith("hydra_pmi_proxy")), None)
     return None if job is None else 10_000 + zlib.crc32(job.encode()) % 20_000
+
+
+def on_this_machine() -> tuple[int, int]:
+    """This process's number among those of the run on this machine, and how many these are; see `Topology.export`."""
+    if "LOCAL_RANK" not in os.environ:
+        return 0, 1
+    return int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def say_for_machine(text: str) -> None:
+    """Print what concerns the whole machine on its first process, with its name unless that is rank 0."""
+    if on_this_machine()[0] == 0:
+        where = "" if os.environ.get("RANK", "0") == "0" else f"{socket.gethostname()}: "
+        print(f"{where}{text}", flush=True)
 
 
 def threads_per_process(topology: Topology) -> int:

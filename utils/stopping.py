@@ -18,6 +18,8 @@ class Stopping:
     meet, and a second SIGINT ends the process at once.
     """
 
+    current: "Stopping | None" = None  # the one that has the signals, for a thread that waits with the main thread
+
     def __init__(self, is_orphan: Callable[[], bool]):
         self.agreed = False
         self._is_orphan = is_orphan
@@ -31,9 +33,11 @@ class Stopping:
                 # nohup ignores SIGHUP and means it; a shell that starts a job in the background ignores SIGINT.
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
+        Stopping.current = self
         return self
 
     def __exit__(self, *exception) -> None:
+        Stopping.current = None
         for number, handler in self._before.items():
             # Told twice is told once, also while the last ranks leave: SLURM and a launcher may both pass it on.
             signal.signal(number, signal.SIG_IGN if self.agreed and number != signal.SIGINT else handler)

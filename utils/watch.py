@@ -14,6 +14,7 @@ from functools import partial
 import torch.distributed as dist
 
 from utils.rendezvous import Member, in_time
+from utils.stopping import EXIT_RESUME
 
 _TICK = 0.5  # seconds between two looks
 _LATE = 1.0  # seconds that a tick may be late; what is beyond, this process was stopped for
@@ -21,6 +22,7 @@ _ANSWER = 3.0  # seconds that the store may take for one
 _SILENT = 5.0  # seconds without a sign of life after which a rank is said to be silent
 _LATER = 3.0  # seconds after the timeout, at which gloo tells the main thread by itself
 _GRACE = 5.0  # seconds that a rank has to notice by itself that another has ended
+_STOPPED = "stopped: "  # begins the word of a rank that was told to stop and could not wait for the others to agree
 
 
 @dataclass
@@ -91,6 +93,18 @@ class Watch:
                 if self.rank == 0:  # which may serve the store: let the others look into it once more
                     time.sleep(1.5 * _TICK)
 
+    def leave_word(self, text: str, code: int) -> bool:
+        """Tell the others, from another thread, that this rank ends now; returns whether it is the first that does.
+
+        Comes back when the others have had time to hear it: after that, their connections break.
+        """
+        mine = f"{_STOPPED * (code == EXIT_RESUME)}rank {self.rank} ended: {text}"
+        first = mine
+        with suppress(RuntimeError):
+            first = in_time(lambda: self._store.compare_set("ended", "", mine), _ANSWER).decode()
+        time.sleep(4 * _TICK)
+        return first == mine
+
     def waiting_for(self, silence: float = _SILENT) -> str:
         """Who keeps this rank waiting and where those are, as far as they told; empty when nobody does.
 
@@ -135,6 +149,8 @@ class Watch:
         self._tick += 1
         mine = json.dumps([self.entered, self.place, self._tick])
         if self._ended is not None:  # and the store may end with that rank
+            if self._ended[1].startswith(_STOPPED) and self.waiting:
+                os._exit(EXIT_RESUME)  # that rank says why
             if now - self._ended[0] > (_GRACE if self.waiting else self.timeout):  # it may be saving what can be saved
                 self._leave(self._ended[1])
             return

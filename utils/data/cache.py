@@ -1,14 +1,10 @@
 """A whole small data set decoded once, into one memory map in the cache that all ranks of a machine share."""
 
-import fcntl
 import math
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -16,11 +12,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from utils.config import expand
-from utils.data.decode import SMALL, VERSION, center, decode, shrink_to_center
-from utils.data.splits import Split, whole_split
+from utils.data.decode import SMALL, VERSION, BadImages, center, decode, shrink_to_center
+from utils.data.pixels import content_of_array, damage, open_pixels, remove_leftovers, write_pixels
+from utils.data.splits import Split, fingerprint_of, whole_split
+from utils.data.workers import choose_workers, usable_room
 from utils.errors import one_line
-from utils.files import named
-from utils.host import worker_processes
+from utils.host import free_memory, worker_processes
+from utils.launch import on_this_machine, say_for_machine
+from utils.shared_memory import NoRoom, share
+from utils.waiting import awaited
 
 _CHUNK, _CHUNK_BYTES = 256, 2**19  # images decoded at once; some wait in /dev/shm, which may be as small as 64 MB
 _LEAST, _MOST = 2000, 32  # images for which a worker process pays, and the most of these
@@ -37,7 +37,7 @@ class Shared:
 
 
 class _Chunks(Dataset):
-    """Runs of consecutive samples: decoded, uint8 [n, H, W, C], or the error that one of them raised."""
+    """Runs of consecutive samples: decoded, uint8 [n, H, W, C], or {position: what is wrong} where some are broken."""
 
     def __init__(self, split: Split, shape: tuple[int, int, int]):
         self.split, self.shape, self.size = split, shape, max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape)))
@@ -45,21 +45,24 @@ class _Chunks(Dataset):
     def __len__(self) -> int:
         return -(-len(self.split) // self.size)
 
-    def __getitem__(self, number: int) -> Tensor | Exception:
+    def __getitem__(self, number: int) -> Tensor | dict[int, str]:
         height, width, channels = self.shape
         positions = range(number * self.size, min((number + 1) * self.size, len(self.split)))
-        pixels, shrink = np.empty((len(positions), *self.shape), np.uint8), shrink_to_center(height, width)
+        pixels, shrink, broken = np.empty((len(positions), *self.shape), np.uint8), shrink_to_center(height, width), {}
         try:
             encoded = self.split.read_ahead(positions)
-            for row, position in enumerate(positions):
-                if not self.split.readable[position]:
-                    pixels[row] = 0  # never used
-                    continue
+        except Exception:  # of a broken table; one by one it shows which images are
+            encoded = [None] * len(positions)
+        for row, position in enumerate(positions):
+            if not self.split.readable[position]:
+                pixels[row] = 0  # never used
+                continue
+            try:
                 image = decode(self.split, position, channels, encoded[row], shrink)
                 pixels[row] = center(image, height, width).numpy()
-        except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback
-            return error
-        return torch.from_numpy(pixels)
+            except (ValueError, OSError) as error:  # as a value: a worker's exception would come with its traceback
+                broken[position] = one_line(error)
+        return broken or torch.from_numpy(pixels)
 
 
 def decode_all(
@@ -67,84 +70,116 @@ def decode_all(
 ) -> np.ndarray | Shared:
     """All samples as uint8 [N, H, W, C]: the split's own array where it is one, else a memory map kept in the cache.
 
-    The file is named by the data's fingerprint and appears whole or not at all. `progress` wraps an iterable (tqdm).
-    Raises ValueError for an unreadable image, OSError where the cache has no room.
+    The file is named by the data's fingerprint, which for image files has their paths, sizes and modification times: a
+    file that is rewritten with its size and time kept is not noticed. A machine's first rank checks the pixels; a
+    damaged file is deleted and made anew. Where nothing can be cached, a set that fits is decoded into memory.
+    `progress` wraps an iterable (tqdm). Raises BadImages, OSError where neither the cache nor the memory has room, and
+    ValueError for a damaged file that cannot be deleted.
     """
     shape = (height, width, channels)
     if len(split) > len(split.images):  # samples share images
         whole = whole_split(split.name, split.images, np.zeros(len(split.images)), split.fingerprint)
-        return Shared(decode_all(whole, *shape, cache_dir, progress), split.rows)
+        try:
+            return Shared(decode_all(whole, *shape, cache_dir, progress), split.rows)
+        except BadImages as bad:
+            found = {sample: bad.found[row] for sample, row in enumerate(split.rows.tolist()) if row in bad.found}
+            raise BadImages(found or bad.found) from bad
     if isinstance(split.images, np.ndarray) and _shape(split.images) == shape:
         is_whole = np.array_equal(split.rows, np.arange(len(split.images)))
         images = split.images if is_whole else split.images[split.rows]
         return images[..., None] if images.ndim == 3 else images.transpose(0, 2, 3, 1)
     path = expand(cache_dir) / "decoded" / f"v{VERSION}-{split.cache_key}-{height}x{width}x{channels}.npy"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path.parent)
-        _check_room(path.parent, len(split) * height * width * channels)
-        _decode_into(path, split, shape, progress)
     try:
-        return np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path}: damaged ({one_line(error)}); delete it, and it will be made anew") from error
+        if not _is_cached(path, (len(split), *shape)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(path.parent)
+            _check_room(path.parent, len(split) * math.prod(shape))
+            write_pixels(path, (len(split), *shape), _decoded(split, shape, progress))
+        return open_pixels(path)
+    except OSError as error:
+        return _decode_in_memory(split, shape, progress, one_line(error))
+
+
+def content_of(pixels: np.ndarray | Shared) -> str:
+    """A fingerprint of the images that `decode_all` returned, 64 hex digits; see `content_of_array`."""
+    if isinstance(pixels, Shared):
+        return fingerprint_of(content_of_array(pixels.images), np.ascontiguousarray(pixels.rows).data)
+    return content_of_array(pixels)
+
+
+def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
+    """Whether the file is there and good; one that is not is deleted."""
+    if not path.exists():
+        return False
+    wrong = damage(path, shape, thorough=on_this_machine()[0] == 0)  # the other ranks come after the first
+    if not wrong:
+        return True
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        mend = "delete it, or choose another --cache_dir"
+        raise ValueError(f"{path}: damaged ({wrong}) and cannot be deleted ({error.strerror}); {mend}") from error
+    say_for_machine(f"{path}: damaged ({wrong}); decoding the images again")
+    return False
 
 
 def _check_room(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:  # to be told now, not when the disk is full after long work
-        raise OSError(
-            f"{folder}: the decoded images take {size / 1e9:.1f} GB and only {free / 1e9:.1f} GB are free; choose "
-            f"another --cache_dir, or an --image_size above {SMALL} to decode images when their turn comes"
-        )
+        raise OSError(f"{folder}: {_size(size)} needed for the decoded images, {_size(free)} free")
 
 
-def _decode_into(path: Path, split: Split, shape: tuple[int, int, int], progress: Callable) -> None:
-    """Decode on all processor cores, as the other ranks of this machine wait; write from this process, in order."""
+def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:
+    """All images in order, some at a time, decoded on all processor cores, as the other ranks of this machine wait.
+
+    Raises BadImages once all have been looked at.
+    """
     # Processes, as threads wait for each other's Python here; forked like any loader's workers, as starting new ones
     # takes longer than MNIST. They give tensors: arrays would come through a pipe, where an orphan would wait for ever.
     workers = min(len(os.sched_getaffinity(0)), _MOST, len(split) // _LEAST)
-    chunks = DataLoader(
-        _Chunks(split, shape),
-        batch_size=None,
-        **worker_processes(workers if workers > 1 else 0),
-    )
-    with _whole_or_not_at_all(path) as file:
-        header = {"descr": "|u1", "fortran_order": False, "shape": (len(split), *shape)}
-        np.lib.format.write_array_header_1_0(file, header)
-        file.flush()  # a file of no bytes is one that is not locked yet, see `_remove_leftovers`
-        for pixels in progress(chunks):
-            if isinstance(pixels, Exception):
-                raise pixels
-            file.write(pixels.numpy())  # not through a memory map, where a full disk would be a bus error
+    runs = _Chunks(split, shape)
+    [(workers, ahead)] = choose_workers([runs.size * math.prod(shape)], workers, 2, usable_room())
+    processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
+    chunks, broken = DataLoader(runs, batch_size=None, collate_fn=_hand_over, **processes), {}
+    for pixels in awaited(progress(chunks), "a decoded image"):
+        if isinstance(pixels, NoRoom):
+            raise pixels
+        if isinstance(pixels, dict):
+            broken |= pixels
+        elif not broken:
+            yield pixels.numpy()
+    if broken:
+        raise BadImages(broken)
 
 
-@contextmanager
-def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` at the end of the block, and goes when there is an error in it."""
-    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+def _hand_over(pixels: Tensor | dict) -> Tensor | dict | NoRoom:
+    """In a worker, put the pixels where the rank can reach them; the error where there is no room for that."""
     try:
-        with named(path), partial.open("xb") as file:
-            with suppress(OSError):  # some network file systems have no locks
-                fcntl.lockf(file, fcntl.LOCK_EX)  # until it is closed, see below
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        share([pixels] if isinstance(pixels, Tensor) else [])
+    except NoRoom as error:
+        return error
+    return pixels
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Delete what processes were writing when they were killed: with them went their locks.
+def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Callable, reason: str) -> np.ndarray:
+    """What could not be cached for this reason, decoded into memory of this process if that is large enough."""
+    (number, processes), size, (free, _) = on_this_machine(), len(split) * math.prod(shape), free_memory()
+    where = f"memory, {_size(size)}" + f" in each of {processes} processes" * (processes > 1)
+    if size * processes > free / 2 if number == 0 else size > free:  # the first decides while all of it is free
+        raise OSError(
+            f"decoded images can be kept neither in the cache ({reason}) nor in {where}, with {_size(free)} free; "
+            f"choose another --cache_dir, or an --image_size above {SMALL} to decode images when their turn comes"
+        )
+    say_for_machine(f"decoded images cannot be cached ({reason}) and are kept in {where}; see --cache_dir")
+    pixels, filled = np.empty((len(split), *shape), np.uint8), 0
+    for chunk in _decoded(split, shape, progress):
+        pixels[filled : filled + len(chunk)] = chunk
+        filled += len(chunk)
+    return pixels
 
-    A live one, on whatever machine, holds its lock before it writes the first byte.
-    """
-    for partial in folder.glob("*.partial"):
-        with suppress(OSError), partial.open("r+b") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_size:
-                partial.unlink()
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _shape(images: np.ndarray) -> tuple[int, int, int]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from utils.config import expand
@@ -18,6 +17,7 @@ from utils.data.decode import why_unreadable
 from utils.data.splits import Files, Split, fingerprint_of
 from utils.files import write_file
 from utils.host import worker_processes
+from utils.waiting import awaited
 
 _VERSION = 1  # of what a check finds; raised when that changes, so that no cache keeps older results
 _CHUNK, _LEAST, _MOST = 256, 4000, 32  # images looked at in one go; images for which a process pays; most of these
@@ -101,15 +101,18 @@ def _look_at_all(split: Split, full: bool, progress: Callable) -> dict:
     chunks = _Chunks(split, positions, full)
     loader = DataLoader(chunks, batch_size=None, **worker_processes(workers if workers > 1 else 0))
     ends, bad, start = [], {}, 0
-    for sums, wrong in progress(loader):
+    for sums, wrong in awaited(progress(loader), "the check of an image"):
         bad |= {str(start + number): reason for number, reason in wrong.items()}
-        ends += sums.tolist()
+        ends += sums
         start += len(sums)
     return {"ends": ends, "bad": bad}
 
 
 class _Chunks(Dataset):
-    """Runs of images: (checksums int64 [n], {number in the run: what is wrong})."""
+    """Runs of images: (a checksum of each, {number in the run: what is wrong}).
+
+    Not as tensors: those would go through /dev/shm, which may be full.
+    """
 
     def __init__(self, split: Split, positions: np.ndarray, full: bool):
         self.split, self.positions, self.full = split, positions, full
@@ -117,9 +120,9 @@ class _Chunks(Dataset):
     def __len__(self) -> int:
         return -(-len(self.positions) // _CHUNK)
 
-    def __getitem__(self, number: int) -> tuple[torch.Tensor, dict[int, str]]:
+    def __getitem__(self, number: int) -> tuple[list[int], dict[int, str]]:
         positions = self.positions[number * _CHUNK : (number + 1) * _CHUNK]
-        sums, bad = torch.zeros(len(positions), dtype=torch.int64), {}
+        sums, bad = [0] * len(positions), {}
         for place, (position, ends) in enumerate(zip(positions, self._ends(positions), strict=True)):
             if isinstance(ends, str):
                 bad[place] = ends

@@ -29,6 +29,21 @@ with warnings.catch_warnings():  # once a process PyTorch tells that such a tens
     torch.frombuffer(b"JPEG", dtype=torch.uint8)
 
 
+class BadImages(ValueError):
+    """Images that cannot be read; `found` has what is wrong with each, by the sample's position in its split."""
+
+    def __init__(self, found: dict[int, str]):
+        self.found = dict(sorted(found.items()))
+        texts = list(self.found.values())
+        more = f"; and {len(texts) - 10} more" * (len(texts) > 10)
+        several = f"{len(texts)} images cannot be read: {'; '.join(texts[:10])}{more}; fix them, or go on "
+        several += "without them: --bad_images skip"
+        super().__init__(several if len(texts) > 1 else f"{texts[0]}; {WAY_OUT}")
+
+    def __reduce__(self):
+        return BadImages, (self.found,)
+
+
 def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None) -> Tensor:
     """Sample `position` as uint8 [H, W, C], from `raw` if it has been read; ValueError names it if it is unreadable.
 

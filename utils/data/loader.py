@@ -16,9 +16,12 @@ from utils.data.cache import Shared, decode_all
 from utils.data.decode import EVAL_CROP, SMALL, WAY_OUT, center, decode, resize, shrink_to_center, shrink_to_part
 from utils.data.order import Piece
 from utils.data.splits import Split
+from utils.data.workers import AHEAD, most_workers, workers_that_fit
 from utils.distributed import Ranks
 from utils.errors import one_line
 from utils.host import worker_processes
+from utils.shared_memory import NoRoom, share
+from utils.waiting import awaited
 
 _CACHE = 2**18  # floats that stay in a processor's cache of 1 MiB
 
@@ -111,7 +114,8 @@ class Encoded(Dataset):
                     bad[position] = one_line(error)
         except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback
             nothing = Piece(piece.epoch, indices[:0])
-            return _batch(nothing, images[:0], self.labels, asked) | {"error": one_line(error)}
+            text = f"{one_line(error)}; {WAY_OUT}"
+            return _batch(nothing, images[:0], self.labels, asked) | {"error": text}
         if bad:
             indices, images = indices[kept], images[: len(kept)]
         return _batch(Piece(piece.epoch, indices), images, self.labels, asked) | {"bad": bad}
@@ -153,24 +157,46 @@ def make_dataset(split: Split, spec: InputSpec, config: TrainConfig, training: b
 
 def make_loader(dataset: Dataset, batch_sampler, config: TrainConfig, ranks: Ranks) -> DataLoader:
     """A loader to hand to `Accelerator.prepare`; its sampler emits one `Piece` a batch."""
-    workers = config.num_workers
-    if workers is None:
-        workers = min(8, ranks.threads)
-    if isinstance(dataset, Decoded):
-        workers = 0  # a batch is one copy; handing it from process to process would take longer
+    return make_loaders({"its batches": (dataset, batch_sampler)}, config, ranks)[0]
+
+
+def make_loaders(parts: dict[str, tuple], config: TrainConfig, ranks: Ranks) -> list[DataLoader]:
+    """The loaders of a run, made at once as they share /dev/shm; `parts` names what each (dataset, sampler) is for."""
+    wanted = min(8, ranks.threads) if config.num_workers is None else config.num_workers
+    wanted = min(wanted, most_workers())  # eval.py takes over the number of the run, perhaps of a larger machine
+    # Batches of small images are one copy each; handing them from process to process would take longer.
+    sizes = {name: _bytes(*part) for name, part in parts.items() if not isinstance(part[0], Decoded)}
+    choices = dict(zip(sizes, workers_that_fit(sizes, wanted), strict=True))
+    return [_make_loader(*part, *choices.get(name, (0, AHEAD)), ranks) for name, part in parts.items()]
+
+
+def _bytes(dataset: Dataset, batch_sampler) -> int:
+    """Bytes of the largest batch that workers hand over."""
+    spec = dataset.spec
+    most = batch_sampler.largest if hasattr(batch_sampler, "largest") else max(len(p.indices) for p in batch_sampler)
+    return most * spec.height * spec.width * spec.channels
+
+
+def _make_loader(dataset: Dataset, batch_sampler, workers: int, ahead: int, ranks: Ranks) -> DataLoader:
     return DataLoader(
         dataset,
         batch_sampler=batch_sampler,
-        collate_fn=_as_it_is,
-        **worker_processes(workers),
+        collate_fn=_hand_over_to_rank,
+        **worker_processes(workers, ahead),
         persistent_workers=workers > 0,
-        prefetch_factor=4 if workers else None,
         pin_memory=ranks.device.type == "cuda",
     )
 
 
-def _as_it_is(batch: dict) -> dict:
-    return batch
+def _hand_over_to_rank(batch: dict) -> dict:
+    """The batch, in a worker where the rank can reach it; an empty one with the error if there is no room for it."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    try:
+        share(tensors.values())
+    except NoRoom as error:
+        tensors, batch = {name: value[:0] for name, value in tensors.items()}, batch | {"error": one_line(error)}
+    # Views of no elements would bring all of their memory along.
+    return batch | {name: value if value.numel() else value.clone() for name, value in tensors.items()}
 
 
 class Batch(NamedTuple):
@@ -191,6 +217,7 @@ class Batches:
     def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):
         self.loader, self.seed, self.device, self.error = loader, config.seed, device, None
         self.left_out, self.bad, self.told = 0, {}, set()
+        self.what = "a training batch" if training else "an evaluation batch"
         loader.device = None  # Accelerate would copy in the stream that computes; here `_upload` does
         self.padding = config.crop_padding if training and spec.small else 0
         self.flip = training and spec.small and config.flip
@@ -202,7 +229,7 @@ class Batches:
     def check(self) -> None:
         """Raise ValueError if a sample could not be read; its batch was then given as an empty one."""
         if self.error is not None:
-            raise ValueError(f"{self.error}; {WAY_OUT}")
+            raise ValueError(self.error)
 
     @property
     def labels(self) -> np.ndarray:
@@ -214,7 +241,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         self.left_out = 0
-        for batch in _upload(map(self._draw, self.loader), self.device):
+        for batch in _upload(map(self._draw, awaited(self.loader, self.what)), self.device):
             self.error = batch.get("error", self.error)
             self.left_out += batch["left_out"]
             self.bad |= batch.get("bad", {})

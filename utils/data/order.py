@@ -95,6 +95,11 @@ class UpdateSampler:
     def __init__(self, plan: Plan, updates: int, epoch: int = 0, position: int = 0):
         self.plan, self.updates, self.epoch, self.position = plan, updates, epoch, position
 
+    @property
+    def largest(self) -> int:
+        """Samples of the largest piece."""
+        return -(-self.plan.global_batch_size // self.plan.pieces)
+
     def __len__(self) -> int:
         return self.updates * self.plan.pieces
 
@@ -119,6 +124,11 @@ class BlockSampler:
 
     def __init__(self, samples: int, block_size: int):
         self.samples, self.block_size = samples, block_size
+
+    @property
+    def largest(self) -> int:
+        """Samples of the largest block."""
+        return min(self.samples, self.block_size)
 
     def __len__(self) -> int:
         return -(-self.samples // self.block_size)

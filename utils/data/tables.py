@@ -1,5 +1,6 @@
 """Hugging Face data sets: from the Hub, from parquet and arrow files, and from save_to_disk folders."""
 
+import errno
 import json
 import re
 import sys
@@ -61,10 +62,27 @@ def read_table_files(path: Path):
     try:
         return _read(path)
     except Exception as error:  # broken files make the libraries below raise anything
+        _check_cache(error, path)
         reason = one_line(error.__cause__ or error)[:300]
         raise ValueError(
             f"{_unreadable(path)}: cannot be read ({reason}); it must have rows: mend or remove it"
         ) from error
+
+
+def _check_cache(error: Exception, path: Path) -> None:
+    """Raise ValueError when reading failed because `datasets` cannot write its own cache: then the data are fine."""
+    from datasets import config
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            elsewhere = cause.filename and not Path(cause.filename).resolve().is_relative_to(path.resolve())
+            if elsewhere or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+                raise ValueError(
+                    f"{config.HF_DATASETS_CACHE}: the cache of Hugging Face data sets cannot be written "
+                    f"({cause.strerror}); set HF_HOME to a folder with free space that this user may write to"
+                ) from error
+        cause = cause.__cause__ or cause.__context__
 
 
 def _read(path: Path):

@@ -1,0 +1,237 @@
+"""Data that do not come: the run says so, leaves when it is told to, and gives up after --timeout; nothing hangs."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from make_data import image_folder
+from ranks import run_ranks, start_ranks
+from test_stopping import has_logged, until
+
+import eval
+import train
+import utils.data.cache
+import utils.data.loader
+from utils import stopping, waiting
+from utils.data.order import permutation
+from utils.stopping import Stopping
+from utils.waiting import DataWatch, awaited
+
+FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
+FLAGS += ["--global_batch_size", "8", "--log_every", "1", "--max_steps", "100000", "--run_name", "run"]
+FLAGS += ["--eval_every", "100000", "--save_every", "100000", "--min_scale", "1"]
+NO_LINE = "has not come for"
+
+
+@pytest.fixture
+def photos():
+    image_folder("photos/train", {"a": 20, "b": 20}, size=(112, 112))
+    image_folder("photos/val", {"a": 4, "b": 4}, size=(112, 112))
+    os.mkfifo("dead")
+    yield
+    for pid in readers():  # what still reads if the test has failed
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+# The watch itself, by a clock of the test's own
+
+
+class Clock:
+    """In the place of the watch's pauses: each look comes after some seconds, and may change something before."""
+
+    def __init__(self, monkeypatch, looks):
+        self.now, self.looks = 0.0, iter(looks)
+        monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def wait(self, tick):
+        step = next(self.looks, None)
+        if step is None:
+            return True
+        if callable(step):
+            step()
+            step = tick
+        self.now += step
+        return False
+
+
+class Left(Exception):
+    """The watch has ended the process."""
+
+
+def watched(monkeypatch, looks, timeout=600.0, orphaned=lambda: False, what="a training batch", main=True):
+    """What the watch said in these looks, and the text and code that it left with, if it did."""
+    watch, said = DataWatch.__new__(DataWatch), []
+    launch = SimpleNamespace(timeout=timeout)
+    ranks = type("Fake", (), {"orphaned": property(lambda self: orphaned())})()
+    ranks.launch, ranks.prog, ranks.is_main = launch, "train.py", main
+    watch._ranks, watch._stop = ranks, Clock(monkeypatch, looks)
+    watch._say = said.append
+
+    def leave(text, code):
+        raise Left(text, code)
+
+    watch._leave = leave
+    monkeypatch.setattr(waiting._Wait, "what", what)
+    monkeypatch.setattr(waiting._Wait, "number", 1)
+    try:
+        watch._run()
+    except Left as left:
+        return said, *left.args
+    return said, None, None
+
+
+def test_waiting_is_said_once_and_given_up_after_the_timeout(monkeypatch):
+    said, text, code = watched(monkeypatch, [0.5] * 1300)
+    assert len(said) == 1 and said[0].startswith("has waited 60 s for a training batch")
+    assert code == 2 and text.startswith("error: a training batch has not come for 600 s; ") and "--timeout" in text
+    said, text, code = watched(monkeypatch, [0.5] * 1190)
+    assert len(said) == 1 and text is code is None
+    assert watched(monkeypatch, [0.5] * 200, main=False)[0] == []  # the others' own watch says it
+
+
+def test_each_batch_has_the_whole_time(monkeypatch):
+    def comes():
+        waiting._Wait.number += 1
+
+    assert watched(monkeypatch, ([0.5] * 100 + [comes]) * 30) == ([], None, None)
+
+
+def test_a_process_that_computes_does_not_wait(monkeypatch):
+    assert watched(monkeypatch, [0.5] * 3000, what="", orphaned=lambda: True) == ([], None, None)
+
+
+def test_time_in_which_the_process_was_paused_does_not_count(monkeypatch):
+    assert watched(monkeypatch, [0.5, 5000.0, 0.5, 5000.0, 0.5])[1:] == (None, None)
+
+
+def test_a_wish_to_stop_is_heeded_once_no_batch_has_come_for_ten_seconds(monkeypatch):
+    """Counted from the wish: the batch may be on its way."""
+    orphan = []
+    looks = [0.5] * 100 + [lambda: orphan.append(1)]
+    assert watched(monkeypatch, looks + [0.5] * 18, orphaned=lambda: bool(orphan))[1:] == (None, None)
+    orphan.clear()
+    _, text, code = watched(monkeypatch, looks + [0.5] * 21, orphaned=lambda: bool(orphan))
+    assert code == 75 and text.startswith("stopped (the launcher is gone): a training batch has not come for 60 s")
+    assert "--resume auto" in text
+
+
+def test_the_last_signal_is_the_reason(monkeypatch):
+    with Stopping(lambda: False) as stops:
+        stops.training_begins()
+        assert watched(monkeypatch, [0.5] * 40)[1:] == (None, None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        _, text, code = watched(monkeypatch, [0.5] * 40)
+        assert code == 75 and text.startswith("stopped (SIGUSR1): ")
+    assert stopping.Stopping.current is None
+
+
+def test_what_is_waited_for_is_known_only_while_it_is_waited_for():
+    seen = []
+
+    def items():
+        for number in range(3):
+            seen.append((waiting._Wait.what, waiting._Wait.number))
+            yield number
+        seen.append((waiting._Wait.what, waiting._Wait.number))
+
+    got = []
+    for number in awaited(items(), "a thing"):
+        got.append(number)
+        assert waiting._Wait.what == ""
+    assert got == [0, 1, 2] and waiting._Wait.what == ""
+    names, numbers = zip(*seen, strict=True)
+    assert names == ("a thing",) * 4 and len(set(numbers)) == 4
+
+
+# Real runs, whose data come from a dead disk: a pipe that nobody writes to
+
+
+def _dead_disk(main, flags, where, dead):
+    """Reading the `dead` samples never comes back."""
+    decode = where.decode
+    sys.stderr = sys.__stderr__  # as what is caught goes with the process
+    waiting.PATIENCE = 0.5
+
+    def dying(split, position, *arguments):
+        if position in dead:
+            Path(f"reads-{os.getpid()}").touch()
+            Path("dead").read_bytes()
+        return decode(split, position, *arguments)
+
+    where.decode = dying
+    main(flags)
+
+
+def readers():
+    return [int(path.name[6:]) for path in Path().glob("reads-*")]
+
+
+def all_gone():
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in readers())
+
+
+def begin(processes, *flags, halves=(0, 1), launcher=False):
+    """Train for two updates; samples in these halves of the fourth's global batch, one for each rank, are dead."""
+    dead = [int(permutation(40, 0, 0)[3 * 8 + 4 * half + 1]) for half in halves]
+    arguments = train.main, [*FLAGS, *flags], utils.data.loader, dead
+    launch = start_ranks(processes, _dead_disk, *arguments, launcher=launcher)
+    until(has_logged(2))  # so that the ranks have met for the last time: Accelerate reads one batch ahead
+    until(readers)
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("processes", "workers", "halves"), [(1, "0", [0]), (1, "2", [1]), (2, "1", [0, 1]), (2, "1", [1]), (2, "0", [0])]
+)
+def test_a_run_that_is_told_to_stop_leaves_though_no_batch_comes(photos, capfd, processes, workers, halves):
+    launch = begin(processes, "--num_workers", workers, halves=halves)
+    launch.kill(signal.SIGTERM)
+    assert [outcome.code for outcome in launch.finish()] == [75] * processes
+    said = capfd.readouterr().err
+    assert said.count(NO_LINE) == 1 and "train.py: stopped (SIGTERM): a training batch has not come for" in said
+    assert "--resume auto" in said and ("from loader process" in said) == (workers != "0")
+    until(all_gone)
+
+
+@pytest.mark.parametrize(("processes", "workers"), [(1, "0"), (2, "1")])
+def test_a_run_whose_data_do_not_come_ends_after_the_timeout(photos, capfd, processes, workers):
+    launch = begin(processes, "--num_workers", workers, "--timeout", "4")
+    assert [outcome.code for outcome in launch.finish()] == [2] * processes
+    said = capfd.readouterr().err
+    assert said.count(f"train.py: error: a training batch {NO_LINE}") == 1 and "--timeout" in said
+    assert said.count("train.py: has waited 2 s for a training batch") == 1
+    until(all_gone)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ranks_whose_launcher_was_killed_leave_though_no_batch_comes(photos, capfd, processes):
+    launch = begin(processes, "--num_workers", "1", launcher=True)
+    os.kill(launch.launcher, signal.SIGKILL)
+    launch.finish()  # once all of them are gone
+    assert "train.py: stopped (the launcher is gone): a training batch has not come for" in capfd.readouterr().err
+    until(all_gone)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_images_to_decode_beforehand_that_do_not_come_end_the_run(photos, capfd, processes):
+    flags = ["--data", "photos", "--image_size", "32", "--timeout", "2", "--model", "mlp", "--run_name", "run"]
+    outcomes = run_ranks(processes, _dead_disk, train.main, flags, utils.data.cache, [7])
+    assert [outcome.code for outcome in outcomes] == [2] * processes
+    assert capfd.readouterr().err.count(f"train.py: error: a decoded image {NO_LINE}") == 1
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_an_evaluation_whose_data_do_not_come_ends_after_the_timeout(photos, capfd, workers):
+    (trained,) = run_ranks(1, train.main, [*FLAGS, "--max_steps", "1", "--num_workers", "0"])
+    assert trained.code == 0, trained.err
+    flags = ["--ckpt", "runs/run", "--timeout", "2", "--num_workers", workers]
+    (outcome,) = run_ranks(1, _dead_disk, eval.main, flags, utils.data.loader, [5])
+    assert outcome.code == 2
+    said = capfd.readouterr().err
+    assert said.count(f"eval.py: error: an evaluation batch {NO_LINE}") == 1 and "--resume" not in said

@@ -1,0 +1,124 @@
+"""A file of decoded images: an array uint8 [N, H, W, C] as numpy writes it, and after that a checksum of the pixels."""
+
+import fcntl
+import hashlib
+import math
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from utils.errors import one_line
+from utils.files import named
+
+_BLOCK = 2**24  # bytes that one thread hashes at once
+_CHECKSUM = b"\ncontent %s\n"
+_END = len(_CHECKSUM % bytes(64))
+
+
+def content_of_array(pixels: np.ndarray) -> str:
+    """A fingerprint of uint8 [N, H, W, C], 64 hex digits; the same for equal pixels, whether in a file or in memory.
+
+    That of a whole mapped file is read from its end; any other takes about a second for a GB and processor core.
+    """
+    if isinstance(pixels, np.memmap) and pixels.filename is not None:
+        path, end = Path(pixels.filename), pixels.offset + pixels.nbytes
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            is_whole = os.fstat(file.fileno()).st_size == end + _END and open_pixels(path).shape == pixels.shape
+            if is_whole and (checksum := _checksum_at(file, end)):
+                return checksum
+    return _content(pixels.shape, lambda start, stop: np.ascontiguousarray(pixels[start:stop]).data)
+
+
+def open_pixels(path: Path) -> np.memmap:
+    """Map the file; see `damage` for what may be wrong with it."""
+    return np.lib.format.open_memmap(path, mode="r")
+
+
+def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
+    """What is wrong with the file of images of this shape; empty when it is good. `thorough` looks at the pixels too.
+
+    Raises OSError when the file cannot be read.
+    """
+    try:
+        mapped = open_pixels(path)
+    except OSError:
+        raise
+    except Exception as error:  # numpy raises anything for a broken header, which it never executes
+        return f"not an array: {one_line(error)[:100]}"
+    if mapped.shape != shape or mapped.dtype != np.uint8 or not mapped.flags.c_contiguous:
+        return f"{mapped.dtype} {list(mapped.shape)} instead of uint8 {list(shape)}"
+    start, end = mapped.offset, mapped.offset + mapped.nbytes
+    with named(path), path.open("rb", buffering=0) as file:
+        size, checksum = os.fstat(file.fileno()).st_size, _checksum_at(file, end)
+        if size != end + _END or not checksum:
+            return "cut off, or without the checksum that older versions did not write"
+        if thorough and checksum != _content_of_file(file, start, shape):  # read, as a map ends in SIGBUS on bad disks
+            return "its pixels have changed since they were written"
+    return ""
+
+
+def write_pixels(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
+    """Write the file from runs of images in order; it appears whole or not at all. OSError names it."""
+    with _whole_or_not_at_all(path) as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+        file.flush()  # a file of no bytes is one that is not locked yet, see `remove_leftovers`
+        start = file.tell()
+        for pixels in chunks:
+            file.write(pixels)  # not through a memory map, where a full disk would be a bus error
+        file.flush()
+        file.write(_CHECKSUM % _content_of_file(file, start, shape).encode())
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what processes were writing when they were killed: with them went their locks.
+
+    A live one, on whatever machine, holds its lock before it writes the first byte.
+    """
+    for partial in folder.glob("*.partial"):
+        with suppress(OSError), partial.open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size:
+                partial.unlink()
+
+
+def _content(shape: Sequence[int], read: Callable) -> str:
+    """The SHA-256 over those of blocks of whole images, hashed on all cores; `read(first, end)` gives images' bytes."""
+    rows = max(1, _BLOCK // max(1, math.prod(shape[1:])))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        starts = range(0, shape[0], rows)
+        blocks = pool.map(lambda row: hashlib.sha256(read(row, min(row + rows, shape[0]))).digest(), starts)
+        return hashlib.sha256(repr(tuple(shape)).encode() + b"".join(blocks)).hexdigest()
+
+
+def _content_of_file(file: BinaryIO, start: int, shape: Sequence[int]) -> str:
+    image = math.prod(shape[1:])
+    return _content(shape, lambda row, end: os.pread(file.fileno(), (end - row) * image, start + row * image))
+
+
+def _checksum_at(file: BinaryIO, end: int) -> str:
+    """The checksum that follows the pixels; empty when there is none."""
+    found = re.fullmatch(rb"\ncontent ([0-9a-f]{64})\n", os.pread(file.fileno(), _END, end))
+    return found[1].decode() if found else ""
+
+
+@contextmanager
+def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that becomes `path` at the end of the block, and goes when there is an error in it."""
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+    try:
+        with named(path), partial.open("x+b") as file:
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.lockf(file, fcntl.LOCK_EX)  # until it is closed, see below
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,88 @@
+"""How many loader processes decode photographs, and how many batches ahead, so that they fit the machine."""
+
+import math
+import os
+from collections.abc import Sequence
+
+from utils.launch import on_this_machine, say_for_machine
+from utils.shared_memory import FIX, MB, PLACE, room
+
+AHEAD = 4  # batches that each worker prepares in advance
+_IN_USE = 2  # batches that the rank holds: the one that it computes with, and the next one, as Accelerate looks ahead
+_SMALL = 2**16  # bytes of a batch besides its images: labels, indices, rounding up to pages
+_USABLE = 0.9  # of what is free: other programs use it too
+_PER_CORE = 8  # loader processes on a machine for each of its cores, far above what helps
+
+Choice = tuple[int, int]  # worker processes of a loader, and batches that each prepares in advance
+
+
+def check_workers(count: int | None) -> None:
+    """Raise ValueError when `count`, from --num_workers, would start far more processes than this machine has cores."""
+    most = most_workers()
+    if count is not None and count > most:
+        _, processes = on_this_machine()
+        total = f"{processes} x {count} loader processes" if processes > 1 else f"{count} loader processes"
+        raise ValueError(
+            f"--num_workers {count}: {total} are too many for the {os.cpu_count()} processor cores of this machine; "
+            f"give at most {most}, or leave it out"
+        )
+
+
+def most_workers() -> int:
+    """How many workers --num_workers may give each rank on this machine."""
+    return max(1, _PER_CORE * (os.cpu_count() or 1) // on_this_machine()[1])
+
+
+def bytes_needed(sizes: Sequence[int], choices: Sequence[Choice]) -> int:
+    """Bytes of /dev/shm that a rank's loaders fill at most, with batches of `sizes` bytes."""
+    pairs = zip(sizes, choices, strict=True)
+    return sum((size + _SMALL) * (workers * ahead + _IN_USE) for size, (workers, ahead) in pairs if workers)
+
+
+def choose_workers(sizes: Sequence[int], workers: int, ahead: int, free: float) -> list[Choice]:
+    """For each loader of a rank the number of workers and of batches in advance that fit into `free` bytes.
+
+    First fewer batches in advance are chosen, then fewer workers, then none, in the last loader first. 0 workers means
+    that the rank decodes in its own process.
+    """
+    options = [(workers, fewer) for fewer in range(ahead, 0, -1)] + [(fewer, 1) for fewer in range(workers - 1, 0, -1)]
+    for option in options if workers else ():
+        if bytes_needed(sizes, [option] * len(sizes)) <= free:
+            return [option] * len(sizes)
+    return [*choose_workers(sizes[:-1], workers, ahead, free), (0, 0)] if sizes else []
+
+
+def usable_room() -> float:
+    """Bytes of /dev/shm that each rank of this machine may fill."""
+    found = room()
+    return math.inf if found is None else _USABLE * found[0] / on_this_machine()[1]
+
+
+def workers_that_fit(sizes: dict[str, int], wanted: int) -> list[Choice]:
+    """`choose_workers` for this machine's /dev/shm; its first rank says so when that is less than wanted.
+
+    `sizes` has the bytes of a batch by what the loader is for.
+    """
+    found, (_, processes) = room(), on_this_machine()
+    if found is None or not sizes:
+        return [(wanted, AHEAD)] * len(sizes)
+    free, size = found
+    choices = choose_workers(list(sizes.values()), wanted, AHEAD, usable_room())
+    if any(choice != (wanted, AHEAD) for choice in choices) and wanted:
+        told = ", ".join(f"{_told(*choice)} for {name}" for name, choice in zip(sizes, choices, strict=True))
+        if len(set(choices)) == 1:
+            told = _told(*choices[0])
+        need = processes * bytes_needed(list(sizes.values()), [(wanted, AHEAD)] * len(sizes))
+        whose = f" in each of {processes} ranks" if processes > 1 else ""
+        say_for_machine(
+            f"{PLACE}: {free / MB:.0f} of {size / MB:.0f} MB free, {need / MB:.0f} MB needed for "
+            f"{_told(wanted, AHEAD)}{whose}; using {told} instead, which is slower; {FIX}"
+        )
+    return choices
+
+
+def _told(workers: int, ahead: int) -> str:
+    if not workers:
+        return "no loader process"
+    processes = f"{workers} loader process{'es' * (workers > 1)}"
+    return f"{processes} with {ahead} batch{'es' * (ahead > 1)} in advance"

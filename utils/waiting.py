@@ -1,0 +1,119 @@
+"""A process that waits for its data in vain: it says so, leaves when it is told to stop, and gives up at the end."""
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+import psutil
+
+from utils.distributed import Ranks
+from utils.errors import one_line
+from utils.rendezvous import in_time
+from utils.stopping import EXIT_RESUME, Stopping
+
+Item = TypeVar("Item")
+_TICK = 0.5  # seconds between two looks
+_DYING = 2.0  # seconds that a process may take to end
+PATIENCE = 10.0  # seconds in which data must come after this process was told to stop
+
+
+class _Wait:
+    """What the main thread waits for, if it does, and the number of that wait."""
+
+    what, number = "", 0
+
+
+def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
+    """The items; `DataWatch` looks at how long each of them takes to come. `what` names one of them."""
+    iterator = None
+    while True:
+        _Wait.number += 1
+        _Wait.what = what
+        try:
+            iterator = iter(items) if iterator is None else iterator  # starts the workers
+            item = next(iterator)
+        except StopIteration:
+            return
+        except (ConnectionError, EOFError) as error:  # a worker has ended half-way through handing something over
+            time.sleep(_DYING)  # PyTorch raises here, in its handler of SIGCHLD, what ended the worker
+            raise ValueError(f"a loader process ended while {what} was on its way ({one_line(error)})") from error
+        finally:
+            _Wait.what = ""
+        yield item
+
+
+class DataWatch:
+    """A thread that ends this process when its main thread waits for data that does not come.
+
+    The main thread may be where no exception reaches it, as in a read from a dead disk. Nothing can be saved then. It
+    leaves with the code for a resume when it was told to stop, or its launcher is gone, and with code 2 after
+    --timeout. Other ranks leave with the same code.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self._ranks, self._stop = ranks, threading.Event()
+        threading.Thread(target=self._run, name="data watch", daemon=True).start()
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        timeout = self._ranks.launch.timeout
+        number, waited, wished, said, last = 0, 0.0, 0.0, False, time.monotonic()
+        while not self._stop.wait(_TICK):
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * _TICK), now  # a process that was paused has not waited meanwhile
+            what = _Wait.what
+            if not what or _Wait.number != number:
+                number, waited, wished, said = _Wait.number, 0.0, 0.0, False
+                continue
+            waited += passed
+            reason = self._told_to_stop()
+            wished = wished + passed if reason else 0.0
+            if wished >= PATIENCE:
+                text = f"stopped ({reason}): {what} has not come for {waited:.0f} s{_workers()}"
+                more = "; --run_name NAME --resume auto goes on from the last checkpoint"
+                self._leave(text + more * (self._ranks.prog == "train.py"), EXIT_RESUME)
+            if waited > timeout:
+                fix = "see whether the disk of the data answers, or raise --timeout"
+                self._leave(f"error: {what} has not come for {waited:.0f} s{_workers()}; {fix}", 2)
+            if waited >= min(60.0, max(2.0, timeout / 10)) and not said:
+                said = True
+                if self._ranks.is_main:
+                    self._say(f"has waited {waited:.0f} s for {what}{_workers()}")
+
+    def _told_to_stop(self) -> str:
+        """Why this process is to stop; empty when it is not."""
+        if Stopping.current is not None:
+            return Stopping.current.reason if Stopping.current.requested else ""
+        return "the launcher is gone" if self._ranks.orphaned else ""
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"\n{self._ranks.prog}: {text}\n")
+        sys.stderr.flush()
+
+    def _leave(self, text: str, code: int) -> None:
+        """End this process and its workers, which may wait for ever as well."""
+        if self._ranks.leave_word(text, code):
+            self._say(text)
+        with suppress(RuntimeError):  # somebody may have stopped reading
+            in_time(sys.stdout.flush, 1.0)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        os._exit(code)
+
+
+def _workers() -> str:
+    """The state of this process's loader processes, for a message."""
+    told = []
+    for worker in multiprocessing.active_children():
+        with suppress(psutil.Error):
+            told.append(f"{worker.pid} ({psutil.Process(worker.pid).status()})")
+    more = f", and {len(told) - 4} more" * (len(told) > 4)
+    return f", from loader process{'es' * (len(told) > 1)} {', '.join(told[:4])}{more}" if told else ""
