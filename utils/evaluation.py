@@ -31,8 +31,8 @@ def evaluate_split(
     Collective. `model` is the bare module, not DDP's wrapper, as ranks may have unequal numbers of blocks. About once a
     second the ranks agree whether one of them could not read a sample or, with `stopping`, was told to stop; the result
     is then None. The metrics are computed on the main process and missing from the others' result. `left_out` is there
-    when images were skipped. Raises ValueError for what cannot be read, RuntimeError when a sample was missed or counted
-    twice.
+    when images were skipped. Raises ValueError for what cannot be read, and RuntimeError when a sample was missed or
+    counted twice.
     """
     start, samples, count = time.perf_counter(), len(batches.labels), 0
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, hits, top-5 hits
