@@ -27,7 +27,7 @@ from utils.config import DoctorConfig, TrainConfig, expand
 from utils.distributed import Ranks
 from utils.entry import ranks_of_launch
 from utils.errors import AgreedError, is_lost_rank, leave, one_line, speaks_for_machine
-from utils.files import write_file
+from utils.files import write_output
 from utils.findings import Finding, as_json, merged, red, show
 from utils.host_checks import check_machine
 from utils.launch import Topology, is_launched
@@ -148,7 +148,7 @@ def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
     error = None
     if file:
         try:
-            write_file(expand(file).resolve(), as_json(findings))
+            write_output(expand(file), as_json(findings))
         except OSError as raised:
             error = raised
     wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)

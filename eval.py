@@ -28,7 +28,7 @@ from utils.data.workers import check_workers
 from utils.distributed import Ranks
 from utils.entry import ranks_of_launch
 from utils.evaluation import evaluate_split
-from utils.files import write_file
+from utils.files import write_output
 from utils.models import build_model, check_model
 from utils.report import progress, table
 from utils.saved import read_classes, read_saved, read_settings, record_of
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if ranks.is_main:
             try:
                 if asked.json:
-                    write_file(expand(asked.json).resolve(), json.dumps(record, indent=1) + "\n")
+                    write_output(expand(asked.json), json.dumps(record, indent=1) + "\n")
             finally:
                 show(record, class_names, checkpoint)
     return record
@@ -93,7 +93,7 @@ def settings_of(checkpoint: Path, asked: EvalConfig) -> tuple[TrainConfig, bool]
 
 def check_output_file(path: Path) -> None:
     """Raise ValueError when no file can be written there."""
-    path = path.resolve()
+    path = path.resolve() if path.is_symlink() else path.absolute()
     folder = path.parent
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"--json {path}: is not a regular file; name a new file")

@@ -100,7 +100,7 @@ def _evaluate_on_a_full_disk(checkpoint, file):
     def full(path, text):
         raise OSError(28, "No space left on device", str(path))
 
-    eval.write_file = full
+    eval.write_output = full
     _evaluate(checkpoint, file)
 
 

@@ -70,6 +70,11 @@ def write_file(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def write_output(path: Path, text: str) -> None:
+    """Write a file that the user named as `write_file` does; where that is a link, what it leads to."""
+    write_file(path.resolve() if path.is_symlink() else path, text)
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
