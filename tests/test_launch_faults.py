@@ -18,8 +18,19 @@ from waiting import PATIENCE, has_logged, newest, records_so_far, until
 
 pytestmark = pytest.mark.slow
 FLAGS = ["--data", "synthetic/10x28x20000", "--model", "mlp", "--global_batch_size", "120", "--lr", "0.01"]
-FLAGS += ["--log_every", "1", "--save_every", "20", "--eval_every", "1000", "--run_name", "run", "--timeout", "60"]
-UPDATES = 2000  # of a run that is killed: the last is many seconds after the kill, on a fast machine too
+FLAGS += [
+    "--log_every",
+    "1",
+    "--save_every",
+    "20",
+    "--eval_every",
+    "1000",
+    "--run_name",
+    "run",
+    "--timeout",
+    str(PATIENCE),
+]
+UPDATES = 1200  # of a run that is killed: the last is seconds after the kill, on a fast machine too
 BIG = ["--model_args", "{hidden: 20000}"]  # a checkpoint of 130 MB
 LAUNCHERS = {
     "accelerate launch, 2 processes": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/2cpu.yaml"],
@@ -70,7 +81,7 @@ def _command(process):
         return ""
 
 
-def wait_for_all(process, ranks, seconds=30):
+def wait_for_all(process, ranks, seconds=PATIENCE):
     """The exit code of what was started, once all ranks are gone too."""
     code = process.wait(timeout=seconds)
     _, alive = psutil.wait_procs(ranks, timeout=seconds)

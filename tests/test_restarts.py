@@ -15,13 +15,13 @@ from training_runs import records, weights
 from waiting import PATIENCE, has_logged, until
 
 assert no_leftovers  # used by its name
-UPDATES = 2000
+UPDATES = 1200
 FLAGS = [*FLAGS, "--max_steps", str(UPDATES)]
 MOMENTS = ("importing", "starting", "training", "saving", "late")
 
 
 def wait_for(moment, processes, chance):
-    """Come back with the rank to kill when that moment is reached, a thousand updates before the end at the latest."""
+    """Come back with the rank to kill when that moment is reached, hundreds of updates before the end."""
     until(lambda: len(processes()) == 2)
     if moment in ("importing", "starting"):  # from PyTorch's import to the first updates
         seconds = chance.uniform(0, 3) if moment == "importing" else chance.uniform(3, 9)
@@ -30,7 +30,7 @@ def wait_for(moment, processes, chance):
     elif moment == "saving":
         until(lambda: any(Path("runs/run/checkpoints").glob(".step-*.partial")), every=0.001)
     else:
-        until(has_logged(chance.randrange(5, 100) if moment == "training" else chance.randrange(700, 1000)))
+        until(has_logged(chance.randrange(5, 100) if moment == "training" else chance.randrange(300, 600)))
     return chance.choice(processes())
 
 
