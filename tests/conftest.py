@@ -8,6 +8,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # a forked child of a process with OpenMP t
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
 
 import torch
+from ranks import end_leftovers
 
 import eval
 import train
@@ -26,6 +27,13 @@ def own_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_left():
+    """A test that fails in the middle leaves no ranks behind."""
+    yield
+    end_leftovers()
 
 
 def pytest_deselected(items):

@@ -5,6 +5,7 @@ nowhere, with the same address on all, as Docker makes it.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -49,7 +51,7 @@ class Job:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """The exit code; fails with what was written when it does not end in time."""
         try:
             return self.process.wait(timeout=seconds)
@@ -119,6 +121,11 @@ class Machine:
         chain = "chain inet tests in { type filter hook input priority 0 ; }"
         for what in ("table inet tests", chain, f"rule inet tests in iifname eth0 {rule}"):
             _run(*self._inside, "nft", f"add {what}")
+
+    def dropped(self) -> int:
+        """How many packets the rules that have a counter have met, as `numgen random mod 100 < 20 counter drop`."""
+        rules = _run(*self._inside, "nft", "list", "chain", "inet", "tests", "in")
+        return sum(map(int, re.findall(r"counter packets (\d+)", rules)))
 
     def end(self) -> None:
         """Kill all that runs on it, which is only what was started here, and take it away."""

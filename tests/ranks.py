@@ -5,13 +5,33 @@ import io
 import os
 import pickle
 import signal
+import socket
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from utils.network import free_port
+import psutil
+from waiting import PATIENCE
+
+_HELD: deque[socket.socket] = deque()  # ports, see free_port
+_RUNNING: list["Launch"] = []
+
+
+def free_port() -> int:
+    """A port that nobody listens on, and that the system gives to nobody else until 32 others have been asked for.
+
+    It stays bound here, but nobody listens: a server that sets SO_REUSEADDR, as those of PyTorch do, may listen on it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    _HELD.append(held)
+    if len(_HELD) > 32:
+        _HELD.popleft().close()
+    return held.getsockname()[1]
 
 
 @dataclass
@@ -24,13 +44,17 @@ class Outcome:
     err: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Launch:
     """Ranks that run: their process numbers, and their launcher's where it is a process of its own."""
 
     pids: list[int]
     pipes: list[int]
     launcher: int | None = None
+
+    def __post_init__(self):
+        self.processes = _processes([*self.pids, *([] if self.launcher is None else [self.launcher])])
+        _RUNNING.append(self)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to every rank."""
@@ -41,8 +65,8 @@ class Launch:
     def finish(self) -> list[Outcome]:
         """Wait for the ranks to end. A killed one, or one that hung, has no output."""
         outcomes = []
-        for pid, reading in zip(self.pids, self.pipes, strict=True):
-            with os.fdopen(reading, "rb") as pipe:
+        for pid in self.pids:
+            with os.fdopen(self.pipes.pop(0), "rb") as pipe:
                 data = pipe.read()
             value, code, out, err = (
                 pickle.loads(data) if data else (None, None, "", "no answer: it hung, or was killed")
@@ -52,10 +76,37 @@ class Launch:
             outcomes.append(Outcome(value, -signal.SIGKILL if code is None else code, out, err))
         if self.launcher is not None:
             os.waitpid(self.launcher, 0)
+        _RUNNING.remove(self)
         return outcomes
 
+    def end(self) -> None:
+        """Kill what is left of it, after a test that has failed in the middle."""
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):  # or its number is another process's by now
+                process.kill()
+        for reading in self.pipes:
+            with contextlib.suppress(OSError):
+                os.close(reading)
+        for child in self.pids if self.launcher is None else [self.launcher]:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
 
-def run_ranks(processes: int, function: Callable, *arguments: Any, seconds: float = 120) -> list[Outcome]:
+
+def end_leftovers() -> None:
+    """End the ranks that nobody has waited for, so that they disturb no other test."""
+    while _RUNNING:
+        _RUNNING.pop().end()
+
+
+def _processes(pids: list[int]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def run_ranks(processes: int, function: Callable, *arguments: Any, seconds: float = PATIENCE) -> list[Outcome]:
     """Run `function(*arguments)` on that many ranks at once, with the environment that torchrun would set.
 
     One process gets no such environment, as under plain python. A rank still running after `seconds` is killed, and
@@ -65,7 +116,7 @@ def run_ranks(processes: int, function: Callable, *arguments: Any, seconds: floa
 
 
 def start_ranks(
-    processes: int, function: Callable, *arguments: Any, seconds: float = 120, launcher: bool = False
+    processes: int, function: Callable, *arguments: Any, seconds: float = PATIENCE, launcher: bool = False
 ) -> Launch:
     """Start the ranks and come back at once; with `launcher` they have a parent of their own, as under torchrun."""
     port, pipes = free_port(), [os.pipe() for _ in range(processes)]
@@ -99,7 +150,7 @@ def start_ranks(
     return started
 
 
-def returned(processes: int, function: Callable, *arguments: Any, seconds: float = 120) -> list[Any]:
+def returned(processes: int, function: Callable, *arguments: Any, seconds: float = PATIENCE) -> list[Any]:
     """What `function(*arguments)` returns on each rank; fails with a rank's output if one ended badly."""
     outcomes = run_ranks(processes, function, *arguments, seconds=seconds)
     for rank, outcome in enumerate(outcomes):

@@ -7,8 +7,8 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import psutil
 import pytest
+from waiting import SOON, lives, until
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem != "common")
@@ -69,16 +69,13 @@ def test_a_setting_that_is_none_gives_no_flag(common):
 
 
 def test_a_command_is_timed_to_the_line_that_is_waited_for_and_leaves_no_process(common):
-    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
     script += "print(p.pid, flush=True); p.wait()"
     lines, seconds = common.run([sys.executable, "-c", script], until=lambda line: line.strip().isdigit())
-    assert seconds < 20 and not _lives(int(lines[-1][1]))
+    assert seconds < SOON
+    until(lambda: not lives(int(lines[-1][1])))
     with pytest.raises(TimeoutError):
         common.run([sys.executable, "-c", script], seconds=1)
-
-
-def _lives(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_command_that_fails_shows_its_last_lines(common):

@@ -455,7 +455,7 @@ def both(train_code, eval_code):
     _seal(NEWEST)
     before = contents(RUN)
     for main, flags, code in ((eval.main, ("--ckpt", str(NEWEST)), eval_code), (train.main, RESUME, train_code)):
-        (outcome,) = run_ranks(1, main, flags, seconds=60)
+        (outcome,) = run_ranks(1, main, flags)
         assert not Path("executed").exists()
         assert outcome.code in ((0, 2) if code is None else (code,)), (main, outcome.code, outcome.out + outcome.err)
         if outcome.code == 2:

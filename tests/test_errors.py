@@ -106,7 +106,7 @@ def _table(label):
 @pytest.mark.parametrize("case", BAD_SETTINGS + BAD_DATA, ids=lambda case: case[0])
 def test_bad_input_is_one_line_from_rank_0_and_code_2_from_each(case, processes):
     _, flags, text = case
-    outcomes = run_ranks(processes, train.main, [*TINY, *flags], seconds=60)
+    outcomes = run_ranks(processes, train.main, [*TINY, *flags])
     assert [outcome.code for outcome in outcomes] == [2] * processes, outcomes[0].err
     assert text in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1 and outcomes[0].err.startswith("train.py: error: ")
@@ -128,7 +128,7 @@ def test_an_error_of_another_machine_alone_is_told_there_with_its_rank(flags, mo
     told = []
     for local_rank in "0", "1":
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        (outcome,) = run_ranks(1, _train_here, {**os.environ}, [*TINY, *flags], seconds=60)
+        (outcome,) = run_ranks(1, _train_here, {**os.environ}, [*TINY, *flags])
         assert outcome.code == 2, outcome.err
         told.append(outcome.err)
     assert told[0].startswith("train.py: error: rank 2 on node2: ") and told[0].count("\n") == 1
@@ -204,7 +204,7 @@ def test_eval_says_what_is_wrong(flags, text):
         assert run_ranks(1, train.main, [*TINY, "--run_name", name])[0].code == 0
     _replace_setting("other", "model_args: {}", "model_args: {hidden: 17}")
     for processes in (1, 2):
-        outcomes = run_ranks(processes, eval.main, flags, seconds=60)
+        outcomes = run_ranks(processes, eval.main, flags)
         assert [outcome.code for outcome in outcomes] == [2] * processes
         assert text in outcomes[0].err and outcomes[0].err.count("\n") == 1
         assert all(outcome.err == "" for outcome in outcomes[1:])

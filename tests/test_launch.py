@@ -2,38 +2,20 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from ranks import free_port
-from training_runs import records
+from training_runs import ROOT, launch, records, start
+from waiting import error_lines
 
 from utils.config import Launch
 from utils.distributed import Ranks
 from utils.launch import Topology, read_topology, threads_per_process
 
-ROOT = Path(__file__).parent.parent
-BIN = Path(sys.executable).parent
 FLAGS = ("--model", "mlp", "--max_steps", "3", "--log_every", "1", "--lr", "0.01", "--global_batch_size", "120")
-
-
-def start(*command, seconds=120, **env):
-    """Run a command of this environment's bin folder; returns its exit code, stdout and stderr."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))}
-    result = subprocess.run(
-        [str(BIN / command[0]), *map(str, command[1:])],
-        capture_output=True, text=True, timeout=seconds, env=clean | env, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    return result.returncode, result.stdout, result.stderr
-
-
-def launch(config, script, *flags, **env):
-    return start("accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml", ROOT / script,
-                 *flags, **env)  # fmt: skip
 
 
 def test_accelerate_torchrun_and_python_are_the_same_run():
@@ -74,9 +56,7 @@ def test_processes_that_accelerate_would_not_start_are_an_error_not_a_single_run
 def test_an_error_under_a_launcher_is_one_line_of_ours():
     code, _out, err = launch("2cpu", "train.py", "--lr", "x")
     assert code != 0
-    assert [line for line in err.splitlines() if line.startswith("train.py: error")] == [
-        "train.py: error: --lr: expected float, got x"
-    ]
+    assert error_lines(err) == ["train.py: error: --lr: expected float, got x"]
 
 
 @pytest.mark.parametrize("name", ["cpu", "2cpu", "1gpu", "2gpu", "4gpu", "8gpu", "2nodes", "nodes"])

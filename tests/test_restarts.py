@@ -11,25 +11,26 @@ import pytest
 import torch
 from machines import ROOT, needs_machines, network
 from test_launch_faults import FLAGS, LAUNCHERS, begin, no_leftovers, ranks_of
-from test_stopping import has_logged, until
 from training_runs import records, weights
+from waiting import PATIENCE, has_logged, until
 
 assert no_leftovers  # used by its name
-FLAGS = [*FLAGS, "--max_steps", "300"]
+UPDATES = 1200
+FLAGS = [*FLAGS, "--max_steps", str(UPDATES)]
 MOMENTS = ("importing", "starting", "training", "saving", "late")
 
 
 def wait_for(moment, processes, chance):
-    """Come back with the rank to kill when that moment is reached."""
-    until(lambda: len(processes()) == 2, seconds=200)
-    if moment in ("importing", "starting"):  # from PyTorch's import to the first update
-        time.sleep(chance.uniform(0, 3) if moment == "importing" else chance.uniform(3, 9))
-    elif moment == "training":
-        until(has_logged(chance.randrange(5, 100)), seconds=200)
+    """Come back with the rank to kill when that moment is reached, hundreds of updates before the end."""
+    until(lambda: len(processes()) == 2)
+    if moment in ("importing", "starting"):  # from PyTorch's import to the first updates
+        seconds = chance.uniform(0, 3) if moment == "importing" else chance.uniform(3, 9)
+        then, is_training = time.monotonic() + seconds, has_logged(200)
+        until(lambda: time.monotonic() > then or is_training())
     elif moment == "saving":
-        until(lambda: any(Path("runs/run/checkpoints").glob(".step-*.partial")), seconds=200, every=0.001)
+        until(lambda: any(Path("runs/run/checkpoints").glob(".step-*.partial")), every=0.001)
     else:
-        until(has_logged(chance.randrange(150, 280)), seconds=200)
+        until(has_logged(chance.randrange(5, 100) if moment == "training" else chance.randrange(300, 600)))
     return chance.choice(processes())
 
 
@@ -37,7 +38,7 @@ def check(trial, began, moment, victim):
     """All ended well, with the weights of a run that nothing disturbed."""
     starts = [record["step"] for record in records("run", "start")]
     print(f"\n| {trial} | {moment} | {victim} | from updates {starts} | {time.monotonic() - began:.0f} s |")
-    assert [record["step"] for record in records("run", "train")] == list(range(1, 301))
+    assert [record["step"] for record in records("run", "train")] == list(range(1, UPDATES + 1))
     assert all(torch.equal(weights("run")[name], tensor) for name, tensor in whole().items())
 
 
@@ -45,7 +46,7 @@ def whole(kept={}):  # noqa: B006
     """The weights of the same two ranks without a fault."""
     if not kept:
         process = begin("torchrun, 2 processes", *FLAGS, "--run_name", "whole")
-        assert process.wait(timeout=400) == 0, Path("out.txt").read_text()[-3000:]
+        assert process.wait(timeout=2 * PATIENCE) == 0, Path("out.txt").read_text()[-3000:]
         kept |= weights("whole")
     return kept
 
@@ -62,7 +63,7 @@ def test_a_launcher_with_max_restarts_goes_on_after_a_kill_at_any_moment(trial):
     process, began = begin("restarting", *FLAGS), time.monotonic()
     victim = wait_for(moment, lambda: [p for p in ranks_of(process) if p.pid != process.pid], chance)
     victim.kill()
-    assert process.wait(timeout=400) == 0, Path("out.txt").read_text()[-3000:]
+    assert process.wait(timeout=2 * PATIENCE) == 0, Path("out.txt").read_text()[-3000:]
     check(launcher, began, moment, "one rank")
 
 
@@ -89,6 +90,6 @@ def test_launchers_on_two_machines_go_on_after_a_kill_at_any_moment(tmp_path, re
         victim = wait_for(moment, victims, chance)
         where = "on " + next(machine.name for machine in machines if victim in machine.processes())
         victim.kill()
-        codes = [job.wait(400) for job in jobs]
+        codes = [job.wait(2 * PATIENCE) for job in jobs]
         assert codes == [0, 0], "\n=====\n".join(job.text[-5000:] for job in jobs)
     check(rendezvous, began, moment, where)

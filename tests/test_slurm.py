@@ -1,6 +1,5 @@
 """The job scripts in slurm/ on a real SLURM of two nodes:  python -m pytest -m slurm -s tests/test_slurm.py"""
 
-import json
 import os
 import signal
 import time
@@ -11,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from slurm_lab import ROOT, Slurm, slurm_cluster, wait_until, why_not
-from test_launch import start
+from training_runs import start
+from waiting import records_so_far
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() != "", reason=why_not() or "-")]
 FLAGS = ["--model", "mlp", "--global_batch_size", "128", "--threads", "1", "--timeout", "20", "--log_every", "10"]
@@ -44,8 +44,7 @@ class Job:
 
     def records(self, kind: str) -> list[dict]:
         log = self.folder / f"runs/job-{self.number}/log.jsonl"
-        lines = map(json.loads, log.read_text().splitlines()) if log.exists() else []
-        return [line for line in lines if line["kind"] == kind]
+        return [record for record in records_so_far(log) if record["kind"] == kind]
 
     @property
     def step(self) -> int:
@@ -249,7 +248,6 @@ def test_srun_on_two_nodes_gives_the_losses_of_one_process(whole, tmp_path):
     one = [*FLAGS, "--max_steps", "200", "--output_dir", str(tmp_path), "--run_name", "one"]
     code, _, error = start("python", ROOT / "train.py", *one)
     assert code == 0, error
-    lines = map(json.loads, (tmp_path / "one/log.jsonl").read_text().splitlines())
-    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    losses = [line["loss"] for line in records_so_far(tmp_path / "one/log.jsonl") if line["kind"] == "train"]
     assert losses == pytest.approx([record["loss"] for record in whole.records("train")][:20], rel=1e-5)
     assert "rank 0   slm1" in whole.output and "rank 1   slm2" in whole.output

@@ -12,7 +12,7 @@ import torch
 from ranks import returned, run_ranks
 from torch import nn
 from torch.nn import functional as F
-from training_runs import train_run, weights
+from training_runs import records, train_run, weights
 
 import eval as evaluation
 import train
@@ -94,8 +94,7 @@ def test_a_compiled_run_has_the_losses_and_the_checkpoint_keys_of_an_uncompiled_
     assert min(returned(processes, _compiled, train.main, ["--run_name", "compiled", *DIGITS])) > 0
     flags = ["--ckpt", "runs/compiled", "--eval_batch_size", "60"]  # three blocks, so that each rank has one
     assert min(returned(processes, _compiled, evaluation.main, flags)) > 0
-    log = [json.loads(line) for line in Path("runs/compiled/log.jsonl").read_text().splitlines()]
-    losses = [[record["loss"] for record in records if record["kind"] == "train"] for records in (plain, log)]
+    losses = [[record["loss"] for record in log if record["kind"] == "train"] for log in (plain, records("compiled"))]
     assert len(losses[0]) == 6
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert list(weights("compiled")) == list(weights("plain"))

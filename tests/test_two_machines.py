@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from machines import ROOT, needs_machines, network
-from test_stopping import has_logged, until
 from training_runs import records, weights
+from waiting import PATIENCE, SOON, has_logged, has_opened_session, until
 
 pytestmark = needs_machines
 RUN = ["--model", "mlp", "--threads", "1", "--global_batch_size", "120", "--lr", "0.01", "--log_every", "1"]
-RUN += ["--timeout", "15", "--run_name", "run"]
+RUN += ["--timeout", str(PATIENCE), "--run_name", "run"]
+IMPATIENT = ["--timeout", "15"]  # where a rank is to give up
 SHORT = [*RUN, "--max_steps", "30", "--save_every", "10"]
 LONG = [*RUN, "--data", "synthetic/10x28x20000", "--eval_every", "100000"]
 
@@ -41,7 +42,7 @@ def begin(rank, places, *flags, script="train.py", **env):
     return places[rank].start("python", ROOT / script, *flags, env=variables)
 
 
-def ended(jobs, code=0, since=None, within=200):  # generous: other work may slow the machine
+def ended(jobs, code=0, since=None, within=2 * PATIENCE):
     """Wait until all have ended with that code; returns how long it took."""
     since = since or time.monotonic()
     for job in jobs:
@@ -68,15 +69,15 @@ def losses(name="run"):
 def one_machine(machines):
     """The losses of the same run of two processes on one machine."""
     a, _ = machines
-    ended(start([a, a], *SHORT, "--run_name", "one", "--timeout", "120"))
+    ended(start([a, a], *SHORT, "--run_name", "one"))
     return losses("one")
 
 
 def test_training_on_two_machines_is_that_on_one_bit_for_bit_and_so_is_evaluation(machines, one_machine):
-    ended(start(machines, *SHORT, "--run_name", "whole", "--timeout", "120"))
+    ended(start(machines, *SHORT, "--run_name", "whole"))
     assert losses("whole") == one_machine
     assert all(torch.equal(weights("one")[name], tensor) for name, tensor in weights("whole").items())
-    evaluations = start(machines, "--ckpt", "runs/whole", "--json", "two.json", "--timeout", "120", script="eval.py")
+    evaluations = start(machines, "--ckpt", "runs/whole", "--json", "two.json", script="eval.py")
     ended(evaluations)
     ended([machines[0].start("python", ROOT / "eval.py", "--ckpt", "runs/one", "--json", "one.json")])
     one, two = (json.loads(Path(name).read_text()) for name in ("one.json", "two.json"))
@@ -85,12 +86,12 @@ def test_training_on_two_machines_is_that_on_one_bit_for_bit_and_so_is_evaluatio
 
 @pytest.mark.machines
 def test_a_run_killed_on_two_machines_goes_on_on_one_with_the_losses_of_a_whole_one(machines):
-    flags = [*RUN, "--max_steps", "400", "--save_every", "10"]
+    flags = [*RUN, "--max_steps", "1000", "--save_every", "10"]
     jobs = start(machines, *flags)
-    until(has_logged(15), seconds=200)
+    until(has_logged(15))
     machines[1].processes()[0].kill()
     killed = time.monotonic()
-    report("kill -9 of rank 1", ended(jobs[:1], 2, killed, within=10), error_of(jobs[0]))
+    report("kill -9 of rank 1", ended(jobs[:1], 2, killed, within=SOON), error_of(jobs[0]))
     ended(start([machines[0]] * 2, *flags, "--resume", "auto"))
     ended(start([machines[0]] * 2, *flags, "--run_name", "whole"))
     assert records("run", "start")[-1]["step"] >= 10
@@ -107,7 +108,7 @@ def test_accelerate_launch_with_the_config_and_the_number_of_the_machine(machine
                       "--main_process_ip", machines[0].address, ROOT / "train.py", *SHORT)
         for rank, machine in enumerate(machines)
     ]  # fmt: skip
-    ended(jobs, within=200)
+    ended(jobs)
     assert losses() == one_machine
     assert "No GPU is visible: running on the CPU, 2 processes over gloo" in jobs[0].text
 
@@ -119,7 +120,7 @@ def test_torchrun_says_the_same(machines, one_machine):
                       "--master_addr", machines[0].name, "--master_port", "29500", ROOT / "train.py", *SHORT)
         for rank, machine in enumerate(machines)
     ]  # fmt: skip
-    ended(jobs, within=200)
+    ended(jobs)
     assert losses() == one_machine
 
 
@@ -132,7 +133,7 @@ def test_the_other_ways_to_meet_and_a_file_of_a_killed_run(machines, tmp_path, w
     meeting = f"file://{tmp_path}/meeting" if way == "file" else f"tcp://{a.address}:29777"
     if way == "file":  # killed while it waits for rank 1
         (job,) = [begin(0, places, *SHORT, "--init_method", meeting)]
-        until(lambda: (tmp_path / "meeting").exists() and (tmp_path / "meeting").stat().st_size, seconds=200)
+        until(lambda: has_opened_session(tmp_path / "meeting"))
         a.processes()[0].kill()
         ended([job], -9)
         assert (tmp_path / "meeting").exists()
@@ -174,7 +175,7 @@ FAULTS = {
 def test_a_wrong_setting_ends_all_ranks_with_the_line_that_names_it(machines, fault):
     settings, rank, line = FAULTS[fault]
     settings = dict(settings)
-    began, jobs = time.monotonic(), start(machines, *SHORT, *settings.pop("flags", []), **settings)
+    began, jobs = time.monotonic(), start(machines, *SHORT, *IMPATIENT, *settings.pop("flags", []), **settings)
     seconds = ended(jobs, 2, began)
     report(fault, seconds, *(error_of(job) for job in jobs))
     assert line in error_of(jobs[rank])
@@ -182,9 +183,9 @@ def test_a_wrong_setting_ends_all_ranks_with_the_line_that_names_it(machines, fa
 
 @pytest.mark.machines
 def test_a_port_that_another_program_holds_is_named_with_it_on_both_machines(machines):
-    server = machines[0].start("python", "-m", "http.server", "29500")
-    time.sleep(1)
-    began, jobs = time.monotonic(), start(machines, *SHORT)
+    server = machines[0].start("python", "-u", "-m", "http.server", "29500")
+    until(lambda: "Serving HTTP" in server.text)
+    began, jobs = time.monotonic(), start(machines, *SHORT, *IMPATIENT)
     seconds = ended(jobs, 2, began)
     report("a port that is taken", seconds, *(error_of(job) for job in jobs))
     assert f"port 29500 is taken on ls-a by process {server.process.pid}" in error_of(jobs[0])
@@ -194,7 +195,7 @@ def test_a_port_that_another_program_holds_is_named_with_it_on_both_machines(mac
 @pytest.mark.machines
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_machine_that_never_comes_is_named_by_the_other(machines, missing):
-    began, job = time.monotonic(), begin(1 - missing, machines, *SHORT)
+    began, job = time.monotonic(), begin(1 - missing, machines, *SHORT, *IMPATIENT)
     seconds = ended([job], 2, began)
     report(f"rank {missing} never comes", seconds, error_of(job))
     assert ("nobody answered at ls-a:29500 within 15 s", "rank 1 did not come to ls-a:29500")[missing] in error_of(job)
@@ -204,7 +205,7 @@ def test_a_machine_that_never_comes_is_named_by_the_other(machines, missing):
 def test_a_firewall_that_passes_the_master_port_only_is_said(machines):
     machines[0].firewall("tcp dport != 29500 drop")
     machines[1].firewall("tcp sport != 29500 drop")
-    began, jobs = time.monotonic(), start(machines, *SHORT)
+    began, jobs = time.monotonic(), start(machines, *SHORT, "--timeout", str(SOON))
     seconds = ended(jobs, 2, began)
     report("only the master port is open", seconds, *(error_of(job) for job in jobs))
     assert "met but could not connect over gloo, from 10.77.0.1 on interface eth0 of ls-a" in error_of(jobs[0])
@@ -214,21 +215,22 @@ def test_a_firewall_that_passes_the_master_port_only_is_said(machines):
 @pytest.mark.machines
 @pytest.mark.parametrize("how", ["cut", "black hole"])
 def test_a_link_lost_for_good_ends_both_machines_after_the_timeout(machines, how):
-    jobs = start(machines, *LONG)
-    until(has_logged(20), seconds=200)
+    jobs = start(machines, *LONG, "--timeout", "20", "--max_steps", "100000")
+    until(has_logged(20))
     lost = time.monotonic()
     machines[1].cut() if how == "cut" else machines[1].firewall("drop")
-    seconds = ended(jobs, 2, lost, within=40)
+    seconds = ended(jobs, 2, lost)
     report(f"link lost: {how}", seconds, *(error_of(job) for job in jobs))
-    assert 14 < seconds < 35
+    assert 10 < seconds < 20 + SOON
     assert "waited for rank 1 (ls-b, process" in error_of(jobs[0]) and "not heard of for" in error_of(jobs[0])
     assert "another process of this run left or stopped answering" in error_of(jobs[1])
 
 
 @pytest.mark.machines
 def test_a_link_cut_for_8_seconds_costs_8_seconds(machines):
-    jobs = start(machines, *LONG, "--max_steps", "60")
-    until(has_logged(20), seconds=200)
+    # TCP doubles the time from one try to the next, so that the first after those 8 s comes before 17 s have passed.
+    jobs = start(machines, *LONG, "--max_steps", "600", "--timeout", "50")
+    until(has_logged(20))
     lost = time.monotonic()
     machines[1].cut()
     time.sleep(8)
@@ -236,13 +238,27 @@ def test_a_link_cut_for_8_seconds_costs_8_seconds(machines):
     seconds = ended(jobs, since=lost)
     said = [line for line in jobs[0].text.splitlines() if line.startswith("train.py: rank 0 has waited")]
     report("link cut for 8 s", seconds, *said)
-    assert "for rank 1 (ls-b, process" in said[0] and len(losses()) == 60
+    assert "for rank 1 (ls-b, process" in said[0] and len(losses()) == 600
 
 
 @pytest.mark.machines
-def test_a_fifth_of_all_packets_lost_makes_a_run_slow_and_does_not_end_it(machines, one_machine):
+def test_a_fifth_of_all_packets_lost_makes_a_run_slow_and_does_not_end_it(machines):
+    """TCP sends a packet again after 0.2 s or a little more, then after twice as long each time, two minutes at most.
+
+    Linux gives a connection up after 15 tries more, a quarter of an hour later, and --timeout is longer than that. A
+    try fails when the packet or its receipt is lost, with a chance of 0.36, and all 16 with one of 8e-8. An update has
+    some 20 packets that wait so (none after them tells of the loss sooner): this fails by chance once in 10,000 times.
+    While gloo connects it gives up much sooner, so that packets are lost from then on.
+    """
+    flags = [*RUN, "--max_steps", "60", "--timeout", "3600", "--save_every", "20"]
+    ended(start([machines[0]] * 2, *flags, "--run_name", "one"))
+    jobs, began = start(machines, *flags), time.monotonic()
+    until(has_logged(1))
+    machines[1].cut()  # it waits until the rules are there
     for machine in machines:
-        machine.firewall("numgen random mod 100 < 20 drop")
-    seconds = ended(start(machines, *SHORT), within=300)
-    report("20 % of the packets lost each way", seconds)
-    assert losses() == one_machine
+        machine.firewall("numgen random mod 100 < 20 counter drop")
+    machines[1].heal()
+    ended(jobs, within=7200)
+    lost = [machine.dropped() for machine in machines]
+    report("20 % of the packets lost each way", time.monotonic() - began, f"{lost} packets lost")
+    assert losses() == losses("one") and min(lost) > 20

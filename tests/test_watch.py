@@ -5,17 +5,21 @@ import re
 import signal
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 from ranks import run_ranks, start_ranks
-from test_stopping import FLAGS, has_logged, slow_train, until
+from training_runs import MLP as FLAGS
+from training_runs import slow_train
+from waiting import SOON, has_ended, has_logged, until
 
 import train
 from utils.watch import Watch
 
 TIMEOUT = 8
+ENDLESS = [*FLAGS, "--max_steps", "1000000", "--timeout"]
 
 
 def to_file(function, *arguments):
@@ -28,23 +32,29 @@ def said(rank: int) -> str:
     return Path(f"err-{rank}").read_text()
 
 
+def waited(line: str) -> int:
+    """The seconds that a line says a rank has waited; 0 when it says nothing of that."""
+    found = re.search(r"rank \d has waited (\d+) s", line)
+    return int(found[1]) if found else 0
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_is_named_by_one_that_waits_and_again_in_the_last_line(victim):
-    launch = start_ranks(3, to_file, slow_train, [*FLAGS, "--timeout", str(TIMEOUT)])
+    timeout = 15  # a rank whose store is stopped too says so after some seven seconds
+    launch = start_ranks(3, to_file, slow_train, [*ENDLESS, str(timeout)])
     until(has_logged(10))
-    os.kill(launch.pids[victim], signal.SIGSTOP)
     stopped = time.monotonic()
+    os.kill(launch.pids[victim], signal.SIGSTOP)
     waiting = [rank for rank in range(3) if rank != victim]
-    until(lambda: any("has waited" in said(rank) for rank in waiting), seconds=20)
-    assert time.monotonic() - stopped < 8
     for rank in waiting:
-        until(lambda rank=rank: os.waitid(os.P_PID, launch.pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT), 40)
+        until(lambda rank=rank: has_ended(launch.pids[rank]))
     took = time.monotonic() - stopped
     os.kill(launch.pids[victim], signal.SIGKILL)
     outcomes = launch.finish()
-    assert [outcomes[rank].code for rank in waiting] == [2, 2] and TIMEOUT - 1 < took < 3 * TIMEOUT
-    warnings = [line for rank in waiting for line in said(rank).splitlines() if "has waited" in line]
-    assert re.search(rf"rank \d has waited \d+ s, at: .*update \d+.*; for rank {victim} \(\S+, process", warnings[0])
+    assert [outcomes[rank].code for rank in waiting] == [2, 2] and timeout / 2 < took < timeout + SOON
+    warnings = [line for rank in waiting for line in said(rank).splitlines() if waited(line) and "error" not in line]
+    place = rf"at: .*update \d+.*; for .*rank {victim} \(\S+, process"  # a slow start may have been told before
+    assert any(waited(line) < timeout and re.search(place, line) for line in warnings), warnings
     last = [said(rank).splitlines()[-1] for rank in waiting if said(rank)]
     assert any(f"rank {victim} (" in line and "error" in line for line in last), last
 
@@ -68,12 +78,12 @@ def stuck(where: str, rank: str):
             update(run, batches)
 
         train.train_update = train_update
-    to_file(slow_train, [*FLAGS, "--timeout", str(TIMEOUT)])
+    to_file(slow_train, [*ENDLESS, str(TIMEOUT)])
 
 
 @pytest.mark.parametrize("victim", ["0", "1"])
 def test_a_rank_that_never_comes_back_is_named_with_its_place_and_ends_too(victim):
-    outcomes = run_ranks(2, stuck, "reading", victim, seconds=60)
+    outcomes = run_ranks(2, stuck, "reading", victim)
     other = 1 - int(victim)
     assert [outcome.code for outcome in outcomes] == [2, 2]  # the stuck one hears that the other has ended
     assert f"rank {other} has waited" in said(other)
@@ -82,19 +92,36 @@ def test_a_rank_that_never_comes_back_is_named_with_its_place_and_ends_too(victi
 
 
 def test_ranks_that_wait_for_a_slow_download_say_so_and_go_on_waiting():
-    launch = start_ranks(2, stuck, "loading", "0", seconds=60)
-    until(lambda: Path("err-1").exists() and "has waited" in said(1), seconds=30)
-    assert "for rank 0 (" in said(1) and "at: loading the data" in said(1)
+    launch = start_ranks(2, stuck, "loading", "0")
+    until(lambda: Path("err-1").exists() and "at: loading the data\n" in said(1))
+    assert "rank 1 has waited" in said(1) and "for rank 0 (" in said(1)
     time.sleep(TIMEOUT + 4)
-    assert all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for pid in launch.pids)
+    assert not any(has_ended(pid) for pid in launch.pids)
     launch.kill()
     launch.finish()
 
 
 def test_a_healthy_run_says_nothing():
-    outcomes = run_ranks(3, slow_train, [*FLAGS, "--timeout", "20", "--max_steps", "400"])
+    """A rank may wait for two seconds before it says so; on a busy machine it may really have to."""
+    outcomes = run_ranks(3, _start_and_longest_update, [*FLAGS, "--timeout", "20", "--max_steps", "400"])
     assert [outcome.code for outcome in outcomes] == [0, 0, 0]
-    assert all(outcome.err == "" for outcome in outcomes)
+    start, update = (max(seconds) for seconds in zip(*(outcome.value for outcome in outcomes), strict=True))
+    for line in "".join(outcome.err for outcome in outcomes).split("\n"):
+        assert not line or 0 < waited(line) <= 1 + (update if "update" in line else start), line
+
+
+def _start_and_longest_update(flags) -> tuple[float, float]:
+    """Train; returns seconds to the end of the first update, and from one to the next (or to the end) at most."""
+    update, times = train.train_update, [time.monotonic()]
+
+    def timed(run, batches):
+        update(run, batches)
+        times.append(time.monotonic())
+
+    train.train_update = timed
+    slow_train(flags)
+    times.append(time.monotonic())
+    return times[1] - times[0], max(later - earlier for earlier, later in pairwise(times[1:]))
 
 
 def held(flags):

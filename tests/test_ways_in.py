@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from ranks import free_port
-from training_runs import records
+from training_runs import ROOT, records
+from waiting import PATIENCE, error_lines, has_opened_session, until
 
 from utils import network, rendezvous
 from utils.launch import Topology, first_node, read_topology
 
-ROOT = Path(__file__).resolve().parent.parent
 TRAIN = str(ROOT / "train.py")
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--max_steps", "5", "--log_every", "1", "--threads", "1"]
-FLAGS += ["--lr", "0.01", "--timeout", "60"]
+FLAGS += ["--lr", "0.01", "--timeout", str(PATIENCE)]
 LOSSES = {}  # of one process, computed once
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -52,7 +52,7 @@ def by_hand(*flags: str, **more: str) -> list[subprocess.CompletedProcess]:
         )
         for n in (0, 1)
     ]
-    ended = [(*process.communicate(timeout=120), process.returncode) for process in started]
+    ended = [(*process.communicate(timeout=2 * PATIENCE), process.returncode) for process in started]
     return [subprocess.CompletedProcess(command, code, out, err) for out, err, code in ended]
 
 
@@ -99,13 +99,10 @@ def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path):
     command = [sys.executable, TRAIN, *FLAGS, "--init_method", f"file://{tmp_path}/meeting", "--run_name", "killed"]
     env = clean() | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     alone = subprocess.Popen(command, env=env, stdout=-1, stderr=-1)  # rank 1 never comes
-    until = time.monotonic() + 60
-    while not (tmp_path / "meeting").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(0.5)
+    until(lambda: has_opened_session(tmp_path / "meeting"))
     alone.send_signal(signal.SIGKILL)
     alone.communicate()
-    assert (tmp_path / "meeting").stat().st_size > 0
+    assert has_opened_session(tmp_path / "meeting")
     for done in by_hand("--run_name", "run", "--init_method", f"file://{tmp_path}/meeting"):
         assert done.returncode == 0, done.stderr[-2000:]
     assert losses("run") == pytest.approx(expected(), rel=1e-5)
@@ -116,7 +113,7 @@ def test_a_file_of_something_else_is_no_place_to_meet(tmp_path):
     begun = time.monotonic()
     for done in by_hand("--init_method", f"file://{tmp_path}/notes"):
         assert done.returncode == 2 and "notes: is a file of something else; delete it" in done.stderr
-    assert time.monotonic() - begun < 50 and (tmp_path / "notes").read_text() == "not a meeting\n"
+    assert time.monotonic() - begun < PATIENCE / 2 and (tmp_path / "notes").read_text() == "not a meeting\n"
 
 
 def test_what_one_shell_alone_forgot_is_told_in_that_shell():
@@ -124,8 +121,8 @@ def test_what_one_shell_alone_forgot_is_told_in_that_shell():
     env = clean() | where | {"RANK": "1", "LOCAL_RANK": "1"}
     del env["MASTER_PORT"]
     done = subprocess.run([sys.executable, TRAIN, *FLAGS], env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("train.py: error: rank 1 on ")
-    assert "MASTER_PORT is not set" in done.stderr and done.stderr.count("\n") == 1
+    (line,) = error_lines(done.stderr)
+    assert done.returncode == 2 and line.startswith("train.py: error: rank 1 on ") and "MASTER_PORT is not set" in line
 
 
 def test_processes_of_one_machine_that_count_as_several_are_told_what_to_export():
@@ -138,7 +135,7 @@ def test_processes_of_one_machine_that_count_as_several_are_told_what_to_export(
         for rank in "01"
     ]
     for process in started:
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=2 * PATIENCE)
         assert process.returncode == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in said
 
 
@@ -148,7 +145,7 @@ def test_accelerates_launcher_functions_start_the_same_run(function):
     text = "from accelerate import {0}; import train; {0}(train.main, ({1!r},), num_processes=2{2})"
     text = text.format(function, [*FLAGS, "--run_name", "run"], port)
     env = clean() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=env, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("rank 1 ") == 1 and losses("run") == pytest.approx(expected(), rel=1e-5)
 

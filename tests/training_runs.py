@@ -1,26 +1,77 @@
-"""Train in forked ranks and read what the run wrote."""
+"""Train in forked ranks or by a command, and read what the run wrote."""
 
-import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from ranks import returned
 from safetensors.torch import load_file
+from waiting import PATIENCE, records_so_far, until
 
 import train
 
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+MLP = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--log_every", "5"]
+MLP += ["--max_train_samples", "480", "--eval_every", "40", "--save_every", "30"]  # 4 updates an epoch
 
-def train_run(processes: int, name: str, *flags: str, seconds: float = 120) -> list[dict]:
+
+def train_run(processes: int, name: str, *flags: str, seconds: float = PATIENCE) -> list[dict]:
     """Train on that many ranks in runs/NAME; returns the records of its log."""
     returned(processes, train.main, ["--run_name", name, *flags], seconds=seconds)
     return records(name)
 
 
+def slow_train(flags: list[str], pause: float = 0.01, hold_at: int | None = None) -> None:
+    """Train in runs/run with a pause in each update.
+
+    Before update `hold_at`, counted from 0, the ranks hold: the run cannot be over before the test has done to it what
+    it is about.
+    """
+    update = train.train_update
+
+    def slow(run, batches):
+        if run.state.step == hold_at:
+            hold(run)
+        time.sleep(pause)
+        update(run, batches)
+
+    train.train_update = slow
+    train.main(["--run_name", "run", *flags])
+
+
+def hold(run) -> None:
+    """Make a file `held-RANK` and wait for the file `go`."""
+    Path(f"held-{run.ranks.topology.rank}").touch()
+    until(Path("go").exists)
+
+
 def records(name: str, kind: str | None = None) -> list[dict]:
-    lines = map(json.loads, (Path("runs") / name / "log.jsonl").read_text().splitlines())
-    return [line for line in lines if kind in (None, line["kind"])]
+    """The records of a run that has ended by itself, so that its log ends with a whole line."""
+    log = Path("runs") / name / "log.jsonl"
+    assert log.read_bytes().endswith(b"\n"), f"{log} ends in half a line"
+    return [record for record in records_so_far(log) if kind in (None, record["kind"])]
 
 
 def weights(name: str, which: str = "latest") -> dict:
     """The tensors of a run's checkpoint."""
     folder = Path("runs") / name / "checkpoints"
     return load_file(folder / (folder / which).read_text().strip() / "model.safetensors")
+
+
+def start(*command: str, seconds: float = 2 * PATIENCE, **env: str) -> tuple[int, str, str]:
+    """Run a command of this environment's bin folder; returns its exit code, stdout and stderr."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))}
+    result = subprocess.run(
+        [str(BIN / command[0]), *map(str, command[1:])],
+        capture_output=True, text=True, timeout=seconds, env=clean | env, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return result.returncode, result.stdout, result.stderr
+
+
+def launch(config: str, script: str | Path, *flags: str, **env: str) -> tuple[int, str, str]:
+    """Run a script by `accelerate launch` with one of our configs; returns its exit code, stdout and stderr."""
+    return start("accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml", ROOT / script,
+                 *flags, **env)  # fmt: skip

@@ -1,0 +1,70 @@
+"""Wait for what other processes do, and read what they are still writing.
+
+A wait ends when its condition is true, however long that takes on a busy machine. Its limit only ends a test that
+cannot succeed any more, so it is far above anything that a test waits for.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PATIENCE = 300.0  # seconds
+SOON = 60.0  # seconds in which processes end after a fault, far below the 600 of --timeout that they must not need
+
+
+def until(condition: Callable[[], Any], seconds: float = PATIENCE, every: float = 0.01) -> Any:
+    """Wait until `condition()` is true and return its value; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain"
+        time.sleep(every)
+    return value
+
+
+def records_so_far(log: Path) -> list[dict]:
+    """The records of a log that may be growing: a last line without its end is not there yet."""
+    try:
+        whole, _, _ = log.read_bytes().rpartition(b"\n")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def has_logged(step: int, name: str = "run") -> Callable[[], bool]:
+    """A condition: runs/NAME has logged this update or a later one."""
+    log = Path("runs") / name / "log.jsonl"
+    return lambda: any(record["step"] >= step for record in records_so_far(log))
+
+
+def newest(name: str = "run") -> int:
+    """The update of the newest checkpoint of runs/NAME."""
+    return max(int(path.name[5:]) for path in Path(f"runs/{name}/checkpoints").glob("step-*"))
+
+
+def has_opened_session(meeting: Path) -> bool:
+    """Whether rank 0 has written the name of its session, the first entry, to the file of --init_method file://."""
+    return meeting.exists() and re.search(rb"[0-9a-f]{32}$", meeting.read_bytes()) is not None
+
+
+def has_ended(child: int) -> bool:
+    """Whether a child process has ended; it stays to be waited for, so that its number is nobody else's."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs, whoever its parent is."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def error_lines(written: str, prog: str = "train.py") -> list[str]:
+    """Our own lines of error in what a process has written, to which a library may have added others."""
+    return [line for line in written.splitlines() if line.startswith(f"{prog}: error: ")]
