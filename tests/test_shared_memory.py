@@ -11,8 +11,8 @@ import psutil
 import pytest
 from make_data import image_folder
 from ranks import run_ranks, start_ranks
-from test_stopping import has_logged, until
 from training_runs import records
+from waiting import has_logged, until
 
 import eval
 import train

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from make_data import image_folder
 from ranks import run_ranks, start_ranks
-from test_stopping import has_logged, until
+from waiting import has_logged, until
 
 import eval
 import train
