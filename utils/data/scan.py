@@ -44,7 +44,6 @@ class Scan:
 
     def __init__(self, folder: Path, classes: list[os.DirEntry]):
         self.bad: dict[str, str] = {}  # path to reason
-        self._bad_classes: set[str] = set()
         self.left_out = LeftOut()
         self.met = dict.fromkeys(_ancestors(folder), "")  # the class that each folder's images have
         for child in classes:
@@ -64,16 +63,9 @@ class Scan:
                     found += self.images(entry.path, class_name)
             elif is_image:
                 self.bad[entry.path] = _kind(entry)
-                self._bad_classes.add(class_name)
             else:
                 self._leave_out(entry.name)
         return found
-
-    def is_empty(self, class_name: str, files: list[str]) -> bool:
-        """Whether nothing named like an image was found for a class, which is then noted."""
-        nothing = not files and class_name not in self._bad_classes
-        self.left_out.empty_classes += [class_name] * nothing
-        return nothing
 
     def look_beside(self, folder: Path) -> None:
         """Count what lies in the split's own folder."""
