@@ -175,7 +175,8 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     for child in children:
         class_name = class_name_of(child)
         files = scan.images(child.path, class_name)
-        if scan.is_empty(class_name, files):
+        if not files:
+            scan.left_out.empty_classes.append(class_name)
             continue
         if class_name not in number:
             raise ValueError(

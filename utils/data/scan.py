@@ -68,11 +68,6 @@ class Scan:
                 self._leave_out(entry.name)
         return found
 
-    def is_empty(self, class_name: str, files: list[str]) -> bool:
-        """Whether nothing named like an image was found for a class, which is then noted."""
-        self.left_out.empty_classes += [class_name] * (not files)
-        return not files
-
     def look_beside(self, folder: Path) -> None:
         """Count what lies in the split's own folder."""
         for entry in os.scandir(folder):
