@@ -14,6 +14,7 @@ from datasets import ClassLabel
 from make_data import image_folder, parquet, table
 from ranks import run_ranks
 from training_runs import train_run
+from waiting import records_so_far
 
 import train
 from utils.checkpoint import find_checkpoint, verify
@@ -110,7 +111,7 @@ def test_a_run_with_closed_descriptors_trains_and_its_files_hold_nothing_that_wa
     verify(find_checkpoint(Path("runs/run")))
     for path in Path("runs/run").rglob("*"):
         assert path.is_dir() or b"Lockstep" not in path.read_bytes(), path
-    records = [json.loads(line) for line in Path("runs/run/log.jsonl").read_text().splitlines()]
+    records = records_so_far(Path("runs/run/log.jsonl"))
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
 
 
