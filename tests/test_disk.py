@@ -27,7 +27,7 @@ from waiting import has_ended, records_so_far, until
 import train
 import utils.files
 import utils.runs
-from utils.checkpoint import verify
+from utils.checkpoint import settle, verify
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--max_train_samples", "480"]
 FLAGS += ["--max_steps", "12", "--save_every", "3", "--eval_every", "6", "--log_every", "2", "--keep", "9"]
@@ -602,3 +602,17 @@ def test_a_pointer_that_cannot_be_moved_ends_a_run_that_is_to_stop_with_the_chec
     train_run(1, "run", *FLAGS, "--resume", "auto")
     check_intact(whole(1), 3, 6, 9, 12)
     check_log(whole(1))
+
+
+@pytest.mark.parametrize("name", ["latest", "best"])
+def test_the_best_checkpoint_is_kept_while_no_pointer_names_it(name):
+    for step in range(1, 7):
+        (CHECKPOINTS / f"step-{step:08d}").mkdir(parents=True)
+    (CHECKPOINTS / name / "x").mkdir(parents=True)
+    with pytest.raises(OSError, match="not a regular file"):
+        settle(CHECKPOINTS, 6, best_step=3, keep=2)
+    kept = [f"step-{step:08d}" for step in (3, 5, 6)]
+    assert [path for path in names() if path.startswith("step")] == kept
+    shutil.rmtree(CHECKPOINTS / name)
+    settle(CHECKPOINTS, 6, best_step=3, keep=2)
+    assert names() == ["best", "latest", *kept] and (CHECKPOINTS / "best").read_text() == "step-00000003\n"
