@@ -19,6 +19,7 @@ import utils.data.cache
 import utils.data.loader
 from utils import stopping, waiting
 from utils.data.order import permutation
+from utils.errors import explained
 from utils.stopping import Stopping
 from utils.waiting import DataWatch, awaited
 
@@ -149,6 +150,24 @@ def test_what_is_waited_for_is_known_only_while_it_is_waited_for():
     assert names == ("a thing",) * 4 and len(set(numbers)) == 4
 
 
+@pytest.mark.parametrize("cause", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_worker_that_ends_half_way_through_a_batch_is_named_with_its_cause_if_that_comes(monkeypatch, cause):
+    def broken():
+        yield 1
+        raise cause
+
+    def told(seconds):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. ")
+
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=lambda seconds: None))
+    with pytest.raises(ValueError, match=r"^a loader process ended while a batch was on its way"):
+        list(awaited(broken(), "a batch"))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=told))
+    with pytest.raises(RuntimeError, match="killed by signal") as caught:
+        list(awaited(broken(), "a batch"))
+    assert "/dev/shm" in str(explained(caught.value)) and waiting._Wait.what == ""
+
+
 # Real runs, whose data come from a dead disk: a pipe that nobody writes to
 
 
@@ -161,6 +180,7 @@ def _dead_disk(main, flags, where, dead):
     def dying(split, position, *arguments):
         if position in dead:
             Path(f"reads-{os.getpid()}").touch()
+            signal.alarm(50)  # should nobody end this process, the test must not wait for ever
             Path("dead").read_bytes()
         return decode(split, position, *arguments)
 

@@ -352,6 +352,15 @@ def test_only_the_first_rank_of_a_machine_reads_all_pixels(monkeypatch):
     assert (decode_all(split, 8, 8, 3, "cache", counting) == expected).all() and counting.calls == 1
 
 
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"flipped"}))
+def test_a_file_of_another_form_is_no_good_to_any_rank(monkeypatch, kind):
+    (split, expected), counting = folder_split("photos"), Counting()
+    decode_all(split, 8, 8, 3, "cache", counting)
+    damaged(Path("cache/decoded", cached_files()[0]), kind)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert (decode_all(split, 8, 8, 3, "cache", counting) == expected).all() and counting.calls == 2
+
+
 def test_a_damaged_file_that_cannot_be_deleted_is_an_error_that_names_it(monkeypatch):
     split, _ = folder_split("photos")
     decode_all(split, 8, 8, 3, "cache", iter)

@@ -29,7 +29,7 @@ def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_pat
     checkpoint = find_checkpoint(Path("runs/run"))
     assert {path.name for path in checkpoint.iterdir()} == {
         "model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl",
-        "state.json", "config.yaml", "labels.json", "manifest.json",
+        "state.json", "config.yaml", "labels.json", "samples.json.gz", "manifest.json",
     }  # fmt: skip
     assert json.loads((checkpoint / "labels.json").read_text()) == [str(i) for i in range(10)]
     assert read_config(checkpoint / "config.yaml").crop_padding == 1
@@ -142,7 +142,7 @@ def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
         (("--seed", "1"), "was trained with a seed of 0, not 1"),
         (("--global_batch_size", "60"), "was trained with a global batch size of 120, not 60"),
         (("--max_train_samples", "400"), "was trained with training samples of 480, not 400"),
-        (("--data", "synthetic/10x12x480"), "was trained with labels of"),
+        (("--data", "synthetic/10x12x480"), "split 'train' had 1797 samples and has 480 now"),
     ):
         (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *FLAGS, "--resume", "auto", *flags])
         assert outcome.code == 2 and text in outcome.err and outcome.err.count("\n") == 1, outcome.err

@@ -1,6 +1,7 @@
 """Evaluation counts each sample once on any number of processes, and its numbers are those of plain PyTorch."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from training_runs import records, train_run, weights
 
 import eval
+from utils import evaluation
 from utils.cli import parse_args
 from utils.config import TrainConfig
 from utils.data.cache import decode_all
@@ -142,3 +144,40 @@ def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
     ):
         found = returned(2, eval.main, ["--ckpt", "runs/run", *flags])[0]
         assert (found["split"], found["count"]) == (split, count)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_evaluation_that_cannot_read_an_image_ends_when_the_ranks_next_meet(processes):
+    image_folder("photos/train", {"a": 8, "b": 8}, size=(112, 112))
+    paths = image_folder("photos/val", {"a": 40, "b": 40}, size=(112, 112))
+    flags = [
+        "--data",
+        "photos",
+        "--image_size",
+        "112",
+        "--model",
+        "mlp",
+        "--num_workers",
+        "0",
+        "--eval_batch_size",
+        "2",
+    ]
+    train_run(1, "run", *flags, "--model_args", "{hidden: 2}", "--max_steps", "1")
+    paths[3].write_bytes(paths[3].read_bytes()[:60])
+    outcomes = run_ranks(processes, _evaluate_and_meet_in_each_block, ["--ckpt", "runs/run"])
+    assert [outcome.code for outcome in outcomes] == [2] * processes
+    assert "photos/val/a/003.png: not a readable image" in outcomes[0].err and outcomes[0].err.count("\n") == 1
+    assert all(int(count.read_text()) < 10 for count in Path().glob("blocks-*"))
+    assert len(list(Path().glob("blocks-*"))) == processes
+
+
+def _evaluate_and_meet_in_each_block(flags):
+    blocks, loss_sum = [], evaluation.loss_sum
+
+    def counted(*arguments):
+        blocks.append(1)
+        Path(f"blocks-{os.getpid()}").write_text(str(len(blocks)))
+        return loss_sum(*arguments)
+
+    evaluation.loss_sum, evaluation.Pace.due = counted, lambda self, step: True
+    eval.main(flags)

@@ -16,6 +16,7 @@ from waiting import has_logged, until
 
 import eval
 import train
+from utils.data import workers
 from utils.data.workers import AHEAD, bytes_needed, choose_workers
 from utils.errors import explained
 
@@ -60,7 +61,16 @@ def test_a_rank_without_workers_needs_no_shared_memory():
 
 
 def test_loaders_need_room_for_each_batch_in_advance_and_those_in_use():
-    assert 8 * 4 * MB < bytes_needed([MB], [(8, 4)]) < 1.1 * 34 * MB
+    assert (8 * 4 + 2) * 10 * MB < bytes_needed([10 * MB], [(8, 4)]) < 35 * 10 * MB
+
+
+def test_all_ranks_of_a_machine_share_its_room(monkeypatch):
+    monkeypatch.setattr(workers, "room", lambda: (100 * MB, 200 * MB))
+    assert 80 * MB < workers.usable_room() < 100 * MB
+    alone = workers.usable_room()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert workers.usable_room() == alone / 4
 
 
 # A /dev/shm of its own

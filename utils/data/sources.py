@@ -153,7 +153,7 @@ def _check_same(record: Record, fresh: Record, whole: Split) -> None:
     changes = differences(record.train, fresh.train, whole)
     if changes:
         raise ValueError(
-            f"{'; '.join(changes)}; a resume needs the same training data, --train_split, --eval_split and "
+            f"{'; '.join(changes)}; a resume needs the same training data, --seed, --train_split, --eval_split and "
             "--eval_fraction"
         )
 
