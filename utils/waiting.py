@@ -57,11 +57,14 @@ class DataWatch:
 
     def __init__(self, ranks: Ranks):
         self._ranks, self._stop = ranks, threading.Event()
-        threading.Thread(target=self._run, name="data watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="data watch", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         """Stop watching."""
         self._stop.set()
+        # The thread must not be the last owner of the process groups: as Python ends, that would end in a crash.
+        self._thread.join(4 * _TICK)
 
     def _run(self) -> None:
         timeout = self._ranks.launch.timeout
