@@ -8,7 +8,7 @@ Launched exactly like train.py. The exit code is 0 when all is well and 1 when s
 do. `python doctor.py --help` lists the settings.
 """
 
-from utils.console import guard_output  # before all others: see there
+from utils.console import guard_output  # the first import: see its docstring
 
 # isort: split
 import os

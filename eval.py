@@ -6,7 +6,7 @@
 The numbers are the same on any number of processes. `python eval.py --help` lists the settings.
 """
 
-from utils.console import guard_output  # before all others: see there
+from utils.console import guard_output  # the first import: see its docstring
 
 # isort: split
 import json
@@ -96,7 +96,7 @@ def check_output_file(path: Path) -> None:
     path = path.resolve() if path.is_symlink() else path.absolute()
     folder = path.parent
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"--json {path}: is not a regular file; name a new file")
+        raise ValueError(f"--json {path}: is not a regular file; give another path")
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"--json {path}: {'is a folder' if path.is_dir() else f'{folder} is no folder to write to'}")
 
@@ -110,7 +110,9 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     look, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
     chosen = partial(load_split, config, split_name, class_names, own_data, record, look, say)
     split = ranks.together(chosen, main_first=True, at="loading the data")
-    ranks.check_same(fingerprint_of(split.label_fingerprint, split.content), f"other images in --data {config.data}")
+    ranks.check_same(
+        fingerprint_of(split.label_fingerprint, split.content), f"different images in --data {config.data}"
+    )
     if ranks.is_main and split.notes:
         print("\n".join(map(printable, split.notes)))
     bar = progress("decoding", ranks.is_main)
@@ -133,7 +135,7 @@ def show(record: dict, class_names: list[str], checkpoint: Path) -> None:
     rows = [(name, f"{record[name]:.4f}") for name in ("accuracy", "top5", "loss", "macro_f1", "macro_precision")]
     rows += [("macro_recall", f"{record['macro_recall']:.4f}"), ("count", record["count"])]
     if record["classes_evaluated"] < len(class_names):
-        rows += [("classes", f"{record['classes_evaluated']} of {len(class_names)} have samples")]
+        rows += [("classes", f"{record['classes_evaluated']} of {len(class_names)} with samples")]
     rows += [("seconds", f"{record['seconds']:.2f}")]
     print(table(f"{checkpoint}, split {record['split']}", rows))
     accuracies = zip(class_names, record["per_class_accuracy"], strict=True)

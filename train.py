@@ -7,7 +7,7 @@
 Parse, start, build, loop, close: this file is the whole run, top to bottom. `python train.py --help` lists settings.
 """
 
-from utils.console import guard_output  # before all others: see there
+from utils.console import guard_output  # the first import: see its docstring
 
 # isort: split
 import math
@@ -159,11 +159,11 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
 
 
 def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
-    """The data set, all of its images looked at; of a resumed run the samples that it began with."""
+    """Load the data set and check its images; a resumed run gets the samples that it began with."""
     record = ranks.together(lambda: record_of(start.checkpoint))
     bar, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
     data = ranks.together(lambda: load_data(config, record, bar, say), main_first=True, at="loading the data")
-    ranks.check_same(data.fingerprint, f"other images in --data {config.data}")
+    ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 
 
@@ -296,7 +296,7 @@ def save(run: Run) -> None:
         if run.config.if_save_fails == "stop" or step >= run.updates or run.stopping.agreed:  # there is no next time
             raise
         run.state.best_accuracy, run.state.best_step = run.best  # `best` is a checkpoint
-        what = "was saved, but its name was not noted" if saved else "could not be saved"
+        what = "was saved, but `latest` or `best` was not updated" if saved else "could not be saved"
         run.log.say(f"update {step} {what}: {one_line(error)}")
     run.meter.restart_save_clock()
     run.stopping.agreed = run.ranks.any_rank(run.stopping.agreed or run.stopping.requested)

@@ -31,7 +31,7 @@ def own_folders(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_ranks_left():
-    """A test that fails in the middle leaves no ranks behind."""
+    """A failed test leaves no ranks behind."""
     yield
     end_leftovers()
 

@@ -123,7 +123,7 @@ class Machine:
             _run(*self._inside, "nft", f"add {what}")
 
     def dropped(self) -> int:
-        """How many packets the rules that have a counter have met, as `numgen random mod 100 < 20 counter drop`."""
+        """The packets that matched rules with a counter, such as `numgen random mod 100 < 20 counter drop`."""
         rules = _run(*self._inside, "nft", "list", "chain", "inet", "tests", "in")
         return sum(map(int, re.findall(r"counter packets (\d+)", rules)))
 

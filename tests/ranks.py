@@ -21,7 +21,7 @@ _RUNNING: list["Launch"] = []
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that the system gives to nobody else until 32 others have been asked for.
+    """A port that nobody listens on, and that the system gives to nobody else until 32 more have been requested.
 
     It stays bound here, but nobody listens: a server that sets SO_REUSEADDR, as those of PyTorch do, may listen on it.
     """
@@ -80,9 +80,9 @@ class Launch:
         return outcomes
 
     def end(self) -> None:
-        """Kill what is left of it, after a test that has failed in the middle."""
+        """Kill the processes that are left after a failed test."""
         for process in self.processes:
-            with contextlib.suppress(psutil.NoSuchProcess):  # or its number is another process's by now
+            with contextlib.suppress(psutil.NoSuchProcess):  # or its number was reused
                 process.kill()
         for reading in self.pipes:
             with contextlib.suppress(OSError):

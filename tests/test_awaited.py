@@ -1,4 +1,4 @@
-"""Data that do not come: the run says so, leaves when it is told to, and gives up after --timeout; nothing hangs."""
+"""Data that does not arrive: the run reports it, exits when told to stop, and exits after --timeout; nothing hangs."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ from utils.waiting import DataWatch, awaited
 FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
 FLAGS += ["--global_batch_size", "8", "--log_every", "1", "--max_steps", "100000", "--run_name", "run"]
 FLAGS += ["--eval_every", "100000", "--save_every", "100000", "--min_scale", "1"]
-NO_LINE = "has not come for"
+NO_LINE = "has not arrived for"
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def photos():
     image_folder("photos/val", {"a": 4, "b": 4}, size=(112, 112))
     os.mkfifo("dead")
     yield
-    for pid in readers():  # what still reads if the test has failed
+    for pid in readers():  # processes that still read if the test has failed
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -44,7 +44,7 @@ def photos():
 
 
 class Clock:
-    """In the place of the watch's pauses: each look comes after some seconds, and may change something before."""
+    """Replaces the watch's pauses: each look comes after some seconds, and may call a function first."""
 
     def __init__(self, monkeypatch, looks):
         self.now, self.looks = 0.0, iter(looks)
@@ -66,7 +66,7 @@ class Left(Exception):
 
 
 def watched(monkeypatch, looks, timeout=600.0, orphaned=lambda: False, what="a training batch", main=True):
-    """What the watch said in these looks, and the text and code that it left with, if it did."""
+    """What the watch reported in these looks, and the text and code that it exited with, if it did."""
     watch, said = DataWatch.__new__(DataWatch), []
     launch = SimpleNamespace(timeout=timeout)
     ranks = type("Fake", (), {"orphaned": property(lambda self: orphaned())})()
@@ -87,13 +87,13 @@ def watched(monkeypatch, looks, timeout=600.0, orphaned=lambda: False, what="a t
     return said, None, None
 
 
-def test_waiting_is_said_once_and_given_up_after_the_timeout(monkeypatch):
+def test_waiting_is_reported_once_and_ends_after_the_timeout(monkeypatch):
     said, text, code = watched(monkeypatch, [0.5] * 1300)
     assert len(said) == 1 and said[0].startswith("has waited 60 s for a training batch")
-    assert code == 2 and text.startswith("error: a training batch has not come for 600 s; ") and "--timeout" in text
+    assert code == 2 and text.startswith("error: a training batch has not arrived for 600 s; ") and "--timeout" in text
     said, text, code = watched(monkeypatch, [0.5] * 1190)
     assert len(said) == 1 and text is code is None
-    assert watched(monkeypatch, [0.5] * 200, main=False)[0] == []  # the others' own watch says it
+    assert watched(monkeypatch, [0.5] * 200, main=False)[0] == []  # only the main rank reports it
 
 
 def test_each_batch_has_the_whole_time(monkeypatch):
@@ -111,14 +111,14 @@ def test_time_in_which_the_process_was_paused_does_not_count(monkeypatch):
     assert watched(monkeypatch, [0.5, 5000.0, 0.5, 5000.0, 0.5])[1:] == (None, None)
 
 
-def test_a_wish_to_stop_is_heeded_once_no_batch_has_come_for_ten_seconds(monkeypatch):
-    """Counted from the wish: the batch may be on its way."""
+def test_a_request_to_stop_ends_the_process_after_ten_seconds_without_a_batch(monkeypatch):
+    """The seconds count from the request: the batch may still arrive."""
     orphan = []
     looks = [0.5] * 100 + [lambda: orphan.append(1)]
     assert watched(monkeypatch, looks + [0.5] * 18, orphaned=lambda: bool(orphan))[1:] == (None, None)
     orphan.clear()
     _, text, code = watched(monkeypatch, looks + [0.5] * 21, orphaned=lambda: bool(orphan))
-    assert code == 75 and text.startswith("stopped (the launcher is gone): a training batch has not come for 60 s")
+    assert code == 75 and text.startswith("stopped (the launcher is gone): a training batch has not arrived for 60 s")
     assert "--resume auto" in text
 
 
@@ -151,7 +151,7 @@ def test_what_is_waited_for_is_known_only_while_it_is_waited_for():
 
 
 @pytest.mark.parametrize("cause", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
-def test_a_worker_that_ends_half_way_through_a_batch_is_named_with_its_cause_if_that_comes(monkeypatch, cause):
+def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_if_known(monkeypatch, cause):
     def broken():
         yield 1
         raise cause
@@ -160,7 +160,7 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_named_with_its_cause_if_
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. ")
 
     monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=lambda seconds: None))
-    with pytest.raises(ValueError, match=r"^a loader process ended while a batch was on its way"):
+    with pytest.raises(ValueError, match=r"^a loader process ended while it handed over a batch"):
         list(awaited(broken(), "a batch"))
     monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=told))
     with pytest.raises(RuntimeError, match="killed by signal") as caught:
@@ -168,19 +168,19 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_named_with_its_cause_if_
     assert "/dev/shm" in str(explained(caught.value)) and waiting._Wait.what == ""
 
 
-# Real runs, whose data come from a dead disk: a pipe that nobody writes to
+# Real runs whose data comes from a dead disk: a pipe that nobody writes to
 
 
 def _dead_disk(main, flags, where, dead):
-    """Reading the `dead` samples never comes back."""
+    """Reading the `dead` samples never returns."""
     decode = where.decode
-    sys.stderr = sys.__stderr__  # as what is caught goes with the process
+    sys.stderr = sys.__stderr__  # captured output is lost when the process exits
     waiting.PATIENCE = 0.5
 
     def dying(split, position, *arguments):
         if position in dead:
             Path(f"reads-{os.getpid()}").touch()
-            signal.alarm(50)  # should nobody end this process, the test must not wait for ever
+            signal.alarm(50)  # if nobody ends this process, the test must not wait forever
             Path("dead").read_bytes()
         return decode(split, position, *arguments)
 
@@ -197,7 +197,7 @@ def all_gone():
 
 
 def begin(processes, *flags, halves=(0, 1), launcher=False):
-    """Train for two updates; samples in these halves of the fourth's global batch, one for each rank, are dead."""
+    """Train for two updates; each of these halves of the fourth global batch, one half per rank, has a dead sample."""
     dead = [int(permutation(40, 0, 0)[3 * 8 + 4 * half + 1]) for half in halves]
     arguments = train.main, [*FLAGS, *flags], utils.data.loader, dead
     launch = start_ranks(processes, _dead_disk, *arguments, launcher=launcher)
@@ -209,18 +209,18 @@ def begin(processes, *flags, halves=(0, 1), launcher=False):
 @pytest.mark.parametrize(
     ("processes", "workers", "halves"), [(1, "0", [0]), (1, "2", [1]), (2, "1", [0, 1]), (2, "1", [1]), (2, "0", [0])]
 )
-def test_a_run_that_is_told_to_stop_leaves_though_no_batch_comes(photos, capfd, processes, workers, halves):
+def test_a_run_that_is_told_to_stop_exits_though_no_batch_arrives(photos, capfd, processes, workers, halves):
     launch = begin(processes, "--num_workers", workers, halves=halves)
     launch.kill(signal.SIGTERM)
     assert [outcome.code for outcome in launch.finish()] == [75] * processes
     said = capfd.readouterr().err
-    assert said.count(NO_LINE) == 1 and "train.py: stopped (SIGTERM): a training batch has not come for" in said
+    assert said.count(NO_LINE) == 1 and "train.py: stopped (SIGTERM): a training batch has not arrived for" in said
     assert "--resume auto" in said and ("from loader process" in said) == (workers != "0")
     until(all_gone)
 
 
 @pytest.mark.parametrize(("processes", "workers"), [(1, "0"), (2, "1")])
-def test_a_run_whose_data_do_not_come_ends_after_the_timeout(photos, capfd, processes, workers):
+def test_a_run_whose_data_does_not_arrive_ends_after_the_timeout(photos, capfd, processes, workers):
     launch = begin(processes, "--num_workers", workers, "--timeout", "4")
     assert [outcome.code for outcome in launch.finish()] == [2] * processes
     said = capfd.readouterr().err
@@ -230,16 +230,16 @@ def test_a_run_whose_data_do_not_come_ends_after_the_timeout(photos, capfd, proc
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_ranks_whose_launcher_was_killed_leave_though_no_batch_comes(photos, capfd, processes):
+def test_ranks_whose_launcher_was_killed_exit_though_no_batch_arrives(photos, capfd, processes):
     launch = begin(processes, "--num_workers", "1", launcher=True)
     os.kill(launch.launcher, signal.SIGKILL)
     launch.finish()  # once all of them are gone
-    assert "train.py: stopped (the launcher is gone): a training batch has not come for" in capfd.readouterr().err
+    assert "train.py: stopped (the launcher is gone): a training batch has not arrived for" in capfd.readouterr().err
     until(all_gone)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_images_to_decode_beforehand_that_do_not_come_end_the_run(photos, capfd, processes):
+def test_images_to_decode_before_training_that_do_not_arrive_end_the_run(photos, capfd, processes):
     flags = ["--data", "photos", "--image_size", "32", "--timeout", "2", "--model", "mlp", "--run_name", "run"]
     outcomes = run_ranks(processes, _dead_disk, train.main, flags, utils.data.cache, [7])
     assert [outcome.code for outcome in outcomes] == [2] * processes
@@ -247,7 +247,7 @@ def test_images_to_decode_beforehand_that_do_not_come_end_the_run(photos, capfd,
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_an_evaluation_whose_data_do_not_come_ends_after_the_timeout(photos, capfd, workers):
+def test_an_evaluation_whose_data_does_not_arrive_ends_after_the_timeout(photos, capfd, workers):
     (trained,) = run_ranks(1, train.main, [*FLAGS, "--max_steps", "1", "--num_workers", "0"])
     assert trained.code == 0, trained.err
     flags = ["--ckpt", "runs/run", "--timeout", "2", "--num_workers", workers]

@@ -1,4 +1,4 @@
-"""Images that cannot be read: all found at the start, left out only when told to, in the same way on any topology."""
+"""Images that cannot be read: all found at the start, left out only on request, and equally on any topology."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def cut(path: Path) -> None:
 
 
 def spoil(path: Path) -> None:
-    """Damage the middle of a PNG file, which no look at its ends shows."""
+    """Damage the middle of a PNG file, which a check of its ends does not find."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
     path.write_bytes(data)
@@ -74,7 +74,7 @@ def test_a_whole_image_passes_and_one_without_its_end_does_not(kind):
 
 
 def test_a_file_with_bytes_after_its_end_passes():
-    """As those of some cameras have; only a decoder can tell."""
+    """Some cameras write such files; only a decoder can tell."""
     for kind in ("jpeg", "png", "webp"):
         Path(kind).write_bytes(encoded(smooth(64, 48), kind) + b"\1" * 9000)
     assert checked(["jpeg", "png", "webp"]).bad == {}
@@ -118,7 +118,7 @@ def test_a_check_is_made_once_until_a_file_changes(monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"ends": [1], "bad": {}}', '{"ends": [1, 2, 3, "x"], "bad": {}}', "["])
-def test_a_damaged_result_of_a_check_is_made_anew(content):
+def test_a_damaged_result_of_a_check_is_replaced(content):
     paths = image_folder("data", {"cat": 4})
     first = checked(paths)
     (kept,) = Path("cache/checked").iterdir()
@@ -159,7 +159,7 @@ def test_rows_of_a_table_are_checked_too():
     assert records("run", "eval")[-1]["count"] == 4
 
 
-def test_a_photograph_that_goes_bad_later_ends_the_run_with_the_ways_out():
+def test_a_photograph_that_fails_in_training_ends_the_run_with_the_fixes():
     paths = photographs()
     spoil(paths[8])
     line = refused(train.main, *FLAGS, "--run_name", "run")
@@ -171,7 +171,7 @@ def test_a_photograph_that_goes_bad_later_ends_the_run_with_the_ways_out():
 
 @pytest.fixture(scope="module")
 def skipping(tmp_path_factory):
-    """Runs on photographs of which two are cut short, and two look whole and are not, on one to three processes."""
+    """Runs on photographs of which two are cut short and three only look whole, on one to three processes."""
     folder = tmp_path_factory.mktemp("skipping") / "work"
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -216,7 +216,7 @@ def test_losses_are_those_of_a_plain_loop_over_the_images_that_can_be_read(skipp
     from utils.models import MLP
 
     data = load_data(TrainConfig(data="data", bad_images="skip"))
-    assert len(data.train) == 52  # 58 whole ends, less a tenth
+    assert len(data.train) == 52  # 58 with whole ends, less a tenth
     torch.manual_seed(mix(0, "weights"))
     model = MLP(InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 2, hidden=4)
     order = permutation(52, 0, 0)[:12]
@@ -271,8 +271,8 @@ def test_files_that_were_repaired_stay_left_out_of_the_run(skipped):
     assert losses("run") == losses("on1")
 
 
-def test_images_that_are_as_they_were_before_they_went_bad_stay_left_out_of_the_run(skipped):
-    """Nothing at their ends tells that they changed; the checkpoint remembers them."""
+def test_images_that_are_restored_stay_left_out_of_the_run(skipped):
+    """Their ends do not show the change; the checkpoint lists them."""
     train_run(1, "run", *SKIP, "--max_steps", "4")
     images = iter(pictures(60, (SIDE, SIDE)))
     for path in (f"data/{name}/{number:03}.png" for name in ("cat", "dog") for number in range(30)):
@@ -288,7 +288,7 @@ def test_nothing_is_trained_when_no_image_is_left(skipped):
     for path in Path("data").rglob("*.png"):
         Image.fromarray(smooth(SIDE, SIDE)).save(path)
     line = refused(train.main, *SKIP, "--run_name", "on1", "--resume", "auto", "--max_steps", "12")
-    assert "none of the 52 images of split 'train' can be used" in line
+    assert "no image of split 'train' can be used (52 checked)" in line
 
 
 def test_an_evaluation_counts_what_it_left_out(skipped):

@@ -135,7 +135,7 @@ def test_samples_that_share_images_are_decoded_once():
     assert pixels[np.array([], np.int64)].shape == (0, 8, 8, 3)
 
 
-def test_without_room_in_the_cache_a_set_that_fits_is_decoded_into_memory_and_nothing_is_written(monkeypatch, capsys):
+def test_without_room_in_the_cache_images_that_fit_are_decoded_into_memory_and_nothing_is_written(monkeypatch, capsys):
     split, expected = folder_split("photos", 300)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 10**9, 100))
@@ -148,7 +148,7 @@ def test_without_room_in_the_cache_a_set_that_fits_is_decoded_into_memory_and_no
 
 @pytest.mark.parametrize(("number", "fits"), [("0", False), ("1", True)])
 def test_a_set_that_fits_neither_the_cache_nor_the_memory_is_refused(monkeypatch, number, fits):
-    """300 images of 192 bytes in each of 3 processes: the first judges for all, later ones see less memory free."""
+    """300 images of 192 bytes in each of 3 processes: the first decides for all, later ones see less free memory."""
     split, expected = folder_split("photos", 300)
     Path("cache").write_text("a file")
     monkeypatch.setenv("LOCAL_RANK", number)
@@ -157,7 +157,7 @@ def test_a_set_that_fits_neither_the_cache_nor_the_memory_is_refused(monkeypatch
     if fits:
         assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
     else:
-        with pytest.raises(OSError, match=r"0\.1 MB in each of 3 processes, with 0\.3 MB free; .*--cache_dir"):
+        with pytest.raises(OSError, match=r"0\.1 MB in each of 3 processes needed, 0\.3 MB free; .*--cache_dir"):
             decode_all(split, 8, 8, 3, "cache", iter)
 
 
@@ -176,7 +176,7 @@ def test_several_processes_decode_the_same_pixels_and_draw_nothing_at_random(wor
 
 
 @pytest.mark.parametrize("size", [10, 1000])
-def test_all_bad_images_are_listed_whichever_process_meets_them(workers, monkeypatch, size):
+def test_all_bad_images_are_listed_whichever_process_finds_them(workers, monkeypatch, size):
     monkeypatch.setattr(cache, "_CHUNK", size)
     split, _ = folder_split("photos", 95)
     bad = [3, 41, 42, 52, 63, 64, 65, 66, 67, 68, 90, 94]
@@ -221,7 +221,7 @@ class Shelf:
         return [self[row] for row in rows]
 
 
-def test_what_breaks_the_reading_of_many_images_at_once_costs_only_the_broken_ones():
+def test_a_read_of_many_images_that_fails_reports_only_the_broken_ones():
     images = [encoded(image, "PNG") for image in pictures(30)]
     images[7] = None
     with pytest.raises(BadImages, match=r"^image 7 of split 'train': not a readable image \(a broken page\); fix"):
@@ -235,7 +235,7 @@ def decode_on_a_disk_of(size):
     return cached_files()
 
 
-def test_when_the_disk_gets_full_half_way_the_images_are_decoded_into_memory(workers):
+def test_if_the_disk_fills_up_half_way_the_images_are_decoded_into_memory(workers):
     (outcome,) = run_ranks(1, decode_on_a_disk_of, 10_000)
     assert outcome.value == [], outcome.err
     assert re.fullmatch(
@@ -329,7 +329,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_file_of_the_cache_is_made_anew_and_said(kind, capsys):
+def test_a_damaged_file_of_the_cache_is_rebuilt_and_reported(kind, capsys):
     (split, expected), counting = folder_split("photos"), Counting()
     decode_all(split, 8, 8, 3, "cache", counting)
     path = Path("cache/decoded", cached_files()[0])
@@ -353,7 +353,7 @@ def test_only_the_first_rank_of_a_machine_reads_all_pixels(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"flipped"}))
-def test_a_file_of_another_form_is_no_good_to_any_rank(monkeypatch, kind):
+def test_a_malformed_file_is_rebuilt_by_any_rank(monkeypatch, kind):
     (split, expected), counting = folder_split("photos"), Counting()
     decode_all(split, 8, 8, 3, "cache", counting)
     damaged(Path("cache/decoded", cached_files()[0]), kind)
@@ -394,7 +394,7 @@ def test_equal_pixels_have_one_fingerprint_in_a_file_in_memory_and_shared(monkey
         == content_of(Shared(expected, rows))
         != content_of(Shared(expected, rows[::-1]))
     )
-    monkeypatch.setattr(cache_file, "_content", None)  # that of a file was computed when it was written
+    monkeypatch.setattr(cache_file, "_content", None)  # a file has its own since it was written
     assert content_of(mapped) == fingerprint
 
 
@@ -417,7 +417,7 @@ def decode_on_each_rank(split, expected):
 
 
 @pytest.mark.parametrize("where", ["cached", "in memory"])
-def test_two_ranks_repair_a_cache_or_do_without_it_and_one_of_them_says_so(where):
+def test_two_ranks_repair_a_cache_or_do_without_it_and_one_of_them_reports_it(where):
     data = folder_split("photos", 95)
     assert all(outcome.value == (True, True) for outcome in run_ranks(2, decode_on_each_rank, *data))
     path = Path("cache/decoded", cached_files()[0])

@@ -142,7 +142,7 @@ def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
         (("--seed", "1"), "was trained with a seed of 0, not 1"),
         (("--global_batch_size", "60"), "was trained with a global batch size of 120, not 60"),
         (("--max_train_samples", "400"), "was trained with training samples of 480, not 400"),
-        (("--data", "synthetic/10x12x480"), "split 'train' had 1797 samples and has 480 now"),
+        (("--data", "synthetic/10x12x480"), "split 'train' had 1797 samples and now has 480"),
     ):
         (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *FLAGS, "--resume", "auto", *flags])
         assert outcome.code == 2 and text in outcome.err and outcome.err.count("\n") == 1, outcome.err

@@ -167,7 +167,7 @@ def test_words_and_numbers_of_a_config_file_are_what_they_look_like(text, name, 
     assert getattr(read_config(Path("recipe.yaml")), name) == value
 
 
-def test_a_word_that_is_no_choice_is_named_as_it_was_written(capsys):
+def test_a_word_that_is_not_a_choice_is_quoted_as_written(capsys):
     Path("recipe.yaml").write_text("mixed_precision: off\n")
     assert "['no', 'bf16', 'fp16', 'auto'], got off" in refusal(capsys, "--config", "recipe.yaml")
 
@@ -207,7 +207,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (BOMB.replace("a:", "data:", 1), "aliases (*) are not allowed"),
         (f"model_args: {{{BOMB.strip().replace(chr(10), ', ')}}}\n", "aliases (*) are not allowed"),
-        ("data: " + "[" * 3000, "nested more than 40 deep"),
+        ("data: " + "[" * 3000, "nested more than 40 levels deep"),
         ("# a comment\n" * 20_000, "larger than 128 KiB"),
         ("lr: 1" + "0" * 5000, "Exceeds the limit"),
         ("data: caf\xe9", "not valid UTF-8"),
@@ -270,7 +270,7 @@ def test_a_list_may_be_given_as_numbers_after_its_flag(flags, expected):
     assert config.mean == expected and config.flip == ("--flip" in flags)
 
 
-def test_a_list_that_is_none_is_refused_with_the_way_to_write_it(capsys):
+def test_a_value_that_is_not_a_list_is_refused_with_an_example(capsys):
     assert "--mean: expected numbers, such as 0.5 0.5 0.5, got half" in refusal(capsys, "--mean", "half")
 
 
@@ -284,21 +284,21 @@ HUGE = "1" + "0" * 26
             ((f"--{name}", HUGE), f"--{name} must be at most 2147483647, not {HUGE}")
             for name in ("max_steps", "epochs", "save_every", "keep", "log_every", "eval_batch_size", "warmup_steps")
         ),
-        (("--max_steps", "1" + "0" * 400), "not a number of 401 digits"),
+        (("--max_steps", "1" + "0" * 400), "not an integer of 401 digits"),
         (("--seed", HUGE), "--seed must be at most 9223372036854775807"),
         (("--crop_padding", "5000"), "--crop_padding must be at most 1024"),
         (("--grad_accum", "70000"), "--grad_accum must be at most 65536"),
         (("--global_batch_size", "20000000"), "--global_batch_size must be at most 16777216"),
         (("--image_size", "65536"), "--image_size must be at most 65535"),
-        (("--timeout", "1e300"), "--timeout must be at most 604800 seconds, a week"),
+        (("--timeout", "1e300"), "--timeout must be at most 604800 seconds (a week)"),
         (("--mean", "[.inf]"), "--mean must be a finite number"),
     ],
 )
-def test_numbers_beyond_all_use_are_refused_with_the_bound(flags, text, capsys):
+def test_numbers_above_a_limit_are_refused_with_the_limit(flags, text, capsys):
     assert text in refusal(capsys, *flags)
 
 
-def test_the_doctor_has_bounds_too(capsys):
+def test_the_doctor_has_limits_too(capsys):
     for flags, text in ((("--timeout", "1e300"), "at most 604800"), (("--slow", "-1"), "at least 0")):
         assert text in refusal(capsys, *flags, settings=DoctorConfig)
 

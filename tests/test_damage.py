@@ -611,7 +611,7 @@ def test_two_processes_say_once_that_a_file_is_malformed():
         assert second.code == 2 and second.err == ""
 
 
-# Checkpoints of strangers, whose manifest is made to match.
+# Checkpoints of strangers, with a manifest that matches
 
 
 def bomb(width=9, depth=9) -> bytes:
@@ -645,7 +645,7 @@ def test_a_file_that_would_take_all_time_or_memory_is_refused(name, content, wha
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "config.yaml", "labels.json", "optimizer.bin"])
-def test_a_manifest_that_leaves_out_a_file_vouches_for_none_of_it(name):
+def test_a_manifest_that_does_not_name_a_needed_file_is_refused(name):
     manifest = json.loads((NEWEST / "manifest.json").read_text())
     del manifest["files"][name]
     (NEWEST / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
@@ -668,8 +668,8 @@ def test_a_pointer_that_is_a_fifo_or_huge_names_nothing():
     assert outcome.code == 0 and outcome.value["step"] == 8, outcome.err
 
 
-def test_settings_of_a_checkpoint_decide_nothing_on_this_machine():
-    """Folders are made where this machine's flags say, by as many processes as these say."""
+def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
+    """Its own flags and defaults choose its folders and the number of processes."""
     settings = {"cache_dir": "stranger/cache", "data_dir": "stranger/data", "output_dir": "stranger/runs"}
     settings |= {
         "num_workers": 4000,

@@ -119,7 +119,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older
     outcomes = run_ranks(processes, train_with, {4: limit_files(SMALL, rank)}, FLAGS)
     check_failed(outcomes, str(CHECKPOINTS), "full?")
     assert ("rank 1: " in outcomes[0].err) == (rank == 1)
-    said = capfd.readouterr().err.splitlines()  # past Python: what c10d says of its connections is of another matter
+    said = capfd.readouterr().err.splitlines()  # c10d writes about its connections past Python; that is not tested here
     assert [line for line in said if not re.match(r"\[[WE]\d+ .*(socket|TCPStore|ProcessGroup)", line)] == []
     check_intact(whole(processes), 3)
     train_run(processes, "run", *FLAGS, "--resume", "auto")
@@ -548,7 +548,7 @@ def test_what_a_dead_process_left_in_the_lock_blocks_nobody():
 
 
 def block(name):
-    """An event on the main process: a folder stands where this pointer was, which no file can replace."""
+    """An event on the main process: a folder takes the place of this pointer, so no file can replace it."""
 
     def stand_there():
         (CHECKPOINTS / name).unlink(missing_ok=True)
@@ -572,15 +572,17 @@ def test_a_pointer_that_cannot_be_moved_costs_no_checkpoint_and_lets_none_pile_u
     events = {4: block(name), **{step: on_main(lambda: look(None)) for step in range(5, 11)}, 11: unblock(name)}
     outcomes = run_ranks(processes, train_and_tell, events, flags, seen)
     assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
-    said = [line for line in outcomes[0].out.splitlines() if "was saved, but its name was not noted: " in line]
-    assert said and all(f"{CHECKPOINTS / name}: is there and is not a regular file" in line for line in said)
+    said = [
+        line for line in outcomes[0].out.splitlines() if "was saved, but `latest` or `best` was not updated: " in line
+    ]
+    assert said and all(f"{CHECKPOINTS / name}: exists and is not a regular file" in line for line in said)
     if name == "latest":
         assert [line.split()[1] for line in said] == [str(step) for step in range(5, 12)]
     accuracy = {r["step"]: r["accuracy"] for r in records("run", "eval")}
     for step, there in zip(range(5, 11), outcomes[0].value, strict=True):
         best = max(range(1, step + 1), key=lambda n: (accuracy[n], -n))
         wanted = {f"step-{n:08d}" for n in (step - 1, step, best)}
-        assert wanted <= set(there) and len(there) <= 4, (step, there)  # at most what `best` still names besides
+        assert wanted <= set(there) and len(there) <= 4, (step, there)  # and at most the one that `best` still names
     best = max(accuracy, key=lambda n: (accuracy[n], -n))
     assert (CHECKPOINTS / "latest").read_text() == "step-00000012\n"
     assert (CHECKPOINTS / "best").read_text() == f"step-{best:08d}\n"
@@ -593,9 +595,7 @@ def train_and_tell(events, flags, seen):
 
 
 def test_a_pointer_that_cannot_be_moved_ends_a_run_that_is_to_stop_with_the_checkpoint_in_place(whole):
-    check_failed(
-        run_ranks(1, train_with, {4: block("latest")}, FLAGS), f"{CHECKPOINTS / 'latest'}: is there and is not"
-    )
+    check_failed(run_ranks(1, train_with, {4: block("latest")}, FLAGS), f"{CHECKPOINTS / 'latest'}: exists and is not")
     assert [name for name in names() if name.startswith("step")] == ["step-00000003", "step-00000006"]
     verify(CHECKPOINTS / "step-00000006")
     shutil.rmtree(CHECKPOINTS / "latest")

@@ -182,7 +182,7 @@ FAULTS = [
         small_shared_memory,
         {"/dev/shm"},
         "0.07 GB free",
-        "by fewer loader processes or none, which is slower; docker run",
+        "with fewer loader processes and fewer batches in advance; docker run",
     ),
     (full_disk, {"disk"}, "0.0 GB free for runs", "delete old runs"),
     (no_memory, {"memory"}, "0.1 of 10.0 GB free", "start fewer processes"),

@@ -45,9 +45,9 @@ BAD_SETTINGS = [
     ("boolean of another kind", ("--flip", "maybe"), "--flip: expected true or false, got maybe"),
     ("empty list", ("--std", "[]"), "--std needs values above 0"),
     ("threads", ("--threads", "100000"), "--threads 100000: this machine has"),
-    ("no end of steps", ("--max_steps", "1" + "0" * 26), "--max_steps must be at most 2147483647"),
-    ("no end of waiting", ("--timeout", "1e300"), "--timeout must be at most 604800 seconds, a week"),
-    ("run outside of its folder", ("--run_name", ".."), "--run_name '..' begins with a dot; give a plain name"),
+    ("too many steps", ("--max_steps", "1" + "0" * 26), "--max_steps must be at most 2147483647"),
+    ("too long a timeout", ("--timeout", "1e300"), "--timeout must be at most 604800 seconds (a week)"),
+    ("run name of another folder", ("--run_name", ".."), "--run_name '..' begins with a dot; give a plain name"),
     ("fp16 without a GPU", ("--mixed_precision", "fp16"), "fp16 needs a GPU"),
 ]  # fmt: skip
 BAD_DATA = [
@@ -62,9 +62,9 @@ BAD_DATA = [
     ("label column", ("--data", "table", "--label_column", "kind"), "--label_column kind: no such column; there are"),
     ("label outside the range", ("--data", "unlabelled"), "has the label -1"),
     ("empty split", ("--data", "synthetic/2x32x33", "--eval_split", "nope"), "--eval_split nope: no such split"),
-    ("too many made-up images", ("--data", "synthetic/10x32x99999999999999"), "COUNT must be at most 2147483647"),
-    ("too large made-up images", ("--data", "synthetic/10x99999x10"), "SIZE must be at most 16384"),
-    ("too many made-up classes", ("--data", "synthetic/99999999x32x10"), "CLASSES must be at most 1048576"),
+    ("too many synthetic images", ("--data", "synthetic/10x32x99999999999999"), "COUNT must be at most 2147483647"),
+    ("too large synthetic images", ("--data", "synthetic/10x99999x10"), "SIZE must be at most 16384"),
+    ("too many synthetic classes", ("--data", "synthetic/99999999x32x10"), "CLASSES must be at most 1048576"),
     ("one class", ("--data", "single"), "has one class, class0"),
     ("loss that is no number", ("--lr", "1e30", "--max_steps", "9"), "the training loss became no number at update"),
     ("images too small", ("--model", "alexnet", "--image_size", "8"), "alexnet cannot take 8x8"),
@@ -140,7 +140,7 @@ def _train_here(variables, flags):
     train.main(flags)
 
 
-def test_made_up_images_that_do_not_fit_in_memory_are_refused_with_what_they_need(monkeypatch):
+def test_synthetic_images_that_do_not_fit_in_memory_are_refused_with_what_they_need(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2e9))
     with pytest.raises(ValueError, match="needs 3 GB of memory, and this machine has 2 GB; lower SIZE or COUNT"):
         load_data(TrainConfig(data="synthetic/10x1000x1000"))

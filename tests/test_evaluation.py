@@ -88,7 +88,7 @@ def test_metrics_equal_their_definitions():
     true[true == 3] = 2  # class 3 never occurs
     found = label_metrics(predicted, true, classes=6)  # class 5 neither occurs nor is predicted
     precision, recall, f1 = [], [], []
-    for c in range(5):  # scikit-learn leaves out what neither occurs nor is predicted
+    for c in range(5):  # scikit-learn leaves out classes that neither occur nor are predicted
         hits = ((predicted == c) & (true == c)).sum()
         p, r = hits / max(1, (predicted == c).sum()), hits / max(1, (true == c).sum())
         precision, recall = [*precision, p], [*recall, r]
@@ -101,14 +101,14 @@ def test_metrics_equal_their_definitions():
     assert found["per_class_accuracy"][:3] == pytest.approx(recall[:3])
 
 
-def test_classes_without_samples_do_not_lower_the_macro_scores_and_are_said():
+def test_classes_without_samples_do_not_lower_the_macro_scores_and_are_reported():
     train_run(1, "run", "--data", "synthetic/4x32x90", "--model", "mlp", "--max_steps", "2")
     image_folder("other", {"1": 9, "2": 9}, size=(32, 32))
     found = run_ranks(2, eval.main, ["--ckpt", "runs/run", "--data", "other", "--json", "found.json"])[0]
-    assert found.code == 0 and "classes          2 of 4 have samples\n" in found.out
+    assert found.code == 0 and "classes          2 of 4 with samples\n" in found.out
     assert json.loads(Path("found.json").read_text())["classes_evaluated"] == 2
     whole = run_ranks(1, eval.main, ["--ckpt", "runs/run"])[0]
-    assert whole.value["classes_evaluated"] == 4 and "have samples" not in whole.out
+    assert whole.value["classes_evaluated"] == 4 and "with samples" not in whole.out
 
 
 def test_the_training_log_has_macro_scores_when_asked():

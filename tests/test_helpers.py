@@ -1,4 +1,4 @@
-"""The tests' own helpers: a log in mid-write, ports, processes that end, and ranks that a failed test leaves behind."""
+"""The tests' own helpers: a log that is being written, ports, processes that end, ranks left by a failed test."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ LOG = Path("runs/run/log.jsonl")
 
 
 def log_in_two_halves():
-    """Log two updates; the second record is written in two parts, with a pause between them until the test says so."""
+    """Log two updates; the second record is written in two parts, with a pause between them that the test ends."""
     LOG.parent.mkdir(parents=True)
     log = RunLog(LOG.parent, True, TrainState(), 2)
     log.write("start", step=1)
@@ -48,7 +48,7 @@ def test_a_log_that_ends_in_half_a_line_is_read_up_to_it_and_then_on():
         list(map(json.loads, LOG.read_text().splitlines()))
     assert [record["step"] for record in records_so_far(LOG)] == [1]
     assert has_logged(1)() and not has_logged(2)()
-    with pytest.raises(AssertionError, match="ends in half a line"):  # of a run that has ended, that would be an error
+    with pytest.raises(AssertionError, match="ends in half a line"):  # an error in the log of a run that has ended
         records("run")
     Path("go").touch()
     until(has_logged(2))
@@ -59,11 +59,11 @@ def test_a_log_that_ends_in_half_a_line_is_read_up_to_it_and_then_on():
 def test_a_wait_ends_with_its_condition_or_fails():
     turns = iter([0, "", "done", "later"])
     assert until(lambda: next(turns), every=0) == "done" and next(turns) == "later"
-    with pytest.raises(AssertionError, match="waited 0 s in vain"):
+    with pytest.raises(AssertionError, match="not true after 0 s"):
         until(lambda: False, seconds=0.01)
 
 
-def test_a_port_that_was_given_out_is_nobody_elses_and_can_be_served():
+def test_a_port_that_was_given_out_is_reserved_and_can_be_served():
     port = free_port()
     with socket.socket() as other, pytest.raises(OSError) as refused:
         other.bind(("", port))
@@ -81,7 +81,7 @@ def serve_and_ask(port: int) -> bytes:
 
 
 @pytest.mark.parametrize("launcher", [False, True])
-def test_ranks_that_a_failed_test_has_left_are_ended_stopped_ones_too(launcher):
+def test_ranks_that_a_failed_test_left_behind_are_ended_even_if_stopped(launcher):
     launch = start_ranks(2, time.sleep, 600, launcher=launcher)
     launch.kill(signal.SIGSTOP)
     end_leftovers()

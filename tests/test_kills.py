@@ -45,12 +45,12 @@ def kill(launch: Launch, whom: str, chance: random.Random) -> None:
 
 
 def train_until_killed(save: tuple[int, int] | None) -> None:
-    """Train, and hold before the last update; with `save`, of (step, change), also in a save.
+    """Train, and wait before the last update; with `save`, a pair (step, change), also during a save.
 
-    That is the first after update `step`, before that change of the disk; a save takes some 20 ms, which a test on a
-    busy machine would miss.
+    It waits in the first save after update `step`, before that change of the disk. A save takes some 20 ms, which a
+    test on a busy machine would miss.
     """
-    update, place = train.train_update, [save, None]  # what is to come, and in the save the changes until the hold
+    update, place = train.train_update, [save, None]  # the save to wait in, and the changes until the wait
 
     def held(run, batches):
         if run.state.step == UPDATES - 1:
@@ -77,7 +77,7 @@ def train_until_killed(save: tuple[int, int] | None) -> None:
 
 
 def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Random) -> dict:
-    """Start a run, kill it at a random moment (of a save), resume it; returns what to compare and to tell."""
+    """Start a run, kill it at a random moment (of a save), resume it; returns what to compare and to report."""
     shutil.rmtree("runs/run", ignore_errors=True)
     for sign in ("saving", "go"):
         Path(sign).unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def kill_and_resume(processes: int, whom: str, saving: bool, chance: random.Rand
     assert time.monotonic() - killed < SOON, "a rank went on alone"
     # orphans save what they have and ask to be gone on with
     assert all(outcome.code in (0, 75) if whom == "launcher" else outcome.code != 0 for outcome in outcomes)
-    # a kill may cut the last line of the log short
+    # a kill may cut off the last line of the log
     reached = max(r["step"] for r in records_so_far(Path("runs/run/log.jsonl")) if r["kind"] == "train")
     after = start_ranks(processes, train.main, [*FLAGS, "--resume", "auto"]).finish()
     assert [outcome.code for outcome in after] == [0] * processes, after[0].err

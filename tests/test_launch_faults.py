@@ -48,7 +48,7 @@ def no_leftovers():
     """A failed test leaves no run behind that disturbs the next."""
     yield
     for process in STARTED:
-        if process.poll() is None:  # else its number may be another's by now
+        if process.poll() is None:  # else its number may have been reused
             for child in psutil.Process(process.pid).children(recursive=True):
                 with suppress(psutil.Error):
                     child.kill()
@@ -148,7 +148,7 @@ def test_a_kill_under_accelerate_launch_ends_all_and_the_run_goes_on(whom):
         victim.kill()
     assert wait_for_all(process, ranks) != 0
     print(f"\n| kill -9 of {whom} | {time.monotonic() - told:.1f} s |")
-    # the kill may have cut the last line short
+    # the kill may have cut off the last line
     reached = max(record["step"] for record in records_so_far(Path("runs/run/log.jsonl")) if record["kind"] == "train")
     process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES), "--resume", "auto")
     assert process.wait(timeout=2 * PATIENCE) == 0

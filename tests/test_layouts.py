@@ -1,4 +1,4 @@
-"""What is a split, a class or an image in folders as they really are; missing shards and labels; colour."""
+"""Splits, classes and images in folders as users have them; missing shards and labels; colour."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def load(data="folder", **settings):
 
 
 def refused(*parts, data="folder", **settings):
-    """That loading fails with one line holding all the parts."""
+    """Assert that loading fails with one line that holds all the parts."""
     with pytest.raises((ValueError, OSError)) as caught:
         load(data, **settings)
     for part in parts:
@@ -40,7 +40,7 @@ def sizes(data):
     return len(data.train), data.evaluation.name, len(data.evaluation)
 
 
-# -- hidden folders and wrappers -------------------------------------------------------------------------------------
+# -- hidden and outer folders ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("junk", [".ipynb_checkpoints", "__MACOSX", "@eaDir", ".git", ".thumbnails", "lost+found"])
@@ -57,17 +57,17 @@ def test_hidden_folders_are_neither_classes_nor_training_data(junk):
 
 @pytest.mark.parametrize("inner", ["", "data", "data/pets"])
 @pytest.mark.parametrize("splits", [("",), ("train", "test")])
-def test_an_archive_that_wraps_the_data_in_a_folder_is_looked_into_and_that_is_said(inner, splits):
+def test_the_outer_folder_of_an_archive_is_looked_into_and_reported(inner, splits):
     for split in splits:
         image_folder(Path("folder/archive") / inner / split, PETS)
     image_folder("folder/__MACOSX/archive", {"cat": 3})
     data = load()
     assert data.class_names == ["cat", "dog"]
     assert sizes(data) == ((18, "hold-out of train", 2) if len(splits) == 1 else (20, "test", 20))
-    assert any("folder: holds one folder with images, archive; that is used" in note for note in data.train.notes)
+    assert any("folder: using archive, the only folder in it with images" in note for note in data.train.notes)
 
 
-def test_the_only_class_is_not_taken_for_a_wrapper():
+def test_a_single_class_is_not_taken_for_an_outer_folder():
     image_folder("folder/cat/2020/may", {"day": 30})
     assert load_split(TrainConfig(data="folder", cache_dir="cache"), "train", ["cat"], own_data=False).labels.max() == 0
     refused("one class, cat")
@@ -106,14 +106,14 @@ def test_the_usual_names_of_the_validation_split_stay_and_validation_means_them_
             assert sizes(load(name, **settings)) == (20, name, 20)
 
 
-def test_a_split_that_holds_itself_once_more_is_looked_into():
+def test_a_split_folder_inside_a_split_folder_of_the_same_name_is_used():
     image_folder("folder/training_set/training_set", PETS)
     image_folder("folder/test_set/test_set", {"cat": 3})
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 3)
 
 
-def test_two_folders_that_may_be_the_same_split_are_never_chosen_from_silently():
+def test_of_two_folders_for_the_same_split_none_is_chosen_silently():
     for name, count in (("Train", 3), ("training", 4), ("test", 2)):
         image_folder(f"folder/{name}", dict.fromkeys(PETS, count))
     refused("Train, training may each be the training split", "--train_split")
@@ -121,7 +121,10 @@ def test_two_folders_that_may_be_the_same_split_are_never_chosen_from_silently()
     for name, count in (("train", 5), ("val", 2), ("Dev", 3)):
         image_folder(f"other/{name}", dict.fromkeys(PETS, count))
     assert sizes(load("other")) == (10, "val", 4)
-    assert any("of Dev, val, val is used; --eval_split chooses another" in note for note in load("other").train.notes)
+    assert any(
+        "val is the evaluation split (found: Dev, val); --eval_split chooses another" in note
+        for note in load("other").train.notes
+    )
     assert sizes(load("other", eval_split="Dev")) == (10, "Dev", 6) and not load("other", eval_split="Dev").train.notes
 
 
@@ -154,9 +157,9 @@ def test_a_folder_that_may_be_a_split_or_a_class_is_refused_until_a_flag_decides
     assert everything.class_names == ["bus", "car", "train"]
     assert len(everything.train) + len(everything.evaluation) == 20
     image_folder("segments", {"train": 5, "masks": 5})
-    refused("train may be a split or a class beside masks", data="segments")
+    refused("cannot tell splits from classes: train beside masks", data="segments")
     image_folder("pictures", {"train": 5, "test": 5, "a": 5, "b": 5})
-    refused("test and train may be a split or a class beside a, b", data="pictures")
+    refused("cannot tell splits from classes: test and train beside a, b", data="pictures")
 
 
 def test_folders_beside_splits_of_the_same_classes_are_left_out_and_named():
@@ -166,7 +169,7 @@ def test_folders_beside_splits_of_the_same_classes_are_left_out_and_named():
     Path("folder/annotations").mkdir()
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 20)
-    assert data.train.notes == ("folder: not used beside the splits: unlabelled",)
+    assert data.train.notes == ("folder: folders beside the splits are not used: unlabelled",)
 
 
 def test_folders_named_like_parts_that_hold_the_same_classes_are_refused_until_named():
@@ -177,7 +180,7 @@ def test_folders_named_like_parts_that_hold_the_same_classes_are_refused_until_n
     assert load(train_split=".").class_names == ["seg_test", "seg_train"]
 
 
-def test_empty_class_folders_are_no_classes_and_that_is_said():
+def test_empty_class_folders_are_not_classes_and_are_reported():
     image_folder("folder/train", PETS)
     image_folder("folder/test", {"cat": 2})
     for empty in ("train/emu", "train/fox/2020/may", "test/gnu"):
@@ -192,16 +195,18 @@ def test_empty_class_folders_are_no_classes_and_that_is_said():
     assert data.train.images.left_out.not_images == {".txt": 1, ".heic": 1}
 
 
-def test_images_without_a_class_folder_are_counted_and_said_or_refused_where_there_is_nothing_else():
+def test_images_without_a_class_folder_are_reported_or_refused_if_there_is_nothing_else():
     image_folder("folder/train", PETS)
     image_folder("folder", {"test": 3})
-    refused("folder/test: holds 3 images and no class folders", "--eval_split", "--eval_fraction")
+    refused("folder/test: has images but no class folders (3 found)", "--eval_split", "--eval_fraction")
     assert sizes(load(eval_fraction=0.5)) == (10, "hold-out of train", 10)
     image_folder("folder", {"train": 2})
     data = load(eval_fraction=0.5)
-    assert data.train.notes == ("folder/train: 2 images beside the class folders have no class and are left out",)
+    assert data.train.notes == (
+        "folder/train: images beside the class folders have no class and are left out (2 found)",
+    )
     image_folder(".", {"flat": 4})
-    refused("flat: holds 4 images and no class folders", "CLASS/IMAGE.jpg", data="flat")
+    refused("flat: has images but no class folders (4 found)", "CLASS/IMAGE.jpg", data="flat")
 
 
 def test_an_empty_layout_is_refused_with_what_was_seen():
@@ -210,7 +215,7 @@ def test_an_empty_layout_is_refused_with_what_was_seen():
     refused("folder: no images in it (only readme.txt, scans/)", "CLASS/IMAGE.jpg")
 
 
-# -- files that are none ---------------------------------------------------------------------------------------------
+# -- special files and links -----------------------------------------------------------------------------------------
 
 
 def special(kind, path):
@@ -223,7 +228,7 @@ def special(kind, path):
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a socket", "a device", "a broken link", "a link to itself"])
-def test_what_is_named_like_an_image_and_is_no_file_is_refused_at_once(kind):
+def test_a_special_file_named_like_an_image_is_refused_at_once(kind):
     image_folder("folder", PETS)
     special(kind, "folder/dog/zzz.jpg")
     reason = "a broken link" if kind == "a link to itself" else kind
@@ -260,10 +265,10 @@ def test_links_in_circles_are_left_out_and_no_image_is_counted_twice():
 def test_an_image_with_two_classes_is_refused():
     image_folder("folder", {"cat/sub": 6, "dog": 6})
     os.symlink("../dog", "folder/cat/dogs")
-    refused("folder/cat/dogs", "class dog too", "remove the link")
+    refused("folder/cat/dogs", "also a folder of class dog", "remove the link")
     os.unlink("folder/cat/dogs")
     os.symlink("dog", "folder/puppy")
-    refused("folder/puppy: is a folder of class dog too", "remove the link")
+    refused("folder/puppy: is also a folder of class dog", "remove the link")
 
 
 def test_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_evaluated_and_resumed():
@@ -302,7 +307,7 @@ def shards(folder, total, numbers, name="train", kind="parquet", tail=""):
 def test_a_missing_shard_is_named(name):
     shards("folder", 10, [number for number in range(10) if number not in (4, 9)], name)
     missing = f"{name}-00004-of-00010, {name}-00009-of-00010"
-    refused(f"folder: 2 of 10 shards are missing: {missing};", "rename the others without -of-00010")
+    refused(f"folder: 2 of 10 shards not found: {missing};", "rename the others without -of-00010")
     shards("folder", 10, [4, 9], name)
     data = load()
     assert len(data.train) + len(data.evaluation) == 120
@@ -315,7 +320,7 @@ def test_shards_may_be_counted_from_one_and_a_single_file_may_be_given():
     shards("other", 3, [2])
     assert len(load("other/train-00002-of-00003.parquet").train) == 11
     shards("huge", 10**9, [2])
-    refused("999999999 of 1000000000 shards are missing: train-00000-of-1000000000", "(13 in all)", data="huge")
+    refused("999999999 of 1000000000 shards not found: train-00000-of-1000000000", "(13 in all)", data="huge")
 
 
 def test_a_shard_that_is_there_twice_is_refused():
@@ -333,10 +338,10 @@ def test_a_saved_folder_must_hold_what_it_lists():
         "folder", num_shards={"train": 3, "test": 1}
     )
     Path("folder/train/data-00001-of-00003.arrow").unlink()
-    refused("folder: cannot be read, as folder/train/data-00001-of-00003.arrow is missing; copy or save it again")
+    refused("folder: cannot be read, missing folder/train/data-00001-of-00003.arrow; copy or save the folder again")
     os.unlink("folder/train/state.json")
     os.mkfifo("folder/train/state.json")
-    refused("folder/train/state.json is missing")
+    refused("missing folder/train/state.json")
 
 
 def test_tables_must_be_regular_files_and_hidden_ones_are_left_alone():
@@ -357,14 +362,14 @@ def numbered(path, labels):
     return path
 
 
-def test_numbers_with_large_gaps_are_names_of_classes():
+def test_integer_labels_with_large_gaps_are_names_of_classes():
     values = [1000 * number for number in range(10)]
     data = load(numbered("folder", values[::-1] * 4))
     assert data.class_names == [str(value) for value in values]
     for split in (data.train, data.evaluation):
         assert [int(data.class_names[label]) for label in split.labels] == [values[9 - row % 10] for row in split.rows]
         assert split.notes == (
-            "--label_column label: 10 numbers from 0 to 9000 are 10 classes, named by their numbers",
+            "--label_column label: only the labels that occur are classes: 0, 1000, 2000, ... (10 in all)",
         )
     fewer = TrainConfig(data=numbered("fewer", [9000, 0, 3000] * 2), cache_dir="cache")
     assert load_split(fewer, None, data.class_names, own_data=False).labels.tolist() == [9, 0, 3] * 2
@@ -409,7 +414,7 @@ def grey_folder(name, count=300):
         PillowImage.fromarray(pixels).save(path)
 
 
-def test_one_colour_image_among_grey_ones_is_said_with_the_flag_that_keeps_it():
+def test_colour_images_among_grey_ones_are_reported_with_the_flag_that_keeps_the_colour():
     grey_folder("folder")
     paths = load(eval_fraction=0.01).train.images.paths
     for kind, path in (("PNG", paths[103]), ("JPEG", paths[202])):
@@ -418,12 +423,12 @@ def test_one_colour_image_among_grey_ones_is_said_with_the_flag_that_keeps_it():
     Path("folder/c").mkdir()
     outcomes = run_ranks(2, train.main, ["--data", "folder", *SHORT, "--eval_fraction", "0.01"])
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    assert outcomes[0].out.count("of train are in colour and become grey, such as ") == 1
+    assert outcomes[0].out.count("of train will be converted from colour to grey, such as ") == 1
     assert "\n2 of 297 images of train" in outcomes[0].out and f"{paths[103]}; --channels 3" in outcomes[0].out
     assert outcomes[0].out.count("class folders without images are left out: c") == 1
     assert outcomes[1].out == ""
     chosen = run_ranks(1, train.main, ["--data", "folder", *SHORT, "--channels", "1"])[0]
-    assert chosen.code == 0 and "in colour" not in chosen.out
+    assert chosen.code == 0 and "colour to grey" not in chosen.out
 
 
 def test_colour_is_looked_for_in_tables_and_not_in_grey_pixels_stored_as_colour():
@@ -434,13 +439,13 @@ def test_colour_is_looked_for_in_tables_and_not_in_grey_pixels_stored_as_colour(
     mixed[100] = pictures(1)[0]
     data = load(parquet("mixed", train=table([0, 1, 2] * 100, NAMED, mixed)), eval_fraction=0.01)
     assert colour_lost(data.train) == (
-        f"1 of {len(data.train)} images of train are in colour and become grey, such as image 100 of split 'train'; "
-        "--channels 3 keeps the colour"
+        f"1 of {len(data.train)} images of train will be converted from colour to grey, such as image 100 of split "
+        "'train'; --channels 3 keeps the colour"
     )
     assert colour_lost(load("digits").train) is None
 
 
-def test_of_a_large_set_some_thousand_headers_are_looked_at():
+def test_of_a_large_data_set_4096_headers_are_read():
     class Counted(list):
         def many(self, rows):
             read.extend(rows)

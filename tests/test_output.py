@@ -1,4 +1,4 @@
-"""Output that cannot be printed, as it is closed, full, gone or of another encoding, costs no run and no number."""
+"""Output that cannot be printed (closed, full, gone, another encoding) neither ends a run nor loses results."""
 
 import io
 import json
@@ -27,7 +27,7 @@ CLASSES = ["café", "кот", "犬"]
 
 
 def shell(command: str, **variables: str) -> subprocess.CompletedProcess:
-    """Run a line of bash in which $python and $root are set; what is left of its output are bytes."""
+    """Run a line of bash in which $python and $root are set; its output is returned as bytes."""
     environment = {**os.environ, "python": sys.executable, "root": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables}
     command = f"set -o pipefail; {command}"
     return subprocess.run(["bash", "-c", command], env=environment, input=b"", capture_output=True, timeout=120)

@@ -1,4 +1,4 @@
-"""A run keeps a record of its samples: its hold-out stays, and what changed since is said in words."""
+"""A run keeps a record of its samples: its hold-out stays the same, and changes are reported in words."""
 
 import gzip
 import json
@@ -67,7 +67,7 @@ def evaluated(*flags):
 
 
 def keep_time(path: Path, change) -> None:
-    """Change a file and give it back its times, as a copy or an archive does."""
+    """Change a file and restore its times, as a copy or an archive does."""
     status = path.stat()
     change(path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -85,20 +85,20 @@ def numbers(record: dict) -> dict:
     return {name: record[name] for name in ("accuracy", "loss", "count", "per_class_accuracy")}
 
 
-def test_new_files_move_nothing_from_training_to_evaluation(trained):
+def test_new_files_do_not_move_samples_from_training_to_evaluation(trained):
     before, _ = evaluated()
     for number in range(5):
         shutil.copy(trained[0], f"data/cat/0000{number}.bmp")  # sorts before all others
     after, out = evaluated()
     assert numbers(after) == numbers(before) and after["count"] == 6
-    assert "5 files of split 'train' are new since training and left out: cat/00000.bmp" in out
+    assert "split 'train' has new files since training, which are left out: cat/00000.bmp" in out
     assert evaluated("--split", "train")[0]["count"] == 54
 
 
-def test_a_resume_goes_on_with_the_very_samples_it_began_with_when_files_are_new(trained):
+def test_a_resume_goes_on_with_the_samples_it_began_with_when_files_are_new(trained):
     shutil.copy(trained[0], "data/dog/00.bmp")
     (outcome,) = run_ranks(1, train.main, [*MORE])
-    assert outcome.code == 0 and "1 files of split 'train' are new" in outcome.out
+    assert outcome.code == 0 and "split 'train' has new files" in outcome.out
     assert [r["loss"] for r in records("run", "train")] == [r["loss"] for r in records("whole", "train")]
     mine, theirs = weights("run"), weights("whole")
     assert all((mine[name] == theirs[name]).all() for name in theirs)
@@ -116,13 +116,13 @@ CHANGES = {
     "renamed": (lambda paths: [p.rename(p.with_name("b" + p.name)) for p in paths[:2]], ("gone", "--bad_images skip")),
     "one changed": (lambda paths: keep_time(paths[7], invert), ("1 of ", "images", "changed: cat/007.bmp")),
     "deleted": (lambda paths: paths[40].unlink(), ("1 of ", "dog/010.bmp (the file is gone)", "--bad_images skip")),
-    "a class more": (lambda paths: image_folder("data", {"emu": 3}), ("the classes changed", "emu new")),
-    "a class less": (lambda paths: shutil.rmtree("data/cat"), ("the classes changed", "cat gone")),
+    "a class more": (lambda paths: image_folder("data", {"emu": 3}), ("the classes changed", "new: emu")),
+    "a class less": (lambda paths: shutil.rmtree("data/cat"), ("the classes changed", "removed: cat")),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_resume_says_in_words_what_changed_in_the_data(trained, change):
+def test_a_resume_reports_in_words_what_changed_in_the_data(trained, change):
     act, texts = CHANGES[change]
     act(trained)
     line = refused(train.main, *MORE)
@@ -131,14 +131,14 @@ def test_a_resume_says_in_words_what_changed_in_the_data(trained, change):
     assert not any(part.labels in line or (part.content and part.content in line) for part in record.parts)
 
 
-def test_an_evaluation_says_that_images_changed_and_goes_on(trained):
+def test_an_evaluation_reports_changed_images_and_goes_on(trained):
     for path in trained:
         keep_time(path, invert)
     record, out = evaluated()
     assert record["count"] == 6 and "6 of 6 images of 'hold-out of train' changed: " in out
 
 
-def test_an_evaluation_says_which_files_are_gone_and_leaves_them_out_only_when_told_to(trained):
+def test_an_evaluation_reports_missing_files_and_leaves_them_out_only_on_request(trained):
     held = json.loads(gzip.decompress((checkpoint() / FILE).read_bytes()))["evaluation"]["names"]
     (Path("data") / held[2]).unlink()
     line = refused(eval.main, "--ckpt", "runs/run")
@@ -167,12 +167,12 @@ def test_images_to_evaluate_on_that_the_run_trained_on_are_counted(trained):
     held = read_record(checkpoint() / FILE).evaluation.names
     Path("elsewhere", held[0]).unlink()
     record, out = evaluated("--data", "elsewhere")
-    assert record["count"] == 59 and "54 of 59 images of split 'train' are among those that the run trained on" in out
+    assert record["count"] == 59 and "the run trained on 54 of the 59 images of split 'train'" in out
 
 
-def test_other_settings_of_the_division_are_refused_with_counts(trained):
+def test_other_settings_for_the_splits_are_refused_with_the_changes(trained):
     line = refused(train.main, *MORE, "--eval_fraction", "0.5")
-    assert "training images are gone" in line and "--eval_fraction" in line
+    assert "training images were removed" in line and "--eval_fraction" in line
 
 
 NAMED = ClassLabel(names=["cat", "dog"])
@@ -186,7 +186,7 @@ def write_table(images, labels=None):
 @pytest.mark.parametrize(
     ("images", "labels", "text"),
     [
-        (lambda p: p[:-3], None, "split 'train' had 60 samples and has 57 now"),
+        (lambda p: p[:-3], None, "split 'train' had 60 samples and now has 57"),
         (lambda p: 255 - p, None, "the images of split 'train' changed"),
         (lambda p: p, [1, 0] * 30, "the labels of split 'train' changed"),
     ],
@@ -226,12 +226,12 @@ def _train_on_dimmed_digits(flags):
     train.main(flags)
 
 
-def test_ranks_that_see_other_images_are_told_apart():
+def test_ranks_that_see_different_images_are_refused():
     for name in ("one", "two"):
         image_folder(f"{name}/data", {"cat": 30, "dog": 30}, seed=len(name), kind="bmp")
     Path("two/data/dog/000.bmp").write_bytes(Path("two/data/dog/001.bmp").read_bytes())
     line = refused(_train_in_a_folder_of_its_own, *FLAGS, "--output_dir", os.path.abspath("runs"), processes=2)
-    assert "rank 1 has other images in --data data than rank 0" in line
+    assert "rank 1 has different images in --data data than rank 0" in line
 
 
 def _train_in_a_folder_of_its_own(flags):
@@ -291,7 +291,7 @@ def test_names_in_a_stranger_s_record_open_no_file_outside_the_data(trained):
     assert evaluated("--bad_images", "skip")[0]["count"] == 5
 
 
-def test_files_that_got_another_class_are_counted_with_their_old_and_new_one():
+def test_files_that_changed_class_are_counted_with_the_old_and_the_new_class():
     """As in a data set whose labels come from a list."""
     paths = [str(path) for path in image_folder("data", {"all": 6})]
 
@@ -302,7 +302,7 @@ def test_files_that_got_another_class_are_counted_with_their_old_and_new_one():
     config, classes = TrainConfig(), ["cat", "dog"]
     record = make_record(config, classes, (before, before), (before, before))
     found = find_again(record, record.train, split([0, 1, 0, 0, 0, 0]), classes)
-    assert found.labels == ["2 of 6 images of 'train' have another class: all/003.png, all/005.png ('dog', now 'cat')"]
+    assert found.labels == ["2 of 6 images of 'train' changed class: all/003.png, all/005.png ('dog', now 'cat')"]
     assert find_again(record, record.train, before, classes).labels == []
     renumbered = find_again(record, record.train, split([1, 2, 1, 2, 1, 2]), ["ant", *classes])
     assert renumbered.labels == [] and renumbered.split.labels.tolist() == [1, 2, 1, 2, 1, 2]

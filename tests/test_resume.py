@@ -89,7 +89,7 @@ def test_save_seconds_saves_by_wall_time(processes):
 
 
 def _train_at_ten_updates_a_second(flags):
-    """By a clock of their own, as a busy machine may take any time for an update."""
+    """Train by a simulated clock, as an update may take any time on a busy machine."""
     update, clock = train.train_update, [0.0]
 
     def timed(run, batches):

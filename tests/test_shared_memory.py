@@ -31,7 +31,7 @@ def photos():
     image_folder("photos/val", {"a": 70, "b": 70}, size=(112, 112), seed=1)
 
 
-# The choice, as numbers
+# The choice of workers
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def losses(name):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_small_shared_memory_trains_on_the_same_samples_with_fewer_workers_and_says_so(photos, processes):
+def test_a_small_shared_memory_trains_on_the_same_samples_with_fewer_workers_and_reports_it(photos, processes):
     outcomes = in_small_shm(16, _train, processes, "--run_name", "small", "--num_workers", "2")
     assert [outcome.code for outcome in outcomes] == [0] * processes, [outcome.err for outcome in outcomes]
     said = [line for outcome in outcomes for line in outcome.out.splitlines() if "/dev/shm" in line]
@@ -143,7 +143,7 @@ def _fill(launch_flags, processes, name):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_room_that_somebody_takes_later_ends_the_run_within_a_minute_with_one_line(photos, processes):
+def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one_line(photos, processes):
     flags = ["--max_steps", "100000", "--eval_every", "100000", "--save_every", "100000", "--num_workers", "1"]
     outcomes, seconds = in_small_shm(24, _fill, flags, processes, "run")
     assert [outcome.code for outcome in outcomes] == [2] * processes, [outcome.err for outcome in outcomes]
@@ -154,7 +154,7 @@ def test_room_that_somebody_takes_later_ends_the_run_within_a_minute_with_one_li
     assert "Traceback" not in outcomes[0].err and seconds < 60
 
 
-# Without workers' consent
+# Workers that die
 
 
 def _bus_error(flags):
@@ -172,7 +172,7 @@ def _bus_error(flags):
     train.main([*FLAGS, *flags])
 
 
-def test_a_worker_that_meets_a_bus_error_is_explained_by_shared_memory(photos):
+def test_a_bus_error_of_a_worker_is_explained_by_shared_memory(photos):
     flags = ["--max_steps", "100000", "--eval_every", "100000", "--save_every", "100000", "--num_workers", "1"]
     launch = start_ranks(1, _bus_error, ["--run_name", "run", *flags])
     until(has_logged(1))
@@ -218,7 +218,7 @@ def test_another_death_of_a_worker_is_not_blamed_on_shared_memory():
     assert isinstance(error, ValueError) and "/dev/shm" not in str(error)
 
 
-# Far too many
+# Too many workers
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -248,13 +248,13 @@ def test_a_fifth_of_all_packets_lost_makes_a_run_slow_and_does_not_end_it(machin
     Linux gives a connection up after 15 tries more, a quarter of an hour later, and --timeout is longer than that. A
     try fails when the packet or its receipt is lost, with a chance of 0.36, and all 16 with one of 8e-8. An update has
     some 20 packets that wait so (none after them tells of the loss sooner): this fails by chance once in 10,000 times.
-    While gloo connects it gives up much sooner, so that packets are lost from then on.
+    Gloo gives up much sooner while it connects, so packets are lost only after that.
     """
     flags = [*RUN, "--max_steps", "60", "--timeout", "3600", "--save_every", "20"]
     ended(start([machines[0]] * 2, *flags, "--run_name", "one"))
     jobs, began = start(machines, *flags), time.monotonic()
     until(has_logged(1))
-    machines[1].cut()  # it waits until the rules are there
+    machines[1].cut()  # the run waits until the rules are there
     for machine in machines:
         machine.firewall("numgen random mod 100 < 20 counter drop")
     machines[1].heal()

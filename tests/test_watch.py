@@ -33,7 +33,7 @@ def said(rank: int) -> str:
 
 
 def waited(line: str) -> int:
-    """The seconds that a line says a rank has waited; 0 when it says nothing of that."""
+    """The seconds that a line says a rank has waited; 0 if it says nothing about it."""
     found = re.search(r"rank \d has waited (\d+) s", line)
     return int(found[1]) if found else 0
 
@@ -53,7 +53,7 @@ def test_a_stopped_rank_is_named_by_one_that_waits_and_again_in_the_last_line(vi
     outcomes = launch.finish()
     assert [outcomes[rank].code for rank in waiting] == [2, 2] and timeout / 2 < took < timeout + SOON
     warnings = [line for rank in waiting for line in said(rank).splitlines() if waited(line) and "error" not in line]
-    place = rf"at: .*update \d+.*; for .*rank {victim} \(\S+, process"  # a slow start may have been told before
+    place = rf"at: .*update \d+.*; for .*rank {victim} \(\S+, process"  # a slow start may have been reported before
     assert any(waited(line) < timeout and re.search(place, line) for line in warnings), warnings
     last = [said(rank).splitlines()[-1] for rank in waiting if said(rank)]
     assert any(f"rank {victim} (" in line and "error" in line for line in last), last
@@ -102,7 +102,7 @@ def test_ranks_that_wait_for_a_slow_download_say_so_and_go_on_waiting():
 
 
 def test_a_healthy_run_says_nothing():
-    """A rank may wait for two seconds before it says so; on a busy machine it may really have to."""
+    """A rank waits for two seconds before it reports it, which may happen on a busy machine."""
     outcomes = run_ranks(3, _start_and_longest_update, [*FLAGS, "--timeout", "20", "--max_steps", "400"])
     assert [outcome.code for outcome in outcomes] == [0, 0, 0]
     start, update = (max(seconds) for seconds in zip(*(outcome.value for outcome in outcomes), strict=True))
@@ -111,7 +111,7 @@ def test_a_healthy_run_says_nothing():
 
 
 def _start_and_longest_update(flags) -> tuple[float, float]:
-    """Train; returns seconds to the end of the first update, and from one to the next (or to the end) at most."""
+    """Train; returns the seconds to the end of the first update, and the most between updates (or to the end)."""
     update, times = train.train_update, [time.monotonic()]
 
     def timed(run, batches):
@@ -125,7 +125,7 @@ def _start_and_longest_update(flags) -> tuple[float, float]:
 
 
 def held(flags):
-    """Train; before update 13 rank 1 waits for a file named `go`. A look at who is waited for is a byte in a file."""
+    """Train; before update 13 rank 1 waits for a file named `go`. Each look at others adds a byte to a file."""
     rank = os.environ["RANK"]
     update, exchange = train.train_update, Watch._exchange
 
@@ -149,10 +149,10 @@ def looks() -> int:
     return Path("looks").stat().st_size if Path("looks").exists() else 0
 
 
-def test_a_pause_of_all_ranks_is_nobodys_fault():
+def test_a_pause_of_all_ranks_does_not_count_as_waiting():
     """As when a terminal or a scheduler stops the whole job while one rank waits for another, here for 12 seconds.
 
-    A rank speaks after 10 seconds of waiting.
+    A rank reports that it waits after 10 seconds.
     """
     launch = start_ranks(2, held, [*FLAGS, "--timeout", "100", "--max_steps", "20"])
     until(lambda: Path("held").exists() and looks() > 2)

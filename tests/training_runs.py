@@ -27,8 +27,8 @@ def train_run(processes: int, name: str, *flags: str, seconds: float = PATIENCE)
 def slow_train(flags: list[str], pause: float = 0.01, hold_at: int | None = None) -> None:
     """Train in runs/run with a pause in each update.
 
-    Before update `hold_at`, counted from 0, the ranks hold: the run cannot be over before the test has done to it what
-    it is about.
+    Before update `hold_at`, counted from 0, the ranks wait, so that the run does not end before the test has acted on
+    it.
     """
     update = train.train_update
 

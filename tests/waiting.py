@@ -1,7 +1,7 @@
 """Wait for what other processes do, and read what they are still writing.
 
 A wait ends when its condition is true, however long that takes on a busy machine. Its limit only ends a test that
-cannot succeed any more, so it is far above anything that a test waits for.
+cannot succeed any more, so it is far longer than any test waits.
 """
 
 import json
@@ -15,20 +15,20 @@ from typing import Any
 import psutil
 
 PATIENCE = 300.0  # seconds
-SOON = 60.0  # seconds in which processes end after a fault, far below the 600 of --timeout that they must not need
+SOON = 60.0  # seconds in which processes end after a fault, far less than the 600 of --timeout
 
 
 def until(condition: Callable[[], Any], seconds: float = PATIENCE, every: float = 0.01) -> Any:
     """Wait until `condition()` is true and return its value; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain"
+        assert time.monotonic() < deadline, f"the condition is not true after {seconds:.0f} s"
         time.sleep(every)
     return value
 
 
 def records_so_far(log: Path) -> list[dict]:
-    """The records of a log that may be growing: a last line without its end is not there yet."""
+    """The records of a log that may be growing: an incomplete last line is left out."""
     try:
         whole, _, _ = log.read_bytes().rpartition(b"\n")
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def has_opened_session(meeting: Path) -> bool:
 
 
 def has_ended(child: int) -> bool:
-    """Whether a child process has ended; it stays to be waited for, so that its number is nobody else's."""
+    """Whether a child process has ended; it is not reaped, so that its number is not reused."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -66,5 +66,5 @@ def lives(pid: int) -> bool:
 
 
 def error_lines(written: str, prog: str = "train.py") -> list[str]:
-    """Our own lines of error in what a process has written, to which a library may have added others."""
+    """Our own error lines in the output of a process, in which libraries may have written others."""
     return [line for line in written.splitlines() if line.startswith(f"{prog}: error: ")]

@@ -1,4 +1,4 @@
-"""Images that cannot be read: a list in the run folder, and agreement on those that turn up while a run goes on."""
+"""List unreadable images in the run folder, and agree across ranks on those that are found during a run."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ LIST = "bad_images.json"
 
 
 def keep_list(folder: Path, images: dict[str, str]) -> None:
-    """Add to the list in the run folder, {path or index: reason}, if there is anything to add. Call on one rank."""
+    """Add images, {path or index: reason}, to the list in the run folder. Call on one rank."""
     if images:
         path = folder / LIST
         known = read_json(path) if path.exists() else {}
@@ -26,9 +26,9 @@ def keep_list(folder: Path, images: dict[str, str]) -> None:
 
 
 def agree_on_bad(ranks: Ranks, log: RunLog, folder: Path, split: Split, batches: Batches, step: int) -> list[int]:
-    """The positions of images that any rank newly found to be unreadable, once they are logged and listed; collective.
+    """Log and list the images that any rank newly found to be unreadable, and return their positions; collective.
 
-    They contribute nothing to the updates that they belong to, on any number of processes.
+    They add nothing to the updates that they belong to, on any number of processes.
     """
     own = {str(position): reason for position, reason in batches.bad.items() if position not in batches.told}
     found = {int(k): reason for text in ranks.gather(json.dumps(own)) for k, reason in json.loads(text).items()}
@@ -46,7 +46,7 @@ def agree_on_bad(ranks: Ranks, log: RunLog, folder: Path, split: Split, batches:
 
 
 def without_bad(split: Split, positions: list[int], config: TrainConfig) -> Split:
-    """The split with these samples left out, which could not be read earlier in the run; ValueError unless skipping."""
+    """The split without these samples, which could not be read earlier; ValueError with --bad_images refuse."""
     rows = split.rows[np.asarray(positions, np.int64)].tolist()
     split = replace(split, bad={**split.bad, **dict.fromkeys(rows, "could not be read earlier in this run")})
     if config.bad_images == "refuse":

@@ -33,7 +33,7 @@ FOR_RESUME = (*FOR_EVALUATION, "optimizer.bin")
 def save_checkpoint(
     ranks: Ranks, accelerator: Accelerator, folder: Path, step: int, texts: dict[str, str | bytes]
 ) -> None:
-    """Write `folder`/step-N with Accelerate's state and these small files; `settle` comes after it.
+    """Write `folder`/step-N with Accelerate's state and these small files; call `settle` after it.
 
     Collective; an error on any rank, OSError or AgreedError, is raised on all, and the checkpoints that were there
     before are as they were.
@@ -69,8 +69,8 @@ def save_checkpoint(
 def settle(folder: Path, step: int, best_step: int | None, keep: int) -> None:
     """Move `latest` and `best` to a checkpoint that was saved, and prune. Call on one rank, after a save.
 
-    Where they cannot be moved, OSError, but the checkpoint is there and old ones are deleted all the same: else they
-    would pile up, and a full disk needs the room. `best` is made right by the next save that can.
+    Raises OSError if they cannot be moved. The checkpoint is kept and old ones are deleted even then: they would pile
+    up, and a full disk needs the room. The next save that succeeds corrects `best`.
     """
     best = folder / f"step-{best_step or 0:08d}"
 
@@ -168,7 +168,7 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
 def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:
     """Raise ValueError unless every file that the manifest names is there with its size and SHA-256.
 
-    It has to name all files that are `needed`, as nothing vouches for one that it leaves out.
+    The manifest must name all `needed` files, as it protects only the files that it names.
     """
     damage = damage_of(checkpoint, needed)
     if damage is None:
@@ -180,9 +180,9 @@ def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:
 
 
 def files_of(checkpoint: Path) -> dict[str, dict]:
-    """Size and SHA-256 of each file that the manifest names, and so vouches for; ValueError when it is damaged.
+    """Size and SHA-256 of each file that the manifest names; ValueError if the manifest is damaged.
 
-    A part that not every checkpoint has is read only when it is among them.
+    Files that not every checkpoint has are read only if the manifest names them.
     """
     path = checkpoint / MANIFEST
     manifest = read_json(path)

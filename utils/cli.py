@@ -55,7 +55,7 @@ def _parser(cls: type, prog: str):
     from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    set_loader("lockstep", load_yaml, exceptions=(yaml.YAMLError,))  # also for what strings in a file hold
+    set_loader("lockstep", load_yaml, exceptions=(yaml.YAMLError,))  # also for strings inside a file
     options = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": "lockstep"}
     parser = ArgumentParser(prog=prog, description=cls.__doc__, **options)
     if cls is TrainConfig:
@@ -86,7 +86,7 @@ def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
-    """Refuse names that are no setting; a bare boolean flag means true, numbers after one for a list are that list."""
+    """Refuse unknown flags. A bare boolean flag means true; the numbers after a list flag are its values."""
     booleans = {f.name for f in fields(cls) if f.type is bool}
     lists = {f.name for f in fields(cls) if f.type == list[float] | None}
     result, of_list = [], 0

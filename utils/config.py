@@ -57,7 +57,7 @@ class TrainConfig(Launch):
     bad_images: Literal["refuse", "skip"] = "refuse"
     """Images that cannot be read: refuse lists them and ends the run, skip goes on without them."""
     check_images: Literal["quick", "full"] = "quick"
-    """How all images are checked before training: quick looks at both ends of each, full decodes it."""
+    """How images are checked before training: quick looks at both ends of each image, full decodes each image."""
     data_dir: str | None = None
     """Folder of a torchvision data set, downloaded there if it is missing (default: CACHE_DIR/torchvision)."""
     cache_dir: str = "~/.cache/lockstep"
@@ -217,7 +217,7 @@ class EvalConfig(Launch):
     bad_images: Literal["refuse", "skip"] | None = None
     """Images that cannot be read: refuse lists them, skip evaluates the others (default: as in the run)."""
     check_images: Literal["quick", "full"] | None = None
-    """How all images are checked first: quick looks at both ends of each, full decodes it (default: as in the run)."""
+    """How images are checked: quick looks at both ends of each, full decodes each (default: as in the run)."""
     json: str | None = None
     """Also write the numbers to this file."""
     num_workers: int | None = None
@@ -250,7 +250,7 @@ class DoctorConfig(Launch):
 
 _LONGEST = 7 * 24 * 3600  # seconds of a timeout; gloo and the store count milliseconds
 _MOST = {"crop_padding": 1024, "grad_accum": 2**16, "image_size": 2**16 - 1, "seed": 2**63 - 1}
-_MOST |= {"batch_size": 2**24, "global_batch_size": 2**24}  # of all others 2**31 - 1
+_MOST |= {"batch_size": 2**24, "global_batch_size": 2**24}  # all others: 2**31 - 1
 
 _COUNTS = [
     "max_train_samples",
@@ -298,7 +298,7 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def _check_run_name(name: str | None) -> None:
-    """Raise ValueError unless it can be the name of a folder, and is typed and listed without trouble."""
+    """Raise ValueError unless it is a valid folder name that is easy to type and to print."""
     if name is None:
         return
     wrong = {
@@ -307,7 +307,7 @@ def _check_run_name(name: str | None) -> None:
         "begins with a dot": name.startswith("."),
         "begins with a dash": name.startswith("-"),
         "has characters that cannot be printed": not name.isprintable(),
-        "is longer than 200 bytes": len(os.fsencode(name)) > 200,  # of 255, as others are derived from it
+        "is longer than 200 bytes": len(os.fsencode(name)) > 200,  # 255 is the limit; longer names derive from it
     }
     for what, applies in wrong.items():
         _require(not applies, f"--run_name {name[:60]!r} {what}; give a plain name, such as mnist-1")
@@ -323,12 +323,12 @@ def _check_ranges(config, at_least_one: Sequence[str], at_least_zero: Sequence[s
             _require(not isinstance(number, float) or math.isfinite(number), f"--{name} must be a finite number")
         most = _MOST.get(name, 2**31 - 1)
         if type(value) is int and abs(value) > most:
-            text = str(value) if abs(value) < 10**30 else f"a number of {len(str(abs(value)))} digits"
+            text = str(value) if abs(value) < 10**30 else f"an integer of {len(str(abs(value)))} digits"
             raise ValueError(f"--{name} must be at most {most}, not {text}")
     workers = getattr(config, "num_workers", None)
     _require(workers is None or workers >= 0, "--num_workers must be at least 0")
     _require(config.timeout > 0, "--timeout must be above 0 seconds")
-    _require(config.timeout <= _LONGEST, f"--timeout must be at most {_LONGEST} seconds, a week, not {config.timeout}")
+    _require(config.timeout <= _LONGEST, f"--timeout must be at most {_LONGEST} seconds (a week), not {config.timeout}")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -1,7 +1,7 @@
-"""Output that cannot be printed ends no run: closed descriptors, pipes that nobody reads, full disks, other encodings.
+"""Keep a run alive if its output cannot be printed: closed descriptors, broken pipes, full disks, other encodings.
 
 Import this module before any other: while descriptor 1 is closed, the next file or socket that is opened becomes
-standard output, and what is printed (by C++ code too) goes into it.
+standard output, and printed text (also from C++ code) goes into it.
 """
 
 import codecs
@@ -11,14 +11,14 @@ import select
 import sys
 from contextlib import suppress
 
-_PLAIN = {"─": "-", "×": "x", "→": ">", "✓": "+", "✗": "x"}  # what is printed where the encoding lacks the character
+_PLAIN = {"─": "-", "×": "x", "→": ">", "✓": "+", "✗": "x"}  # printed if the encoding lacks the character
 
 
 def guard_output() -> None:
     """Replace sys.stdout and sys.stderr by streams to the same place that never raise.
 
-    Characters that the encoding lacks are replaced. What cannot be written is dropped. Objects of tests and notebooks,
-    which are not plain text files, stay as they are.
+    Characters that the encoding lacks are replaced. Output that cannot be written is dropped. Streams of tests and
+    notebooks, which are not plain text files, are not replaced.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -33,7 +33,7 @@ def _text(raw: io.RawIOBase, encoding: str) -> io.TextIOWrapper:
 
 
 class _Guarded(io.RawIOBase):
-    """The bytes below a text stream, which is kept: it would close its file if it went away."""
+    """Writes the bytes of a text stream. Keeps the stream, which would close its file when it is deleted."""
 
     def __init__(self, stream: io.TextIOWrapper):
         self._stream, self._raw = stream, getattr(stream.buffer, "raw", stream.buffer)
@@ -66,7 +66,7 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
 
 
 def _open_what_is_closed() -> None:
-    """Open /dev/null on each of the descriptors 0, 1 and 2 that is closed, and give Python its streams."""
+    """Open /dev/null for each closed descriptor among 0, 1 and 2, and set the streams that Python lacks."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

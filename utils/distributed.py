@@ -196,11 +196,11 @@ class Ranks:
         return [text] if self._store is None else self._exchange(text, self._prompt)
 
     def check_same(self, text: str, what: str) -> None:
-        """Raise ValueError on all ranks unless they have the same text; `what` names it; collective."""
+        """Raise ValueError on all ranks unless all have the same text; `what` describes a difference; collective."""
         texts = self.gather(text)
         other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), None)
         if other is not None:
-            raise ValueError(f"rank {other} has {what} than rank 0")
+            raise ValueError(f"rank {other} has {what} than rank 0; give all ranks the same files")
 
     def any_rank(self, wish: bool) -> bool:
         """Whether any rank wishes so."""
@@ -285,7 +285,7 @@ class Ranks:
         return LostRank(lost_rank_text(error, *where)) if is_lost_rank(error) else error
 
     def leave_word(self, text: str, code: int) -> bool:
-        """Tell the others, from a thread, that this rank exits now with `code`; whether it is this one that says why.
+        """Tell the others, from a thread, that this rank exits with `code`; returns whether it should report why.
 
         Not collective.
         """

@@ -46,7 +46,7 @@ def ranks_of_launch(prog: str, launch: Launch) -> Iterator[Ranks]:
             ranks.ends(interrupt)
         raise SystemExit(getattr(interrupt, "code", 130)) from None
     except Exception as error:
-        with suppress(ValueError):  # of a thread that may not
+        with suppress(ValueError):  # only the main thread may do this
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise here for the next dead worker
         error = explained(error)
         if isinstance(error, AgreedError):

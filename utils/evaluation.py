@@ -29,10 +29,10 @@ def evaluate_split(
     """Loss, accuracy, top-5 accuracy and count of a split, and with --metrics macro scores and per-class accuracy.
 
     Collective. `model` is the bare module, not DDP's wrapper, as ranks may have unequal numbers of blocks. About once a
-    second the ranks agree whether one of them could not read a sample or, with `stopping`, was told to stop; the result
-    is then None. The metrics are computed on the main process and missing from the others' result. `left_out` is there
-    when images were skipped. Raises ValueError for what cannot be read, and RuntimeError when a sample was missed or
-    counted twice.
+    second the ranks agree whether to end early: when one could not read a sample or, with `stopping`, was told to stop.
+    After a stop the result is None. The metrics are computed on the main process and missing from the others' result.
+    The result has `left_out` if images were skipped. Raises ValueError for images that cannot be read, and RuntimeError
+    when a sample was missed or counted twice.
     """
     start, samples, count = time.perf_counter(), len(batches.labels), 0
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, hits, top-5 hits
@@ -66,9 +66,7 @@ def evaluate_split(
     if count + left_out != samples or (predictions < 0).sum() != left_out:
         raise RuntimeError(f"evaluation counted {int(count)} of {samples} samples; please report this")
     if not count:
-        raise ValueError(
-            f"none of the {samples} images to evaluate on can be read; give another --eval_split or --data"
-        )
+        raise ValueError(f"no image to evaluate on can be read ({samples} tried); give another --eval_split or --data")
     result = {"loss": loss / count, "accuracy": correct / count, "top5": top5 / count, "count": int(count)}
     result |= {"left_out": int(left_out)} if left_out else {}
     if config.metrics and accelerator.is_main_process:

@@ -18,19 +18,19 @@ _MAX_JSON = 2**23  # bytes; the names of a hundred thousand classes need four mi
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a small UTF-8 file; ValueError when it is something else.
+    """The text of a small UTF-8 file; ValueError if it is not one.
 
-    A FIFO or a device could keep all ranks waiting without an end, and a large file could fill the memory.
+    A FIFO or a device could block all ranks forever, and a large file could fill the memory.
     """
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{path}: is not a regular file; write its contents to a file and name that")
+        raise ValueError(f"{path}: is not a regular file; write its contents to a file and give that")
     with path.open("rb") as file, named(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise ValueError(f"{path}: is larger than {max_bytes >> 10} KiB, which no such file is; name another one")
+        raise ValueError(f"{path}: is larger than {max_bytes >> 10} KiB, the limit for such a file; give another one")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -38,7 +38,7 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def read_json(path: Path):
-    """Parse a JSON file; ValueError names it when it is none, or too large."""
+    """Parse a JSON file; ValueError names it if it is not JSON or too large."""
     text = read_text(path, _MAX_JSON)
     try:
         return json.loads(text)
@@ -58,9 +58,9 @@ def named(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a small file whole or not at all, as UTF-8; OSError where there is something else than a regular file."""
+    """Write a small file whole or not at all, as UTF-8; OSError if `path` exists and is not a regular file."""
     if path.exists() and not path.is_file():  # to replace /dev/null would break the machine
-        raise OSError(errno.EEXIST, "is there and is not a regular file", str(path))
+        raise OSError(errno.EEXIST, "exists and is not a regular file", str(path))
     partial = path.with_name(f".{path.name}.partial")
     with named(path), partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -71,7 +71,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that the user named as `write_file` does; where that is a link, what it leads to."""
+    """Like `write_file`, for a path that the user gave: a link is followed."""
     write_file(path.resolve() if path.is_symlink() else path, text)
 
 

@@ -21,7 +21,7 @@ _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 def worker_processes(count: int, ahead: int = 2) -> dict:
-    """What a DataLoader is told of its `count` workers, each `ahead` batches ahead, as keyword arguments."""
+    """Keyword arguments of a DataLoader for `count` workers, each `ahead` batches ahead."""
     return {
         "num_workers": count,
         "prefetch_factor": ahead if count else None,

@@ -194,7 +194,7 @@ def check_shared_memory(threads: int, processes: int) -> Finding | None:
         free = shutil.disk_usage(PLACE).free
         need = processes * bytes_needed([_BATCH], [(min(8, threads), AHEAD)])
         value = f"{free / GB:.2f} GB free, loaders of photographs need {need / GB:.2f} GB"
-        mend = f"else fewer batches are prepared in advance, by fewer loader processes or none, which is slower; {FIX} "
+        mend = f"loading will be slower, with fewer loader processes and fewer batches in advance; {FIX} "
         mend += "(small images need no loaders)"
         return Finding(PLACE, value, free >= need, mend)
     return Finding(PLACE, "there is none")

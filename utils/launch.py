@@ -183,14 +183,14 @@ def _port_of_job(env: Mapping[str, str], one_machine: bool) -> int | None:
 
 
 def on_this_machine() -> tuple[int, int]:
-    """This process's number among those of the run on this machine, and how many these are; see `Topology.export`."""
+    """This process's number among the run's processes on this machine, and their count; see `Topology.export`."""
     if "LOCAL_RANK" not in os.environ:
         return 0, 1
     return int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def say_for_machine(text: str) -> None:
-    """Print what concerns the whole machine on its first process, with its name unless that is rank 0."""
+    """Print a message about the whole machine from its first process, with the host name unless that is rank 0."""
     if on_this_machine()[0] == 0:
         where = "" if os.environ.get("RANK", "0") == "0" else f"{socket.gethostname()}: "
         print(f"{where}{text}", flush=True)

@@ -41,7 +41,7 @@ class Pace:
 class Meeting(NamedTuple):
     """What all ranks know after a meeting: sums, mean seconds since the last one and the last save, wishes.
 
-    `bad` counts the images that ranks have found to be unreadable since.
+    `bad` counts the images that ranks have found to be unreadable since the last meeting.
     """
 
     totals: Totals

@@ -19,8 +19,9 @@ class _LabelMetric(evaluate.Metric):
 class MacroScores(_LabelMetric):
     """Precision, recall and F1, each averaged with equal weight over the classes that have samples or are predicted.
 
-    These are the numbers of scikit-learn's `average="macro"`: a class counts 0 where it has no samples or is never
-    predicted, and does not count if neither occurs. `classes_evaluated` is the number of classes with samples.
+    These are the numbers of scikit-learn's `average="macro"`: a class that has samples and is never predicted, or is
+    predicted and has no samples, scores 0; a class with neither is left out. `classes_evaluated` is the number of
+    classes with samples.
     """
 
     def _compute(self, predictions, references, classes: int) -> dict:

@@ -75,7 +75,7 @@ class RunLog:
         """Print a line above the bar."""
         if not self.is_main:
             return
-        with suppress(OSError, ValueError):  # of a notebook's own objects; see utils/console.py for all others
+        with suppress(OSError, ValueError):  # from a notebook's stream; utils/console.py guards all others
             self.bar.write(text, file=sys.stdout)
             sys.stdout.flush()
 

@@ -26,7 +26,7 @@ from utils.state import TrainState
 
 # Settings of one start, not of the run.
 _OF_ONE_START = ("run_name", "resume", "profile", *(f.name for f in fields(Launch)))
-# What acts on the machine it runs on comes from its own flags and defaults: a checkpoint may be a stranger's.
+# Settings that act on this machine come from its own flags and defaults: a checkpoint may be a stranger's.
 _OF_THIS_MACHINE = (*_OF_ONE_START, "cache_dir", "data_dir", "output_dir", "num_workers")
 
 
@@ -142,7 +142,7 @@ def read_saved(checkpoint: Path) -> dict:
     try:
         TrainState.from_dict(saved["state"])
         InputSpec.from_dict(saved["input"])
-        if not 1 <= saved["global_batch_size"] <= 2**24:  # its divisors are tried one by one
+        if not 1 <= saved["global_batch_size"] <= 2**24:  # all of its divisors are tried
             raise ValueError("'global_batch_size' is malformed")
     except ValueError as error:
         raise ValueError(f"{path}: {error}; take another checkpoint") from None
@@ -159,7 +159,7 @@ def read_classes(checkpoint: Path) -> list[str]:
 
 
 def record_of(checkpoint: Path | None) -> Record | None:
-    """Which samples the run of a checkpoint has; None without a checkpoint, or when it is older than such records."""
+    """The record of the samples of a checkpoint's run; None without a checkpoint, and for old ones without a record."""
     if checkpoint is None or FILE not in files_of(checkpoint):
         return None
     return read_record(checkpoint / FILE)

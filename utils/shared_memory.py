@@ -1,4 +1,4 @@
-"""/dev/shm, through which loader processes hand their batches over, and which containers keep small."""
+"""/dev/shm, through which loader processes hand over their batches, and which is small in containers."""
 
 import os
 import sys
@@ -36,10 +36,10 @@ def describe() -> str:
 
 
 def share(tensors: Iterable[Tensor]) -> None:
-    """Move tensors to shared memory, if this process is a loader's; NoRoom when that fails.
+    """Move tensors to shared memory if this is a loader process; NoRoom if that fails.
 
-    Left to the queue between the processes, this happens in a thread of the worker, which only prints the error: the
-    rank would wait for that batch for ever.
+    Otherwise a thread of the worker would do it, which only prints the error: the rank would wait for that batch
+    forever.
     """
     if get_worker_info() is None:
         return

@@ -18,7 +18,7 @@ class Stopping:
     meet, and a second SIGINT ends the process at once.
     """
 
-    current: "Stopping | None" = None  # the one that has the signals, for a thread that waits with the main thread
+    current: "Stopping | None" = None  # the one that handles signals now, for other threads to read
 
     def __init__(self, is_orphan: Callable[[], bool]):
         self.agreed = False

@@ -1,4 +1,4 @@
-"""A process that waits for its data in vain: it says so, leaves when it is told to stop, and gives up at the end."""
+"""A process whose data does not arrive reports it, exits when it is told to stop, and exits after --timeout."""
 
 import multiprocessing
 import os
@@ -19,17 +19,17 @@ from utils.stopping import EXIT_RESUME, Stopping
 Item = TypeVar("Item")
 _TICK = 0.5  # seconds between two looks
 _DYING = 2.0  # seconds that a process may take to end
-PATIENCE = 10.0  # seconds in which data must come after this process was told to stop
+PATIENCE = 10.0  # seconds in which data must arrive after a request to stop
 
 
 class _Wait:
-    """What the main thread waits for, if it does, and the number of that wait."""
+    """What the main thread is waiting for, empty if nothing, and the number of that wait."""
 
     what, number = "", 0
 
 
 def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
-    """The items; `DataWatch` looks at how long each of them takes to come. `what` names one of them."""
+    """Yield the items; `DataWatch` watches how long each takes to arrive. `what` names one of them."""
     iterator = None
     while True:
         _Wait.number += 1
@@ -39,20 +39,21 @@ def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
             item = next(iterator)
         except StopIteration:
             return
-        except (ConnectionError, EOFError) as error:  # a worker has ended half-way through handing something over
-            time.sleep(_DYING)  # PyTorch raises here, in its handler of SIGCHLD, what ended the worker
-            raise ValueError(f"a loader process ended while {what} was on its way ({one_line(error)})") from error
+        except (ConnectionError, EOFError) as error:  # a worker ended while it handed over an item
+            time.sleep(_DYING)  # here PyTorch's SIGCHLD handler raises the reason, if it knows it
+            text = f"a loader process ended while it handed over {what} ({one_line(error)})"
+            raise ValueError(f"{text}; lower --num_workers if memory was short") from error
         finally:
             _Wait.what = ""
         yield item
 
 
 class DataWatch:
-    """A thread that ends this process when its main thread waits for data that does not come.
+    """A thread that ends this process when its main thread waits for data that does not arrive.
 
-    The main thread may be where no exception reaches it, as in a read from a dead disk. Nothing can be saved then. It
-    leaves with the code for a resume when it was told to stop, or its launcher is gone, and with code 2 after
-    --timeout. Other ranks leave with the same code.
+    The main thread may be blocked where no exception reaches it, as in a read from a dead disk, and nothing can be
+    saved. The process exits with the code for a resume if it was told to stop or its launcher is gone, and with code 2
+    after --timeout. Other ranks exit with the same code.
     """
 
     def __init__(self, ranks: Ranks):
@@ -71,7 +72,7 @@ class DataWatch:
         number, waited, wished, said, last = 0, 0.0, 0.0, False, time.monotonic()
         while not self._stop.wait(_TICK):
             now = time.monotonic()
-            passed, last = min(now - last, 2 * _TICK), now  # a process that was paused has not waited meanwhile
+            passed, last = min(now - last, 2 * _TICK), now  # a pause of the process is not waiting
             what = _Wait.what
             if not what or _Wait.number != number:
                 number, waited, wished, said = _Wait.number, 0.0, 0.0, False
@@ -80,19 +81,19 @@ class DataWatch:
             reason = self._told_to_stop()
             wished = wished + passed if reason else 0.0
             if wished >= PATIENCE:
-                text = f"stopped ({reason}): {what} has not come for {waited:.0f} s{_workers()}"
-                more = "; --run_name NAME --resume auto goes on from the last checkpoint"
+                text = f"stopped ({reason}): {what} has not arrived for {waited:.0f} s{_workers()}"
+                more = "; go on from the last checkpoint with --run_name NAME --resume auto"
                 self._leave(text + more * (self._ranks.prog == "train.py"), EXIT_RESUME)
             if waited > timeout:
-                fix = "see whether the disk of the data answers, or raise --timeout"
-                self._leave(f"error: {what} has not come for {waited:.0f} s{_workers()}; {fix}", 2)
+                fix = "check that the disk with the data responds, or raise --timeout"
+                self._leave(f"error: {what} has not arrived for {waited:.0f} s{_workers()}; {fix}", 2)
             if waited >= min(60.0, max(2.0, timeout / 10)) and not said:
                 said = True
                 if self._ranks.is_main:
                     self._say(f"has waited {waited:.0f} s for {what}{_workers()}")
 
     def _told_to_stop(self) -> str:
-        """Why this process is to stop; empty when it is not."""
+        """Why this process should stop; empty if it should not."""
         if Stopping.current is not None:
             return Stopping.current.reason if Stopping.current.requested else ""
         return "the launcher is gone" if self._ranks.orphaned else ""
@@ -102,10 +103,10 @@ class DataWatch:
         sys.stderr.flush()
 
     def _leave(self, text: str, code: int) -> None:
-        """End this process and its workers, which may wait for ever as well."""
+        """End this process and its workers, which may be blocked as well."""
         if self._ranks.leave_word(text, code):
             self._say(text)
-        with suppress(RuntimeError):  # somebody may have stopped reading
+        with suppress(RuntimeError):  # the reader of the output may be stopped
             in_time(sys.stdout.flush, 1.0)
         for worker in multiprocessing.active_children():
             worker.kill()

@@ -17,12 +17,12 @@ from utils.rendezvous import Member, in_time
 from utils.stopping import EXIT_RESUME
 
 _TICK = 0.5  # seconds between two looks
-_LATE = 1.0  # seconds that a tick may be late; what is beyond, this process was stopped for
+_LATE = 1.0  # seconds that a tick may be late; in any longer time this process was paused
 _ANSWER = 3.0  # seconds that the store may take for one
 _SILENT = 5.0  # seconds without a sign of life after which a rank is said to be silent
 _LATER = 3.0  # seconds after the timeout, at which gloo tells the main thread by itself
 _GRACE = 5.0  # seconds that a rank has to notice by itself that another has ended
-_STOPPED = "stopped: "  # begins the word of a rank that was told to stop and could not wait for the others to agree
+_STOPPED = "stopped: "  # begins the message of a rank that was told to stop and could not wait for the others
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Beat:
 
 
 class _Clock:
-    """Seconds in which this process ran.
+    """The seconds that this process has run, without pauses.
 
-    When all ranks are stopped and go on (SIGSTOP, a suspended job), none has waited for another meanwhile. A thread of
-    its own ticks, as the watch's own may wait for the store.
+    When all ranks are paused (SIGSTOP, a suspended job), none of them waits for another. The clock has a thread of its
+    own, as the watch's thread may wait for the store.
     """
 
     def __init__(self, stop: threading.Event):
@@ -94,9 +94,9 @@ class Watch:
                     time.sleep(1.5 * _TICK)
 
     def leave_word(self, text: str, code: int) -> bool:
-        """Tell the others, from another thread, that this rank ends now; returns whether it is the first that does.
+        """Tell the others, from another thread, that this rank exits now; returns whether it is the first to do so.
 
-        Comes back when the others have had time to hear it: after that, their connections break.
+        Returns after the others have had time to read it, as their connections break when this rank exits.
         """
         mine = f"{_STOPPED * (code == EXIT_RESUME)}rank {self.rank} ended: {text}"
         first = mine

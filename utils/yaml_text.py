@@ -1,4 +1,4 @@
-"""YAML as settings are written in it: no aliases, no key twice, `no` and `on` are words, and nothing is executed."""
+"""Read and write settings as YAML: no aliases, no key twice, `no` and `on` are strings, and nothing is executed."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ _MAX_DEPTH = 40
 
 
 def read_yaml(path: Path) -> Any:
-    """What a settings file holds; ValueError names the file when it is not such YAML, or too large."""
+    """The contents of a settings file; ValueError names the file if it is not such YAML or too large."""
     try:
         return load_yaml(read_text(path, _MAX_BYTES))
     except yaml.YAMLError as error:
@@ -22,7 +22,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """The value that `text` stands for; yaml.YAMLError when it is not such YAML."""
+    """The value of `text`; yaml.YAMLError if it is not such YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`, a number too long
@@ -38,18 +38,18 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012  PyYAML's own way, filled below
 
     def compose_node(self, parent, index):
-        """A few aliases of aliases stand for more values than fit in any memory, and nesting for any depth of calls."""
+        """Refuse aliases, as a few can expand to more values than fit in memory, and nesting too deep for recursion."""
         if self.check_event(yaml.AliasEvent):
             raise _error("aliases (*) are not allowed; write the value out", self.peek_event())
         self._depth = getattr(self, "_depth", 0) + 1
         if self._depth > _MAX_DEPTH:
-            raise _error(f"nested more than {_MAX_DEPTH} deep", self.peek_event())
+            raise _error(f"nested more than {_MAX_DEPTH} levels deep", self.peek_event())
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
     def construct_mapping(self, node, deep=False):
-        """PyYAML lets the last of several values win."""
+        """Refuse a key that is given twice, of which PyYAML would use the last value."""
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
@@ -63,7 +63,7 @@ def _error(text: str, where: yaml.Event | yaml.Node) -> yaml.YAMLError:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or 1.2 would take for something else than a string."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data):
         return True

@@ -37,7 +37,7 @@ class Shared:
 
 
 class _Chunks(Dataset):
-    """Runs of consecutive samples: decoded, uint8 [n, H, W, C], or {position: what is wrong} where some are broken."""
+    """Runs of consecutive samples: decoded, uint8 [n, H, W, C], or {position: error} if any is unreadable."""
 
     def __init__(self, split: Split, shape: tuple[int, int, int]):
         self.split, self.shape, self.size = split, shape, max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape)))
@@ -51,7 +51,7 @@ class _Chunks(Dataset):
         pixels, shrink, broken = np.empty((len(positions), *self.shape), np.uint8), shrink_to_center(height, width), {}
         try:
             encoded = self.split.read_ahead(positions)
-        except Exception:  # of a broken table; one by one it shows which images are
+        except Exception:  # a broken table; reading one by one finds the broken images
             encoded = [None] * len(positions)
         for row, position in enumerate(positions):
             if not self.split.readable[position]:
@@ -70,11 +70,10 @@ def decode_all(
 ) -> np.ndarray | Shared:
     """All samples as uint8 [N, H, W, C]: the split's own array where it is one, else a memory map kept in the cache.
 
-    The file is named by the data's fingerprint, which for image files has their paths, sizes and modification times: a
-    file that is rewritten with its size and time kept is not noticed. A machine's first rank checks the pixels; a
-    damaged file is deleted and made anew. Where nothing can be cached, a set that fits is decoded into memory.
-    `progress` wraps an iterable (tqdm). Raises BadImages, OSError where neither the cache nor the memory has room, and
-    ValueError for a damaged file that cannot be deleted.
+    The file is named by the data's fingerprint, which for image files includes their paths, sizes and times. The first
+    rank of a machine checks the pixels; a damaged file is deleted and rebuilt. If nothing can be cached, images that
+    fit are decoded into memory. `progress` wraps an iterable (tqdm). Raises BadImages, OSError if neither the cache nor
+    the memory has room, and ValueError for a damaged file that cannot be deleted.
     """
     shape = (height, width, channels)
     if len(split) > len(split.images):  # samples share images
@@ -108,7 +107,7 @@ def content_of(pixels: np.ndarray | Shared) -> str:
 
 
 def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
-    """Whether the file is there and good; one that is not is deleted."""
+    """Whether the file exists and is valid; a damaged file is deleted."""
     if not path.exists():
         return False
     wrong = damage(path, shape, thorough=on_this_machine()[0] == 0)  # the other ranks come after the first
@@ -117,8 +116,8 @@ def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        mend = "delete it, or choose another --cache_dir"
-        raise ValueError(f"{path}: damaged ({wrong}) and cannot be deleted ({error.strerror}); {mend}") from error
+        fix = "delete it, or choose another --cache_dir"
+        raise ValueError(f"{path}: damaged ({wrong}) and cannot be deleted ({error.strerror}); {fix}") from error
     say_for_machine(f"{path}: damaged ({wrong}); decoding the images again")
     return False
 
@@ -130,9 +129,9 @@ def _check_room(folder: Path, size: int) -> None:
 
 
 def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:
-    """All images in order, some at a time, decoded on all processor cores, as the other ranks of this machine wait.
+    """Yield all images in order, in chunks, decoded on all processor cores while the machine's other ranks wait.
 
-    Raises BadImages once all have been looked at.
+    Raises BadImages after all images have been tried.
     """
     # Processes, as threads wait for each other's Python here; forked like any loader's workers, as starting new ones
     # takes longer than MNIST. They give tensors: arrays would come through a pipe, where an orphan would wait for ever.
@@ -153,7 +152,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
 
 
 def _hand_over(pixels: Tensor | dict) -> Tensor | dict | NoRoom:
-    """In a worker, put the pixels where the rank can reach them; the error where there is no room for that."""
+    """In a worker, move the pixels to shared memory; returns the error if there is no room."""
     try:
         share([pixels] if isinstance(pixels, Tensor) else [])
     except NoRoom as error:
@@ -162,15 +161,18 @@ def _hand_over(pixels: Tensor | dict) -> Tensor | dict | NoRoom:
 
 
 def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Callable, reason: str) -> np.ndarray:
-    """What could not be cached for this reason, decoded into memory of this process if that is large enough."""
+    """Decode images that could not be cached, for this reason, into memory if it is large enough."""
     (number, processes), size, (free, _) = on_this_machine(), len(split) * math.prod(shape), free_memory()
-    where = f"memory, {_size(size)}" + f" in each of {processes} processes" * (processes > 1)
-    if size * processes > free / 2 if number == 0 else size > free:  # the first decides while all of it is free
+    need = _size(size) + f" in each of {processes} processes" * (processes > 1)
+    if size * processes > free / 2 if number == 0 else size > free:  # the first process decides for all
         raise OSError(
-            f"decoded images can be kept neither in the cache ({reason}) nor in {where}, with {_size(free)} free; "
-            f"choose another --cache_dir, or an --image_size above {SMALL} to decode images when their turn comes"
+            f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {_size(free)} free; "
+            f"choose another --cache_dir, or an --image_size above {SMALL} to decode images only when they are needed"
         )
-    say_for_machine(f"decoded images cannot be cached ({reason}) and are kept in {where}; see --cache_dir")
+    say_for_machine(
+        f"decoded images cannot be cached ({reason}) and are kept in memory, {need}; "
+        "choose another --cache_dir to cache them"
+    )
     pixels, filled = np.empty((len(split), *shape), np.uint8), 0
     for chunk in _decoded(split, shape, progress):
         pixels[filled : filled + len(chunk)] = chunk

@@ -1,4 +1,4 @@
-"""A look at every encoded image before training, so that an unreadable one is known at once and not at update 70."""
+"""Check every encoded image before training, so that unreadable images are reported at once and not at update 70."""
 
 import json
 import os
@@ -19,18 +19,18 @@ from utils.files import write_file
 from utils.host import worker_processes
 from utils.waiting import awaited
 
-_VERSION = 1  # of what a check finds; raised when that changes, so that no cache keeps older results
-_CHUNK, _LEAST, _MOST = 256, 4000, 32  # images looked at in one go; images for which a process pays; most of these
+_VERSION = 1  # of the results of a check; raised when they change, so that older cached results are not used
+_CHUNK, _LEAST, _MOST = 256, 4000, 32  # images in a chunk, images that justify a worker, most workers
 _HEAD, _TAIL = 1024, 4096  # bytes of each end that are read
 _SHOWN = 8  # images named in an error
 
 
 def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = iter) -> Split:
-    """The split with what is wrong with its images (`bad`) and a checksum of both ends of each (`ends`).
+    """The split with the errors of its unreadable images (`bad`) and a checksum of both ends of each image (`ends`).
 
-    An image that begins and ends as its format demands passes; of any other, and of every one if `full`, it is decoded
-    to see. The result is kept in the cache until the size or a time of a file changes. Images that are not
-    encoded (arrays), or that a torchvision data set decodes by itself, are not looked at.
+    An image passes if it begins and ends as its format requires; any other image, and every image if `full`, is
+    decoded. The result is cached until the size or a time of a file changes. Images that are not encoded (arrays), or
+    that a torchvision data set decodes by itself, are not checked.
     """
     if not isinstance(split.images, Files) and not hasattr(split.images, "many"):
         return split
@@ -41,7 +41,7 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     found = _kept(path, len(rows))
     if found is None:
         found = _look_at_all(present, full, progress)
-        with suppress(OSError):  # nothing but time depends on the cache
+        with suppress(OSError):  # without the cache, the next check takes as long as this one
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(found))
     ends = np.zeros(len(split.images), np.int64)
@@ -58,14 +58,14 @@ def refuse_bad(split: Split) -> None:
     more = f" and {len(positions) - _SHOWN} more" * (len(positions) > _SHOWN)
     raise ValueError(
         f"{len(positions)} of {len(split)} images of split {split.name!r} cannot be read: {', '.join(shown)}{more}; "
-        "fix these files, or go on without them: --bad_images skip"
+        "fix these files, or leave them out with --bad_images skip"
     )
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
-    """What changes when an image does, to be hashed, and the rows of files that are gone or are not files.
+    """Values to hash, which change when an image changes; and {row: error} for missing files and special files.
 
-    Those must not be opened: a pipe would block for ever.
+    These must not be opened: a pipe would block forever.
     """
     if not isinstance(split.images, Files):
         return [split.cache_key], dict(split.bad)
@@ -79,13 +79,13 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
             continue
         if not stat.S_ISREG(status.st_mode):
             bad[row] = "not a regular file"
-        # The last one changes also when a tool puts size and modification time back.
+        # The last one changes even if a tool restores the size and the modification time.
         states[place] = status.st_size, status.st_mtime_ns, status.st_ctime_ns
     return [os.fsencode("\0".join(paths)), states.data, *sorted(bad)], bad
 
 
 def _kept(path: Path, count: int) -> dict | None:
-    """What an earlier check of the same files found; None where there was none, or its file is damaged."""
+    """The result of an earlier check of the same files; None if there is none or its file is damaged."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         found = json.loads(path.read_text())
         ends, bad = np.asarray(found["ends"], np.int64), found["bad"]
@@ -95,13 +95,13 @@ def _kept(path: Path, count: int) -> dict | None:
 
 
 def _look_at_all(split: Split, full: bool, progress: Callable) -> dict:
-    """{"ends": a checksum for each readable position in turn, "bad": {its number: what is wrong}}, on all cores."""
+    """Check on all cores: {"ends": a checksum for each readable position, "bad": {its index among these: error}}."""
     positions = np.flatnonzero(split.readable)
     workers = min(len(os.sched_getaffinity(0)), _MOST, len(positions) * (10 if full else 1) // _LEAST)
     chunks = _Chunks(split, positions, full)
     loader = DataLoader(chunks, batch_size=None, **worker_processes(workers if workers > 1 else 0))
     ends, bad, start = [], {}, 0
-    for sums, wrong in awaited(progress(loader), "the check of an image"):
+    for sums, wrong in awaited(progress(loader), "the result of an image check"):
         bad |= {str(start + number): reason for number, reason in wrong.items()}
         ends += sums
         start += len(sums)
@@ -109,9 +109,9 @@ def _look_at_all(split: Split, full: bool, progress: Callable) -> dict:
 
 
 class _Chunks(Dataset):
-    """Runs of images: (a checksum of each, {number in the run: what is wrong}).
+    """Chunks of images: (a checksum of each image, {index in the chunk: error}).
 
-    Not as tensors: those would go through /dev/shm, which may be full.
+    They are not tensors, which would go through /dev/shm, and that may be full.
     """
 
     def __init__(self, split: Split, positions: np.ndarray, full: bool):
@@ -136,7 +136,7 @@ class _Chunks(Dataset):
         return sums, bad
 
     def _ends(self, positions: np.ndarray) -> Iterator[tuple[int, bytes, bytes] | str]:
-        """Size, first and last bytes of each image, or why there are none."""
+        """Size, first and last bytes of each image, or the reason why it cannot be read."""
         if isinstance(self.split.images, Files):
             for row in self.split.rows[positions]:
                 yield _ends_of_file(self.split.images.paths[row])
@@ -158,7 +158,7 @@ def _ends_of_file(path: str) -> tuple[int, bytes, bytes] | str:
 
 
 def _looks_whole(size: int, head: bytes, tail: bytes) -> bool:
-    """Whether an image begins and ends as JPEG, PNG, GIF or WebP files do; other formats have to be decoded to see."""
+    """Whether an image begins and ends as JPEG, PNG, GIF or WebP files do; other formats must be decoded."""
     if head.startswith(b"\xff\xd8"):
         return b"\xff\xd9" in tail  # some cameras append a few bytes
     if head.startswith(b"\x89PNG\r\n\x1a\n"):

@@ -1,4 +1,4 @@
-"""Colour images in a set that was taken for grey: a look at the headers of more images than `peek` decodes."""
+"""Find colour images in a data set that `peek` took for grey, by the headers of more images than `peek` decodes."""
 
 import io
 
@@ -9,23 +9,23 @@ from utils.config import TrainConfig
 from utils.data.decode import decode
 from utils.data.splits import Data, Files, Split, printable
 
-_HEADERS = 4096  # images whose headers are looked at: 0.1 s for MNIST's
-_BYTES = 2**28  # and no more where whole images are read for their headers
-_DECODED = 64  # images stored in colour that are decoded, as some files hold grey pixels so; `peek` decodes as many
+_HEADERS = 4096  # images whose headers are read: 0.1 s for MNIST
+_BYTES = 2**28  # read at most, if whole images are read for their headers
+_DECODED = 64  # images stored in colour that are decoded, as their pixels may be grey; `peek` decodes as many
 
 
 def remarks(data: Data, config: TrainConfig, channels: int) -> list[str]:
-    """What to say of the data at the start of a run, a line each; `channels` are those of the model's input."""
+    """Lines to print about the data at the start of a run; `channels` are those of the model's input."""
     lines = [*data.train.notes, *data.evaluation.notes]
-    if channels == 1 and config.channels is None:  # else somebody chose
+    if channels == 1 and config.channels is None:  # otherwise the user chose
         lines += [colour_lost(data.train), colour_lost(data.evaluation)]
     return [printable(line) for line in dict.fromkeys(lines) if line]
 
 
 def colour_lost(split: Split) -> str | None:
-    """One line when images of the split are in colour, which a model with grey input does not see; None if none is.
+    """A line to print if a split for a model with grey input has colour images; None if it has none.
 
-    At most 4,096 images are looked at, evenly spread; of those stored in colour, 64 are decoded.
+    At most 4,096 images are checked, evenly spread; of those stored in colour, at most 64 are decoded.
     """
     stored, looked = _stored_in_colour(split)
     spread = np.unique(np.linspace(0, len(stored) - 1, min(len(stored), _DECODED)).astype(int))
@@ -34,15 +34,15 @@ def colour_lost(split: Split) -> str | None:
         return None
     is_all = looked == len(split) and len(spread) == len(stored)
     return (
-        f"{'' if is_all else 'at least '}{len(coloured)} of {looked} images of {split.name} are in colour and become "
-        f"grey, such as {printable(split.describe(coloured[0]))}; --channels 3 keeps the colour"
+        f"{'' if is_all else 'at least '}{len(coloured)} of {looked} images of {split.name} will be converted from "
+        f"colour to grey, such as {printable(split.describe(coloured[0]))}; --channels 3 keeps the colour"
     )
 
 
 def _stored_in_colour(split: Split) -> tuple[list[int], int]:
-    """The positions of images whose headers say colour, or nothing, and how many were looked at."""
+    """The positions of images whose headers do not say grey, and how many images were checked."""
     positions = np.unique(np.linspace(0, len(split) - 1, min(len(split), _HEADERS)).astype(int))
-    np.random.default_rng(0).shuffle(positions)  # spread evenly, also if the bytes end it early
+    np.random.default_rng(0).shuffle(positions)  # evenly spread even if the byte limit ends the loop early
     stored, looked, read = [], 0, 0
     for chunk in np.array_split(positions, -(-len(positions) // 64)):
         if read > _BYTES:
@@ -63,10 +63,10 @@ def _stored_in_colour(split: Split) -> tuple[list[int], int]:
 
 
 def _may_be_colour(image) -> bool:
-    """Whether the header of an image (a path, a file's bytes or an array) does not say that it is grey."""
+    """True unless the header of an image (a path, the bytes of a file or an array) says grey or cannot be read."""
     if isinstance(image, np.ndarray):
         return image.ndim == 3 and image.shape[0] > 1
-    if image is None:  # at hand only by decoding it
+    if image is None:  # only decoding it would tell
         return True
     try:
         if isinstance(image, bytes):
@@ -74,11 +74,11 @@ def _may_be_colour(image) -> bool:
         else:
             with open(image, "rb", buffering=0) as file:
                 head = file.read(26)
-        if head.startswith(b"\x89PNG"):  # the type of colours stands in the 26th byte; asking Pillow takes ten times
+        if head.startswith(b"\x89PNG"):  # the 26th byte is the colour type; Pillow takes ten times as long
             return head[25] not in (0, 4)
         with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
             return opened.mode not in ("1", "L", "LA", "La") and not opened.mode.startswith(("I", "F"))
-    except Exception:  # broken data make Pillow raise anything, and are named when they are decoded
+    except Exception:  # Pillow raises anything for broken data, which is reported when it is decoded
         return False
 
 

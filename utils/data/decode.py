@@ -20,7 +20,7 @@ from utils.errors import one_line
 SMALL = 96  # pixels; data sets of images up to this side are decoded once and kept
 EVAL_CROP = 0.875  # share of a photograph's shorter side that evaluation looks at, the field's custom since AlexNet
 LARGE = 200_000  # bytes of a file from which on it pays to see how large the image is, before it is decoded
-WAY_OUT = "fix it, or go on without it: --bad_images skip"
+WAY_OUT = "fix it, or leave it out with --bad_images skip"
 VERSION = 2  # of the pixels that this module makes; raised when they change, so that no cache keeps older ones
 Shrink = Callable[[int, int], float]  # how many times smaller an image of some (height, width) is going to be made
 
@@ -30,14 +30,14 @@ with warnings.catch_warnings():  # once a process PyTorch tells that such a tens
 
 
 class BadImages(ValueError):
-    """Images that cannot be read; `found` has what is wrong with each, by the sample's position in its split."""
+    """Images that cannot be read; `found` maps each one's position in its split to its error."""
 
     def __init__(self, found: dict[int, str]):
         self.found = dict(sorted(found.items()))
         texts = list(self.found.values())
         more = f"; and {len(texts) - 10} more" * (len(texts) > 10)
-        several = f"{len(texts)} images cannot be read: {'; '.join(texts[:10])}{more}; fix them, or go on "
-        several += "without them: --bad_images skip"
+        several = f"{len(texts)} images cannot be read: {'; '.join(texts[:10])}{more}; fix them, or "
+        several += "leave them out with --bad_images skip"
         super().__init__(several if len(texts) > 1 else f"{texts[0]}; {WAY_OUT}")
 
     def __reduce__(self):
@@ -57,7 +57,7 @@ def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink 
 
 
 def why_unreadable(split: Split, position: int) -> str | None:
-    """What is wrong with the image of sample `position`; None when it can be decoded."""
+    """The error of the image of sample `position`; None if it can be decoded."""
     try:
         _pixels(split.images[int(split.rows[position])], 3, None)
     except Exception as error:
@@ -132,7 +132,7 @@ def _eight_bit(image: Image.Image, file_format: str | None) -> Image.Image:
 def peek(split: Split, count: int = 64, skip: bool = False) -> tuple[int, tuple[int, int] | None]:
     """Look at some images: (1 if all are grey else 3, their common (height, width) or None).
 
-    With `skip` those that cannot be read are passed over, else the first one is a ValueError.
+    With `skip`, images that cannot be read are skipped; otherwise the first one raises ValueError.
     """
     sizes, grey, readable = set(), True, np.flatnonzero(split.readable)
     for position in readable[np.unique(np.linspace(0, len(readable) - 1, count).astype(int))]:

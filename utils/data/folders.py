@@ -1,8 +1,8 @@
 """Image folders, CLASS/IMAGE.jpg or SPLIT/CLASS/IMAGE.jpg: which folders are splits and which are classes.
 
 A name alone does not decide. The folder `train` beside `car` and `bus` is a class when it holds images. It is a split
-when nothing beside it holds images, or when it shares classes with another split. Anything else is refused with the
-flag that decides. A folder that --train_split or --eval_split names is always a split.
+when nothing beside it holds images, or when it shares classes with another split. Anything else is an error that
+names the flag to set. A folder that --train_split or --eval_split names is always a split.
 """
 
 import os
@@ -24,7 +24,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class _Layout:
-    """The folders of the splits by name, other spellings of these names, and what to say about the choice."""
+    """The folders of the splits by name, other names for these, and lines to print about the choice."""
 
     folders: dict[str, Path]
     aliases: dict[str, str]
@@ -32,7 +32,7 @@ class _Layout:
 
 
 def image_folder(path: Path, config: TrainConfig) -> Source:
-    """The splits of an image folder; ValueError when it holds no images or can be understood in two ways."""
+    """The splits of an image folder; ValueError if it holds no images or is ambiguous."""
     if not path.is_dir():
         raise ValueError(f"{path}: is neither a folder nor a regular file; give a folder of images or of tables")
     layout = _layout(path, config)
@@ -48,14 +48,14 @@ def image_folder(path: Path, config: TrainConfig) -> Source:
 
 
 def split_word(name: str) -> str | None:
-    """The split that a folder's name means, train, validation or test: `Training` and `train_set` are train."""
+    """The split that a folder's name stands for (train, validation or test): `Training` and `train_set` are train."""
     found = re.fullmatch(r"([a-z]+?)[ _-]?(set|data|dataset|split|images)?", name.lower())
     return next((split for split, words in _WORDS.items() if found and found[1] in words), None)
 
 
 def _layout(path: Path, config: TrainConfig) -> _Layout:
     """Decide which folders in `path` are splits; a folder without splits is the split train."""
-    if config.train_split == ".":  # as an error below advises
+    if config.train_split == ".":  # as errors below suggest
         return _Layout({"train": path}, {".": "train"})
     children = {child.name: Path(child.path) for child in folders_in(path)}
     splits = [name for name in children if split_word(name)]
@@ -77,7 +77,9 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
         if not _agree(with_classes):
             raise _ambiguous(path, with_classes, others)
         layout = _split_layout(path, splits, config)
-        return replace(layout, notes=(*layout.notes, f"{path}: not used beside the splits: {listed(others)}"))
+        return replace(
+            layout, notes=(*layout.notes, f"{path}: folders beside the splits are not used: {listed(others)}")
+        )
     images_in = [name for name in splits if holds_image(children[name])]
     if len(images_in) > 1 or (images_in and len(others) < 2):
         raise _ambiguous(path, dict.fromkeys(images_in, ()), others)
@@ -85,7 +87,7 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
 
 
 def _split_layout(path: Path, folders: list[str], config: TrainConfig) -> _Layout:
-    """Name each split: usual names stay as they are, others are called train, validation or test if that is free."""
+    """Name each split: usual names are kept, others become train, validation or test if that name is free."""
     usual = [name for name in folders if name in ("train", *EVAL_NAMES)]
     named, aliases = {name: name for name in usual}, {}
     for name in usual:
@@ -105,13 +107,14 @@ def _split_layout(path: Path, folders: list[str], config: TrainConfig) -> _Layou
     notes = []
     if len(groups["validation"]) > 1 and config.eval_split is None and config.eval_fraction is None:
         used = next(name for name in EVAL_NAMES if name in named)
-        notes = [f"{path}: of {listed(groups['validation'])}, {named[used]} is used; --eval_split chooses another"]
+        found = listed(groups["validation"])
+        notes = [f"{path}: {named[used]} is the evaluation split (found: {found}); --eval_split chooses another"]
     aliases = {alias: name for alias, name in aliases.items() if alias and alias not in named}
     return _Layout({name: _inner(path / folder) for name, folder in named.items()}, aliases, tuple(notes))
 
 
 def _class_layout(path: Path, children: dict[str, Path], others: list[str]) -> _Layout:
-    """The folders are classes, unless some are named like parts of a data set and all hold the same classes."""
+    """Use the folders as classes; ValueError if some are named like splits and all hold the same classes."""
     words = {word for words in _WORDS.values() for word in words}
     if len(others) > 1 and any(words & set(re.split("[^a-z]+", name.lower())) for name in others):
         inner = {name: [class_name_of(child) for child in class_folders(children[name])[0]] for name in others}
@@ -125,14 +128,14 @@ def _class_layout(path: Path, children: dict[str, Path], others: list[str]) -> _
 
 
 def _wrapped(path: Path, children: dict[str, Path], others: list[str], config: TrainConfig) -> _Layout | None:
-    """What the only folder with images in `path` holds, where that is splits or classes: archives are packed so."""
+    """The layout of the only folder with images in `path`, as in many archives, if it holds splits or classes."""
     if len(others) != 1 or loose_images(path) or loose_images(children[others[0]]):
         return None
     found = _layout(children[others[0]], config)
     folder = found.folders[likely_train(found.folders, None)]
     if len(found.folders) < 2 and len(class_folders(folder)[0]) < 2:
         return None
-    return replace(found, notes=(f"{path}: holds one folder with images, {others[0]}; that is used", *found.notes))
+    return replace(found, notes=(f"{path}: using {others[0]}, the only folder in it with images", *found.notes))
 
 
 def _named(path: Path, children: dict[str, Path], wanted: str | None) -> str | None:
@@ -154,13 +157,13 @@ def _agree(classes_in: dict[str, list[str]]) -> bool:
 def _ambiguous(path: Path, splits: dict, others: list[str]) -> ValueError:
     seen = [f"{name} (with the folders {listed(inner, 4)})" if inner else name for name, inner in splits.items()]
     return ValueError(
-        f"{path}: {' and '.join(seen)} may be a split or a class beside {listed(others)}; to train on that folder give "
-        f"--train_split {next(iter(splits))}, to take all of them as classes --train_split ."
+        f"{path}: cannot tell splits from classes: {' and '.join(seen)} beside {listed(others)}; to train on one of "
+        f"them, give --train_split {next(iter(splits))}; to use all folders as classes, give --train_split ."
     )
 
 
 def _inner(folder: Path) -> Path:
-    """The folder, or the one of the same meaning that is all it holds, as in training_set/training_set/cat."""
+    """The folder, or its only subfolder if that names the same split, as in training_set/training_set/cat."""
     word = split_word(folder.name)
     same = [child for child in folders_in(folder) if word and split_word(child.name) == word]
     if not same or len(class_folders(folder)[0]) != 1 or loose_images(folder) or loose_images(Path(same[0].path)):
@@ -201,7 +204,7 @@ def _no_images(folder: Path) -> ValueError:
     loose = loose_images(folder)
     if loose:
         return ValueError(
-            f"{folder}: holds {loose} images and no class folders; an image folder holds CLASS/IMAGE.jpg "
+            f"{folder}: has images but no class folders ({loose} found); move each image to CLASS/IMAGE.jpg "
             "(if this split has no labels, choose another --eval_split or give --eval_fraction 0.1)"
         )
     names = [entry.name + "/" * is_folder(entry) for entry in os.scandir(folder)]

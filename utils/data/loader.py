@@ -78,7 +78,7 @@ class Decoded(Dataset):
 class Encoded(Dataset):
     """Photographs, decoded and cropped when asked for; in training a random part of each, else the centre.
 
-    Those known to be unreadable are left out of a batch, and with `skip` those that turn out to be.
+    A batch leaves out images known to be unreadable, and with `skip` also those that turn out to be unreadable.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Encoded(Dataset):
 
 
 def _batch(piece: Piece, images: Tensor, labels: np.ndarray, asked: int) -> dict:
-    """What a dataset gives for `asked` samples, of which those that can be read are in `piece`."""
+    """A batch for `asked` samples; `piece` has those that can be read."""
     indices = torch.from_numpy(piece.indices)
     return {
         "left_out": asked - len(images),
@@ -161,17 +161,17 @@ def make_loader(dataset: Dataset, batch_sampler, config: TrainConfig, ranks: Ran
 
 
 def make_loaders(parts: dict[str, tuple], config: TrainConfig, ranks: Ranks) -> list[DataLoader]:
-    """The loaders of a run, made at once as they share /dev/shm; `parts` names what each (dataset, sampler) is for."""
+    """The loaders of a run, made together as they share /dev/shm; `parts` has each (dataset, sampler) by name."""
     wanted = min(8, ranks.threads) if config.num_workers is None else config.num_workers
-    wanted = min(wanted, most_workers())  # eval.py takes over the number of the run, perhaps of a larger machine
-    # Batches of small images are one copy each; handing them from process to process would take longer.
+    wanted = min(wanted, most_workers())  # settings may come from a larger machine
+    # A batch of small images is one copy; passing it between processes would take longer.
     sizes = {name: _bytes(*part) for name, part in parts.items() if not isinstance(part[0], Decoded)}
     choices = dict(zip(sizes, workers_that_fit(sizes, wanted), strict=True))
     return [_make_loader(*part, *choices.get(name, (0, AHEAD)), ranks) for name, part in parts.items()]
 
 
 def _bytes(dataset: Dataset, batch_sampler) -> int:
-    """Bytes of the largest batch that workers hand over."""
+    """Bytes of the images in the largest batch."""
     spec = dataset.spec
     most = batch_sampler.largest if hasattr(batch_sampler, "largest") else max(len(p.indices) for p in batch_sampler)
     return most * spec.height * spec.width * spec.channels
@@ -189,13 +189,13 @@ def _make_loader(dataset: Dataset, batch_sampler, workers: int, ahead: int, rank
 
 
 def _hand_over_to_rank(batch: dict) -> dict:
-    """The batch, in a worker where the rank can reach it; an empty one with the error if there is no room for it."""
+    """In a worker, move the batch to shared memory; returns an empty batch with the error if there is no room."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     try:
         share(tensors.values())
     except NoRoom as error:
         tensors, batch = {name: value[:0] for name, value in tensors.items()}, batch | {"error": one_line(error)}
-    # Views of no elements would bring all of their memory along.
+    # An empty view would send all of its memory along, a copy does not.
     return batch | {name: value if value.numel() else value.clone() for name, value in tensors.items()}
 
 
@@ -210,8 +210,8 @@ class Batch(NamedTuple):
 class Batches:
     """The batches of a prepared loader as the model's float input on the device, augmented when training.
 
-    `left_out` counts the samples of the last pass that could not be read. `bad` has those that were not known before,
-    by position, with the reason; all ranks have agreed on those in `told`.
+    `left_out` counts the samples of the last pass that could not be read. `bad` maps the positions of newly found
+    ones to the reasons; `told` has those that all ranks have agreed on.
     """
 
     def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):

@@ -1,4 +1,4 @@
-"""A file of decoded images: an array uint8 [N, H, W, C] as numpy writes it, and after that a checksum of the pixels."""
+"""A file of decoded images: an array uint8 [N, H, W, C] in numpy's format, followed by a checksum of the pixels."""
 
 import fcntl
 import hashlib
@@ -25,7 +25,7 @@ _END = len(_CHECKSUM % bytes(64))
 def content_of_array(pixels: np.ndarray) -> str:
     """A fingerprint of uint8 [N, H, W, C], 64 hex digits; the same for equal pixels, whether in a file or in memory.
 
-    That of a whole mapped file is read from its end; any other takes about a second for a GB and processor core.
+    For a whole mapped file, it is read from the file's end; otherwise it takes about a second per GB on one core.
     """
     if isinstance(pixels, np.memmap) and pixels.filename is not None:
         path, end = Path(pixels.filename), pixels.offset + pixels.nbytes
@@ -37,12 +37,12 @@ def content_of_array(pixels: np.ndarray) -> str:
 
 
 def open_pixels(path: Path) -> np.memmap:
-    """Map the file; see `damage` for what may be wrong with it."""
+    """Map the file into memory; `damage` checks it."""
     return np.lib.format.open_memmap(path, mode="r")
 
 
 def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
-    """What is wrong with the file of images of this shape; empty when it is good. `thorough` looks at the pixels too.
+    """What is wrong with a file of images of this shape; empty if nothing is. `thorough` also checks the pixels.
 
     Raises OSError when the file cannot be read.
     """
@@ -58,17 +58,17 @@ def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
     with named(path), path.open("rb", buffering=0) as file:
         size, checksum = os.fstat(file.fileno()).st_size, _checksum_at(file, end)
         if size != end + _END or not checksum:
-            return "cut off, or without the checksum that older versions did not write"
-        if thorough and checksum != _content_of_file(file, start, shape):  # read, as a map ends in SIGBUS on bad disks
+            return "truncated, or written by an older version without a checksum"
+        if thorough and checksum != _content_of_file(file, start, shape):  # no map: a bad disk would raise SIGBUS
             return "its pixels have changed since they were written"
     return ""
 
 
 def write_pixels(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
-    """Write the file from runs of images in order; it appears whole or not at all. OSError names it."""
+    """Write chunks of images to the file in order; it appears whole or not at all. An OSError names the file."""
     with _whole_or_not_at_all(path) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
-        file.flush()  # a file of no bytes is one that is not locked yet, see `remove_leftovers`
+        file.flush()  # an empty file may not be locked yet, see `remove_leftovers`
         start = file.tell()
         for pixels in chunks:
             file.write(pixels)  # not through a memory map, where a full disk would be a bus error
@@ -77,9 +77,9 @@ def write_pixels(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what processes were writing when they were killed: with them went their locks.
+    """Delete the partial files of killed processes: their locks are gone.
 
-    A live one, on whatever machine, holds its lock before it writes the first byte.
+    A live process, on any machine, holds its lock before it writes the first byte.
     """
     for partial in folder.glob("*.partial"):
         with suppress(OSError), partial.open("r+b") as file:
@@ -89,7 +89,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _content(shape: Sequence[int], read: Callable) -> str:
-    """The SHA-256 over those of blocks of whole images, hashed on all cores; `read(first, end)` gives images' bytes."""
+    """SHA-256 of the SHA-256s of blocks of images, on all cores; `read(first, end)` returns the bytes of images."""
     rows = max(1, _BLOCK // max(1, math.prod(shape[1:])))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         starts = range(0, shape[0], rows)
@@ -110,7 +110,7 @@ def _checksum_at(file: BinaryIO, end: int) -> str:
 
 @contextmanager
 def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` at the end of the block, and goes when there is an error in it."""
+    """A file to write that becomes `path` at the end of the block, and is deleted if the block raises an error."""
     partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
         with named(path), partial.open("x+b") as file:

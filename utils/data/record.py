@@ -1,7 +1,7 @@
-"""Which samples a run trains and evaluates on: kept in its checkpoints, found again later, compared with what is there.
+"""Record in checkpoints which samples a run trains and evaluates on, find them again later, and report changes.
 
-Image files are known by their names, so that files which come later move nothing, and one that is gone is missed. The
-rows of a table have no names: there the split as a whole is the same or another one.
+Image files are known by their names, so new files do not move other samples, and missing files are noticed. The rows of
+a table have no names: there only the whole split can be compared.
 """
 
 import gzip
@@ -22,15 +22,15 @@ from utils.data.splits import Files, Split, fingerprint_of, listed
 
 FILE = "samples.json.gz"
 _LARGEST = 2**30  # bytes of such a file when unpacked: ten million samples with long names
-_CHOICES = ("train_split", "eval_split", "eval_fraction", "seed")  # settings that divide the samples
+_CHOICES = ("train_split", "eval_split", "eval_fraction", "seed")  # settings that split the samples
 
 
 @dataclass(frozen=True)
 class Part:
     """One split of a run: where it comes from, and its samples in order.
 
-    `count`, `labels` and `content` are those of the whole split `source` for rows of a table, of these samples for
-    files. Files also have a name, a checksum of both ends, and a class each.
+    For a table, `count`, `labels` and `content` describe the whole split `source`; for files, they describe these
+    samples. Each file also has a name, a checksum of both ends, and a class.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Part:
         return cls(split.name, whole.name, len(split), split.label_fingerprint, split.content, *lists)
 
     def check(self, classes: int) -> None:
-        """Raise ValueError when a field cannot be."""
+        """Raise ValueError if a field is invalid."""
         texts = all(isinstance(text, str) for text in (self.name, self.source, self.labels, self.content))
         fits = texts and type(self.count) is int and self.count >= 0
         if fits and self.names is not None:
@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Record:
-    """The samples of a run, before --max_train_samples and --max_eval_samples choose among them."""
+    """The samples of a run, before --max_train_samples and --max_eval_samples reduce them."""
 
     train: Part
     evaluation: Part
@@ -79,7 +79,7 @@ class Record:
         return self.train, self.evaluation
 
     def check(self) -> None:
-        """Raise ValueError when a field cannot be."""
+        """Raise ValueError if a field is invalid."""
         names = self.class_names
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError("malformed")
@@ -87,7 +87,7 @@ class Record:
             part.check(len(names))
 
     def chosen_as(self, config: TrainConfig) -> bool:
-        """Whether these settings divide the data set as it was divided."""
+        """Whether these settings split the data set in the same way."""
         return self.choices == _choices(config)
 
     @cached_property
@@ -100,7 +100,7 @@ class Record:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the samples, to compare them between machines."""
+        """Changes when the samples change, for comparing machines."""
         return fingerprint_of(
             *(text for part in self.parts for text in (part.labels, part.content, *(part.names or ())))
         )
@@ -118,7 +118,7 @@ def _choices(config: TrainConfig) -> dict:
 
 
 def read_record(path: Path) -> Record:
-    """The record in a file of a verified checkpoint; ValueError when it is none."""
+    """The record in a file of a verified checkpoint; ValueError if it is invalid."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(path.read_bytes())) as file:
             data = file.read(_LARGEST + 1)
@@ -134,7 +134,7 @@ def read_record(path: Path) -> Record:
 
 
 class Found(NamedTuple):
-    """A recorded split as it is now, the positions of images that changed, and what changed in words."""
+    """A recorded split as it is now, the positions of images that changed, and lines about the changes."""
 
     split: Split
     changed: np.ndarray
@@ -144,9 +144,10 @@ class Found(NamedTuple):
 
 
 def find_again(record: Record, part: Part, whole: Split, class_names: Sequence[str]) -> Found:
-    """The files of a part of the record in `whole`, the split that they were taken from, as it is now.
+    """Find the files of a recorded part in `whole`, the split that they were taken from, as it is now.
 
-    Labels count as in `class_names`, those of `whole`. Files that are gone keep their place and count as unreadable.
+    Labels are indices into `class_names`, the classes of `whole`. Missing files keep their place and count as
+    unreadable.
     """
     files = whole.images if isinstance(whole.images, Files) else Files([])
     row_of = {name: row for row, name in enumerate(files.names)}
@@ -171,12 +172,12 @@ def find_again(record: Record, part: Part, whole: Split, class_names: Sequence[s
     images, other_labels = _told(part, changed, "changed"), []
     relabelled = np.flatnonzero(labels != recorded)
     for position in relabelled[:1]:
-        told = _told(part, relabelled, "have another class")[0]
+        told = _told(part, relabelled, "changed class")[0]
         was, now = record.class_names[part.classes[position]], class_names[labels[position]]
         other_labels.append(f"{told} ({was!r}, now {now!r})")
     known = {name for other in record.parts if other.source == part.source for name in other.names}
     new = [name for name, row in row_of.items() if name not in known and row not in whole.bad]
-    told = [f"{len(new)} files of split {whole.name!r} are new since training and left out: {listed(new, 3)}"]
+    told = [f"split {whole.name!r} has new files since training, which are left out: {listed(new, 3)}"]
     return Found(split, changed, images, other_labels, told if new else [])
 
 
@@ -186,9 +187,9 @@ def _told(part: Part, positions: np.ndarray, what: str) -> list[str]:
 
 
 def table_changes(part: Part, whole: Split) -> list[str]:
-    """How a split without names differs from the recorded one, in words."""
+    """Lines about how a split of a table differs from the recorded one."""
     if part.count != len(whole):
-        return [f"split {part.source!r} had {part.count} samples and has {len(whole)} now"]
+        return [f"split {part.source!r} had {part.count} samples and now has {len(whole)}"]
     changes = []
     if part.labels != whole.label_fingerprint:
         changes.append(f"the labels of split {part.source!r} changed")
@@ -198,7 +199,7 @@ def table_changes(part: Part, whole: Split) -> list[str]:
 
 
 def is_same(part: Part, whole: Split) -> bool:
-    """Whether all samples of a part are in `whole` as they were, wherever it is stored."""
+    """Whether `whole` holds all samples of a part unchanged, wherever it is stored."""
     if part.names is None:
         return bool(part.content) and not isinstance(whole.images, Files) and not table_changes(part, whole)
     if not isinstance(whole.images, Files) or whole.ends is None or not part.ends:
@@ -208,16 +209,16 @@ def is_same(part: Part, whole: Split) -> bool:
 
 
 def differences(part: Part, fresh: Part, whole: Split) -> list[str]:
-    """How the training samples that these settings choose differ from the recorded ones, in words."""
+    """Lines about how the training samples that these settings choose differ from the recorded ones."""
     if part.names is None or fresh.names is None:
         if (part.names, fresh.names) != (None, None) or part.source != fresh.source:
-            return [f"the run trained on split {part.source!r} of other data"]
+            return [f"the run trained on split {part.source!r} of another data set"]
         return table_changes(part, whole)
     gone, new = set(part.names) - set(fresh.names), set(fresh.names) - set(part.names)
-    changes = [f"{len(gone)} training images are gone: {listed(sorted(gone), 3)}"] if gone else []
-    changes += [f"{len(new)} training images are new: {listed(sorted(new), 3)}"] if new else []
+    changes = [f"training images were removed: {listed(sorted(gone), 3)}"] if gone else []
+    changes += [f"training images were added: {listed(sorted(new), 3)}"] if new else []
     if not changes and part.content != fresh.content:
         ends = zip(part.names, part.ends, fresh.ends, strict=True) if part.ends and fresh.ends else ()
         other = [name for name, before, now in ends if before != now]
-        changes += [f"{len(other)} training images changed: {listed(other, 3)}"] if other else []
+        changes += [f"training images changed: {listed(other, 3)}"] if other else []
     return changes

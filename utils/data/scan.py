@@ -1,4 +1,4 @@
-"""The folders and files below a split: which are looked into, which are images, and what is left out."""
+"""The folders and files of a split: which folders are entered, which files are images, and what is left out."""
 
 import os
 import stat
@@ -11,21 +11,21 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from utils.data.splits import listed
 
-# What systems and tools put between images, besides names that begin with a dot.
+# Folders that systems and tools add, besides those whose names begin with a dot.
 _JUNK = ("__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information", "__pycache__")
 _SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 @dataclass
 class LeftOut:
-    """What lies in a split's folder and is not among its samples."""
+    """What a split's folder holds besides its samples."""
 
     hidden_folders: Counter = field(default_factory=Counter)  # by name, such as .ipynb_checkpoints
     hidden_files: int = 0
     not_images: Counter = field(default_factory=Counter)  # files by the end of their names, such as .heic
     empty_classes: list[str] = field(default_factory=list)
     loose: int = 0  # images beside the class folders, which have no class
-    linked: list[str] = field(default_factory=list)  # links to folders that are counted already
+    linked: list[str] = field(default_factory=list)  # links to folders that are already included
 
     def notes(self, folder: Path) -> list[str]:
         """One line for each thing that a user may have meant as samples."""
@@ -33,19 +33,21 @@ class LeftOut:
         if self.empty_classes:
             lines.append(f"{folder}: class folders without images are left out: {listed(self.empty_classes)}")
         if self.loose:
-            lines.append(f"{folder}: {self.loose} images beside the class folders have no class and are left out")
+            lines.append(
+                f"{folder}: images beside the class folders have no class and are left out ({self.loose} found)"
+            )
         if self.linked:
-            lines.append(f"{folder}: links to folders that are counted already are left out: {listed(self.linked, 3)}")
+            lines.append(f"{folder}: links to folders that are already included are left out: {listed(self.linked, 3)}")
         return lines
 
 
 class Scan:
-    """One look at all files of a split."""
+    """One pass over all files of a split."""
 
     def __init__(self, folder: Path, classes: list[os.DirEntry]):
-        self.bad: dict[str, str] = {}  # paths of what is named like an image and is no file, with the reason
+        self.bad: dict[str, str] = {}  # paths that are named like images and are not files, with the reason
         self.left_out = LeftOut()
-        self.met = dict.fromkeys(_ancestors(folder), "")  # the class that each folder's images have
+        self.met = dict.fromkeys(_ancestors(folder), "")  # the class of each folder's images
         for child in classes:
             owner = self.met.setdefault(_identity(child.path), class_name_of(child))
             if owner != class_name_of(child):
@@ -56,7 +58,7 @@ class Scan:
         found = []
         for entry in sorted(os.scandir(folder), key=attrgetter("name")):
             is_image = _looks_like_image(entry.name)
-            if is_image and _is_file(entry):  # first, as there may be millions
+            if is_image and _is_file(entry):  # tested first: there may be millions
                 found.append(entry.path)
             elif is_folder(entry):
                 if self._is_new(entry, class_name):
@@ -69,7 +71,7 @@ class Scan:
         return found
 
     def look_beside(self, folder: Path) -> None:
-        """Count what lies in the split's own folder."""
+        """Count what lies beside the class folders."""
         for entry in os.scandir(folder):
             if is_folder(entry):
                 if _is_hidden(entry.name):
@@ -80,7 +82,7 @@ class Scan:
                 self._leave_out(entry.name)
 
     def _is_new(self, entry: os.DirEntry, class_name: str) -> bool:
-        """Whether to look into a folder; False for hidden ones and those that a link leads to once more."""
+        """Whether to enter a folder; False for hidden folders and links to folders that are already included."""
         if _is_hidden(entry.name):
             self.left_out.hidden_folders[entry.name] += 1
             return False
@@ -102,11 +104,11 @@ class Scan:
 
 def _two_classes(path: str, owner: str) -> ValueError:
     owner = listed([owner])
-    return ValueError(f"{path}: is a folder of class {owner} too, but an image has one class; remove the link")
+    return ValueError(f"{path}: is also a folder of class {owner}, but an image has only one class; remove the link")
 
 
 def folders_in(folder: Path, above: set | None = None) -> list[os.DirEntry]:
-    """The folders in a folder by name, without hidden ones and links back up; `above` is what leads to them."""
+    """The folders in a folder, by name, without hidden ones and links to its parents; `above` has the parents."""
     above = above or _ancestors(folder)
     found = [entry for entry in os.scandir(folder) if is_folder(entry) and not _is_hidden(entry.name)]
     found = [entry for entry in found if not (entry.is_symlink() and _identity(entry.path) in above)]
@@ -122,7 +124,7 @@ def class_folders(folder: Path) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
 
 
 def holds_image(folder: str | Path, met: set | None = None) -> bool:
-    """Whether something named like an image lies below a folder; stops at the first one."""
+    """Whether a folder or a folder below it has a file named like an image; stops at the first one."""
     met = met or _ancestors(Path(folder))
     below = []
     with os.scandir(folder) as entries:
@@ -132,7 +134,7 @@ def holds_image(folder: str | Path, met: set | None = None) -> bool:
             elif _looks_like_image(entry.name):
                 return True
     for entry in below:
-        if entry.is_symlink():  # nothing else leads in circles
+        if entry.is_symlink():  # only links can form circles
             if _identity(entry.path) in met:
                 continue
             met.add(_identity(entry.path))
@@ -142,7 +144,7 @@ def holds_image(folder: str | Path, met: set | None = None) -> bool:
 
 
 def loose_images(folder: Path) -> int:
-    """How many images lie in a folder itself."""
+    """The number of images directly in a folder."""
     return sum(_looks_like_image(entry.name) and not is_folder(entry) for entry in os.scandir(folder))
 
 
@@ -171,7 +173,7 @@ def _is_file(entry: os.DirEntry) -> bool:
 
 
 def _kind(entry: os.DirEntry) -> str:
-    """What an entry is that is neither a file nor a folder."""
+    """The kind of an entry that is neither a file nor a folder."""
     try:
         return _SPECIAL.get(stat.S_IFMT(entry.stat().st_mode), "a special file")
     except OSError as error:
@@ -179,13 +181,13 @@ def _kind(entry: os.DirEntry) -> str:
 
 
 def _identity(path: str | Path) -> tuple[int, int]:
-    """What a folder is known by, whatever links lead to it."""
+    """The device and inode of a folder, the same through any link."""
     found = os.stat(path)
     return found.st_dev, found.st_ino
 
 
 def _ancestors(folder: Path) -> set[tuple[int, int]]:
-    """The folder and all above it."""
+    """The identities of a folder and all its parents."""
     resolved = folder.resolve()
     return {_identity(path) for path in (resolved, *resolved.parents)}
 

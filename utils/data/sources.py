@@ -51,7 +51,7 @@ def check_source(config: TrainConfig) -> None:
 
 
 def _check_names(config: TrainConfig) -> None:
-    """Raise ValueError for a path that config.yaml cannot hold: the run could not be resumed."""
+    """Raise ValueError for a path that config.yaml cannot store, as the run could not be resumed."""
     for name, value in (vars(config) | {"data": absolute_data(config.data)}).items():
         if isinstance(value, str) and not value.isascii() and value.encode("utf-8", "replace").decode() != value:
             raise ValueError(f"--{name} {printable(value)}: this name is not UTF-8; rename it")
@@ -65,8 +65,8 @@ def load_data(
 ) -> Data:
     """Find the data set and its two splits; raises ValueError or OSError with the fix in its text.
 
-    A resumed run gives the `record` of its checkpoint, to go on with the very samples that it began with. All images
-    are looked at; `progress` wraps an iterable (tqdm), and `say` takes what the user should know.
+    A resumed run passes the `record` of its checkpoint, to go on with the same samples. All images are checked;
+    `progress` wraps an iterable (tqdm), and `say` prints a message for the user.
     """
     source = _open(config)
     source.check = partial(_check, config=config, progress=progress)
@@ -88,7 +88,7 @@ def load_data(
 
 
 def _two_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
-    """What to train on and what to evaluate on, each with the whole split that it is of."""
+    """What to train on and what to evaluate on, each with the whole split that it was taken from."""
     train_name = _train_name(source, config.train_split)
     whole = source.split(train_name)
     train = _usable(whole, config)
@@ -100,7 +100,7 @@ def _two_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split
 
 
 def _usable(split: Split, config: TrainConfig) -> Split:
-    """The images that can be read; ValueError names the others unless they are to be left out."""
+    """The split without unreadable images; with --bad_images refuse, ValueError names them."""
     if config.bad_images == "refuse":
         refuse_bad(split)
     if split.readable.all():
@@ -111,20 +111,21 @@ def _usable(split: Split, config: TrainConfig) -> Split:
 
 def _check_any(split: Split) -> None:
     if not split.readable.any():
-        raise ValueError(f"none of the {len(split)} images of split {split.name!r} can be used; see --data")
+        raise ValueError(f"no image of split {split.name!r} can be used ({len(split)} checked); give another --data")
 
 
 def _as_recorded(record: Record, source: Source, config: TrainConfig, say: Callable) -> tuple[Split, Split]:
-    """The two splits that a run began with, unreadable ones in their places."""
+    """The two splits that a run began with; unreadable images keep their places."""
     wholes = [source.split(_known(source, part.source, "the run used split")) for part in record.parts]
     if source.class_names != record.class_names:
-        raise ValueError(f"{_class_changes(record.class_names, source.class_names)}; a resume needs the same classes")
+        changes = _class_changes(record.class_names, source.class_names)
+        raise ValueError(f"{changes}; a resume needs the same classes: restore them, or start a new run")
     found = [find_again(record, *pair, source.class_names) for pair in zip(record.parts, wholes, strict=True)]
     skip = config.bad_images == "skip"
     changed = [text for one in found for text in one.labels + ([] if skip else one.images)]
     if changed:
         raise ValueError(
-            f"{'; '.join(changed)}; a resume needs the images that the run began with: restore them, or begin a new run"
+            f"{'; '.join(changed)}; a resume needs the same images and labels: restore them, or start a new run"
         )
     for text in dict.fromkeys(text for one in found for text in one.new):
         say(text)
@@ -137,19 +138,19 @@ def _as_recorded(record: Record, source: Source, config: TrainConfig, say: Calla
 
 
 def _without(split: Split, changed: np.ndarray) -> Split:
-    """The split with the images at these positions, which are others now, left out."""
+    """The split without the images at these positions, which have changed."""
     bad = dict.fromkeys(split.rows[changed].tolist(), "changed since the run began")
     return replace(split, bad={**split.bad, **bad}) if bad else split
 
 
 def _class_changes(before: list[str], now: list[str]) -> str:
     new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
-    parts = [f"{listed(new, 3)} new"] * bool(new) + [f"{listed(gone, 3)} gone"] * bool(gone)
-    return f"the classes changed since training ({', '.join(parts) or 'another order'})"
+    parts = [f"new: {listed(new, 3)}"] * bool(new) + [f"removed: {listed(gone, 3)}"] * bool(gone)
+    return f"the classes changed since training ({'; '.join(parts) or 'another order'})"
 
 
 def _check_same(record: Record, fresh: Record, whole: Split) -> None:
-    """Raise ValueError when the training samples are not those that the run began with."""
+    """Raise ValueError unless the training samples are those that the run began with."""
     changes = differences(record.train, fresh.train, whole)
     if changes:
         raise ValueError(
@@ -165,13 +166,13 @@ def _say_left_out(splits: Sequence[Split], say: Callable) -> dict[str, str]:
         bad = {split.describe(p): split.bad[int(split.rows[p])] for p in np.flatnonzero(~split.readable)}
         for name, reason in list(bad.items())[:1]:
             count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
-            say(f"{count} cannot be read and are left out, the first: {name} ({reason})")
+            say(f"{count} cannot be read and will be left out; the first is {name} ({reason})")
         images |= bad
     return images
 
 
 def _check(split: Split, config: TrainConfig, progress: Callable) -> Split:
-    """Look at all images, as the settings say."""
+    """Check all images as the settings say."""
     look = partial(check_images, cache_dir=config.cache_dir, progress=progress)
     checked = look(split, full=config.check_images == "full")
     if config.bad_images == "skip" and config.check_images != "full" and checked.ends is not None:
@@ -194,9 +195,9 @@ def load_split(
     """One split to evaluate, its labels counted as in `class_names`.
 
     Of the run's `own_data`, None means what the run evaluated on and "train" what it trained on, hold-outs included:
-    the files in the checkpoint's `record`, wherever there is one. Of other data, None means its evaluation split, or
-    all there is if it has only one. Any other name is that split. Data with all of the run's images are its own,
-    wherever they are.
+    the files in the checkpoint's `record`, if there is one. Of other data, None means its evaluation split, or
+    all there is if it has only one. Any other name is that split. A data set that holds all of the run's images counts
+    as its own, wherever it is stored.
     """
     source = _open(config)
     source.check = partial(_check, config=config, progress=progress)
@@ -234,8 +235,8 @@ def _own_split(source: Source, config: TrainConfig, name: str | None, record: Re
     changes = table_changes(part, whole) if part else []
     if changes and train[1] is evaluation[1]:
         raise ValueError(
-            f"{'; '.join(changes)}: which samples were held out is not known any more; --data {config.data} --split "
-            f"{whole.name} evaluates all of them"
+            f"{'; '.join(changes)}; the held-out samples cannot be found any more; evaluate all samples with "
+            f"--data {config.data} --split {whole.name}"
         )
     for text in changes:
         say(text)
@@ -247,7 +248,7 @@ def _say_trained_on(record: Record | None, split: Split, say: Callable) -> None:
     if record is not None and record.train.ends and split.ends is not None:
         known = int(np.isin(split.ends[split.rows], record.train.ends).sum())
         if known:
-            say(f"{known} of {len(split)} images of split {split.name!r} are among those that the run trained on")
+            say(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")
 
 
 def _open(config: TrainConfig) -> Source:
@@ -295,7 +296,7 @@ def _synthetic(rest: str) -> Source:
 
 
 def _check_room(rest: str, classes: int, size: int, count: int) -> None:
-    """Raise ValueError when a synthetic set is larger than anything sensible, or than the machine's memory."""
+    """Raise ValueError if a synthetic data set is above the limits or does not fit in the machine's memory."""
     for name, value, most in (("CLASSES", classes, 2**20), ("SIZE", size, 2**14), ("COUNT", count, 2**31 - 1)):
         if value > most:
             raise ValueError(f"--data synthetic/{rest[:80]}: {name} must be at most {most}")

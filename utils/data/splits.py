@@ -19,8 +19,9 @@ class Split:
     """The samples of one split: `images[rows[i]]` is sample i still encoded, `labels[i]` its class (int64 [N]).
 
     `images` is any sequence of encoded files (bytes), arrays (HxW or CxHxW uint8) or Pillow images, and `rows` may
-    repeat. With it, `fingerprint` (and for files their stamps) changes when an image may have changed. What a check of
-    the images found is kept by row: `ends`, a checksum of each (int64 [len(images)]), and `bad`, why it is unreadable.
+    repeat. With it, `fingerprint` (and for files their stamps) changes when an image may have changed. The results
+    of a check of the images are stored by row: `ends`, a checksum of each image (int64 [len(images)]), and `bad`, the
+    errors of unreadable images.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Split:
     fingerprint: str
     ends: np.ndarray | None = None
     bad: Mapping[int, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # what to say of how it was found, a line each
+    notes: tuple[str, ...] = ()  # lines to print about how the split was found
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,7 +58,7 @@ class Split:
 
     @cached_property
     def content(self) -> str:
-        """Changes when an image does, wherever the images are stored; empty where none has been looked at."""
+        """Changes when an image changes, wherever the images are stored; empty if they have not been checked."""
         if isinstance(self.images, np.ndarray):
             return fingerprint_of(np.ascontiguousarray(self.images).data, np.ascontiguousarray(self.rows).data)
         return "" if self.ends is None else fingerprint_of(self.ends[self.rows].data)
@@ -78,7 +79,7 @@ class Split:
 class Data:
     """A data set to train on: two splits and the names of the classes that their labels count.
 
-    `record` is what a checkpoint keeps of the samples, a Record of utils/data/record.py. `bad_images` are those that
+    `record` describes the samples for checkpoints: a Record of utils/data/record.py. `bad_images` has the images that
     cannot be read, {path or index: reason}.
     """
 
@@ -90,7 +91,7 @@ class Data:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when a sample of either split does, wherever the data are stored."""
+        """Changes when a sample of either split changes, wherever the data is stored."""
         splits = (self.train, self.evaluation)
         return fingerprint_of(*(text for split in splits for text in (split.label_fingerprint, split.content)))
 
@@ -98,7 +99,7 @@ class Data:
 class Files:
     """Image files by path, below a folder `root`; reading one gives its bytes."""
 
-    left_out = None  # of an image folder: see LeftOut in utils/data/scan.py
+    left_out = None  # for image folders: a LeftOut of utils/data/scan.py
 
     def __init__(self, paths: list[str], root: str = ""):
         self.paths, self.root = paths, root
@@ -120,7 +121,7 @@ class Files:
         """What changes when one of these files does; asked for only where needed, as a million files take a while."""
         for row in rows:
             status = os.stat(self.paths[row])
-            # The last one changes also when a tool puts size and modification time back.
+            # The last one changes even if a tool restores the size and the modification time.
             times = f"{status.st_mtime_ns}:{status.st_ctime_ns}"
             yield f"{os.fsencode(self.paths[row])!r}:{status.st_size}:{times}"
 
@@ -128,8 +129,8 @@ class Files:
 class Source:
     """The splits of a data set by name, opened when asked for.
 
-    `class_names` may be filled by the first opener that runs; `aliases` are other names that users may know splits by.
-    `check` is applied to each split once it is open.
+    `class_names` may be filled by the first opener that runs; `aliases` are other names of splits that users may give.
+    `check` is applied to each split when it is opened.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Source:
 
     @property
     def opened(self) -> list[Split]:
-        """The splits that were asked for."""
+        """The splits that are open."""
         return list(self._opened.values())
 
     def split(self, name: str) -> Split:
@@ -222,7 +223,7 @@ def listed(names, most: int = 12) -> str:
 
 
 def printable(name: str) -> str:
-    """A name on one line that every output of Unicode takes, also if its bytes are not UTF-8."""
+    """A name on one line that can be printed as Unicode, even if its bytes are not UTF-8."""
     return " ".join(name.split()).encode("utf-8", "replace").decode()
 
 

@@ -35,7 +35,7 @@ class Table:
     def __getitem__(self, row: int) -> bytes | None:
         value = self.dataset[row][self.column] or {}
         if value.get("bytes") is None and value.get("path"):
-            if not Path(value["path"]).is_file():  # from a pipe or a device a read may never end
+            if not Path(value["path"]).is_file():  # reading a pipe or a device may never end
                 raise ValueError(f"{value['path']} is missing or not a regular file")
             return Path(value["path"]).read_bytes()
         return value.get("bytes")
@@ -50,7 +50,7 @@ def has_tables(folder: Path) -> bool:
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
-    """The files of this name, without those that macOS puts beside them (._train.parquet)."""
+    """The files that match the pattern, without hidden ones such as those of macOS (._train.parquet)."""
     return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
 
 
@@ -70,7 +70,7 @@ def read_table_files(path: Path):
 
 
 def _check_cache(error: Exception, path: Path) -> None:
-    """Raise ValueError when reading failed because `datasets` cannot write its own cache: then the data are fine."""
+    """Raise ValueError if reading failed because `datasets` cannot write its own cache: the data is fine then."""
     from datasets import config
 
     cause: BaseException | None = error
@@ -80,7 +80,7 @@ def _check_cache(error: Exception, path: Path) -> None:
             if elsewhere or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
                 raise ValueError(
                     f"{config.HF_DATASETS_CACHE}: the cache of Hugging Face data sets cannot be written "
-                    f"({cause.strerror}); set HF_HOME to a folder with free space that this user may write to"
+                    f"({cause.strerror}); set HF_HOME to a writable folder with free space"
                 ) from error
         cause = cause.__cause__ or cause.__context__
 
@@ -103,7 +103,7 @@ def _read(path: Path):
 
 
 def _check_files(path: Path) -> None:
-    """Raise ValueError when a table is not a regular file, and when a shard is missing or there twice."""
+    """Raise ValueError if a table is not a regular file, or if a shard is missing or a duplicate."""
     if path.is_file():
         return
     for file in (file for pattern in TABLE_FILES for file in _visible(path, pattern)):
@@ -118,7 +118,7 @@ def _check_files(path: Path) -> None:
 
 
 def _check_saved(path: Path) -> None:
-    """See that a save_to_disk folder holds what it lists; damaged lists are left to `datasets`."""
+    """Check that a save_to_disk folder holds all files that it lists; `datasets` reports damaged lists."""
     malformed = (OSError, ValueError, TypeError, KeyError, RecursionError)
     folders = [path]
     with suppress(*malformed):
@@ -131,12 +131,12 @@ def _check_saved(path: Path) -> None:
                 needed += [folder / file["filename"] for file in listed_files]
         missing = [file for file in needed if not file.is_file()]
         if missing:
-            raise ValueError(f"{path}: cannot be read, as {listed(missing, 3)} is missing; copy or save it again")
+            raise ValueError(f"{path}: cannot be read, missing {listed(missing, 3)}; copy or save the folder again")
 
 
 def _check_shards(files: list[Path]) -> None:
-    """See that the shards NAME-00000-of-00010, and so on, are all there, and each once."""
-    sets: dict[str, dict[int, dict[int, Path]]] = {}  # by the name before the numbers, by the total, by the number
+    """Check that each of the shards NAME-00000-of-00010, and so on, exists exactly once."""
+    sets: dict[str, dict[int, dict[int, Path]]] = {}  # by name, by total, by number
     for file in files:
         shard = re.fullmatch(r"(.+)-(\d+)-of-(\d+)(.*)", file.stem)
         if not shard:
@@ -146,7 +146,9 @@ def _check_shards(files: list[Path]) -> None:
         numbers = totals.setdefault(total, {})
         other = numbers.get(number) or next((n for t in totals if t != total for n in totals[t].values()), None)
         if other:
-            raise ValueError(f"{file}: is of other shards than {other.name}, or the same one; remove one of the two")
+            raise ValueError(
+                f"{file}: duplicates {other.name} or belongs to another set of shards; remove one of the two"
+            )
         numbers[number] = file
     for name, totals in sets.items():
         for total, numbers in totals.items():
@@ -155,8 +157,8 @@ def _check_shards(files: list[Path]) -> None:
             missing = [f"{name}-{number:05}-of-{total:05}" for number in expected if number not in numbers]
             if missing:
                 raise ValueError(
-                    f"{files[0].parent}: {total - len(numbers)} of {total} shards are missing: {listed(missing, 3)}; "
-                    f"add them, or rename the others without -of-{total:05} to use these alone"
+                    f"{files[0].parent}: {total - len(numbers)} of {total} shards not found: {listed(missing, 3)}; "
+                    f"add them, or rename the others without -of-{total:05} to use only those"
                 )
 
 
@@ -273,10 +275,10 @@ def _check_column(features, name: str, flag: str) -> None:
 
 
 def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, ...]]:
-    """The names of the classes, the labels that mean them where these are not 0, 1, 2, ... already, and notes.
+    """The names of the classes, the labels that stand for them (None for 0, 1, 2, ...), and lines to print.
 
-    Numbers are classes from 0 up to the highest one. Where fewer than half of these occur, as with 0, 1000, 2000, only
-    those that occur are classes, named by their numbers.
+    Integer labels stand for the classes from 0 up to the highest label. If fewer than half of these occur, as with
+    0, 1000, 2000, only those that occur are classes, named by their numbers.
     """
     names = getattr(dataset.features[column], "names", None)
     if names:
@@ -284,7 +286,7 @@ def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, .
     try:
         values = sorted(value for value in dataset.unique(column) if value is not None)
     except UnicodeDecodeError:
-        raise ValueError(f"--label_column {column}: a label is not UTF-8 text; write the column as UTF-8") from None
+        raise ValueError(f"--label_column {column}: a label is not UTF-8 text; save the column as UTF-8") from None
     if values and isinstance(values[0], str):
         return values, values, ()
     values = [int(value) for value in values if value >= 0]
@@ -293,12 +295,12 @@ def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, .
         raise ValueError(f"--label_column {column}: labels go up to {highest}; number the classes from 0 on")
     if 2 * len(values) >= highest + 1:
         return [str(number) for number in range(highest + 1)], None, ()
-    note = f"--label_column {column}: {len(values)} numbers from {values[0]} to {highest} are {len(values)} classes"
-    return [str(value) for value in values], values, (f"{note}, named by their numbers",)
+    note = f"--label_column {column}: only the labels that occur are classes: {listed(values, 3)}"
+    return [str(value) for value in values], values, (note,)
 
 
 def _labels(split: str, dataset, column: str, known: list | None) -> np.ndarray:
-    """The classes' numbers, int64 [N], -1 where there is no label; `known` are the labels that mean 0, 1, ..."""
+    """The classes' numbers, int64 [N], -1 where there is no label; `known` are the labels of the classes 0, 1, ..."""
     import pyarrow as pa
     from pyarrow import compute
 

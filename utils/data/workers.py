@@ -1,4 +1,4 @@
-"""How many loader processes decode photographs, and how many batches ahead, so that they fit the machine."""
+"""Choose how many loader processes decode photographs, and how many batches in advance, to fit the machine."""
 
 import math
 import os
@@ -8,10 +8,10 @@ from utils.launch import on_this_machine, say_for_machine
 from utils.shared_memory import FIX, MB, PLACE, room
 
 AHEAD = 4  # batches that each worker prepares in advance
-_IN_USE = 2  # batches that the rank holds: the one that it computes with, and the next one, as Accelerate looks ahead
+_IN_USE = 2  # batches that the rank holds: the current one and the next one, which Accelerate fetches early
 _SMALL = 2**16  # bytes of a batch besides its images: labels, indices, rounding up to pages
-_USABLE = 0.9  # of what is free: other programs use it too
-_PER_CORE = 8  # loader processes on a machine for each of its cores, far above what helps
+_USABLE = 0.9  # share of the free space to use: other programs need some too
+_PER_CORE = 8  # most loader processes for each core of a machine, far more than is useful
 
 Choice = tuple[int, int]  # worker processes of a loader, and batches that each prepares in advance
 
@@ -29,21 +29,21 @@ def check_workers(count: int | None) -> None:
 
 
 def most_workers() -> int:
-    """How many workers --num_workers may give each rank on this machine."""
+    """The highest --num_workers that this machine allows."""
     return max(1, _PER_CORE * (os.cpu_count() or 1) // on_this_machine()[1])
 
 
 def bytes_needed(sizes: Sequence[int], choices: Sequence[Choice]) -> int:
-    """Bytes of /dev/shm that a rank's loaders fill at most, with batches of `sizes` bytes."""
+    """The most bytes of /dev/shm that a rank's loaders fill, with batches of `sizes` bytes."""
     pairs = zip(sizes, choices, strict=True)
     return sum((size + _SMALL) * (workers * ahead + _IN_USE) for size, (workers, ahead) in pairs if workers)
 
 
 def choose_workers(sizes: Sequence[int], workers: int, ahead: int, free: float) -> list[Choice]:
-    """For each loader of a rank the number of workers and of batches in advance that fit into `free` bytes.
+    """Choose the workers and batches in advance of each loader of a rank, so that they fit into `free` bytes.
 
-    First fewer batches in advance are chosen, then fewer workers, then none, in the last loader first. 0 workers means
-    that the rank decodes in its own process.
+    The batches in advance are reduced first, then the workers. If one worker per loader does not fit, the last loader
+    gets none. Without workers the rank decodes in its own process.
     """
     options = [(workers, fewer) for fewer in range(ahead, 0, -1)] + [(fewer, 1) for fewer in range(workers - 1, 0, -1)]
     for option in options if workers else ():
@@ -59,9 +59,9 @@ def usable_room() -> float:
 
 
 def workers_that_fit(sizes: dict[str, int], wanted: int) -> list[Choice]:
-    """`choose_workers` for this machine's /dev/shm; its first rank says so when that is less than wanted.
+    """`choose_workers` for this machine's /dev/shm; its first rank reports it if that is less than wanted.
 
-    `sizes` has the bytes of a batch by what the loader is for.
+    `sizes` has the bytes of a batch by the name of its loader.
     """
     found, (_, processes) = room(), on_this_machine()
     if found is None or not sizes:
