@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from utils.accelerator import check_precision, compile_model, make_accelerator
+from utils.bad_images import found_by_all
 from utils.checkpoint import FOR_EVALUATION, find_checkpoint, load_model, verify
 from utils.cli import parse_args
 from utils.config import EvalConfig, TrainConfig, absolute_data, expand
@@ -108,7 +109,7 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     spec = InputSpec.from_dict(saved["input"])
     record = ranks.together(lambda: record_of(checkpoint))
     look, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
-    chosen = partial(load_split, config, split_name, class_names, own_data, record, look, say)
+    chosen = partial(load_split, config, split_name, class_names, own_data, record, look, say, spec.small)
     split = ranks.together(chosen, main_first=True, at="loading the data")
     ranks.check_same(
         fingerprint_of(split.label_fingerprint, split.content), f"different images in --data {config.data}"
@@ -125,6 +126,8 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     model.to(accelerator.device)  # bare: nothing is trained, so the ranks have nothing to say to each other
     batches = Batches(loader, spec, config, accelerator.device, training=False)
     result = evaluate_split(ranks, accelerator, model, batches, config, progress("evaluating", ranks.is_main))
+    for reason in list(found_by_all(ranks, batches).values())[:10]:
+        say(f"{reason}; left out")
     state = saved["state"]
     step, epoch = state["step"], state["epoch"] + (state["position"] > 0)
     return {"kind": "eval", "step": step, "epoch": epoch, "split": split.name, **result}, class_names
@@ -134,6 +137,8 @@ def show(record: dict, class_names: list[str], checkpoint: Path) -> None:
     """Print the numbers as a table, and the classes from worst to best."""
     rows = [(name, f"{record[name]:.4f}") for name in ("accuracy", "top5", "loss", "macro_f1", "macro_precision")]
     rows += [("macro_recall", f"{record['macro_recall']:.4f}"), ("count", record["count"])]
+    if "left_out" in record:
+        rows += [("left out", f"{record['left_out']} images that cannot be read")]
     if record["classes_evaluated"] < len(class_names):
         rows += [("classes", f"{record['classes_evaluated']} of {len(class_names)} with samples")]
     rows += [("seconds", f"{record['seconds']:.2f}")]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.accelerator import check_precision, compile_model, make_accelerator, settle_buckets
-from utils.bad_images import agree_on_bad, keep_list, without_bad
+from utils.bad_images import agree_on_bad, still_bad, without_bad, write_list
 from utils.batch import resolve_batch
 from utils.batchnorm import synchronise
 from utils.checkpoint import forget_after, save_checkpoint, settle
@@ -52,7 +52,7 @@ from utils.optim import begin_momentum, build_optimizer, learning_rate, set_lear
 from utils.profiling import Profile
 from utils.report import RunLog, outcome, overview, progress, table
 from utils.runs import Start, check_run_folder, find_start, make_run_folder
-from utils.saved import changes, checkpoint_texts, load_run, read_state, record_of, resolved
+from utils.saved import changes, checkpoint_texts, load_run, read_state, record_of, resolved, same_input
 from utils.state import TrainState, check_batch_norm, due_after, total_updates
 from utils.stopping import EXIT_RESUME, Stopping
 
@@ -117,7 +117,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     state = ranks.together(lambda: read_state(start.checkpoint, start.folder, config, plan, data))
     data = replace(data, train=ranks.together(lambda: without_bad(data.train, state.bad_images, config)))
 
-    spec = ranks.together(lambda: input_spec(config, *peek(data.train, skip=config.bad_images == "skip")))
+    known, skip = ranks.together(lambda: same_input(start.checkpoint, config)), config.bad_images == "skip"
+    spec = known or ranks.together(lambda: input_spec(config, *peek(data.train, skip=skip)))
     bar = progress("decoding", ranks.is_main)
     train_set = ranks.together(lambda: make_dataset(data.train, spec, config, True, bar), True, "decoding images")
     eval_set = ranks.together(lambda: make_dataset(data.evaluation, spec, config, False, bar), True, "decoding images")
@@ -240,8 +241,10 @@ def meet(run: Run, pace: Pace) -> float:
         run.ranks.together(run.train_batches.check)
         run.ranks.together(run.log.check)
     if meeting.bad:
-        state.bad_images += agree_on_bad(
-            run.ranks, run.log, run.start.folder, run.data.train, run.train_batches, state.step
+        state.bad_images += agree_on_bad(run, run.data.train, run.train_batches)
+    if not meeting.totals.count:
+        raise ValueError(
+            f"no image of the updates up to {state.step} can be read; see {run.start.folder}/bad_images.json"
         )
     if not math.isfinite(meeting.totals.loss):
         bad = run.meter.first_bad()
@@ -273,7 +276,7 @@ def evaluate(run: Run) -> dict | None:
     result = evaluate_split(*parts, progress("evaluating", run.ranks.is_main), run.stopping)
     if result is not None:
         if "left_out" in result:
-            agree_on_bad(run.ranks, run.log, run.start.folder, run.data.evaluation, run.eval_batches, state.step)
+            agree_on_bad(run, run.data.evaluation, run.eval_batches)
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=run.data.evaluation.name, **result)
         state.evaluated(result["accuracy"])
     return result
@@ -309,10 +312,10 @@ def announce(run: Run) -> None:
     run.log.write("start", step=run.state.step, **numbers, time=time.time())
     rows = overview(run, ranks.gather(ranks.describe()))
     said = ranks.together(lambda: remarks(run.data, config, run.spec.channels) if ranks.is_main else [])
-    said += advice(config, run.spec.small, processes)
+    said += still_bad(run.data, run.state.bad_images) + advice(config, run.spec.small, processes)
     run.log.say("\n".join([table(f"Lockstep  {run.start.folder}", rows), *said]))
     ranks.together(lambda: ranks.is_main and write_file(run.start.folder / "config.yaml", to_yaml(config)))
-    ranks.together(lambda: ranks.is_main and keep_list(run.start.folder, run.data.bad_images))
+    ranks.together(lambda: ranks.is_main and write_list(run.start.folder, run.data.bad_images))
 
 
 def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:

@@ -302,6 +302,83 @@ def test_an_evaluation_counts_what_it_left_out(skipped):
     }
 
 
+def test_an_evaluation_names_what_it_left_out(skipped):
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/on1"])
+    assert "left out" in outcome.out and "1 images that cannot be read" in outcome.out
+    assert "not a readable image (broken data stream when reading image file); left out" in outcome.out
+
+
+def test_each_bad_image_of_the_evaluation_split_is_logged_once(skipped):
+    train_run(1, "run", *SKIP, "--eval_every", "3")
+    assert [len(r["images"]) for r in records("run", "bad_images") if r["split"] != "train"] == [1]
+    assert all(r["images"] for r in records("run", "bad_images"))
+
+
+def test_an_image_that_can_be_read_again_stays_left_out_as_after_a_resume(skipped):
+    train_run(1, "run", *SKIP, "--max_steps", "12")
+    shutil.rmtree("runs/run")
+    run_ranks(1, _train_and_repair, [*SKIP, "--run_name", "run", "--max_steps", "12"])
+    train_run(1, "whole", *SKIP, "--max_steps", "12")
+    assert losses("run") == losses("whole")
+
+
+def _train_and_repair(flags):
+    """Train; after the first epoch, all images that looked whole are whole."""
+    whole = list(zip(sorted(Path("data").rglob("*.png")), pictures(60, (SIDE, SIDE)), strict=True))
+    update = train.train_update
+
+    def repaired(run, batches):
+        update(run, batches)
+        if run.state.step == 6:
+            for path, image in whole:
+                if path.read_bytes().endswith(b"IEND\xaeB`\x82"):
+                    Image.fromarray(image).save(path)
+
+    train.train_update = repaired
+    train.main(flags)
+    for path, _ in whole:  # as they were, for the run to compare with
+        if str(path) in json.loads(Path("runs/run/bad_images.json").read_text()):
+            spoil(path)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_data_folder_that_goes_away_ends_the_run_and_costs_no_image(skipped, processes):
+    outcomes = run_ranks(processes, _train_and_lose_the_data, [*SKIP, "--run_name", "run", "--log_every", "2"])
+    assert all(outcome.code == 2 for outcome in outcomes)
+    lines = [line for outcome in outcomes for line in outcome.err.splitlines()]
+    assert len(lines) == 1 and "No such file or directory" in lines[0] and "resume" in lines[0], lines
+    os.rename("away", "data")
+    train_run(processes, "run", *SKIP, "--resume", "auto")
+    assert losses("run")[-1] == losses(f"on{processes}")[-1]
+
+
+def _train_and_lose_the_data(flags):
+    update = train.train_update
+
+    def lost(run, batches):
+        if run.state.step == 4 and Path("data").exists() and run.ranks.is_main:
+            os.rename("data", "away")
+        update(run, batches)
+
+    train.train_update = lost
+    train.main(flags)
+
+
+def test_a_table_of_paths_is_checked_by_its_files():
+    """As a data set of the Hub that was made from an image folder is."""
+    from datasets import Dataset, Features, Value
+
+    paths = image_folder("data", {"cat": 20, "dog": 20})
+    features = Features({"image": Value("string"), "label": ClassLabel(names=["cat", "dog"])})
+    rows = {"image": [str(path.absolute()) for path in paths], "label": [i // 20 for i in range(40)]}
+    parquet("tables", train=Dataset.from_dict(rows, features=features))
+    flags = ("--data", "tables", "--image_column", "image", "--model", "mlp", "--threads", "1", "--max_steps", "2")
+    train_run(1, "run", *flags)
+    cut(paths[7])
+    shutil.rmtree("home/.cache", ignore_errors=True)
+    assert "1 of 40 images of split 'train' cannot be read: image 7" in refused(train.main, *flags)
+
+
 def test_a_small_data_set_with_bad_images_is_decoded_without_them():
     paths = image_folder("data", {"cat": 30, "dog": 30})
     cut(paths[4])

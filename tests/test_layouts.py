@@ -189,8 +189,9 @@ def test_empty_class_folders_are_not_classes_and_are_reported():
     Path("folder/train/cat/notes.TXT").write_text("no image")
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 2)
-    assert data.train.notes == ("folder/train: class folders without images are left out: emu, fox",)
-    assert data.evaluation.notes == ("folder/test: class folders without images are left out: gnu",)
+    assert data.train.notes[0] == "folder/train: class folders without readable images are left out: emu, fox"
+    assert data.train.notes[1] == "folder/train: files of types that are not read are left out: .txt (1), .heic (1)"
+    assert data.evaluation.notes[0] == "folder/test: class folders without readable images are left out: gnu"
     assert data.train.images.left_out.empty_classes == ["emu", "fox"]
     assert data.train.images.left_out.not_images == {".txt": 1, ".heic": 1}
 
@@ -425,7 +426,7 @@ def test_colour_images_among_grey_ones_are_reported_with_the_flag_that_keeps_the
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert outcomes[0].out.count("of train will be converted from colour to grey, such as ") == 1
     assert "\n2 of 297 images of train" in outcomes[0].out and f"{paths[103]}; --channels 3" in outcomes[0].out
-    assert outcomes[0].out.count("class folders without images are left out: c") == 1
+    assert outcomes[0].out.count("class folders without readable images are left out: c") == 1
     assert outcomes[1].out == ""
     chosen = run_ranks(1, train.main, ["--data", "folder", *SHORT, "--channels", "1"])[0]
     assert chosen.code == 0 and "colour to grey" not in chosen.out

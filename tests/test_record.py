@@ -204,6 +204,20 @@ def test_a_table_that_changed_is_refused_by_resume_and_by_evaluation_of_its_hold
     assert text in line and "--split train" in line
 
 
+def test_a_table_to_evaluate_on_that_changed_is_refused_by_a_resume():
+    def write(count):
+        shutil.rmtree("data", ignore_errors=True)
+        splits = {name: table([i % 2 for i in range(n)], NAMED) for name, n in (("train", 60), ("test", count))}
+        parquet("data", **splits)
+
+    write(20)
+    train_run(1, "run", *FLAGS)
+    write(18)
+    assert "split 'test' had 20 samples and now has 18" in refused(train.main, *MORE)
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
+    assert outcome.code == 0 and "split 'test' had 20 samples and now has 18" in outcome.out
+
+
 def test_arrays_in_memory_are_known_by_their_content(monkeypatch):
     """A data set of torchvision may hold its images as one array."""
     flags = ("--data", "digits", *FLAGS[2:])
@@ -261,7 +275,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "bomb", "names", "classes", "counts"])
+@pytest.mark.parametrize("name", [*HOSTILE, "bomb", "small bomb", "names", "classes", "counts", "choices", "choice"])
 def test_a_stranger_s_record_is_refused_in_one_line(trained, name):
     path = checkpoint() / FILE
     values = json.loads(gzip.decompress(path.read_bytes()))
@@ -271,6 +285,12 @@ def test_a_stranger_s_record_is_refused_in_one_line(trained, name):
         values["train"]["classes"][3] = 10**6
     elif name == "counts":
         values["evaluation"]["count"] = 10**9
+    elif name == "choices":
+        values["choices"]["max_eval_samples"] = 1
+    elif name == "choice":
+        values["choices"]["seed"] = "0"
+    elif name == "small bomb":
+        values["train"]["ends"] = [0] * 10**7
     data = HOSTILE.get(name, gzip.compress(json.dumps(values).encode()))
     path.write_bytes(gzip.compress(b" " * (2**30 + 2), 1) if name == "bomb" else data)
     (checkpoint() / "manifest.json").unlink()

@@ -3,46 +3,51 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from utils.config import TrainConfig
 from utils.data.check import refuse_bad
 from utils.data.loader import Batches
-from utils.data.splits import Split
+from utils.data.splits import Data, Split, listed
 from utils.distributed import Ranks
-from utils.files import read_json, write_file
-from utils.report import RunLog
+from utils.files import write_file
 
 LIST = "bad_images.json"
 
 
-def keep_list(folder: Path, images: dict[str, str]) -> None:
-    """Add images, {path or index: reason}, to the list in the run folder. Call on one rank."""
+def write_list(folder: Path, images: dict[str, str]) -> None:
+    """Write the list, {path or index: reason}, to the run folder if there is anything to list. Call on one rank."""
     if images:
-        path = folder / LIST
-        known = read_json(path) if path.exists() else {}
-        write_file(path, json.dumps({**known, **images}, indent=1) + "\n")
+        write_file(folder / LIST, json.dumps(images, indent=1) + "\n")
 
 
-def agree_on_bad(ranks: Ranks, log: RunLog, folder: Path, split: Split, batches: Batches, step: int) -> list[int]:
-    """Log and list the images that any rank newly found to be unreadable, and return their positions; collective.
-
-    They add nothing to the updates that they belong to, on any number of processes.
-    """
+def found_by_all(ranks: Ranks, batches: Batches) -> dict[int, str]:
+    """The positions of images that any rank newly found to be unreadable, with the reasons; collective."""
     own = {str(position): reason for position, reason in batches.bad.items() if position not in batches.told}
     found = {int(k): reason for text in ranks.gather(json.dumps(own)) for k, reason in json.loads(text).items()}
     batches.told |= found.keys()
+    return dict(sorted(found.items()))
+
+
+def agree_on_bad(run: Any, split: Split, batches: Batches) -> list[int]:
+    """Log and list the images that any rank of a run (train.py's) newly found to be unreadable; collective.
+
+    Returns their positions. They add nothing to the updates that they belong to, on any number of processes.
+    """
+    found = found_by_all(run.ranks, batches)
 
     def tell() -> None:
-        named = {split.describe(position): found[position] for position in sorted(found)}
-        for reason in named.values():
-            log.say(f"{reason}; left out from now on")
-        log.write("bad_images", step=step, split=split.name, images=list(named))
-        keep_list(folder, named)
+        for reason in found.values():
+            run.log.say(f"{reason}; left out from now on")
+        named = {split.describe(position): reason for position, reason in found.items()}
+        run.log.write("bad_images", step=run.state.step, split=split.name, images=list(named))
+        run.data.bad_images.update(named)
+        write_list(run.start.folder, run.data.bad_images)
 
-    ranks.together(lambda: ranks.is_main and tell())
-    return sorted(found)
+    run.ranks.together(lambda: found and run.ranks.is_main and tell())
+    return list(found)
 
 
 def without_bad(split: Split, positions: list[int], config: TrainConfig) -> Split:
@@ -52,3 +57,11 @@ def without_bad(split: Split, positions: list[int], config: TrainConfig) -> Spli
     if config.bad_images == "refuse":
         refuse_bad(split)
     return split
+
+
+def still_bad(data: Data, positions: list[int]) -> list[str]:
+    """Add images that were found to be unreadable before a resume to the list; one line about them if there are any."""
+    named = [data.train.describe(position) for position in positions]
+    data.bad_images.update(dict.fromkeys(named, "could not be read earlier in this run"))
+    text = f"{len(named)} images could not be read earlier in this run and stay left out: {listed(named, 3)}"
+    return [text] if named else []

@@ -16,6 +16,8 @@ USER_ERRORS = (ValueError, OSError, ImportError)  # what names a cause outside t
 _KNOWN = {  # what DistributedDataParallel says at length
     "Expected to have finished reduction": "the model leaves parameters unused; --find_unused_parameters finds "
     "them in each update, --static_graph once if they are always the same",
+    "Expected more than 1 value per channel": "batch normalisation got a single image, because others of its batch "
+    "cannot be read; use larger batches, or fix the files and start a new run",
     "training graph has changed": "the model uses other parameters than in its first pass, so that "
     "--static_graph does not hold; use --find_unused_parameters instead",
 }
@@ -90,7 +92,7 @@ def explained(error: Exception) -> Exception:
     if is_killed_worker(error):
         return ValueError(f"a loader process was killed ({text[:100]}); if memory is short, lower --num_workers")
     for sign, mend in _KNOWN.items():
-        if isinstance(error, RuntimeError) and sign in text:
+        if isinstance(error, RuntimeError | ValueError) and sign in text:
             return ValueError(mend)
     return error
 

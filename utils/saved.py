@@ -158,6 +158,19 @@ def read_classes(checkpoint: Path) -> list[str]:
     return names
 
 
+def same_input(checkpoint: Path | None, config: TrainConfig) -> InputSpec | None:
+    """The model's input in a checkpoint with the same settings for it; None where it has to be found anew.
+
+    It was found by a look at some images, which may be other ones when files are gone.
+    """
+    if checkpoint is None:
+        return None
+    before, names = read_settings(checkpoint), ("model", "pretrained", "image_size", "channels", "mean", "std")
+    if any(getattr(before, name) != getattr(config, name) for name in names):
+        return None
+    return InputSpec.from_dict(read_saved(checkpoint)["input"])
+
+
 def record_of(checkpoint: Path | None) -> Record | None:
     """The record of the samples of a checkpoint's run; None without a checkpoint, and for old ones without a record."""
     if checkpoint is None or FILE not in files_of(checkpoint):

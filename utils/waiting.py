@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,7 +36,7 @@ def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
         _Wait.number += 1
         _Wait.what = what
         try:
-            iterator = iter(items) if iterator is None else iterator  # starts the workers
+            iterator = _started(items) if iterator is None else iterator
             item = next(iterator)
         except StopIteration:
             return
@@ -46,6 +47,18 @@ def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
         finally:
             _Wait.what = ""
         yield item
+
+
+def _started(items: Iterable[Item]) -> Iterator[Item]:
+    """The iterator of the items, which starts their workers with SIGTERM blocked: only the rank itself may end them.
+
+    A worker has threads before any code of ours runs in it, and each of them would take the signal.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return iter(items)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class DataWatch:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from utils.config import expand
 from utils.data.decode import why_unreadable
 from utils.data.splits import Files, Split, fingerprint_of
+from utils.errors import one_line
 from utils.files import write_file
 from utils.host import worker_processes
 from utils.waiting import awaited
@@ -141,8 +142,12 @@ class _Chunks(Dataset):
             for row in self.split.rows[positions]:
                 yield _ends_of_file(self.split.images.paths[row])
             return
-        for raw in self.split.read_ahead(positions.tolist()):
-            yield "there is no image" if raw is None else (len(raw), raw[:_HEAD], raw[-_TAIL:])
+        for position, raw in zip(positions, self.split.read_ahead(positions.tolist()), strict=True):
+            try:
+                raw = self.split.images[int(self.split.rows[position])] if raw is None else raw  # a path in a table
+                yield "there is no image" if raw is None else (len(raw), raw[:_HEAD], raw[-_TAIL:])
+            except (OSError, ValueError) as error:
+                yield one_line(error)
 
 
 def _ends_of_file(path: str) -> tuple[int, bytes, bytes] | str:

@@ -109,12 +109,14 @@ class Encoded(Dataset):
                     images[len(kept)] = self._image(position, encoded[place], random[place])
                     kept.append(place)
                 except ValueError as error:
-                    if not self.skip:
+                    # A disk that is away for a while must not cost its images: only what cannot be decoded is skipped.
+                    if not self.skip or getattr(error.__cause__, "errno", None):
                         raise
                     bad[position] = one_line(error)
         except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback
             nothing = Piece(piece.epoch, indices[:0])
-            text = f"{one_line(error)}; {WAY_OUT}"
+            fix = "bring it back, or resume: missing files are then left out" if self.skip else WAY_OUT
+            text = f"{one_line(error)}; {fix}"
             return _batch(nothing, images[:0], self.labels, asked) | {"error": text}
         if bad:
             indices, images = indices[kept], images[: len(kept)]
@@ -245,7 +247,15 @@ class Batches:
             self.error = batch.get("error", self.error)
             self.left_out += batch["left_out"]
             self.bad |= batch.get("bad", {})
-            yield Batch(self._input(batch), batch["labels"], batch["indices"])
+            yield self._without_told(Batch(self._input(batch), batch["labels"], batch["indices"]))
+
+    def _without_told(self, batch: Batch) -> Batch:
+        """The batch without images that can be read again: left out once, they stay left out, as after a resume."""
+        if not self.told:
+            return batch
+        kept = ~torch.isin(batch.indices, torch.tensor(sorted(self.told), device=batch.indices.device))
+        self.left_out += int((~kept).sum())
+        return Batch(*(values[kept] for values in batch))
 
     def _draw(self, batch: dict) -> dict:
         if self.padding or self.flip:

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from utils.config import TrainConfig
-from utils.data.splits import Files, Split, fingerprint_of, listed
+from utils.data.splits import Files, Split, listed
 
 FILE = "samples.json.gz"
+_MOST_PACKED = 100  # bytes unpacked for each one in the file: real records have about ten
 _LARGEST = 2**30  # bytes of such a file when unpacked: ten million samples with long names
 _CHOICES = ("train_split", "eval_split", "eval_fraction", "seed")  # settings that split the samples
 
@@ -81,7 +82,12 @@ class Record:
     def check(self) -> None:
         """Raise ValueError if a field is invalid."""
         names = self.class_names
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        fits = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not fits or self.choices.keys() != set(_CHOICES):
+            raise ValueError("malformed")
+        train_split, eval_split, fraction, seed = (self.choices[name] for name in _CHOICES)
+        fits = all(name is None or isinstance(name, str) for name in (train_split, eval_split)) and type(seed) is int
+        if not fits or not (fraction is None or (type(fraction) is float and 0 < fraction < 1)):
             raise ValueError("malformed")
         for part in self.parts:
             part.check(len(names))
@@ -98,13 +104,6 @@ class Record:
         text = json.dumps(values, separators=(",", ":"))
         return gzip.compress(text.encode(), 1, mtime=0)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Changes when the samples change, for comparing machines."""
-        return fingerprint_of(
-            *(text for part in self.parts for text in (part.labels, part.content, *(part.names or ())))
-        )
-
 
 def make_record(
     config: TrainConfig, class_names: list[str], train: tuple[Split, Split], evaluation: tuple[Split, Split]
@@ -120,9 +119,11 @@ def _choices(config: TrainConfig) -> dict:
 def read_record(path: Path) -> Record:
     """The record in a file of a verified checkpoint; ValueError if it is invalid."""
     try:
-        with gzip.GzipFile(fileobj=io.BytesIO(path.read_bytes())) as file:
-            data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
+        packed = path.read_bytes()
+        largest = min(_LARGEST, _MOST_PACKED * len(packed) + 2**16)
+        with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
+            data = file.read(largest + 1)
+        if len(data) > largest:
             raise ValueError("too large")
         values = json.loads(data)
         parts = [Part(**{f.name: values[part][f.name] for f in fields(Part)}) for part in ("train", "evaluation")]

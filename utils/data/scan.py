@@ -31,7 +31,10 @@ class LeftOut:
         """One line for each thing that a user may have meant as samples."""
         lines = []
         if self.empty_classes:
-            lines.append(f"{folder}: class folders without images are left out: {listed(self.empty_classes)}")
+            lines.append(f"{folder}: class folders without readable images are left out: {listed(self.empty_classes)}")
+        if self.not_images:
+            kinds = listed([f"{kind or 'no extension'} ({count})" for kind, count in self.not_images.most_common()], 6)
+            lines.append(f"{folder}: files of types that are not read are left out: {kinds}")
         if self.loose:
             lines.append(
                 f"{folder}: images beside the class folders have no class and are left out ({self.loose} found)"

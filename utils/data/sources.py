@@ -77,7 +77,7 @@ def load_data(
         (train, whole), (evaluation, other_whole) = _two_splits(source, config)
         fresh = make_record(config, source.class_names, (train, whole), (evaluation, other_whole))
         if record is not None:
-            _check_same(record, fresh, whole)
+            _check_same(record, fresh, whole, other_whole if record.chosen_as(config) else None)
         record = fresh
         bad = _say_left_out(source.opened, say)
     train = random_subset(train, config.max_train_samples, config.seed)
@@ -125,7 +125,8 @@ def _as_recorded(record: Record, source: Source, config: TrainConfig, say: Calla
     changed = [text for one in found for text in one.labels + ([] if skip else one.images)]
     if changed:
         raise ValueError(
-            f"{'; '.join(changed)}; a resume needs the same images and labels: restore them, or start a new run"
+            f"{'; '.join(changed)}; a resume needs the same images and labels: restore them, leave out changed images "
+            "with --bad_images skip, or start a new run"
         )
     for text in dict.fromkeys(text for one in found for text in one.new):
         say(text)
@@ -149,9 +150,11 @@ def _class_changes(before: list[str], now: list[str]) -> str:
     return f"the classes changed since training ({'; '.join(parts) or 'another order'})"
 
 
-def _check_same(record: Record, fresh: Record, whole: Split) -> None:
+def _check_same(record: Record, fresh: Record, whole: Split, other_whole: Split | None) -> None:
     """Raise ValueError unless the training samples are those that the run began with."""
     changes = differences(record.train, fresh.train, whole)
+    if not changes and other_whole is not None:
+        changes = differences(record.evaluation, fresh.evaluation, other_whole)
     if changes:
         raise ValueError(
             f"{'; '.join(changes)}; a resume needs the same training data, --seed, --train_split, --eval_split and "
@@ -166,20 +169,21 @@ def _say_left_out(splits: Sequence[Split], say: Callable) -> dict[str, str]:
         bad = {split.describe(p): split.bad[int(split.rows[p])] for p in np.flatnonzero(~split.readable)}
         for name, reason in list(bad.items())[:1]:
             count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
-            say(f"{count} cannot be read and will be left out; the first is {name} ({reason})")
+            say(f"{count} cannot be used and will be left out; the first is {name} ({reason})")
         images |= bad
     return images
 
 
-def _check(split: Split, config: TrainConfig, progress: Callable) -> Split:
+def _check(split: Split, config: TrainConfig, progress: Callable, small: bool | None = None) -> Split:
     """Check all images as the settings say."""
     look = partial(check_images, cache_dir=config.cache_dir, progress=progress)
     checked = look(split, full=config.check_images == "full")
     if config.bad_images == "skip" and config.check_images != "full" and checked.ends is not None:
         # Small images are all decoded before training: those that fail must be known before samples are counted.
-        _, size = peek(checked, skip=True)
-        if (config.image_size or max(size or (SMALL + 1,))) <= SMALL:
-            return look(split, full=True)
+        if small is None:
+            _, size = peek(checked, skip=True)
+            small = (config.image_size or max(size or (SMALL + 1,))) <= SMALL
+        return look(split, full=True) if small else checked
     return checked
 
 
@@ -191,16 +195,17 @@ def load_split(
     record: Record | None = None,
     progress: Callable = iter,
     say: Callable[[str], None] = lambda text: None,
+    small: bool | None = None,
 ) -> Split:
     """One split to evaluate, its labels counted as in `class_names`.
 
     Of the run's `own_data`, None means what the run evaluated on and "train" what it trained on, hold-outs included:
     the files in the checkpoint's `record`, if there is one. Of other data, None means its evaluation split, or
     all there is if it has only one. Any other name is that split. A data set that holds all of the run's images counts
-    as its own, wherever it is stored.
+    as its own, wherever it is stored. `small` says whether the model's images are decoded beforehand.
     """
     source = _open(config)
-    source.check = partial(_check, config=config, progress=progress)
+    source.check = partial(_check, config=config, progress=progress, small=small)
     if not own_data and record is not None and name in (None, "train") and _holds(source, record):
         own_data, config = True, replace(config, **record.choices)
     if own_data and name in (None, "train"):
@@ -223,6 +228,8 @@ def _holds(source: Source, record: Record) -> bool:
 
 def _own_split(source: Source, config: TrainConfig, name: str | None, record: Record | None, say: Callable) -> Split:
     """What the run trained on, or what it evaluated on."""
+    if record is not None and record.class_names != source.class_names:
+        say(_class_changes(record.class_names, source.class_names))
     part = record and (record.train if name == "train" else record.evaluation)
     if part and part.names is not None:
         whole = source.split(_known(source, part.source, "the run used split"))
@@ -232,6 +239,8 @@ def _own_split(source: Source, config: TrainConfig, name: str | None, record: Re
         return found.split
     train, evaluation = _two_splits(source, config)
     split, whole = train if name == "train" else evaluation
+    if record is None and train[1] is evaluation[1]:
+        say("the checkpoint has no record of its samples: the hold-out is right only if no sample was added since")
     changes = table_changes(part, whole) if part else []
     if changes and train[1] is evaluation[1]:
         raise ValueError(
