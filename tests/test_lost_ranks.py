@@ -52,11 +52,11 @@ def test_a_rank_that_dies_while_the_others_wait_for_its_download_ends_them_too(v
 def _load_slowly(victim):
     load_data = train.load_data
 
-    def slow(config):
+    def slow(*arguments):
         if os.environ["RANK"] == str(victim):  # rank 0 goes first, then rank 1
             Path("loading").touch()
             time.sleep(600)
-        return load_data(config)
+        return load_data(*arguments)
 
     train.load_data = slow
     train.main(FLAGS)

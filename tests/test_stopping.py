@@ -170,9 +170,9 @@ def test_a_signal_before_training_is_one_line(number, code):
 def _start_slowly(number):
     load_data = train.load_data
 
-    def interrupted(config):
+    def interrupted(*arguments):
         os.kill(os.getpid(), number)
-        return load_data(config)
+        return load_data(*arguments)
 
     train.load_data = interrupted
     train.main(["--run_name", "run", *FLAGS])
