@@ -163,7 +163,9 @@ def test_an_evaluation_that_cannot_read_an_image_ends_when_the_ranks_next_meet(p
         "2",
     ]
     train_run(1, "run", *flags, "--model_args", "{hidden: 2}", "--max_steps", "1")
-    paths[3].write_bytes(paths[3].read_bytes()[:60])
+    data = bytearray(paths[3].read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)  # which no look at the file's ends shows
+    paths[3].write_bytes(data)
     outcomes = run_ranks(processes, _evaluate_and_meet_in_each_block, ["--ckpt", "runs/run"])
     assert [outcome.code for outcome in outcomes] == [2] * processes
     assert "photos/val/a/003.png: not a readable image" in outcomes[0].err and outcomes[0].err.count("\n") == 1
