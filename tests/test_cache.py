@@ -22,7 +22,7 @@ from ranks import run_ranks, start_ranks
 from utils.config import TrainConfig
 from utils.data import cache
 from utils.data import pixels as cache_file
-from utils.data.cache import Shared, content_of, decode_all
+from utils.data.cache import Shared, decode_all
 from utils.data.decode import BadImages
 from utils.data.splits import Files, hold_out, whole_split
 from utils.entry import ranks_of_launch
@@ -375,37 +375,6 @@ def test_a_damaged_file_that_cannot_be_deleted_is_an_error_that_names_it(monkeyp
         ValueError, match=rf"^{path}: damaged .* cannot be deleted \(Operation not permitted\); .*--cache_dir"
     ):
         decode_all(split, 8, 8, 3, "cache", iter)
-
-
-def test_equal_pixels_have_one_fingerprint_in_a_file_in_memory_and_shared(monkeypatch):
-    split, expected = folder_split("photos", 95)
-    mapped = decode_all(split, 8, 8, 3, "cache", iter)
-    fingerprint = content_of(mapped)
-    assert re.fullmatch("[0-9a-f]{64}", fingerprint) and content_of(expected) == fingerprint
-    assert content_of(np.asfortranarray(expected)) == fingerprint
-    assert content_of(mapped[:94]) == content_of(expected[:94]) != fingerprint
-    assert content_of(mapped.reshape(95, 4, 16, 3)) == content_of(expected.reshape(95, 4, 16, 3)) != fingerprint
-    changed = expected.copy()
-    changed[94, 7, 7, 2] ^= 1
-    assert content_of(changed) != fingerprint
-    rows = np.arange(190) % 95
-    assert (
-        content_of(Shared(mapped, rows))
-        == content_of(Shared(expected, rows))
-        != content_of(Shared(expected, rows[::-1]))
-    )
-    monkeypatch.setattr(cache_file, "_content", None)  # a file has its own since it was written
-    assert content_of(mapped) == fingerprint
-
-
-def test_a_fingerprint_does_not_depend_on_the_number_of_processor_cores(monkeypatch):
-    monkeypatch.setattr(cache_file, "_BLOCK", 1000)
-    images, found = pictures(95), set()
-    for cores in (1, 3):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
-        found.add(content_of(images))
-    swapped = np.concatenate([images[10:20], images[:10], images[20:]])
-    assert len(found) == 1 and content_of(swapped) not in found
 
 
 def decode_on_each_rank(split, expected):

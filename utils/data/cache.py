@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from utils.config import expand
 from utils.data.decode import SMALL, VERSION, BadImages, center, decode, shrink_to_center
-from utils.data.pixels import content_of_array, damage, open_pixels, remove_leftovers, write_pixels
-from utils.data.splits import Split, fingerprint_of, whole_split
+from utils.data.pixels import damage, open_pixels, remove_leftovers, write_pixels
+from utils.data.splits import Split, whole_split
 from utils.data.workers import choose_workers, usable_room
 from utils.errors import one_line
 from utils.host import free_memory, worker_processes
@@ -97,13 +97,6 @@ def decode_all(
         return open_pixels(path)
     except OSError as error:
         return _decode_in_memory(split, shape, progress, one_line(error))
-
-
-def content_of(pixels: np.ndarray | Shared) -> str:
-    """A fingerprint of the images that `decode_all` returned, 64 hex digits; see `content_of_array`."""
-    if isinstance(pixels, Shared):
-        return fingerprint_of(content_of_array(pixels.images), np.ascontiguousarray(pixels.rows).data)
-    return content_of_array(pixels)
 
 
 def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:

@@ -22,20 +22,6 @@ _CHECKSUM = b"\ncontent %s\n"
 _END = len(_CHECKSUM % bytes(64))
 
 
-def content_of_array(pixels: np.ndarray) -> str:
-    """A fingerprint of uint8 [N, H, W, C], 64 hex digits; the same for equal pixels, whether in a file or in memory.
-
-    For a whole mapped file, it is read from the file's end; otherwise it takes about a second per GB on one core.
-    """
-    if isinstance(pixels, np.memmap) and pixels.filename is not None:
-        path, end = Path(pixels.filename), pixels.offset + pixels.nbytes
-        with suppress(OSError), path.open("rb", buffering=0) as file:
-            is_whole = os.fstat(file.fileno()).st_size == end + _END and open_pixels(path).shape == pixels.shape
-            if is_whole and (checksum := _checksum_at(file, end)):
-                return checksum
-    return _content(pixels.shape, lambda start, stop: np.ascontiguousarray(pixels[start:stop]).data)
-
-
 def open_pixels(path: Path) -> np.memmap:
     """Map the file into memory; `damage` checks it."""
     return np.lib.format.open_memmap(path, mode="r")
