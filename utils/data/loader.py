@@ -16,7 +16,7 @@ from utils.data.cache import Shared, decode_all
 from utils.data.decode import EVAL_CROP, SMALL, WAY_OUT, center, decode, resize, shrink_to_center, shrink_to_part
 from utils.data.order import Piece
 from utils.data.splits import Split
-from utils.data.workers import AHEAD, workers_that_fit
+from utils.data.workers import AHEAD, most_workers, workers_that_fit
 from utils.distributed import Ranks
 from utils.errors import one_line
 from utils.host import worker_processes
@@ -165,6 +165,7 @@ def make_loader(dataset: Dataset, batch_sampler, config: TrainConfig, ranks: Ran
 def make_loaders(parts: dict[str, tuple], config: TrainConfig, ranks: Ranks) -> list[DataLoader]:
     """The loaders of a run, made together as they share /dev/shm; `parts` has each (dataset, sampler) by name."""
     wanted = min(8, ranks.threads) if config.num_workers is None else config.num_workers
+    wanted = min(wanted, most_workers())  # settings may come from a larger machine
     # A batch of small images is one copy; passing it between processes would take longer.
     sizes = {name: _bytes(*part) for name, part in parts.items() if not isinstance(part[0], Decoded)}
     choices = dict(zip(sizes, workers_that_fit(sizes, wanted), strict=True))
