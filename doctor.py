@@ -8,7 +8,7 @@ Launched exactly like train.py. The exit code is 0 when all is well and 1 when s
 do. `python doctor.py --help` lists the settings.
 """
 
-from utils.console import guard_output  # the first import: see its docstring
+from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
 import os
@@ -20,17 +20,19 @@ from collections.abc import Callable, Sequence
 
 from accelerate import Accelerator
 
-from utils import exchange_checks, health
-from utils.accelerator import make_accelerator
-from utils.cli import parse_args
-from utils.config import DoctorConfig, TrainConfig, expand
-from utils.distributed import Ranks
-from utils.entry import ranks_of_launch
-from utils.errors import AgreedError, is_lost_rank, leave, one_line, speaks_for_machine
-from utils.files import write_output
-from utils.findings import Finding, as_json, merged, red, show
-from utils.host_checks import check_machine
-from utils.launch import Topology, is_launched
+from utils.checks import exchange as exchange_checks
+from utils.checks import processes as health
+from utils.checks.findings import Finding, as_json, merged, red, show
+from utils.checks.machine import check_machine
+from utils.config.cli import parse_args
+from utils.config.settings import DoctorConfig, TrainConfig
+from utils.errors import AgreedError, is_lost_rank, one_line
+from utils.files import expand, write_output
+from utils.launch.environment import Topology, is_launched
+from utils.launch.exits import exit_with_error, reports_for_machine
+from utils.ranks.accelerator import make_accelerator
+from utils.ranks.ranks import Ranks
+from utils.ranks.session import distributed_session
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report_unmet(ValueError(text))
         os._exit(1)
 
-    with ranks_of_launch("doctor.py", config) as ranks:
+    with distributed_session("doctor.py", config) as ranks:
         try:
             ranks.join(cannot_connect)
         except (ValueError, RuntimeError, OSError) as error:
@@ -83,7 +85,7 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tu
                 found = Finding.of(place, error)
             findings += found if isinstance(found, list) else [found] if found else []
     except Exception as error:
-        text = one_line(ranks.ends(error))
+        text = one_line(ranks.record_end(error))
         if not ranks.is_main and not is_lost_rank(error):  # the main process only sees that this rank is gone
             sys.stderr.write(f"doctor.py: rank {ranks.topology.rank}, checking {place}: {text}\n")
         return [*findings, Finding(place, text, False, "what comes after it could not be checked")], True
@@ -134,7 +136,7 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
     """
     by_hand = not is_launched() and (topology is None or topology.source == "the environment")
     rank = os.environ.get("RANK", "0") if topology is None else topology.rank
-    if topology.local_rank == 0 if topology else speaks_for_machine() or by_hand:
+    if topology.local_rank == 0 if topology else reports_for_machine() or by_hand:
         file = config.json if topology is None or topology.is_main else None  # the disk may be shared
         report(f"{socket.gethostname()}, rank {rank}; the processes did not meet", findings, file)
     elif by_hand:
@@ -155,7 +157,7 @@ def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
     verdict = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
     print(f"{show(f'Lockstep doctor  {title}', findings, sys.stdout.isatty())}\n{verdict}", flush=True)
     if error:
-        leave(error, "doctor.py")
+        exit_with_error(error, "doctor.py")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 The numbers are the same on any number of processes. `python eval.py --help` lists the settings.
 """
 
-from utils.console import guard_output  # the first import: see its docstring
+from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
 import json
@@ -16,23 +16,27 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from utils.accelerator import check_precision, compile_model, make_accelerator
-from utils.bad_images import found_by_all
-from utils.checkpoint import FOR_EVALUATION, find_checkpoint, load_model, verify
-from utils.cli import parse_args
-from utils.config import EvalConfig, TrainConfig, absolute_data, expand
-from utils.data.loader import Batches, InputSpec, make_dataset, make_loader
+from utils.config.cli import parse_args
+from utils.config.settings import EvalConfig, TrainConfig, absolute_data
+from utils.console import printable, progress, table
+from utils.data.batches import Batches
 from utils.data.order import BlockSampler
-from utils.data.sources import check_source, load_split
-from utils.data.splits import fingerprint_of, printable
+from utils.data.pipeline import make_dataset, make_loader
+from utils.data.selection import load_split
+from utils.data.sources import check_source
+from utils.data.spec import InputSpec
+from utils.data.splits import fingerprint_of
 from utils.data.workers import check_workers
-from utils.distributed import Ranks
-from utils.entry import ranks_of_launch
-from utils.evaluation import evaluate_split
-from utils.files import write_output
-from utils.models import build_model, check_model
-from utils.report import progress, table
-from utils.saved import read_classes, read_saved, read_settings, record_of
+from utils.files import expand, write_output
+from utils.models.zoo import build_model, check_model
+from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
+from utils.ranks.ranks import Ranks
+from utils.ranks.session import distributed_session
+from utils.runs.loading import load_model
+from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
+from utils.runs.metadata import read_classes, read_metadata, read_sample_record, read_settings
+from utils.training.bad_images import found_by_all
+from utils.training.evaluation import evaluate_split
 
 OVERRIDES = (
     "data",
@@ -53,16 +57,16 @@ def main(argv: Sequence[str] | None = None) -> dict:
     """Evaluate as the arguments say; returns the numbers."""
     guard_output()
     asked = parse_args(EvalConfig, "eval.py", argv)
-    with ranks_of_launch("eval.py", asked) as ranks:
+    with distributed_session("eval.py", asked) as ranks:
         find_checkpoint(expand(asked.ckpt))  # a mistake is said before the processes meet
         check_workers(asked.num_workers)
         if asked.json:
             check_output_file(expand(asked.json))
         ranks.join()
         # The main process chooses: a training run that goes on may move `best` between two looks.
-        checkpoint = Path(ranks.share(ranks.together(lambda: choose(asked, ranks), main_first=True)))
-        config, own_data = ranks.together(lambda: settings_of(checkpoint, asked))
-        ranks.together(lambda: (check_precision(config, ranks), check_model(config), check_source(config)))
+        checkpoint = Path(ranks.broadcast_text(ranks.run_on_all(lambda: choose(asked, ranks), main_first=True)))
+        config, own_data = ranks.run_on_all(lambda: settings_of(checkpoint, asked))
+        ranks.run_on_all(lambda: (check_precision(config, ranks), check_model(config), check_source(config)))
         record, class_names = evaluate_checkpoint(checkpoint, config, asked.split, own_data, ranks)
         if ranks.is_main:
             try:
@@ -105,22 +109,23 @@ def check_output_file(path: Path) -> None:
 def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str | None, own_data: bool, ranks: Ranks):
     """The numbers of one split, and the names of the classes; collective."""
     accelerator = make_accelerator(ranks, config)
-    saved, class_names = ranks.together(lambda: (read_saved(checkpoint), read_classes(checkpoint)))
+    saved, class_names = ranks.run_on_all(lambda: (read_metadata(checkpoint), read_classes(checkpoint)))
     spec = InputSpec.from_dict(saved["input"])
-    record = ranks.together(lambda: record_of(checkpoint))
+    record = ranks.run_on_all(lambda: read_sample_record(checkpoint))
     look, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
     chosen = partial(load_split, config, split_name, class_names, own_data, record, look, say, spec.small)
-    split = ranks.together(chosen, main_first=True, at="loading the data")
+    split = ranks.run_on_all(chosen, main_first=True, at="loading the data")
     ranks.check_same(
         fingerprint_of(split.label_fingerprint, split.content), f"different images in --data {config.data}"
     )
     if ranks.is_main and split.notes:
         print("\n".join(map(printable, split.notes)))
     bar = progress("decoding", ranks.is_main)
-    dataset = ranks.together(lambda: make_dataset(split, spec, config, False, bar), main_first=True)
-    model = ranks.together(lambda: build_model(config, spec, len(class_names), load=False))
-    ranks.together(lambda: load_model(checkpoint, model))
-    loader = make_loader(dataset, BlockSampler(len(dataset), config.eval_batch_size), config, ranks)
+    dataset = ranks.run_on_all(lambda: make_dataset(split, spec, config, False, bar), main_first=True)
+    model = ranks.run_on_all(lambda: build_model(config, spec, len(class_names), load=False))
+    ranks.run_on_all(lambda: load_model(checkpoint, model))
+    blocks = BlockSampler(len(dataset), config.eval_batch_size)
+    loader = make_loader(dataset, blocks, config, ranks.threads, ranks.device)
     loader = accelerator.prepare(loader)
     compile_model(accelerator, model)
     model.to(accelerator.device)  # bare: nothing is trained, so the ranks have nothing to say to each other

@@ -7,7 +7,7 @@
 Parse, start, build, loop, close: this file is the whole run, top to bottom. `python train.py --help` lists settings.
 """
 
-from utils.console import guard_output  # the first import: see its docstring
+from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
 import math
@@ -23,38 +23,46 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.accelerator import check_precision, compile_model, make_accelerator, settle_buckets
-from utils.bad_images import agree_on_bad, still_bad, without_bad, write_list
-from utils.batch import resolve_batch
-from utils.batchnorm import synchronise
-from utils.checkpoint import forget_after, save_checkpoint, settle
-from utils.cli import parse_args
-from utils.config import TrainConfig, advice, to_yaml
+from utils.config.batch import resolve_batch
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig, advice, to_yaml
+from utils.console import progress, table
+from utils.data.batches import Batch, Batches
 from utils.data.colour import remarks
 from utils.data.decode import peek
-from utils.data.loader import Batch, Batches, InputSpec, make_dataset, make_loaders
-from utils.data.order import BlockSampler, Plan, UpdateSampler, mix
-from utils.data.sources import check_source, load_data
+from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in
+from utils.data.pipeline import make_dataset, make_loaders
+from utils.data.selection import load_data
+from utils.data.sources import check_source
+from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.data.workers import check_workers
-from utils.distributed import Ranks
-from utils.entry import ranks_of_launch
 from utils.errors import AgreedError, one_line
-from utils.evaluation import evaluate_split
 from utils.files import write_file
-from utils.finite import check_weights, report_bad_loss
-from utils.host import settled_garbage
-from utils.launch import resume_command, typed_command
-from utils.losses import loss_sum
-from utils.meter import Meter, Pace, Totals
-from utils.models import build_model, check_model, has_batch_norm, input_spec, seed_layers
-from utils.optim import begin_momentum, build_optimizer, learning_rate, set_learning_rate
-from utils.profiling import Profile
-from utils.report import RunLog, outcome, overview, progress, table
-from utils.runs import Start, check_run_folder, find_start, make_run_folder
-from utils.saved import changes, checkpoint_texts, load_run, read_state, record_of, resolved, same_input
-from utils.state import TrainState, check_batch_norm, due_after, total_updates
-from utils.stopping import EXIT_RESUME, Stopping
+from utils.launch.command import resume_command, typed_command
+from utils.memory import frozen_garbage
+from utils.models.batch_norm import check_batch_norm, has_batch_norm
+from utils.models.zoo import build_model, check_model, input_spec, seed_layers
+from utils.ranks.accelerator import check_precision, compile_model, make_accelerator, prepare_buckets
+from utils.ranks.batchnorm import convert_batch_norm
+from utils.ranks.ranks import Ranks
+from utils.ranks.session import distributed_session
+from utils.ranks.stopping import EXIT_RESUME, Stopping
+from utils.runs.checkpoint import delete_after, save_checkpoint, update_pointers
+from utils.runs.folder import Start, check_run_folder, find_start, make_run_folder
+from utils.runs.log import RunLog
+from utils.runs.metadata import metadata_files, read_sample_record, settings_to_save
+from utils.runs.resume import changed_settings, read_state, recorded_input, restore_run
+from utils.runs.state import Totals, TrainState
+from utils.runs.summary import result_rows, start_rows
+from utils.training.bad_images import agree_on_bad, still_bad, without_bad, write_list
+from utils.training.divergence import check_weights, report_bad_loss
+from utils.training.evaluation import evaluate_split
+from utils.training.losses import loss_sum
+from utils.training.meter import Meter, Pace
+from utils.training.optim import begin_momentum, build_optimizer
+from utils.training.profiling import Profile
+from utils.training.schedule import due_after, learning_rate, set_learning_rate, total_updates
 
 
 @dataclass
@@ -86,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     """Train as the arguments say; returns the last evaluation, if any; exits with code 75 when told to stop before."""
     guard_output()
     config, command = parse_args(TrainConfig, "train.py", argv), typed_command(argv)
-    with ranks_of_launch("train.py", config) as ranks, Stopping(lambda: ranks.orphaned) as stopping:
+    with distributed_session("train.py", config) as ranks, Stopping(lambda: ranks.orphaned) as stopping:
         # What needs no other process is checked before they meet.
         check_precision(config, ranks)
         check_model(config)
@@ -99,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         run = build(config, ranks, stopping, make_accelerator(ranks, config))
         announce(run)
         stopping.training_begins()
-        with settled_garbage(), run.profile:
+        with frozen_garbage(), run.profile:
             result = train(run)
         stopped = close(run, result, command)
     if stopped:
@@ -112,47 +120,50 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     config, start = find_start(config, ranks)
     data = find_data(config, start, ranks)
     _, grad_accum, global_batch = resolve_batch(config, ranks.topology.world_size)
-    pieces = grad_accum * ranks.topology.world_size
-    plan = Plan(len(data.train), global_batch, pieces, config.seed, config.drop_last)
-    state = ranks.together(lambda: read_state(start.checkpoint, start.folder, config, plan, data))
-    data = replace(data, train=ranks.together(lambda: without_bad(data.train, state.bad_images, config)))
+    microbatches = grad_accum * ranks.topology.world_size
+    plan = Plan(len(data.train), global_batch, microbatches, config.seed, config.drop_last)
+    state = ranks.run_on_all(lambda: read_state(start.checkpoint, start.folder, config, plan, data))
+    data = replace(data, train=ranks.run_on_all(lambda: without_bad(data.train, state.bad_images, config)))
 
-    known, skip = ranks.together(lambda: same_input(start.checkpoint, config)), config.bad_images == "skip"
-    spec = known or ranks.together(lambda: input_spec(config, *peek(data.train, skip=skip)))
+    known, skip = ranks.run_on_all(lambda: recorded_input(start.checkpoint, config)), config.bad_images == "skip"
+    spec = known or ranks.run_on_all(lambda: input_spec(config, *peek(data.train, skip=skip)))
     bar = progress("decoding", ranks.is_main)
-    train_set = ranks.together(lambda: make_dataset(data.train, spec, config, True, bar), True, "decoding images")
-    eval_set = ranks.together(lambda: make_dataset(data.evaluation, spec, config, False, bar), True, "decoding images")
+    train_set = ranks.run_on_all(lambda: make_dataset(data.train, spec, config, True, bar), True, "decoding images")
+    eval_set = ranks.run_on_all(
+        lambda: make_dataset(data.evaluation, spec, config, False, bar), True, "decoding images"
+    )
 
-    torch.manual_seed(mix(config.seed, "weights"))
-    module = ranks.together(lambda: build_model(config, spec, len(data.class_names)), True, "building the model")
-    module = ranks.together(lambda: synchronise(module)) if config.sync_batchnorm else module
+    torch.manual_seed(fold_in(config.seed, "weights"))
+    module = ranks.run_on_all(lambda: build_model(config, spec, len(data.class_names)), True, "building the model")
+    module = ranks.run_on_all(lambda: convert_batch_norm(module)) if config.sync_batchnorm else module
     optimizer = build_optimizer(config, module)
 
-    updates = ranks.together(lambda: total_updates(config, plan))
+    updates = ranks.run_on_all(lambda: total_updates(config, plan))
     sharing = ranks.topology.world_size if config.sync_batchnorm else 1  # processes with common batch statistics
-    ranks.together(lambda: has_batch_norm(module) and check_batch_norm(plan, updates, sharing))
+    ranks.run_on_all(lambda: has_batch_norm(module) and check_batch_norm(plan, updates, sharing))
     folder = make_run_folder(config, start, ranks)
-    profiled, config = config.profile, resolved(config, plan, accelerator.mixed_precision)
+    profiled, config = config.profile, settings_to_save(config, plan, accelerator.mixed_precision)
 
-    # Accelerate deals the pieces of each update, and the blocks of the evaluation split, to the ranks in turn.
+    # Accelerate deals the microbatches of each update, and the blocks of the evaluation split, to the ranks in turn.
     order = UpdateSampler(plan, max(0, updates - state.step), state.epoch, state.position)
     blocks = BlockSampler(len(eval_set), config.eval_batch_size)
-    loaders = make_loaders({"training": (train_set, order), "evaluation": (eval_set, blocks)}, config, ranks)
+    parts = {"training": (train_set, order), "evaluation": (eval_set, blocks)}
+    loaders = make_loaders(parts, config, ranks.threads, ranks.device)
     compile_model(accelerator, module)
     model, wrapped, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
     optimizer = wrapped if accelerator.scaler else optimizer  # only fp16 needs the wrapper, slow by 0.3 ms a step
-    settle_buckets(model, module, torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device))
+    prepare_buckets(model, module, torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device))
     begin_momentum(optimizer)
     if start.checkpoint:
-        load_run(start.checkpoint, module, optimizer, accelerator, ranks)
+        restore_run(start.checkpoint, module, optimizer, accelerator, ranks)
         if ranks.is_main:
-            print("\n".join([f"going on from {start.checkpoint}", *changes(start.checkpoint, config, ranks)]))
-        ranks.together(lambda: ranks.is_main and forget_after(folder / "checkpoints", state.step, state.best_step))
+            print("\n".join([f"going on from {start.checkpoint}", *changed_settings(start.checkpoint, config, ranks)]))
+        ranks.run_on_all(lambda: ranks.is_main and delete_after(folder / "checkpoints", state.step, state.best_step))
     ranks.remember("started", "yes")
     train_batches = Batches(train_loader, spec, config, accelerator.device, training=True)
     eval_batches = Batches(eval_loader, spec, config, accelerator.device, training=False)
     meter = Meter(accelerator.device, Totals(**state.since_log) if ranks.is_main else Totals())
-    log = ranks.together(lambda: RunLog(folder, ranks.is_main, state, updates))
+    log = ranks.run_on_all(lambda: RunLog(folder, ranks.is_main, state, updates))
     profile = Profile(profiled, folder, ranks.topology.rank, log.say)
     parts = (config, ranks, stopping, accelerator, start, data, spec, plan, updates, state, model, module)
     parts += (optimizer, train_batches, eval_batches, meter, log, profile, (state.best_accuracy, state.best_step))
@@ -161,9 +172,9 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
 
 def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
     """Load the data set and check its images; a resumed run gets the samples that it began with."""
-    record = ranks.together(lambda: record_of(start.checkpoint))
+    record = ranks.run_on_all(lambda: read_sample_record(start.checkpoint))
     bar, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
-    data = ranks.together(lambda: load_data(config, record, bar, say), main_first=True, at="loading the data")
+    data = ranks.run_on_all(lambda: load_data(config, record, bar, say), main_first=True, at="loading the data")
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 
@@ -186,7 +197,7 @@ def train(run: Run) -> dict | None:
         due = due_after(config, state, run.updates)
         if not (any(due) or pace.due(state.step)):
             continue
-        since_save = meet(run, pace)
+        since_save = synchronise(run, pace)
         if due.log:
             log_training(run)
         if due.evaluate:
@@ -199,26 +210,26 @@ def train(run: Run) -> dict | None:
 
 
 def train_update(run: Run, batches: Iterator[Batch]) -> None:
-    """One update: this rank's pieces of the global batch forward and backward, then one step of the optimizer."""
+    """One update: this rank's microbatches of the global batch forward and backward, then one step of the optimizer."""
     config, state, plan, accelerator = run.config, run.state, run.plan, run.accelerator
     set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates))
-    # DDP averages over the ranks. Times their number, over the true size of the global batch, the sums of the pieces
-    # make the gradient of its mean loss, whatever the pieces' sizes.
+    # DDP averages over the ranks. Times their number, divided by the true size of the global batch, the sums of the
+    # microbatches give the gradient of its mean loss, whatever the microbatches' sizes.
     scale = accelerator.num_processes / plan.update_size(state.position)
-    grad_accum = plan.pieces // accelerator.num_processes
+    grad_accum = plan.microbatches // accelerator.num_processes
     for step in range(grad_accum):
         run.ranks.at(f"update {state.step + 1}, reading a batch")
         waiting = time.perf_counter()
         images, labels, _ = next(batches)
         waited = time.perf_counter() - waiting
-        piece = step * accelerator.num_processes + accelerator.process_index
-        seed_layers(accelerator.device, mix(config.seed, "layers", state.step, piece))
+        microbatch = step * accelerator.num_processes + accelerator.process_index
+        seed_layers(accelerator.device, fold_in(config.seed, "layers", state.step, microbatch))
         with nullcontext() if step == grad_accum - 1 else accelerator.no_sync(run.model):
             run.ranks.enter(f"update {state.step + 1}, computing and adding up gradients")
             logits = run.model(images)
             loss = loss_sum(config, logits, labels, config.label_smoothing)
             accelerator.backward(loss * scale)
-        run.meter.add(loss, logits, labels, waited, where=(state.step, piece))
+        run.meter.add(loss, logits, labels, waited, where=(state.step, microbatch))
     if config.clip_norm is not None:
         accelerator.clip_grad_norm_(run.model.parameters(), config.clip_norm)
     run.optimizer.step()
@@ -226,7 +237,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     state.updated(plan)
 
 
-def meet(run: Run, pace: Pace) -> float:
+def synchronise(run: Run, pace: Pace) -> float:
     """Agree with the other ranks, at least about once a second, on time, errors and stopping.
 
     A rank that could not read a sample has gone on without it, so that none waits for it, and now all leave together.
@@ -235,25 +246,25 @@ def meet(run: Run, pace: Pace) -> float:
     state, failed = run.state, run.train_batches.error is not None
     run.ranks.enter(f"after update {state.step}, adding up losses")
     failed = failed or (run.log.error is not None and run.config.if_save_fails == "stop")
-    bad = len(run.train_batches.bad.keys() - run.train_batches.told)
-    meeting = run.meter.meet(run.accelerator, failed, run.stopping.requested, bad)
-    if meeting.failed:
-        run.ranks.together(run.train_batches.check)
-        run.ranks.together(run.log.check)
-    if meeting.bad:
+    bad = len(run.train_batches.bad.keys() - run.train_batches.agreed_bad)
+    reduced = run.meter.reduce(run.accelerator, failed, run.stopping.requested, bad)
+    if reduced.failed:
+        run.ranks.run_on_all(run.train_batches.check)
+        run.ranks.run_on_all(run.log.check)
+    if reduced.bad:
         state.bad_images += agree_on_bad(run, run.data.train, run.train_batches)
-    if not meeting.totals.count:
+    if not reduced.totals.count:
         raise ValueError(
             f"no image of the updates up to {state.step} can be read; see {run.start.folder}/bad_images.json"
         )
-    if not math.isfinite(meeting.totals.loss):
+    if not math.isfinite(reduced.totals.loss):
         bad = run.meter.first_bad()
-        run.ranks.together(lambda: report_bad_loss(run.ranks, run.log, run.plan, run.data.train, bad))
-    pace.met(state.step, meeting.seconds)
-    state.seconds += meeting.seconds
-    state.since_log = asdict(meeting.totals)
-    run.stopping.agreed = meeting.stop
-    return meeting.since_save
+        run.ranks.run_on_all(lambda: report_bad_loss(run.ranks, run.log, run.plan, run.data.train, bad))
+    pace.synced(state.step, reduced.seconds)
+    state.seconds += reduced.seconds
+    state.since_log = asdict(reduced.totals)
+    run.stopping.agreed = reduced.stop
+    return reduced.since_save
 
 
 def log_training(run: Run) -> None:
@@ -271,7 +282,7 @@ def evaluate(run: Run) -> dict | None:
     if run.stopping.agreed:
         return None
     run.ranks.at(f"after update {state.step}, evaluating")
-    run.ranks.same_buffers(run.module)
+    run.ranks.broadcast_buffers(run.module)
     parts = run.ranks, run.accelerator, run.module, run.eval_batches, run.config
     result = evaluate_split(*parts, progress("evaluating", run.ranks.is_main), run.stopping)
     if result is not None:
@@ -286,15 +297,15 @@ def save(run: Run) -> None:
     """Write a checkpoint, then delete those no longer wanted; and hear whether a rank was told to stop meanwhile."""
     saved = False
     more = {"input": asdict(run.spec), "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict()}
-    texts = checkpoint_texts(run.config, run.state, run.plan, run.ranks, run.data, more)
+    texts = metadata_files(run.config, run.state, run.plan, run.ranks, run.data, more)
     folder, step = run.start.folder / "checkpoints", run.state.step
     run.ranks.at(f"after update {step}, saving")
-    run.ranks.together(partial(check_weights, run.module, run.plan, run.data.train, step))
+    run.ranks.run_on_all(partial(check_weights, run.module, run.plan, run.data.train, step))
     try:
-        run.ranks.together(lambda: (run.start.check_own(), run.log.sync()))
+        run.ranks.run_on_all(lambda: (run.start.check_own(), run.log.sync()))
         save_checkpoint(run.ranks, run.accelerator, folder, step, texts)
         saved, run.best = True, (run.state.best_accuracy, run.state.best_step)
-        run.ranks.together(lambda: run.ranks.is_main and settle(folder, step, run.best[1], run.config.keep))
+        run.ranks.run_on_all(lambda: run.ranks.is_main and update_pointers(folder, step, run.best[1], run.config.keep))
     except (OSError, AgreedError) as error:
         if run.config.if_save_fails == "stop" or step >= run.updates or run.stopping.agreed:  # there is no next time
             raise
@@ -310,12 +321,12 @@ def announce(run: Run) -> None:
     config, ranks, processes = run.config, run.ranks, run.accelerator.num_processes
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
     run.log.write("start", step=run.state.step, **numbers, time=time.time())
-    rows = overview(run, ranks.gather(ranks.describe()))
-    said = ranks.together(lambda: remarks(run.data, config, run.spec.channels) if ranks.is_main else [])
+    rows = start_rows(run, ranks.gather_text(ranks.describe()))
+    said = ranks.run_on_all(lambda: remarks(run.data, config, run.spec.channels) if ranks.is_main else [])
     said += still_bad(run.data, run.state.bad_images) + advice(config, run.spec.small, processes)
     run.log.say("\n".join([table(f"Lockstep  {run.start.folder}", rows), *said]))
-    ranks.together(lambda: ranks.is_main and write_file(run.start.folder / "config.yaml", to_yaml(config)))
-    ranks.together(lambda: ranks.is_main and write_list(run.start.folder, run.data.bad_images))
+    ranks.run_on_all(lambda: ranks.is_main and write_file(run.start.folder / "config.yaml", to_yaml(config)))
+    ranks.run_on_all(lambda: ranks.is_main and write_list(run.start.folder, run.data.bad_images))
 
 
 def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
@@ -328,7 +339,7 @@ def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     if not done:
         title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
         following = f"go on: {resume_command(command, run.config.output_dir, run.start.folder.name)}"
-    run.log.say(f"{table(title, outcome(state, result, done))}\n{following}")
+    run.log.say(f"{table(title, result_rows(state, result, done))}\n{following}")
     run.log.close()
     return not done
 

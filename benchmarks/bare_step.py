@@ -22,11 +22,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from utils.config import TrainConfig
-from utils.data.loader import InputSpec
-from utils.host import keep_freed_memory
-from utils.models import build_model
-from utils.optim import build_optimizer
+from utils.config.settings import TrainConfig
+from utils.data.spec import InputSpec
+from utils.memory import keep_freed_memory
+from utils.models.zoo import build_model
+from utils.training.optim import build_optimizer
 
 SPEC = InputSpec(height=28, width=28, channels=1, mean=[0.5], std=[0.5])  # MNIST's
 

@@ -34,11 +34,14 @@ from torchvision import datasets, io
 from torchvision.transforms import v2
 
 sys.path.insert(0, str(ROOT))
-from utils.config import TrainConfig
-from utils.data.loader import Batches, Decoded, Encoded, InputSpec, make_loader
+from utils.config.settings import TrainConfig
+from utils.data.batches import Batches
+from utils.data.datasets import Decoded, Encoded
 from utils.data.order import Plan, UpdateSampler
+from utils.data.pipeline import make_loader
+from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
-from utils.host import keep_freed_memory
+from utils.memory import keep_freed_memory
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 RANK = SimpleNamespace(device=torch.device("cpu"), threads=1)  # what a loader asks of the ranks
@@ -54,8 +57,8 @@ def rate(batches) -> float:
 
 
 def ours(dataset: Dataset, spec: InputSpec, batch_size: int, config: TrainConfig) -> Batches:
-    plan = Plan(len(dataset), batch_size, pieces=1, seed=0)
-    loader = make_loader(dataset, UpdateSampler(plan, plan.updates_per_epoch), config, RANK)
+    plan = Plan(len(dataset), batch_size, microbatches=1, seed=0)
+    loader = make_loader(dataset, UpdateSampler(plan, plan.updates_per_epoch), config, RANK.threads, RANK.device)
     return Batches(loader, spec, config, RANK.device, training=True)
 
 

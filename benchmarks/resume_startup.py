@@ -6,7 +6,7 @@
 It trains a small network to 1 % of an epoch of synthetic images, and goes on with the same run to 99 %. Then it resumes
 from either checkpoint in turn, each time for one update of train.py, a hundredth of the epoch, in a new run. With each
 resume the order of the epoch is made alone, in a fresh process: by `permutation`, which does not know of the place, so
-that its two columns differ by noise, and as far as the first piece that `UpdateSampler` gives at that place.
+that its two columns differ by noise, and as far as the first microbatch that `UpdateSampler` gives at that place.
 
 Processor time is what counts where other work slows the machine down: all of this is done by one thread. Memory is
 resident memory in MB of 10^6 bytes; that of the order is counted without what the process held before.
@@ -66,14 +66,14 @@ def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
 
 
 def make_order(samples: int, step: int, whole: bool) -> dict[str, float]:
-    """Make the `whole` order, or ask the sampler for the first piece of update `step`; returns what it took."""
+    """Make the `whole` order, or ask the sampler for the first microbatch of update `step`; returns what it took."""
     permutation(1, seed=0, epoch=0)  # numpy imports its random part when first used
-    plan, before = Plan(samples, samples // 100, pieces=samples // 100 // BATCH, seed=0), resident("VmRSS")
+    plan, before = Plan(samples, samples // 100, microbatches=samples // 100 // BATCH, seed=0), resident("VmRSS")
     begun = time.process_time()
     if whole:
         name, held = "Order alone", permutation(samples, plan.seed, epoch=0)
     else:
-        name, held = "Sampler's first piece", iter(UpdateSampler(plan, 1, *plan.at(step)))
+        name, held = "Sampler's first microbatch", iter(UpdateSampler(plan, 1, *plan.at(step)))
         next(held)
     seconds, peak, kept = time.process_time() - begun, resident("VmHWM") - before, resident("VmRSS") - before
     return {f"{name}, processor time, s": seconds, f"{name}, peak memory, MB": peak, f"{name}, memory kept, MB": kept}

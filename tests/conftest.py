@@ -12,7 +12,7 @@ from ranks import end_leftovers
 
 import eval
 import train
-import utils.metrics  # noqa: F401
+import utils.training.metrics  # noqa: F401
 
 torch.set_num_threads(1)
 assert train.main and eval.main

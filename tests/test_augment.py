@@ -11,12 +11,15 @@ import torch
 from make_data import encoded, image_folder, pictures, smooth
 from PIL import Image
 
-from utils.config import TrainConfig
+from utils.config.settings import TrainConfig
 from utils.data.augment import crop_box, row_starts, shift_and_flip, uniform
+from utils.data.batches import Batches
+from utils.data.datasets import Decoded, Encoded
 from utils.data.decode import LARGE, center
-from utils.data.loader import Batches, Decoded, Encoded, InputSpec, make_dataset, make_loader
-from utils.data.order import Piece
-from utils.data.sources import load_data
+from utils.data.order import Microbatch
+from utils.data.pipeline import make_dataset, make_loader
+from utils.data.selection import load_data
+from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
 
 N = 1 << 16
@@ -143,24 +146,24 @@ def photographs(count=12):
     return whole_split("train", files, np.arange(count), "made")
 
 
-def loaded(dataset, pieces, **settings):
-    loader = make_loader(dataset, pieces, TrainConfig(**settings), CPU)
+def loaded(dataset, microbatches, **settings):
+    loader = make_loader(dataset, microbatches, TrainConfig(**settings), CPU.threads, CPU.device)
     return [batch["images"] for batch in loader]
 
 
 def test_photographs_are_cropped_alike_in_any_batch_and_by_any_number_of_workers():
     dataset = Encoded(photographs(), SPEC, seed=5, min_scale=0.08)
     order = np.random.default_rng(0).permutation(12)
-    whole = loaded(dataset, [Piece(1, order)], num_workers=0)[0]
-    in_fours = loaded(dataset, [Piece(1, order[i : i + 4]) for i in (0, 4, 8)], num_workers=2)
-    alone = loaded(dataset, [Piece(1, order[i : i + 1]) for i in range(12)], num_workers=0)
+    whole = loaded(dataset, [Microbatch(1, order)], num_workers=0)[0]
+    in_fours = loaded(dataset, [Microbatch(1, order[i : i + 4]) for i in (0, 4, 8)], num_workers=2)
+    alone = loaded(dataset, [Microbatch(1, order[i : i + 1]) for i in range(12)], num_workers=0)
     assert torch.equal(torch.cat(in_fours), whole) and torch.equal(torch.cat(alone), whole)
 
 
 def test_photographs_are_cropped_otherwise_in_another_epoch_or_with_another_seed():
     order = np.arange(12)
     images = {
-        (seed, epoch): Encoded(photographs(), SPEC, seed, 0.08).__getitems__(Piece(epoch, order))["images"]
+        (seed, epoch): Encoded(photographs(), SPEC, seed, 0.08).__getitems__(Microbatch(epoch, order))["images"]
         for seed, epoch in ((5, 0), (5, 1), (6, 0))
     }
     for other in ((5, 1), (6, 0)):
@@ -171,20 +174,20 @@ def test_evaluation_takes_the_centre_of_a_photograph_whatever_epoch_and_seed():
     split = photographs()
     wanted = [center(torch.from_numpy(np.array(pixels)), 112, 112, 0.875) for pixels in decoded_by_pillow(split)]
     for seed, epoch in ((0, 0), (1, 7)):
-        images = Encoded(split, SPEC, seed, None).__getitems__(Piece(epoch, np.arange(12)))["images"]
+        images = Encoded(split, SPEC, seed, None).__getitems__(Microbatch(epoch, np.arange(12)))["images"]
         assert (images.int() - torch.stack(wanted).int()).abs().max() <= 1
 
 
 def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none_in_evaluation():
-    split, piece, config = photographs(40), Piece(3, np.arange(40)), TrainConfig(flip=True, seed=5)
-    plain = Encoded(split, SPEC, 5, 0.08).__getitems__(piece)["images"]
+    split, microbatch, config = photographs(40), Microbatch(3, np.arange(40)), TrainConfig(flip=True, seed=5)
+    plain = Encoded(split, SPEC, 5, 0.08).__getitems__(microbatch)["images"]
     training, evaluating = (make_dataset(split, SPEC, config, is_training, iter) for is_training in (True, False))
     is_mirrored = [plain_uniform(5, 3, index, 2) < 0.5 for index in range(40)]
     assert 10 < sum(is_mirrored) < 30
     expected = [image.flip(1) if flip else image for image, flip in zip(plain, is_mirrored, strict=True)]
-    assert torch.equal(training.__getitems__(piece)["images"], torch.stack(expected))
-    centres = Encoded(split, SPEC, 5, None).__getitems__(piece)["images"]
-    assert torch.equal(evaluating.__getitems__(piece)["images"], centres)
+    assert torch.equal(training.__getitems__(microbatch)["images"], torch.stack(expected))
+    centres = Encoded(split, SPEC, 5, None).__getitems__(microbatch)["images"]
+    assert torch.equal(evaluating.__getitems__(microbatch)["images"], centres)
 
 
 @pytest.mark.parametrize("min_scale", [0.3, 1.0, None])
@@ -192,7 +195,7 @@ def test_photographs_larger_than_needed_are_decoded_smaller_and_show_the_same(mi
     file = encoded(smooth(960, 1280), "JPEG", quality=95)
     small_and_large = [whole_split("train", [raw] * 12, np.arange(12), "made") for raw in (file, file + bytes(LARGE))]
     whole, reduced = (
-        Encoded(split, SPEC, 5, min_scale).__getitems__(Piece(3, np.arange(12)))["images"].int()
+        Encoded(split, SPEC, 5, min_scale).__getitems__(Microbatch(3, np.arange(12)))["images"].int()
         for split in small_and_large
     )
     assert not torch.equal(whole, reduced)
@@ -216,7 +219,13 @@ def decoded_by_pillow(split):
 def test_an_unreadable_photograph_is_named_through_the_workers():
     split = photographs(4)
     split.images[2] = split.images[2][:300]
-    loader = make_loader(Encoded(split, SPEC, 0, 0.08), [Piece(0, np.arange(4))], TrainConfig(num_workers=1), CPU)
+    loader = make_loader(
+        Encoded(split, SPEC, 0, 0.08),
+        [Microbatch(0, np.arange(4))],
+        TrainConfig(num_workers=1),
+        CPU.threads,
+        CPU.device,
+    )
     batches = Batches(loader, SPEC, TrainConfig(), CPU.device, training=True)
     with pytest.raises(ValueError, match=r"^image 2 of split 'train': not a readable image"):
         assert len(list(batches)) == 1
@@ -228,7 +237,7 @@ def test_a_batch_is_normalised_and_augmented_as_its_sample_numbers_say():
     config = TrainConfig(crop_padding=2, flip=True, seed=9)
     spec = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     order = np.array([7, 3, 19, 0])
-    loader = make_loader(Decoded(pixels, labels), [Piece(4, order)], config, CPU)
+    loader = make_loader(Decoded(pixels, labels), [Microbatch(4, order)], config, CPU.threads, CPU.device)
     for training in (True, False):
         images, targets, indices = next(iter(Batches(loader, spec, config, CPU.device, training)))
         raw = torch.from_numpy(pixels[order])
@@ -246,7 +255,7 @@ def test_an_empty_batch_passes_through_everything():
     datasets = ((Decoded(pictures(5, channels=1)[..., None], np.arange(5)), small), (photographs(2), SPEC))
     for dataset, spec in datasets:
         dataset = dataset if spec is small else Encoded(dataset, spec, 0, 0.08)
-        loader = make_loader(dataset, [Piece(0, none)], config, CPU)
+        loader = make_loader(dataset, [Microbatch(0, none)], config, CPU.threads, CPU.device)
         images, labels, indices = next(iter(Batches(loader, spec, config, CPU.device, training=True)))
         assert images.shape == (0, spec.channels, spec.height, spec.width) and images.dtype == torch.float32
         assert labels.shape == indices.shape == (0,) and labels.dtype == torch.int64
@@ -261,5 +270,5 @@ def test_small_images_are_decoded_beforehand_and_photographs_are_not(tmp_path):
     large = make_dataset(data.train, InputSpec(128, 128, 3, [0.5] * 3, [0.5] * 3), config, True, iter)
     assert isinstance(small, Decoded) and isinstance(large, Encoded)
     for dataset, side in ((small, 32), (large, 128)):
-        batch = dataset.__getitems__(Piece(0, np.array([9, 0])))
+        batch = dataset.__getitems__(Microbatch(0, np.array([9, 0])))
         assert batch["images"].shape == (2, side, side, 3) and batch["labels"].tolist() == [1, 0]

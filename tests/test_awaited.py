@@ -16,12 +16,14 @@ from waiting import has_logged, until
 import eval
 import train
 import utils.data.cache
-import utils.data.loader
-from utils import stopping, waiting
+import utils.data.datasets
+import utils.waiting
 from utils.data.order import permutation
-from utils.errors import explained
-from utils.stopping import Stopping
-from utils.waiting import DataWatch, awaited
+from utils.launch.exits import explain
+from utils.ranks import data_watch, stopping
+from utils.ranks.data_watch import DataWatch
+from utils.ranks.stopping import Stopping
+from utils.waiting import awaited
 
 FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
 FLAGS += ["--global_batch_size", "8", "--log_every", "1", "--max_steps", "100000", "--run_name", "run"]
@@ -48,7 +50,7 @@ class Clock:
 
     def __init__(self, monkeypatch, looks):
         self.now, self.looks = 0.0, iter(looks)
-        monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(data_watch, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def wait(self, tick):
         step = next(self.looks, None)
@@ -74,12 +76,12 @@ def watched(monkeypatch, looks, timeout=600.0, orphaned=lambda: False, what="a t
     watch._ranks, watch._stop = ranks, Clock(monkeypatch, looks)
     watch._say = said.append
 
-    def leave(text, code):
+    def exit_with_error(text, code):
         raise Left(text, code)
 
-    watch._leave = leave
-    monkeypatch.setattr(waiting._Wait, "what", what)
-    monkeypatch.setattr(waiting._Wait, "number", 1)
+    watch._leave = exit_with_error
+    monkeypatch.setattr(data_watch.CurrentWait, "what", what)
+    monkeypatch.setattr(data_watch.CurrentWait, "number", 1)
     try:
         watch._run()
     except Left as left:
@@ -98,7 +100,7 @@ def test_waiting_is_reported_once_and_ends_after_the_timeout(monkeypatch):
 
 def test_each_batch_has_the_whole_time(monkeypatch):
     def comes():
-        waiting._Wait.number += 1
+        data_watch.CurrentWait.number += 1
 
     assert watched(monkeypatch, ([0.5] * 100 + [comes]) * 30) == ([], None, None)
 
@@ -137,15 +139,15 @@ def test_what_is_waited_for_is_known_only_while_it_is_waited_for():
 
     def items():
         for number in range(3):
-            seen.append((waiting._Wait.what, waiting._Wait.number))
+            seen.append((data_watch.CurrentWait.what, data_watch.CurrentWait.number))
             yield number
-        seen.append((waiting._Wait.what, waiting._Wait.number))
+        seen.append((data_watch.CurrentWait.what, data_watch.CurrentWait.number))
 
     got = []
     for number in awaited(items(), "a thing"):
         got.append(number)
-        assert waiting._Wait.what == ""
-    assert got == [0, 1, 2] and waiting._Wait.what == ""
+        assert data_watch.CurrentWait.what == ""
+    assert got == [0, 1, 2] and data_watch.CurrentWait.what == ""
     names, numbers = zip(*seen, strict=True)
     assert names == ("a thing",) * 4 and len(set(numbers)) == 4
 
@@ -159,13 +161,13 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
     def told(seconds):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. ")
 
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=lambda seconds: None))
     with pytest.raises(ValueError, match=r"^a loader process ended while it handed over a batch"):
         list(awaited(broken(), "a batch"))
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=told))
+    monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=told))
     with pytest.raises(RuntimeError, match="killed by signal") as caught:
         list(awaited(broken(), "a batch"))
-    assert "/dev/shm" in str(explained(caught.value)) and waiting._Wait.what == ""
+    assert "/dev/shm" in str(explain(caught.value)) and data_watch.CurrentWait.what == ""
 
 
 # Real runs whose data comes from a dead disk: a pipe that nobody writes to
@@ -175,7 +177,7 @@ def _dead_disk(main, flags, where, dead):
     """Reading the `dead` samples never returns."""
     decode = where.decode
     sys.stderr = sys.__stderr__  # captured output is lost when the process exits
-    waiting.PATIENCE = 0.5
+    data_watch.PATIENCE = 0.5
 
     def dying(split, position, *arguments):
         if position in dead:
@@ -199,7 +201,7 @@ def all_gone():
 def begin(processes, *flags, halves=(0, 1), launcher=False):
     """Train for two updates; each of these halves of the fourth global batch, one half per rank, has a dead sample."""
     dead = [int(permutation(40, 0, 0)[3 * 8 + 4 * half + 1]) for half in halves]
-    arguments = train.main, [*FLAGS, *flags], utils.data.loader, dead
+    arguments = train.main, [*FLAGS, *flags], utils.data.datasets, dead
     launch = start_ranks(processes, _dead_disk, *arguments, launcher=launcher)
     until(has_logged(2))  # so that the ranks have met for the last time: Accelerate reads one batch ahead
     until(readers)
@@ -251,7 +253,7 @@ def test_an_evaluation_whose_data_does_not_arrive_ends_after_the_timeout(photos,
     (trained,) = run_ranks(1, train.main, [*FLAGS, "--max_steps", "1", "--num_workers", "0"])
     assert trained.code == 0, trained.err
     flags = ["--ckpt", "runs/run", "--timeout", "2", "--num_workers", workers]
-    (outcome,) = run_ranks(1, _dead_disk, eval.main, flags, utils.data.loader, [5])
+    (outcome,) = run_ranks(1, _dead_disk, eval.main, flags, utils.data.datasets, [5])
     assert outcome.code == 2
     said = capfd.readouterr().err
     assert said.count(f"eval.py: error: an evaluation batch {NO_LINE}") == 1 and "--resume" not in said

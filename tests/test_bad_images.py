@@ -17,10 +17,10 @@ from training_runs import records, train_run, weights
 
 import eval
 import train
-from utils.config import TrainConfig
+from utils.config.settings import TrainConfig
 from utils.data.check import check_images
 from utils.data.decode import decode
-from utils.data.sources import load_data
+from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
 
 SIDE = 100  # photographs begin above 96 pixels
@@ -211,22 +211,22 @@ def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_lef
 
 def test_losses_are_those_of_a_plain_loop_over_the_images_that_can_be_read(skipped):
     """What cannot be read adds nothing to the sum over the update, which is divided by its full size."""
-    from utils.data.loader import InputSpec
-    from utils.data.order import mix, permutation
-    from utils.models import MLP
+    from utils.data.order import fold_in, permutation
+    from utils.data.spec import InputSpec
+    from utils.models.small import MLP
 
     data = load_data(TrainConfig(data="data", bad_images="skip"))
     assert len(data.train) == 52  # 58 with whole ends, less a tenth
-    torch.manual_seed(mix(0, "weights"))
+    torch.manual_seed(fold_in(0, "weights"))
     model = MLP(InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 2, hidden=4)
     order = permutation(52, 0, 0)[:12]
     readable = [position for position in order if _decodes(data.train, position)]
     assert records("on1", "train")[0]["step"] == 1 and 10 <= len(readable) <= 12
-    from utils.data.loader import Encoded
-    from utils.data.order import Piece
+    from utils.data.datasets import Encoded
+    from utils.data.order import Microbatch
 
     dataset = Encoded(data.train, InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 0, 0.08)
-    batch = dataset.__getitems__(Piece(0, np.asarray(readable)))
+    batch = dataset.__getitems__(Microbatch(0, np.asarray(readable)))
     images = (batch["images"].float() / 255 - 0.5) / 0.5
     logits = model(images.permute(0, 3, 1, 2))
     loss = torch.nn.functional.cross_entropy(logits, batch["labels"])

@@ -11,8 +11,8 @@ from ranks import returned, run_ranks
 from training_runs import records, train_run, weights
 
 import train
-from utils.checkpoint import newest_good
 from utils.data.order import permutation
+from utils.runs.manifest import newest_good
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "12", "--threads", "1", "--lr", "0.01", "--run_name", "run"]
 FLAGS += ["--max_train_samples", "48", "--save_every", "2", "--max_steps", "9", "--eval_every", "99"]
@@ -37,18 +37,18 @@ def test_a_loss_that_is_no_number_names_update_rank_and_samples_and_saves_nothin
     assert [outcome.code for outcome in outcomes] == [2] * processes
     assert f"became no number at update 6 on rank {rank}, samples" in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1 and all(outcome.err == "" for outcome in outcomes[1:])
-    # the order by hand: update 6 is the second of the second epoch, cut into equal pieces
-    piece = np.split(permutation(48, 0, 1)[12:24], processes)[rank]
+    # the order by hand: update 6 is the second of the second epoch, cut into equal microbatches
+    microbatch = np.split(permutation(48, 0, 1)[12:24], processes)[rank]
     # --max_train_samples took a random subset: rows are positions in the whole split
-    assert sorted(records("run", "bad_loss")[0]["samples"]) == sorted(returned(1, _rows, FLAGS, piece)[0])
+    assert sorted(records("run", "bad_loss")[0]["samples"]) == sorted(returned(1, _rows, FLAGS, microbatch)[0])
     assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
     assert all(tensor.isfinite().all() for tensor in weights("run").values())
 
 
 def _rows(flags, positions):
-    from utils.cli import parse_args
-    from utils.config import TrainConfig
-    from utils.data.sources import load_data
+    from utils.config.cli import parse_args
+    from utils.config.settings import TrainConfig
+    from utils.data.selection import load_data
 
     return load_data(parse_args(TrainConfig, "train.py", flags)).train.rows[positions].tolist()
 

@@ -19,13 +19,13 @@ from make_data import encoded, image_folder, pictures, table
 from PIL import Image
 from ranks import run_ranks, start_ranks
 
-from utils.config import TrainConfig
+from utils.config.settings import TrainConfig
 from utils.data import cache
 from utils.data import pixels as cache_file
 from utils.data.cache import Shared, decode_all
 from utils.data.decode import BadImages
 from utils.data.splits import Files, hold_out, whole_split
-from utils.entry import ranks_of_launch
+from utils.ranks.session import distributed_session
 
 
 def split_of(images, fingerprint="made"):
@@ -100,8 +100,8 @@ def test_a_changed_file_is_decoded_anew():
 def test_a_changed_table_is_decoded_anew():
     from datasets import Value
 
-    from utils.config import TrainConfig
-    from utils.data.sources import load_data
+    from utils.config.settings import TrainConfig
+    from utils.data.selection import load_data
 
     for seed in (1, 2):
         shutil.rmtree("tables", ignore_errors=True)
@@ -379,9 +379,9 @@ def test_a_damaged_file_that_cannot_be_deleted_is_an_error_that_names_it(monkeyp
 
 def decode_on_each_rank(split, expected):
     """Both ranks of a launch, one after the other, as train.py lets them."""
-    with ranks_of_launch("train.py", TrainConfig(cpu=True)) as ranks:
+    with distributed_session("train.py", TrainConfig(cpu=True)) as ranks:
         ranks.join()
-        pixels = ranks.together(lambda: decode_all(split, 8, 8, 3, "cache", iter), main_first=True)
+        pixels = ranks.run_on_all(lambda: decode_all(split, 8, 8, 3, "cache", iter), main_first=True)
     return bool((pixels == expected).all()), isinstance(pixels, np.memmap)
 
 

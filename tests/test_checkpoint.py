@@ -13,8 +13,8 @@ from training_runs import records, train_run, weights
 
 import eval
 import train
-from utils.checkpoint import find_checkpoint
-from utils.cli import read_config
+from utils.config.cli import read_config
+from utils.runs.manifest import find_checkpoint
 
 FLAGS = ("--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "1", "--global_batch_size", "120")
 FLAGS += ("--max_train_samples", "480", "--threads", "1", "--lr", "0.02", "--epochs", "3")  # 4 updates an epoch

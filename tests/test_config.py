@@ -13,10 +13,10 @@ from ranks import run_ranks
 from training_runs import train_run
 
 import train
-from utils.batch import resolve_batch
-from utils.cli import parse_args, read_config
-from utils.config import DoctorConfig, TrainConfig, to_yaml
-from utils.yaml_text import dump_yaml, load_yaml
+from utils.config.batch import resolve_batch
+from utils.config.cli import parse_args, read_config
+from utils.config.settings import DoctorConfig, TrainConfig, to_yaml
+from utils.config.yaml_text import dump_yaml, load_yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -104,7 +104,7 @@ def test_batch_sizes_multiply_to_the_global_batch(flags, processes, expected):
 
 
 @pytest.mark.parametrize(
-    ("flags", "processes", "mend"),
+    ("flags", "processes", "fix"),
     [
         (("--global_batch_size", "100"), 3, "99 or 102 would"),
         (("--global_batch_size", "2"), 3, "; 3 would"),
@@ -112,8 +112,8 @@ def test_batch_sizes_multiply_to_the_global_batch(flags, processes, expected):
         (("--global_batch_size", "96", "--batch_size", "16", "--grad_accum", "2"), 2, "is 64, not"),
     ],
 )
-def test_batch_sizes_that_do_not_divide_are_refused_with_numbers_that_work(flags, processes, mend):
-    with pytest.raises(ValueError, match=mend):
+def test_batch_sizes_that_do_not_divide_are_refused_with_numbers_that_work(flags, processes, fix):
+    with pytest.raises(ValueError, match=fix):
         resolve_batch(parse(*flags), processes)
 
 

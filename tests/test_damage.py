@@ -22,9 +22,10 @@ from training_runs import records, train_run, weights
 
 import eval
 import train
-from utils.checkpoint import _seal, damage_of, newest_good
-from utils.config import TrainConfig
-from utils.saved import read_settings
+from utils.config.settings import TrainConfig
+from utils.runs.checkpoint import _write_manifest
+from utils.runs.manifest import damage_of, newest_good
+from utils.runs.metadata import read_settings
 
 FLAGS = ("--data", "digits", "--model", "mlp", "--model_args", "{hidden: 16}", "--threads", "1", "--keep", "9")
 FLAGS += ("--lr_schedule", "constant", "--save_every", "2", "--eval_every", "99")
@@ -190,7 +191,7 @@ def test_each_change_of_one_byte_of_a_manifest_is_seen(tmp_path):
     checkpoint = tmp_path / "step-00000001"
     checkpoint.mkdir()
     (checkpoint / "a").write_text("a")
-    _seal(checkpoint)
+    _write_manifest(checkpoint)
     assert damage_of(checkpoint, needed=["a"]) is None
     path, manifest = checkpoint / "manifest.json", (checkpoint / "manifest.json").read_bytes()
     for position, byte in enumerate(manifest):
@@ -316,7 +317,7 @@ def test_all_is_verified_before_anything_is_loaded():
 
 def _order_of_events(main, flags):
     """What main verifies, reads and loads, in that order."""
-    import utils.checkpoint as checkpoint
+    import utils.runs.checkpoint as checkpoint
 
     events = []
 
@@ -452,7 +453,7 @@ def both(train_code, eval_code):
     They are given the newest checkpoint, under a manifest that is made to match.
     """
     (NEWEST / "manifest.json").unlink()
-    _seal(NEWEST)
+    _write_manifest(NEWEST)
     before = contents(RUN)
     for main, flags, code in ((eval.main, ("--ckpt", str(NEWEST)), eval_code), (train.main, RESUME, train_code)):
         (outcome,) = run_ranks(1, main, flags)
@@ -604,7 +605,7 @@ def test_a_value_of_the_wrong_kind_is_one_line(key, value, codes):
 def test_two_processes_say_once_that_a_file_is_malformed():
     (NEWEST / "state.json").write_text("{}")
     (NEWEST / "manifest.json").unlink()
-    _seal(NEWEST)
+    _write_manifest(NEWEST)
     for main, flags in ((eval.main, ("--ckpt", str(NEWEST))), (train.main, RESUME)):
         first, second = run_ranks(2, main, flags)
         refused(first, f"{NEWEST}/state.json")
@@ -638,7 +639,7 @@ def test_a_file_that_would_take_all_time_or_memory_is_refused(name, content, wha
     else:
         (NEWEST / name).write_bytes(content)
     (NEWEST / "manifest.json").unlink()
-    _seal(NEWEST)
+    _write_manifest(NEWEST)
     for main, flags in ((eval.main, ("--ckpt", str(NEWEST))), (train.main, RESUME)):
         (outcome,) = run_ranks(1, main, flags, seconds=40)
         refused(outcome, f"{NEWEST}/{what}")
@@ -683,7 +684,7 @@ def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
     mine |= {"data": "synthetic/10x8x100", "image_size": 8}
     (NEWEST / "config.yaml").write_text(yaml.safe_dump(mine))
     (NEWEST / "manifest.json").unlink()
-    _seal(NEWEST)
+    _write_manifest(NEWEST)
     read = read_settings(NEWEST)
     assert read.model_args == {"hidden": 16}
     for name in settings:
@@ -702,6 +703,6 @@ def test_a_model_that_would_be_fetched_from_a_stranger_is_refused():
     for model in ("timm/hf-hub:stranger/model", "hf-hub:stranger/model"):
         put("config.yaml", f"model: '{model}'".encode())
         (NEWEST / "manifest.json").unlink()
-        _seal(NEWEST)
+        _write_manifest(NEWEST)
         (outcome,) = run_ranks(1, eval.main, ("--ckpt", str(NEWEST)))
         assert outcome.code == 2 and f"--model {model}: " in outcome.err and outcome.err.count("\n") == 1, outcome.err

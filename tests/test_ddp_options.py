@@ -7,20 +7,20 @@ from torch import nn
 from training_runs import records, train_run
 
 import train
-import utils.models
-from utils.batchnorm import synchronise
-from utils.config import TrainConfig
+import utils.models.zoo
+from utils.config.settings import TrainConfig
 from utils.data.order import Plan
-from utils.entry import ranks_of_launch
-from utils.state import check_batch_norm
+from utils.models.batch_norm import check_batch_norm
+from utils.ranks.batchnorm import convert_batch_norm
+from utils.ranks.session import distributed_session
 
 
 def synchronised_step(shares: list[int]) -> tuple:
     """This rank's share of one batch through a synchronised layer: output, gradients and running statistics."""
-    with ranks_of_launch("train.py", TrainConfig(threads=1)) as ranks:
+    with distributed_session("train.py", TrainConfig(threads=1)) as ranks:
         ranks.join()
         layer, images, weights = material()
-        layer = synchronise(nn.Sequential(layer))
+        layer = convert_batch_norm(nn.Sequential(layer))
         begin = sum(shares[: ranks.topology.rank])
         own = images[begin : begin + shares[ranks.topology.rank]].requires_grad_()
         output = layer(own)
@@ -60,14 +60,16 @@ def test_a_step_without_samples_on_any_process_leaves_the_running_statistics():
 def test_a_layer_that_does_more_than_normalise_is_refused_by_name():
     timm = pytest.importorskip("timm")
     with pytest.raises(ValueError, match="BatchNormAct2d is no plain batch normalisation"):
-        synchronise(timm.create_model("efficientnet_b0"))
+        convert_batch_norm(timm.create_model("efficientnet_b0"))
 
 
 def test_a_step_of_one_sample_on_all_processes_together_is_refused():
-    plan = Plan(samples=21, global_batch_size=10, pieces=4, seed=0)  # the last update: one sample, on one of two ranks
+    plan = Plan(
+        samples=21, global_batch_size=10, microbatches=4, seed=0
+    )  # the last update: one sample, on one of two ranks
     with pytest.raises(ValueError, match="more than one sample"):
         check_batch_norm(plan, 3, together=2)
-    check_batch_norm(Plan(samples=22, global_batch_size=8, pieces=2, seed=0), 3, together=2)
+    check_batch_norm(Plan(samples=22, global_batch_size=8, microbatches=2, seed=0), 3, together=2)
 
 
 def test_a_run_with_synchronised_batch_statistics_has_the_losses_of_one_process():
@@ -98,7 +100,7 @@ class Changing(nn.Module):
 
 
 def train_changing(name: str, always: bool, *flags: str) -> None:
-    utils.models.OWN_MODELS["mlp"] = Changing
+    utils.models.zoo.OWN_MODELS["mlp"] = Changing
     settings = [
         "--model",
         "mlp",
@@ -116,13 +118,13 @@ def train_changing(name: str, always: bool, *flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("always", "flags", "mend"),
+    ("always", "flags", "fix"),
     [(True, [], "--find_unused_parameters"), (False, ["--static_graph"], "use --find_unused_parameters instead")],
 )
-def test_unused_parameters_are_refused_with_the_flag_that_mends_it(always, flags, mend):
+def test_unused_parameters_are_refused_with_the_flag_that_mends_it(always, flags, fix):
     main, other = run_ranks(2, train_changing, "run", always, *flags)
     assert (main.code, other.code) == (2, 2)
-    assert mend in main.err + other.err and len((main.err + other.err).strip().splitlines()) == 1
+    assert fix in main.err + other.err and len((main.err + other.err).strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -131,8 +133,8 @@ def test_unused_parameters_are_refused_with_the_flag_that_mends_it(always, flags
 )
 @pytest.mark.parametrize("accum", [1, 2])
 def test_unused_parameters_train_as_on_one_process(always, flag, accum):
-    pieces = {1: ["--grad_accum", str(accum)], 2: ["--grad_accum", str(accum), flag]}
-    for processes, flags in pieces.items():
+    microbatches = {1: ["--grad_accum", str(accum)], 2: ["--grad_accum", str(accum), flag]}
+    for processes, flags in microbatches.items():
         returned(processes, train_changing, f"on-{processes}", always, *flags)
     alone, both = ([line["loss"] for line in records(f"on-{n}", "train")] for n in (1, 2))
     assert len(both) == 5 and both == pytest.approx(alone, rel=1e-5)

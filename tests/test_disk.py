@@ -26,8 +26,9 @@ from waiting import has_ended, records_so_far, until
 
 import train
 import utils.files
-import utils.runs
-from utils.checkpoint import settle, verify
+import utils.runs.folder
+from utils.runs.checkpoint import update_pointers
+from utils.runs.manifest import verify
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--max_train_samples", "480"]
 FLAGS += ["--max_steps", "12", "--save_every", "3", "--eval_every", "6", "--log_every", "2", "--keep", "9"]
@@ -413,7 +414,7 @@ def test_a_run_whose_folder_was_deleted_leaves_a_new_run_of_that_name_alone(proc
 
 def impatient(flags, seconds=1.0):
     """Train, but wait no longer than this for others to leave the folder."""
-    utils.runs._ORPHANS_LEAVE_WITHIN = seconds
+    utils.runs.folder._ORPHANS_LEAVE_WITHIN = seconds
     train.main(["--run_name", "run", *flags])
 
 
@@ -454,14 +455,14 @@ def test_a_killed_run_frees_its_folder_though_its_loader_workers_live_on():
 def _train_beside(workers, flags):
     """How many of the processes were alive when the run had the folder."""
     alive = []
-    lock = utils.runs.lock
+    lock = utils.runs.folder.lock
 
     def counted(*arguments):
         held = lock(*arguments)
         alive.extend(worker for worker in workers if worker.is_running())
         return held
 
-    utils.runs.lock = counted
+    utils.runs.folder.lock = counted
     impatient(flags, 0.0)
     return len(alive)
 
@@ -529,7 +530,7 @@ def _train_when_both_are_ready(flags):
         return take(*arguments)
 
     setattr(train, name, together)
-    utils.runs._ORPHANS_LEAVE_WITHIN = 0.3
+    utils.runs.folder._ORPHANS_LEAVE_WITHIN = 0.3
     slow_train(flags, 0.0, 5)
 
 
@@ -610,9 +611,9 @@ def test_the_best_checkpoint_is_kept_while_no_pointer_names_it(name):
         (CHECKPOINTS / f"step-{step:08d}").mkdir(parents=True)
     (CHECKPOINTS / name / "x").mkdir(parents=True)
     with pytest.raises(OSError, match="not a regular file"):
-        settle(CHECKPOINTS, 6, best_step=3, keep=2)
+        update_pointers(CHECKPOINTS, 6, best_step=3, keep=2)
     kept = [f"step-{step:08d}" for step in (3, 5, 6)]
     assert [path for path in names() if path.startswith("step")] == kept
     shutil.rmtree(CHECKPOINTS / name)
-    settle(CHECKPOINTS, 6, best_step=3, keep=2)
+    update_pointers(CHECKPOINTS, 6, best_step=3, keep=2)
     assert names() == ["best", "latest", *kept] and (CHECKPOINTS / "best").read_text() == "step-00000003\n"

@@ -24,10 +24,12 @@ from training_runs import launch
 from waiting import PATIENCE, SOON, has_ended, until
 
 import doctor
-from utils import exchange_checks, health, host_checks
-from utils.config import DoctorConfig
-from utils.entry import ranks_of_launch
-from utils.findings import Finding, merged, show
+from utils.checks import exchange as exchange_checks
+from utils.checks import machine as host_checks
+from utils.checks import processes as health
+from utils.checks.findings import Finding, merged, show
+from utils.config.settings import DoctorConfig
+from utils.ranks.session import distributed_session
 
 BUSY = ["--slow", "1e-6"]  # the tests' machine may have other work to do
 
@@ -138,8 +140,8 @@ def wrong_sum(rank):
 def same_shards(rank):
     class Broken(exchange_checks.UpdateSampler):
         def __iter__(self):
-            for piece in super().__iter__():
-                yield piece._replace(indices=piece.indices // 2 * 2)
+            for microbatch in super().__iter__():
+                yield microbatch._replace(indices=microbatch.indices // 2 * 2)
 
     exchange_checks.UpdateSampler = Broken
 
@@ -198,13 +200,13 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].__name__)
 def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
-    plant, names, value, mend = fault
+    plant, names, value, fix = fault
     outcomes = look(2, plant)
     assert [outcome.code for outcome in outcomes] == [1, 1], outcomes
     found = findings()
     assert red_lines() == names, outcomes[0].out
     assert any(value in found[name]["value"] for name in names), outcomes[0].out
-    assert any(mend in found[name]["mend"] for name in names), outcomes[0].out
+    assert any(fix in found[name]["fix"] for name in names), outcomes[0].out
     assert all(outcome.out == "" and outcome.err == "" for outcome in outcomes[1:])
     for name in names:
         assert f"{name} " in outcomes[0].out and "✗" in outcomes[0].out and "→" in outcomes[0].out
@@ -213,11 +215,11 @@ def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
 def test_one_slow_cable_between_machines_is_named():
     finding = returned(4, _one_bad_cable)[0]
     assert finding.red and "of 0      -   1.00   1.00   1.00\nof 1   1.00      -   1.00   0.05" in finding.value
-    assert "1 to 3 (b to d); see cable" in finding.mend
+    assert "1 to 3 (b to d); see cable" in finding.fix
 
 
 def _one_bad_cable():
-    with ranks_of_launch("doctor.py", DoctorConfig(timeout=20)) as ranks:
+    with distributed_session("doctor.py", DoctorConfig(timeout=20)) as ranks:
         ranks.join()
         speeds = {(1, 3): 0.05}
         exchange_checks._link = lambda _, values, a, b: 4 * len(values) / 1e9 / speeds.get((a, b), 1.0)
@@ -241,7 +243,7 @@ def test_a_taken_port_is_told_with_its_holder_before_the_processes_meet():
         holder.kill()
     assert outcomes[0].code == 1 and red_lines() == {"meeting point"}
     assert f"port {port} of 127.0.0.1: taken by process {holder.pid} (" in findings()["meeting point"]["value"]
-    assert "another MASTER_PORT" in findings()["meeting point"]["mend"]
+    assert "another MASTER_PORT" in findings()["meeting point"]["fix"]
     assert "the processes did not meet" in outcomes[0].out
 
 
@@ -257,7 +259,7 @@ def several_gpus_less(rank):
     torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 
 
-# Each case: processes, the fault, flags, the red line, and what it and its mend say.
+# Each case: processes, the fault, flags, the red line, and what it and its fix say.
 UNMET = [
     (1, environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"), (), "launch", "contradictory environment", "below"),
     (1, environment(RANK="0", WORLD_SIZE="2"), (), "launch", "LOCAL_RANK not set although RANK=0", "export all of"),
@@ -275,10 +277,10 @@ UNMET = [
 
 @pytest.mark.parametrize("case", UNMET, ids=lambda case: case[4].strip(": "))
 def test_what_keeps_processes_from_meeting_is_found_on_each_machine_alone(case):
-    processes, plant, flags, name, value, mend = case
+    processes, plant, flags, name, value, fix = case
     outcomes = look(processes, plant, *flags)
     assert outcomes[0].code == 1 and red_lines() == {name}, outcomes[0].out + outcomes[0].err
-    assert value in findings()[name]["value"] and mend in findings()[name]["mend"], outcomes[0].out
+    assert value in findings()[name]["value"] and fix in findings()[name]["fix"], outcomes[0].out
     assert {"host name", "leftovers", "open files", "memory", "disk"} <= set(findings())  # what needs no other process
 
 
@@ -413,7 +415,7 @@ def test_a_rank_whose_launcher_is_gone_is_left_over_and_not_touched(training):
     found = host_checks.check_leftovers()
     assert lost in left_over() and not {kept, child} & set(left_over())
     assert found.red and re.search(rf"process {lost} \(train.py, \d+ min old\): its launcher is gone", found.value)
-    assert f"kill {lost}" in found.mend or f" {lost}" in found.mend
+    assert f"kill {lost}" in found.fix or f" {lost}" in found.fix
     assert psutil.pid_exists(lost)
     outcomes = look(1)
     assert outcomes[0].code == 1 and str(lost) in findings()["leftovers"]["value"]
@@ -445,7 +447,7 @@ def test_a_file_that_cannot_be_written_is_one_line_after_the_table():
 
 
 def test_colours_come_on_a_terminal_alone_and_lines_stay_narrow():
-    long = Finding("name", "word " * 60, False, "mend " * 60)
+    long = Finding("name", "word " * 60, False, "fix " * 60)
     plain, coloured = show("title", [long]), show("title", [long], colours=True)
     assert "\033" not in plain and "\033[31m✗" in coloured and coloured.replace("\033[31m✗\033[0m", "✗") == plain
     assert max(map(len, plain.splitlines())) <= 100
@@ -459,7 +461,7 @@ def test_red_lines_of_other_ranks_are_told_once_a_machine_and_name_the_rank():
 def _merge():
     rank = int(os.environ["RANK"])
     finding = Finding("disk", "mine" if rank < 2 else "small", rank < 2)
-    with ranks_of_launch("doctor.py", DoctorConfig(timeout=20)) as ranks:
+    with distributed_session("doctor.py", DoctorConfig(timeout=20)) as ranks:
         ranks.join()
         socket.gethostname = lambda: "ab"[rank // 2]
         return [told.value for told in merged(ranks, [finding])]

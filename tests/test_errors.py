@@ -1,4 +1,4 @@
-"""What is wrong ends in one line that names it and the mend, from one rank, with code 2, before anything is trained."""
+"""What is wrong ends in one line that names it and the fix, from one rank, with code 2, before anything is trained."""
 
 import os
 import re
@@ -14,9 +14,9 @@ from ranks import run_ranks
 
 import eval
 import train
-from utils import errors
-from utils.config import EvalConfig, Launch, TrainConfig
-from utils.data.sources import load_data
+from utils.config.settings import EvalConfig, Launch, TrainConfig
+from utils.data.selection import load_data
+from utils.launch import exits
 
 TINY = ("--model", "mlp", "--max_steps", "2")
 
@@ -124,7 +124,7 @@ ELSEWHERE = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_AD
 def test_an_error_of_another_machine_alone_is_told_there_with_its_rank(flags, monkeypatch):
     for name, value in ELSEWHERE.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(errors.socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr(exits.socket, "gethostname", lambda: "node2")
     told = []
     for local_rank in "0", "1":
         monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -163,7 +163,7 @@ def test_an_error_of_another_rank_during_training_is_told_by_rank_0():
 def _train_with_a_file_that_rank_1_cannot_read(flags):
     import os
 
-    import utils.data.loader as loader
+    import utils.data.datasets as loader
 
     decode = loader.decode
 
@@ -179,8 +179,8 @@ def _train_with_a_file_that_rank_1_cannot_read(flags):
 def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
     import torch
 
-    from utils.distributed import Ranks
-    from utils.launch import Topology
+    from utils.launch.environment import Topology
+    from utils.ranks.ranks import Ranks
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what a machine with one GPU says
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -213,14 +213,15 @@ def test_eval_says_what_is_wrong(flags, text):
 
 def _replace_setting(run, old, new):
     """Change a checkpoint's settings as somebody who knows the manifest would."""
-    from utils.checkpoint import _seal, find_checkpoint
+    from utils.runs.checkpoint import _write_manifest
+    from utils.runs.manifest import find_checkpoint
 
     checkpoint = find_checkpoint(Path("runs") / run)
     text = (checkpoint / "config.yaml").read_text()
     assert old in text
     (checkpoint / "config.yaml").write_text(text.replace(old, new))
     (checkpoint / "manifest.json").unlink()
-    _seal(checkpoint)
+    _write_manifest(checkpoint)
 
 
 @pytest.mark.parametrize(("main", "settings"), [(train.main, TrainConfig), (eval.main, EvalConfig)])

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from training_runs import records, train_run, weights
 
 import eval
-from utils import evaluation
-from utils.cli import parse_args
-from utils.config import TrainConfig
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
-from utils.data.sources import load_data
-from utils.metrics import label_metrics
+from utils.data.selection import load_data
+from utils.training import evaluation
+from utils.training.metrics import label_metrics
 
 FLAGS = ("--model", "mlp", "--max_steps", "12", "--lr", "0.05", "--eval_every", "12")
 

@@ -15,8 +15,8 @@ from torch.distributed import TCPStore
 from training_runs import records
 from waiting import error_lines, has_logged, has_opened_session, lives, newest, records_so_far, until
 
-from utils.report import RunLog
-from utils.state import TrainState
+from utils.runs.log import RunLog
+from utils.runs.state import TrainState
 
 TESTS = Path(__file__).parent
 LOG = Path("runs/run/log.jsonl")

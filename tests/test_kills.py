@@ -21,10 +21,11 @@ from training_runs import MLP, hold, records, train_run, weights
 from waiting import SOON, has_logged, records_so_far, until
 
 import train
-from utils.checkpoint import FOR_EVALUATION, forget_after, newest_good, prune, save_checkpoint, settle, tidy
-from utils.config import Launch as LaunchSettings
-from utils.distributed import Ranks
-from utils.launch import Topology
+from utils.config.settings import Launch as LaunchSettings
+from utils.launch.environment import Topology
+from utils.ranks.ranks import Ranks
+from utils.runs.checkpoint import clean_up, delete_after, prune, save_checkpoint, update_pointers
+from utils.runs.manifest import FOR_EVALUATION, newest_good
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}  # of the disk, as audited
 SAVE_EVERY = 3
@@ -214,7 +215,7 @@ def _end_before_each_operation() -> int:
 
     def save(step, is_best=False):
         save_checkpoint(ranks, accelerator, folder, step, dict.fromkeys(FOR_EVALUATION[1:], "{}"))
-        settle(folder, step, best_step=step if is_best else None, keep=9)
+        update_pointers(folder, step, best_step=step if is_best else None, keep=9)
 
     def ended(existing, action, good):
         number = 0
@@ -229,7 +230,7 @@ def _end_before_each_operation() -> int:
                 action()
                 os._exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            tidy(folder)
+            clean_up(folder)
             newest, damages = newest_good(folder)
             assert int(newest.name[5:]) in good and damages == [], (number, newest, damages)
             assert not any(path.name.startswith(".") for path in folder.iterdir()), number
@@ -242,5 +243,5 @@ def _end_before_each_operation() -> int:
     return (
         ended([1, 2], lambda: (save(3, is_best=True), prune(folder, keep=1)), good=(2, 3))
         + ended([1, 2], lambda: save(2, is_best=True), good=(2,))  # again, after an evaluation that was owed
-        + ended([2, 3, 4, 5], lambda: forget_after(folder, 3, best_step=2), good=(3, 4, 5))
+        + ended([2, 3, 4, 5], lambda: delete_after(folder, 3, best_step=2), good=(3, 4, 5))
     )

@@ -11,9 +11,9 @@ from ranks import free_port
 from training_runs import ROOT, launch, records, start
 from waiting import error_lines
 
-from utils.config import Launch
-from utils.distributed import Ranks
-from utils.launch import Topology, read_topology, threads_per_process
+from utils.config.settings import Launch
+from utils.launch.environment import Topology, read_topology, threads_per_process
+from utils.ranks.ranks import Ranks
 
 FLAGS = ("--model", "mlp", "--max_steps", "3", "--log_every", "1", "--lr", "0.01", "--global_batch_size", "120")
 
@@ -112,7 +112,7 @@ def _device_of(topology: Topology, monkeypatch, gpus: int, **launch) -> tuple[st
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr("utils.distributed.keep_freed_memory", lambda: None)  # for good, in the tests' own process
+    monkeypatch.setattr("utils.ranks.ranks.keep_freed_memory", lambda: None)  # for good, in the tests' own process
     ranks = Ranks(topology, Launch(threads=1, **launch))
     return str(ranks.device), ranks.backend
 

@@ -14,10 +14,11 @@ from ranks import run_ranks
 
 import eval
 import train
-from utils.config import TrainConfig
+from utils.config.settings import TrainConfig
 from utils.data.colour import colour_lost
 from utils.data.decode import peek
-from utils.data.sources import check_source, load_data, load_split
+from utils.data.selection import load_data, load_split
+from utils.data.sources import check_source
 from utils.data.splits import whole_split
 
 PETS = {"cat": 10, "dog": 10}

@@ -9,19 +9,22 @@ from make_data import encoded, pictures, smooth
 from test_augment import CPU, SPEC, photographs
 from torchvision.transforms.v2 import functional as F
 
-from utils.config import TrainConfig
+from utils.config.settings import TrainConfig
 from utils.data.augment import uniform
+from utils.data.batches import Batches
+from utils.data.datasets import Decoded, Encoded
 from utils.data.decode import decode, resize
-from utils.data.loader import Batches, Decoded, Encoded, InputSpec, make_loader
-from utils.data.order import Piece
+from utils.data.order import Microbatch
+from utils.data.pipeline import make_loader
+from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
 
 
 @pytest.mark.parametrize("min_scale", [0.08, 1.0])
 def test_photographs_are_mirrored_as_their_draws_say(min_scale):
     order = np.random.default_rng(0).permutation(12)
-    plain = Encoded(photographs(), SPEC, 5, min_scale).__getitems__(Piece(3, order))["images"]
-    flipped = Encoded(photographs(), SPEC, 5, min_scale, flip=True).__getitems__(Piece(3, order))["images"]
+    plain = Encoded(photographs(), SPEC, 5, min_scale).__getitems__(Microbatch(3, order))["images"]
+    flipped = Encoded(photographs(), SPEC, 5, min_scale, flip=True).__getitems__(Microbatch(3, order))["images"]
     chosen = uniform(5, 3, order, 3)[:, 2] < 0.5
     assert 0 < chosen.sum() < 12
     for image, mirrored, changed in zip(plain, flipped, chosen, strict=True):
@@ -51,7 +54,7 @@ def test_the_bytes_of_a_file_are_read_where_they_are_and_nobody_is_warned():
 def test_large_batches_are_normalised_like_single_images(channels_last):
     pixels, spec = pictures(300, (40, 30)), InputSpec(40, 30, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     config, order = TrainConfig(channels_last=channels_last), np.random.default_rng(0).permutation(300)
-    loader = make_loader(Decoded(pixels, np.arange(300)), [Piece(0, order)], config, CPU)
+    loader = make_loader(Decoded(pixels, np.arange(300)), [Microbatch(0, order)], config, CPU.threads, CPU.device)
     images, _, indices = next(iter(Batches(loader, spec, config, CPU.device, training=False)))
     expected = (torch.from_numpy(pixels[order]).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
     assert torch.allclose(images.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
@@ -63,12 +66,20 @@ def test_large_batches_are_normalised_like_single_images(channels_last):
 def test_a_gpu_is_given_the_batches_of_the_processor():
     spec, config = InputSpec(32, 32, 3, [0.5] * 3, [0.25] * 3), TrainConfig(crop_padding=4, flip=True)
     order = np.random.default_rng(0).permutation(4000)
-    pieces = [Piece(0, order[start : start + 256]) for start in range(0, 4000, 256)] + [Piece(0, order[:0])]
+    microbatches = [Microbatch(0, order[start : start + 256]) for start in range(0, 4000, 256)] + [
+        Microbatch(0, order[:0])
+    ]
     found = []
     for device in ("cpu", "cuda"):
         dataset = Decoded(pictures(4000, (32, 32)), np.arange(4000))
-        batches = Batches(make_loader(dataset, pieces, config, CPU), spec, config, torch.device(device), training=True)
+        batches = Batches(
+            make_loader(dataset, microbatches, config, CPU.threads, CPU.device),
+            spec,
+            config,
+            torch.device(device),
+            training=True,
+        )
         found.append([[part.cpu() for part in batch] for batch in batches])
-    assert len(found[0]) == len(found[1]) == len(pieces)
+    assert len(found[0]) == len(found[1]) == len(microbatches)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)

@@ -9,9 +9,9 @@ import torch
 import torchvision
 from torch import nn
 
-from utils.config import TrainConfig
-from utils.data.loader import InputSpec
-from utils.models import build_model, check_model, input_spec
+from utils.config.settings import TrainConfig
+from utils.data.spec import InputSpec
+from utils.models.zoo import build_model, check_model, input_spec
 
 FAMILIES = [
     "mnist_cnn",
@@ -320,12 +320,12 @@ def test_extra_heads_are_refused():
 
 
 @pytest.mark.parametrize(
-    "name, size, mend", [("mnist_cnn", 8, 28), ("maxvit_t", 32, 224), ("timm/vit_tiny_patch16_384", 32, 384)]
+    "name, size, fix", [("mnist_cnn", 8, 28), ("maxvit_t", 32, 224), ("timm/vit_tiny_patch16_384", 32, 384)]
 )
-def test_images_that_do_not_fit_are_refused_with_a_size_that_does(name, size, mend):
-    with pytest.raises(ValueError, match=rf"{name} cannot take {size}x{size}x3 images .*; try --image_size {mend}$"):
+def test_images_that_do_not_fit_are_refused_with_a_size_that_does(name, size, fix):
+    with pytest.raises(ValueError, match=rf"{name} cannot take {size}x{size}x3 images .*; try --image_size {fix}$"):
         build(name, spec_of(size, 3))
-    config = TrainConfig(model=name, image_size=mend)
+    config = TrainConfig(model=name, image_size=fix)
     spec = input_spec(config, 3, (size, size))
     build_model(config, spec, 7)
 

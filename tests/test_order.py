@@ -7,18 +7,18 @@ import pytest
 from ranks import returned
 
 import train
-from utils.accelerator import make_accelerator
-from utils.cli import parse_args
-from utils.config import TrainConfig
-from utils.data.order import BlockSampler, Plan, UpdateSampler, mix, permutation
-from utils.entry import ranks_of_launch
-from utils.stopping import Stopping
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig
+from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in, permutation
+from utils.ranks.accelerator import make_accelerator
+from utils.ranks.session import distributed_session
+from utils.ranks.stopping import Stopping
 
 
 def drawn_indices(*flags):
     """Indices of each batch that this rank's prepared training loader gives, over the whole run."""
     config = parse_args(TrainConfig, "train.py", ["--model", "mlp", *flags])
-    with ranks_of_launch("train.py", config) as ranks:
+    with distributed_session("train.py", config) as ranks:
         ranks.join()
         run = train.build(config, ranks, Stopping(lambda: False), make_accelerator(ranks, config))
         return [batch.indices.tolist() for batch in run.train_batches]
@@ -64,7 +64,7 @@ def test_seeds_and_epochs_are_hashed_not_added():
 
 
 def test_the_order_is_pinned_so_that_no_upgrade_changes_a_run():
-    assert mix(0, "order", 0) == 4188667365335418757
+    assert fold_in(0, "order", 0) == 4188667365335418757
     assert permutation(10, 0, 0).tolist() == [4, 5, 8, 6, 3, 9, 7, 1, 2, 0]
 
 
@@ -75,7 +75,7 @@ def test_every_first_place_is_equally_likely():
 
 @pytest.mark.parametrize("position", [0, 24, 72, 96])
 def test_a_sampler_started_anywhere_continues_the_same_order(position):
-    plan = Plan(samples=103, global_batch_size=24, pieces=2, seed=5)
+    plan = Plan(samples=103, global_batch_size=24, microbatches=2, seed=5)
     whole = [(epoch, i.tolist()) for epoch, i in UpdateSampler(plan, 10)]
     skipped = 2 * position // 24
     rest = [(epoch, i.tolist()) for epoch, i in UpdateSampler(plan, 10 - position // 24, 0, position)]
@@ -92,7 +92,7 @@ def test_another_number_of_pieces_continues_at_the_next_sample():
 def test_pieces_of_an_update_differ_by_at_most_one_sample():
     for samples in range(1, 60):
         plan = Plan(samples, 60, 7, seed=0)
-        sizes = plan.piece_sizes(0)
+        sizes = plan.microbatch_sizes(0)
         assert sum(sizes) == samples and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 

@@ -17,9 +17,9 @@ from training_runs import train_run
 from waiting import records_so_far
 
 import train
-from utils.checkpoint import find_checkpoint, verify
-from utils.console import guard_output
-from utils.saved import read_classes
+from utils.output import guard_output
+from utils.runs.manifest import find_checkpoint, verify
+from utils.runs.metadata import read_classes
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ["--model", "mlp", "--max_steps", "3", "--threads", "1", "--model_args", "{hidden: 4}", "--log_every", "1"]
@@ -119,7 +119,7 @@ def test_the_doctor_prints_red_and_green_differently_in_ascii_and_ends_well_with
     command = '"$python" "$root/doctor.py" --cpu --output_dir runs --json found.json'
     done = shell(f"{command} --threads 1 >&-; cat found.json", PYTHONIOENCODING="ascii")
     assert json.loads(done.stdout)["findings"] and done.stderr == b""
-    from utils.findings import Finding, show
+    from utils.checks.findings import Finding, show
 
     text = show("", [Finding("a", "well", True), Finding("b", "ill", False, "do it")])
     out = io.TextIOWrapper(io.BytesIO(), "ascii", errors="lockstep.plain")
@@ -130,7 +130,7 @@ def test_the_doctor_prints_red_and_green_differently_in_ascii_and_ends_well_with
 
 
 def test_each_closed_descriptor_becomes_dev_null_and_no_other_changes():
-    look = "import utils.console, os, sys; r = [os.readlink(f'/proc/self/fd/{n}') for n in range(3)]; "
+    look = "import utils.output, os, sys; r = [os.readlink(f'/proc/self/fd/{n}') for n in range(3)]; "
     look += "print('to', 'stdout'); print('x', file=sys.stderr); open('found', 'w').write(' '.join(r))"
     for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
         assert shell(f'PYTHONPATH="$root" "$python" -c "{look}" {closed}').returncode == 0

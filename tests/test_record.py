@@ -16,10 +16,10 @@ from training_runs import records, train_run, weights
 
 import eval
 import train
-from utils.checkpoint import _seal
-from utils.config import TrainConfig
-from utils.data.record import FILE, find_again, make_record, read_record
+from utils.config.settings import TrainConfig
+from utils.data.record import FILE, make_record, match_files, read_record
 from utils.data.splits import Files, whole_split
+from utils.runs.checkpoint import _write_manifest
 
 FLAGS = ("--data", "data", "--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size")
 FLAGS += ("12", "--lr", "0.01", "--lr_schedule", "constant", "--log_every", "1", "--eval_every", "9", "--save_every")
@@ -228,7 +228,7 @@ def test_arrays_in_memory_are_known_by_their_content(monkeypatch):
 def _train_on_dimmed_digits(flags):
     import utils.data.sources as sources
 
-    digits = sources._digits
+    digits = sources.open_digits
 
     def dimmed():
         source = digits()
@@ -236,7 +236,7 @@ def _train_on_dimmed_digits(flags):
         split.images[17] //= 2
         return source
 
-    sources._digits = dimmed
+    sources.open_digits = dimmed
     train.main(flags)
 
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_from_before_there_were_records_is_still_evaluated_and_resu
     del state["state"]["bad_images"]
     (checkpoint() / "state.json").write_text(json.dumps(state))
     (checkpoint() / "manifest.json").unlink()
-    _seal(checkpoint())
+    _write_manifest(checkpoint())
     assert numbers(evaluated()[0]) == numbers(before)
     train_run(1, "run", *MORE)
     assert read_record(Path("runs/run/checkpoints/step-00000009") / FILE).train.count == 54
@@ -294,7 +294,7 @@ def test_a_stranger_s_record_is_refused_in_one_line(trained, name):
     data = HOSTILE.get(name, gzip.compress(json.dumps(values).encode()))
     path.write_bytes(gzip.compress(b" " * (2**30 + 2), 1) if name == "bomb" else data)
     (checkpoint() / "manifest.json").unlink()
-    _seal(checkpoint())
+    _write_manifest(checkpoint())
     line = refused(eval.main, "--ckpt", "runs/run")
     assert f"{FILE}: damaged" in line
 
@@ -306,7 +306,7 @@ def test_names_in_a_stranger_s_record_open_no_file_outside_the_data(trained):
     values["evaluation"]["names"][0] = "../secret.bmp"
     path.write_bytes(gzip.compress(json.dumps(values).encode()))
     (checkpoint() / "manifest.json").unlink()
-    _seal(checkpoint())
+    _write_manifest(checkpoint())
     assert "../secret.bmp (the file is gone)" in refused(eval.main, "--ckpt", "runs/run")
     assert evaluated("--bad_images", "skip")[0]["count"] == 5
 
@@ -321,8 +321,8 @@ def test_files_that_changed_class_are_counted_with_the_old_and_the_new_class():
     before = split([0, 1, 0, 1, 0, 1])
     config, classes = TrainConfig(), ["cat", "dog"]
     record = make_record(config, classes, (before, before), (before, before))
-    found = find_again(record, record.train, split([0, 1, 0, 0, 0, 0]), classes)
+    found = match_files(record, record.train, split([0, 1, 0, 0, 0, 0]), classes)
     assert found.labels == ["2 of 6 images of 'train' changed class: all/003.png, all/005.png ('dog', now 'cat')"]
-    assert find_again(record, record.train, before, classes).labels == []
-    renumbered = find_again(record, record.train, split([1, 2, 1, 2, 1, 2]), ["ant", *classes])
+    assert match_files(record, record.train, before, classes).labels == []
+    renumbered = match_files(record, record.train, split([1, 2, 1, 2, 1, 2]), ["ant", *classes])
     assert renumbered.labels == [] and renumbered.split.labels.tolist() == [1, 2, 1, 2, 1, 2]

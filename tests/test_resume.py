@@ -11,10 +11,11 @@ from training_runs import records, train_run
 
 import eval
 import train
-import utils.meter
-from utils.config import TrainConfig
-from utils.data.loader import Decoded
-from utils.state import TrainState, due_after
+import utils.training.meter
+from utils.config.settings import TrainConfig
+from utils.data.datasets import Decoded
+from utils.runs.state import TrainState
+from utils.training.schedule import due_after
 
 FLAGS = ["--model", "mlp", "--max_train_samples", "480", "--threads", "1", "--lr", "0.01", "--run_name", "run"]
 FLAGS += ["--lr_schedule", "constant"]
@@ -97,7 +98,7 @@ def _train_at_ten_updates_a_second(flags):
         update(run, batches)
 
     train.train_update = timed
-    utils.meter.time = SimpleNamespace(perf_counter=lambda: clock[0])
+    utils.training.meter.time = SimpleNamespace(perf_counter=lambda: clock[0])
     train.main(flags)
 
 
@@ -111,10 +112,10 @@ def test_a_resume_reads_no_sample_to_skip_it():
 def _samples_read(flags):
     read, get = [], Decoded.__getitems__
 
-    def watched(dataset, piece):
+    def watched(dataset, microbatch):
         if len(dataset) == 480:  # the training split
-            read.extend(piece.indices)
-        return get(dataset, piece)
+            read.extend(microbatch.indices)
+        return get(dataset, microbatch)
 
     Decoded.__getitems__ = watched
     train.main(flags)

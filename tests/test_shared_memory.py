@@ -18,7 +18,7 @@ import eval
 import train
 from utils.data import workers
 from utils.data.workers import AHEAD, bytes_needed, choose_workers
-from utils.errors import explained
+from utils.launch.exits import explain
 
 MB = 2**20
 FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
@@ -66,11 +66,11 @@ def test_loaders_need_room_for_each_batch_in_advance_and_those_in_use():
 
 def test_all_ranks_of_a_machine_share_its_room(monkeypatch):
     monkeypatch.setattr(workers, "room", lambda: (100 * MB, 200 * MB))
-    assert 80 * MB < workers.usable_room() < 100 * MB
-    alone = workers.usable_room()
+    assert 80 * MB < workers.usable_shm() < 100 * MB
+    alone = workers.usable_shm()
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert workers.usable_room() == alone / 4
+    assert workers.usable_shm() == alone / 4
 
 
 # A /dev/shm of its own
@@ -158,7 +158,7 @@ def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one
 
 
 def _bus_error(flags):
-    from utils.data import loader
+    from utils.data import datasets as loader
 
     decode = loader.decode
 
@@ -184,9 +184,9 @@ def test_a_bus_error_of_a_worker_is_explained_by_shared_memory(photos):
 
 def _one_dead_worker_after_the_other(flags):
     """While the death of the training loader's is explained, that of the evaluation's dies."""
-    from utils import entry
+    from utils.ranks import session
 
-    explained = entry.explained
+    explain = session.explain
 
     def interrupted(error):
         others = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
@@ -194,9 +194,9 @@ def _one_dead_worker_after_the_other(flags):
         for worker in others:
             worker.kill()
         until(lambda: all(worker.status() == psutil.STATUS_ZOMBIE for worker in others))
-        return explained(error)
+        return explain(error)
 
-    entry.explained = interrupted
+    session.explain = interrupted
     update = train.train_update
 
     def killing(run, batches):
@@ -215,7 +215,7 @@ def test_workers_of_two_loaders_that_die_one_after_the_other_are_one_line(photos
 
 
 def test_another_death_of_a_worker_is_not_blamed_on_shared_memory():
-    error = explained(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+    error = explain(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
     assert isinstance(error, ValueError) and "/dev/shm" not in str(error)
 
 
@@ -243,7 +243,7 @@ def test_eval_refuses_thousands_of_workers_and_lowers_those_of_a_run_on_a_larger
 
 
 def _evaluate_a_run_of_a_larger_machine():
-    from utils.data import loader
+    from utils.data import pipeline as loader
 
     settings, started = eval.settings_of, []
     os.cpu_count = lambda: 1

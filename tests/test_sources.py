@@ -14,10 +14,11 @@ from make_data import image_folder, mnist_files, parquet, pictures, table
 from PIL import Image as PillowImage
 from ranks import returned
 
-from utils.config import TrainConfig
+from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.decode import decode, peek
-from utils.data.sources import check_source, load_data, load_split
+from utils.data.selection import load_data, load_split
+from utils.data.sources import check_source
 from utils.data.splits import hold_out, random_subset, renumber, whole_split
 
 ANIMALS = ["cat", "dog", "emu"]
@@ -481,7 +482,7 @@ def test_a_corrupt_parquet_file_is_named(damage):
     raw = file.read_bytes()
     middle = raw[:200] + b"\xff" * 400 + raw[600:]
     file.write_bytes({"truncated": raw[: len(raw) // 2], "garbage": b"nothing", "middle": middle}[damage])
-    refused("tables", "tables" if damage == "middle" else str(file), "cannot be read", "mend or remove it")
+    refused("tables", "tables" if damage == "middle" else str(file), "cannot be read", "fix or remove it")
 
 
 def test_a_damaged_arrow_file_or_saved_folder_is_named():

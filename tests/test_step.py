@@ -16,11 +16,12 @@ from training_runs import records, train_run, weights
 
 import eval as evaluation
 import train
-from utils import accelerator, host
-from utils.config import TrainConfig
-from utils.data.loader import InputSpec
-from utils.entry import ranks_of_launch
-from utils.models import MnistCNN
+from utils import memory as host
+from utils.config.settings import TrainConfig
+from utils.data.spec import InputSpec
+from utils.models.small import MnistCNN
+from utils.ranks import accelerator
+from utils.ranks.session import distributed_session
 
 DIGITS = ("--global_batch_size", "120", "--max_steps", "6", "--log_every", "1", "--threads", "1")
 
@@ -102,9 +103,9 @@ def test_a_compiled_run_has_the_losses_and_the_checkpoint_keys_of_an_uncompiled_
 
 def _precision(natives, asked):
     config = TrainConfig(mixed_precision=asked)
-    with ranks_of_launch("train.py", config) as ranks:
+    with distributed_session("train.py", config) as ranks:
         ranks.join()
-        accelerator.computes_bf16 = lambda device: natives[ranks.topology.rank]
+        accelerator.has_native_bf16 = lambda device: natives[ranks.topology.rank]
         return accelerator.make_accelerator(ranks, config).mixed_precision
 
 
@@ -132,7 +133,7 @@ def test_gradients_are_exchanged_as_the_hook_says():
 
 
 def _faults_of_reuse(keep):
-    with ranks_of_launch("train.py", TrainConfig()) if keep else nullcontext():
+    with distributed_session("train.py", TrainConfig()) if keep else nullcontext():
         return _faults()
 
 
@@ -154,7 +155,7 @@ def test_freed_memory_is_used_again_without_faulting_it_in_anew():
 
 def test_what_start_up_made_is_out_of_the_garbage_collectors_sight_for_as_long_as_asked():
     before = gc.get_freeze_count()
-    with host.settled_garbage():
+    with host.frozen_garbage():
         assert gc.get_freeze_count() > before + 10_000
     assert gc.get_freeze_count() == 0
 

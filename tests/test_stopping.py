@@ -17,7 +17,7 @@ from training_runs import records, slow_train, train_run, weights
 from waiting import SOON, error_lines, has_logged, newest, until
 
 import train
-from utils.launch import resume_command
+from utils.launch.command import resume_command
 
 
 def check_stopped(outcomes: list[Outcome], reason: str) -> None:
@@ -102,7 +102,7 @@ def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run(proc
 
 
 def _train_and_evaluate_slowly(flags):
-    import utils.evaluation as evaluation
+    import utils.training.evaluation as evaluation
 
     loss_sum, blocks = evaluation.loss_sum, count(1)
 
@@ -128,7 +128,7 @@ def test_a_stop_while_a_checkpoint_is_written_leaves_after_it(processes):
 
 
 def _train_and_save_slowly(flags):
-    import utils.checkpoint as checkpoint
+    import utils.runs.checkpoint as checkpoint
 
     save_state = checkpoint._save_state
 
@@ -239,7 +239,7 @@ def _end_instead_of_saving(flags):
 
 
 def test_a_launcher_that_died_before_its_process_looked_is_noticed(monkeypatch):
-    import utils.launch as launch
+    import utils.launch.command as launch
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(launch.os, "getppid", lambda: 1)  # adopted by the first process of the machine

@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from training_runs import records, train_run, weights
 
 import train
-from utils.cli import parse_args
-from utils.config import TrainConfig
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
-from utils.data.order import Plan, UpdateSampler, mix
-from utils.data.sources import load_data
-from utils.models import build_model, input_spec
-from utils.optim import learning_rate
+from utils.data.order import Plan, UpdateSampler, fold_in
+from utils.data.selection import load_data
+from utils.models.zoo import build_model, input_spec
+from utils.training.schedule import learning_rate
 
-# 1438 training samples in batches of 120: the last of an epoch has 118, which 3 and 4 pieces share unequally.
+# 1438 training samples in batches of 120: the last of an epoch has 118, which 3 and 4 microbatches share unequally.
 DIGITS = (
     "--model",
     "mlp",
@@ -45,7 +45,7 @@ def plain_losses(*flags):
     pixels = decode_all(data.train, spec.height, spec.width, 1, "cache", lambda items: items)
     images = ((torch.from_numpy(pixels.copy()).float() / 255 - 0.5) / 0.5).permute(0, 3, 1, 2)
     labels = torch.from_numpy(data.train.labels)
-    torch.manual_seed(mix(config.seed, "weights"))
+    torch.manual_seed(fold_in(config.seed, "weights"))
     model = build_model(config, spec, 10)
     groups = [{"params": [p]} | ({} if p.ndim > 1 else {"weight_decay": 0}) for p in model.parameters()]
     if config.optimizer == "sgd":

@@ -16,7 +16,7 @@ from training_runs import slow_train
 from waiting import SOON, has_ended, has_logged, until
 
 import train
-from utils.watch import Watch
+from utils.ranks.watch import Watch
 
 TIMEOUT = 8
 ENDLESS = [*FLAGS, "--max_steps", "1000000", "--timeout"]

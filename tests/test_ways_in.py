@@ -16,8 +16,8 @@ from ranks import free_port
 from training_runs import ROOT, records
 from waiting import PATIENCE, error_lines, has_opened_session, until
 
-from utils import network, rendezvous
-from utils.launch import Topology, first_node, read_topology
+from utils.launch import network, rendezvous
+from utils.launch.environment import Topology, first_node, read_topology
 
 TRAIN = str(ROOT / "train.py")
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--max_steps", "5", "--log_every", "1", "--threads", "1"]

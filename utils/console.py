@@ -1,82 +1,39 @@
-"""Keep a run alive if its output cannot be printed: closed descriptors, broken pipes, full disks, other encodings.
+"""Tables and progress bars on a terminal."""
 
-Import this module before any other: while descriptor 1 is closed, the next file or socket that is opened becomes
-standard output, and printed text (also from C++ code) goes into it.
-"""
-
-import codecs
-import io
-import os
-import select
 import sys
-from contextlib import suppress
+import time
+from typing import Any
 
-_PLAIN = {"─": "-", "×": "x", "→": ">", "✓": "+", "✗": "x"}  # printed if the encoding lacks the character
-
-
-def guard_output() -> None:
-    """Replace sys.stdout and sys.stderr by streams to the same place that never raise.
-
-    Characters that the encoding lacks are replaced. Output that cannot be written is dropped. Streams of tests and
-    notebooks, which are not plain text files, are not replaced.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper and not isinstance(stream.buffer, _Guarded):
-            with suppress(OSError, ValueError):
-                stream.flush()
-            setattr(sys, name, _text(_Guarded(stream), stream.encoding))
+from tqdm import tqdm
 
 
-def _text(raw: io.RawIOBase, encoding: str) -> io.TextIOWrapper:
-    return io.TextIOWrapper(raw, encoding, errors="lockstep.plain", line_buffering=True)
+def progress(description: str, is_main: bool):
+    """A function that wraps an iterable in a passing progress bar on the main process's terminal."""
+
+    def wrap(items):
+        return tqdm(items, desc=description, leave=False, disable=not (is_main and sys.stderr.isatty()))
+
+    return wrap
 
 
-class _Guarded(io.RawIOBase):
-    """Writes the bytes of a text stream. Keeps the stream, which would close its file when it is deleted."""
-
-    def __init__(self, stream: io.TextIOWrapper):
-        self._stream, self._raw = stream, getattr(stream.buffer, "raw", stream.buffer)
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._raw.fileno()
-
-    def isatty(self) -> bool:
-        return self._raw.isatty()
-
-    def write(self, data) -> int:
-        rest = memoryview(data)
-        with suppress(OSError, ValueError):  # ValueError: it was closed
-            while rest:
-                written = self._raw.write(rest)
-                if written is None:  # another program has made the pipe non-blocking
-                    select.select([], [self._raw], [])
-                else:
-                    rest = rest[written:]
-        return len(data)
+def table(title: str, rows: list[tuple[str, Any]]) -> str:
+    """Two aligned columns under a title."""
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    rule = "─" * max(len(line) for line in [title, *lines])
+    return "\n".join([title, rule, *lines, rule])
 
 
-def _replace(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(_PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    return time.strftime("%-H:%M:%S" if seconds >= 3600 else "%-M:%S", time.gmtime(seconds))
 
 
-def _open_what_is_closed() -> None:
-    """Open /dev/null for each closed descriptor among 0, 1 and 2, and set the streams that Python lacks."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
-            os.set_inheritable(descriptor, True)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, _text(io.FileIO(os.devnull, "w"), "utf-8"))
+def join_names(names, most: int = 12) -> str:
+    names = [printable(str(name)) for name in names]
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
 
 
-codecs.register_error("lockstep.plain", _replace)
-_open_what_is_closed()
+def printable(name: str) -> str:
+    """A name on one line that can be printed as Unicode, even if its bytes are not UTF-8."""
+    return " ".join(name.split()).encode("utf-8", "replace").decode()

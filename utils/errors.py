@@ -1,26 +1,8 @@
-"""From an exception to one line that names the thing and the mend, on one rank, and to an exit code."""
+"""From an exception to one line that names the thing and the fix, on one rank, and to an exit code."""
 
 import re
-import socket
-import sys
-import time
-import traceback
-from typing import NoReturn
-
-from utils.launch import is_launched, told_ranks
-from utils.shared_memory import FIX, PLACE, describe
 
 USER_ERRORS = (ValueError, OSError, ImportError)  # what names a cause outside this code; anything else is a bug
-
-
-_KNOWN = {  # what DistributedDataParallel says at length
-    "Expected to have finished reduction": "the model leaves parameters unused; --find_unused_parameters finds "
-    "them in each update, --static_graph once if they are always the same",
-    "Expected more than 1 value per channel": "batch normalisation got a single image, because others of its batch "
-    "cannot be read; use larger batches, or fix the files and start a new run",
-    "training graph has changed": "the model uses other parameters than in its first pass, so that "
-    "--static_graph does not hold; use --find_unused_parameters instead",
-}
 
 
 class AgreedError(ValueError):
@@ -38,35 +20,6 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def leave(error: BaseException, prog: str, show: bool = True, show_traceback: bool = False) -> NoReturn:
-    """Print `error` as one line (or with its traceback) and exit with code 2."""
-    if show and show_traceback:
-        traceback.print_exception(error)
-    if show:
-        # One write, so that lines of several processes do not interleave.
-        sys.stderr.write(f"{prog}: error: {one_line(error)}\n")
-        sys.stderr.flush()
-    else:  # a launcher that sees this rank gone ends the others, and this one once the one that speaks is done
-        time.sleep(5 if is_launched() else 0.5)
-    raise SystemExit(2)
-
-
-def speaks_for_machine() -> bool:
-    """Whether this process tells the errors of its machine, judged before anything of the launch has been checked."""
-    rank, local_rank = told_ranks()
-    return rank == "0" or local_rank in ("0", None)
-
-
-def placed(error: Exception) -> Exception:
-    """An error from before the processes have met, with its rank and machine unless that is rank 0."""
-    rank, _ = told_ranks()
-    if rank in ("0", None):
-        return error
-    told = ValueError(f"rank {rank} on {socket.gethostname()}: {one_line(error)}")
-    told.__cause__ = error
-    return told
-
-
 def is_lost_rank(error: BaseException) -> bool:
     """Whether a collective failed because a peer left, hangs or cannot be reached (gloo's and NCCL's wordings)."""
     if not isinstance(error, RuntimeError):
@@ -75,31 +28,6 @@ def is_lost_rank(error: BaseException) -> bool:
     signs = ("closed by peer", "connection reset", "broken pipe", "timed out", "connectfullmesh", "socket closed")
     signs += ("ncclremoteerror", "nccl communicator was aborted")
     return any(sign in text for sign in signs)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch could not get memory on a GPU or on the host."""
-    return isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error)) is not None
-
-
-def explained(error: Exception) -> Exception:
-    """The error of a known cause outside this code as a ValueError with the mend; any other as it is."""
-    text = one_line(error)
-    if is_out_of_memory(error):
-        return ValueError(f"out of memory ({text[:120]}); lower --batch_size, or raise --grad_accum")
-    if is_killed_worker(error) and "Bus error" in f"{error} {error.__cause__}":
-        return ValueError(f"a loader process found no room in {PLACE} ({describe()}); {FIX}, or lower --num_workers")
-    if is_killed_worker(error):
-        return ValueError(f"a loader process was killed ({text[:100]}); if memory is short, lower --num_workers")
-    for sign, mend in _KNOWN.items():
-        if isinstance(error, RuntimeError | ValueError) and sign in text:
-            return ValueError(mend)
-    return error
-
-
-def is_killed_worker(error: BaseException) -> bool:
-    """Whether a loader's worker died; PyTorch raises that wherever the main thread then is."""
-    return isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error)
 
 
 def lost_rank_text(error: BaseException, place: str = "", waited_for: str = "") -> str:

@@ -128,3 +128,8 @@ def is_taken_over(folder: Path, held: TextIO) -> bool:
         return (folder / ".lock").stat().st_ino != os.fstat(held.fileno()).st_ino
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def expand(path: str) -> Path:
+    """The path with ~ and variables resolved."""
+    return Path(os.path.expandvars(path)).expanduser()

@@ -1,29 +1,20 @@
-"""A process whose data does not arrive reports it, exits when it is told to stop, and exits after --timeout."""
+"""Wait for data and for connections that may never answer."""
 
-import multiprocessing
-import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-import psutil
-
-from utils.distributed import Ranks
 from utils.errors import one_line
-from utils.rendezvous import in_time
-from utils.stopping import EXIT_RESUME, Stopping
 
 Item = TypeVar("Item")
-_TICK = 0.5  # seconds between two looks
+
+
 _DYING = 2.0  # seconds that a process may take to end
-PATIENCE = 10.0  # seconds in which data must arrive after a request to stop
 
 
-class _Wait:
+class CurrentWait:
     """What the main thread is waiting for, empty if nothing, and the number of that wait."""
 
     what, number = "", 0
@@ -33,8 +24,8 @@ def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
     """Yield the items; `DataWatch` watches how long each takes to arrive. `what` names one of them."""
     iterator = None
     while True:
-        _Wait.number += 1
-        _Wait.what = what
+        CurrentWait.number += 1
+        CurrentWait.what = what
         try:
             iterator = _started(items) if iterator is None else iterator
             item = next(iterator)
@@ -45,7 +36,7 @@ def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
             text = f"a loader process ended while it handed over {what} ({one_line(error)})"
             raise ValueError(f"{text}; lower --num_workers if memory was short") from error
         finally:
-            _Wait.what = ""
+            CurrentWait.what = ""
         yield item
 
 
@@ -61,76 +52,23 @@ def _started(items: Iterable[Item]) -> Iterator[Item]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class DataWatch:
-    """A thread that ends this process when its main thread waits for data that does not arrive.
-
-    The main thread may be blocked where no exception reaches it, as in a read from a dead disk, and nothing can be
-    saved. The process exits with the code for a resume if it was told to stop or its launcher is gone, and with code 2
-    after --timeout. Other ranks exit with the same code.
-    """
-
-    def __init__(self, ranks: Ranks):
-        self._ranks, self._stop = ranks, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="data watch", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Stop watching."""
-        self._stop.set()
-        # The thread must not be the last owner of the process groups: as Python ends, that would end in a crash.
-        self._thread.join(4 * _TICK)
-
-    def _run(self) -> None:
-        timeout = self._ranks.launch.timeout
-        number, waited, wished, said, last = 0, 0.0, 0.0, False, time.monotonic()
-        while not self._stop.wait(_TICK):
-            now = time.monotonic()
-            passed, last = min(now - last, 2 * _TICK), now  # a pause of the process is not waiting
-            what = _Wait.what
-            if not what or _Wait.number != number:
-                number, waited, wished, said = _Wait.number, 0.0, 0.0, False
-                continue
-            waited += passed
-            reason = self._told_to_stop()
-            wished = wished + passed if reason else 0.0
-            if wished >= PATIENCE:
-                text = f"stopped ({reason}): {what} has not arrived for {waited:.0f} s{_workers()}"
-                more = "; go on from the last checkpoint with --run_name NAME --resume auto"
-                self._leave(text + more * (self._ranks.prog == "train.py"), EXIT_RESUME)
-            if waited > timeout:
-                fix = "check that the disk with the data responds, or raise --timeout"
-                self._leave(f"error: {what} has not arrived for {waited:.0f} s{_workers()}; {fix}", 2)
-            if waited >= min(60.0, max(2.0, timeout / 10)) and not said:
-                said = True
-                if self._ranks.is_main:
-                    self._say(f"has waited {waited:.0f} s for {what}{_workers()}")
-
-    def _told_to_stop(self) -> str:
-        """Why this process should stop; empty if it should not."""
-        if Stopping.current is not None:
-            return Stopping.current.reason if Stopping.current.requested else ""
-        return "the launcher is gone" if self._ranks.orphaned else ""
-
-    def _say(self, text: str) -> None:
-        sys.stderr.write(f"\n{self._ranks.prog}: {text}\n")
-        sys.stderr.flush()
-
-    def _leave(self, text: str, code: int) -> None:
-        """End this process and its workers, which may be blocked as well."""
-        if self._ranks.leave_word(text, code):
-            self._say(text)
-        with suppress(RuntimeError):  # the reader of the output may be stopped
-            in_time(sys.stdout.flush, 1.0)
-        for worker in multiprocessing.active_children():
-            worker.kill()
-        os._exit(code)
+Result = TypeVar("Result")
 
 
-def _workers() -> str:
-    """The state of this process's loader processes, for a message."""
-    told = []
-    for worker in multiprocessing.active_children():
-        with suppress(psutil.Error):
-            told.append(f"{worker.pid} ({psutil.Process(worker.pid).status()})")
-    more = f", and {len(told) - 4} more" * (len(told) > 4)
-    return f", from loader process{'es' * (len(told) > 1)} {', '.join(told[:4])}{more}" if told else ""
+def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
+    """What `action` returns, or RuntimeError when that takes longer: a store waits for ever on a dead connection."""
+    done: list[tuple[Result | None, Exception | None]] = []
+
+    def run() -> None:
+        try:
+            done.append((action(), None))
+        except Exception as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    result, error = done[0] if done else (None, RuntimeError(f"no answer within {seconds:.0f} s"))
+    if error is not None:
+        raise error
+    return result

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data.order import mix
+from utils.data.order import fold_in
 
 # SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -19,7 +19,7 @@ _MULTIPLIERS = ((30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB13
 
 def uniform(seed: int, epoch: int, indices: np.ndarray, draws: int) -> np.ndarray:
     """Random numbers in [0, 1) of each sample: float32 [n, draws] from int64 `indices` [n]."""
-    key = np.uint64(mix(seed, "augment", epoch) ^ 1 << 63)
+    key = np.uint64(fold_in(seed, "augment", epoch) ^ 1 << 63)
     states = _scramble(indices.astype(np.uint64) ^ key)[:, None]
     counters = np.arange(1, draws + 1, dtype=np.uint64) * _GAMMA
     return (_scramble(states + counters) >> 40).astype(np.float32) / 2**24

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from utils.config import expand
-from utils.data.decode import SMALL, VERSION, BadImages, center, decode, shrink_to_center
+from utils.data.decode import VERSION, BadImages, center, decode, shrink_to_center
 from utils.data.pixels import damage, open_pixels, remove_leftovers, write_pixels
+from utils.data.spec import SMALL
 from utils.data.splits import Split, whole_split
-from utils.data.workers import choose_workers, usable_room
+from utils.data.worker_process import ShmFull, share, worker_processes
+from utils.data.workers import choose_workers, usable_shm
 from utils.errors import one_line
-from utils.host import free_memory, worker_processes
-from utils.launch import on_this_machine, say_for_machine
-from utils.shared_memory import NoRoom, share
+from utils.files import expand
+from utils.launch.environment import on_this_machine, say_for_machine
+from utils.memory import free_memory
 from utils.waiting import awaited
 
 _CHUNK, _CHUNK_BYTES = 256, 2**19  # images decoded at once; some wait in /dev/shm, which may be as small as 64 MB
@@ -130,11 +131,11 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     # takes longer than MNIST. They give tensors: arrays would come through a pipe, where an orphan would wait for ever.
     workers = min(len(os.sched_getaffinity(0)), _MOST, len(split) // _LEAST)
     runs = _Chunks(split, shape)
-    [(workers, ahead)] = choose_workers([runs.size * math.prod(shape)], workers, 2, usable_room())
+    [(workers, ahead)] = choose_workers([runs.size * math.prod(shape)], workers, 2, usable_shm())
     processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
     chunks, broken = DataLoader(runs, batch_size=None, collate_fn=_hand_over, **processes), {}
     for pixels in awaited(progress(chunks), "a decoded image"):
-        if isinstance(pixels, NoRoom):
+        if isinstance(pixels, ShmFull):
             raise pixels
         if isinstance(pixels, dict):
             broken |= pixels
@@ -144,11 +145,11 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
         raise BadImages(broken)
 
 
-def _hand_over(pixels: Tensor | dict) -> Tensor | dict | NoRoom:
+def _hand_over(pixels: Tensor | dict) -> Tensor | dict | ShmFull:
     """In a worker, move the pixels to shared memory; returns the error if there is no room."""
     try:
         share([pixels] if isinstance(pixels, Tensor) else [])
-    except NoRoom as error:
+    except ShmFull as error:
         return error
     return pixels
 

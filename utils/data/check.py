@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from utils.config import expand
 from utils.data.decode import why_unreadable
 from utils.data.splits import Files, Split, fingerprint_of
+from utils.data.worker_process import worker_processes
 from utils.errors import one_line
-from utils.files import write_file
-from utils.host import worker_processes
+from utils.files import expand, write_file
 from utils.waiting import awaited
 
 _VERSION = 1  # of the results of a check; raised when they change, so that older cached results are not used

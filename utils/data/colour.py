@@ -5,9 +5,10 @@ import io
 import numpy as np
 from PIL import Image
 
-from utils.config import TrainConfig
+from utils.config.settings import TrainConfig
+from utils.console import printable
 from utils.data.decode import decode
-from utils.data.splits import Data, Files, Split, printable
+from utils.data.splits import Data, Files, Split
 
 _HEADERS = 4096  # images whose headers are read: 0.1 s for MNIST
 _BYTES = 2**28  # read at most, if whole images are read for their headers

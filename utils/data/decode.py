@@ -17,10 +17,9 @@ from torchvision.transforms.v2 import functional as F
 from utils.data.splits import Split
 from utils.errors import one_line
 
-SMALL = 96  # pixels; data sets of images up to this side are decoded once and kept
 EVAL_CROP = 0.875  # share of a photograph's shorter side that evaluation looks at, the field's custom since AlexNet
 LARGE = 200_000  # bytes of a file from which on it pays to see how large the image is, before it is decoded
-WAY_OUT = "fix it, or leave it out with --bad_images skip"
+BAD_IMAGE_FIX = "fix it, or leave it out with --bad_images skip"
 VERSION = 2  # of the pixels that this module makes; raised when they change, so that no cache keeps older ones
 Shrink = Callable[[int, int], float]  # how many times smaller an image of some (height, width) is going to be made
 
@@ -38,7 +37,7 @@ class BadImages(ValueError):
         more = f"; and {len(texts) - 10} more" * (len(texts) > 10)
         several = f"{len(texts)} images cannot be read: {'; '.join(texts[:10])}{more}; fix them, or "
         several += "leave them out with --bad_images skip"
-        super().__init__(several if len(texts) > 1 else f"{texts[0]}; {WAY_OUT}")
+        super().__init__(several if len(texts) > 1 else f"{texts[0]}; {BAD_IMAGE_FIX}")
 
     def __reduce__(self):
         return BadImages, (self.found,)
@@ -141,7 +140,7 @@ def peek(split: Split, count: int = 64, skip: bool = False) -> tuple[int, tuple[
         except ValueError as error:
             if skip:
                 continue
-            raise ValueError(f"{error}; {WAY_OUT}") from error
+            raise ValueError(f"{error}; {BAD_IMAGE_FIX}") from error
         sizes.add(tuple(pixels.shape[:2]))
         grey = grey and bool((pixels[..., :1] == pixels).all())
     return (1 if grey else 3), (sizes.pop() if len(sizes) == 1 else None)

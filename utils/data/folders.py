@@ -10,9 +10,10 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from utils.config import TrainConfig
+from utils.config.settings import TrainConfig
+from utils.console import join_names
 from utils.data.scan import Scan, class_folders, class_name_of, folders_in, holds_image, is_folder, loose_images
-from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, likely_train, listed, whole_split
+from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, likely_train, whole_split
 from utils.data.tables import has_tables
 
 _WORDS = {
@@ -64,7 +65,7 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
         used = list(dict.fromkeys(name for name in (*splits, train, evaluation) if name))
         if not train and not any(split_word(name) == "train" for name in used):
             raise ValueError(
-                f"--eval_split {config.eval_split}: there is no train folder beside it, only {listed(children)}; "
+                f"--eval_split {config.eval_split}: there is no train folder beside it, only {join_names(children)}; "
                 "name the folder to train on with --train_split"
             )
         return _split_layout(path, used, config)
@@ -78,7 +79,7 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
             raise _ambiguous(path, with_classes, others)
         layout = _split_layout(path, splits, config)
         return replace(
-            layout, notes=(*layout.notes, f"{path}: folders beside the splits are not used: {listed(others)}")
+            layout, notes=(*layout.notes, f"{path}: folders beside the splits are not used: {join_names(others)}")
         )
     images_in = [name for name in splits if holds_image(children[name])]
     if len(images_in) > 1 or (images_in and len(others) < 2):
@@ -101,13 +102,13 @@ def _split_layout(path: Path, folders: list[str], config: TrainConfig) -> _Layou
     groups = {word: [name for name in folders if split_word(name) == word] for word in _WORDS}
     if len(groups["train"]) > 1 and not config.train_split:
         raise ValueError(
-            f"{path}: {listed(groups['train'])} may each be the training split; choose with --train_split, "
+            f"{path}: {join_names(groups['train'])} may each be the training split; choose with --train_split, "
             f"or give the folder itself, --data {path / groups['train'][0]}"
         )
     notes = []
     if len(groups["validation"]) > 1 and config.eval_split is None and config.eval_fraction is None:
         used = next(name for name in EVAL_NAMES if name in named)
-        found = listed(groups["validation"])
+        found = join_names(groups["validation"])
         notes = [f"{path}: {named[used]} is the evaluation split (found: {found}); --eval_split chooses another"]
     aliases = {alias: name for alias, name in aliases.items() if alias and alias not in named}
     return _Layout({name: _inner(path / folder) for name, folder in named.items()}, aliases, tuple(notes))
@@ -121,7 +122,7 @@ def _class_layout(path: Path, children: dict[str, Path], others: list[str]) -> _
         first = next(iter(inner.values()))
         if len(first) > 1 and all(classes == first for classes in inner.values()):
             raise ValueError(
-                f"{path}: {listed(others)} may be splits or classes, as each holds {listed(first)}; "
+                f"{path}: {join_names(others)} may be splits or classes, as each holds {join_names(first)}; "
                 "name the splits with --train_split and --eval_split, or take all as classes with --train_split ."
             )
     return _Layout({"train": path}, {})
@@ -155,10 +156,10 @@ def _agree(classes_in: dict[str, list[str]]) -> bool:
 
 
 def _ambiguous(path: Path, splits: dict, others: list[str]) -> ValueError:
-    seen = [f"{name} (with the folders {listed(inner, 4)})" if inner else name for name, inner in splits.items()]
+    seen = [f"{name} (with the folders {join_names(inner, 4)})" if inner else name for name, inner in splits.items()]
     return ValueError(
-        f"{path}: cannot tell splits from classes: {' and '.join(seen)} beside {listed(others)}; to train on one of "
-        f"them, give --train_split {next(iter(splits))}; to use all folders as classes, give --train_split ."
+        f"{path}: cannot tell splits from classes: {' and '.join(seen)} beside {join_names(others)}; to train on one "
+        f"of them, give --train_split {next(iter(splits))}; to use all folders as classes, give --train_split ."
     )
 
 
@@ -183,7 +184,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
             continue
         if class_name not in number:
             raise ValueError(
-                f"{child.path}: the training split has no class of this name; its classes are {listed(class_names)}"
+                f"{child.path}: the training split has no class of this name; its classes are {join_names(class_names)}"
             )
         paths += files
         labels += [number[class_name]] * len(files)
@@ -200,7 +201,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
 def _no_images(folder: Path) -> ValueError:
     tables = [child for child in sorted(folder.iterdir()) if child.is_dir() and has_tables(child)]
     if tables:
-        return ValueError(f"{folder}: no images in it; for the tables below it, give {listed(tables)}")
+        return ValueError(f"{folder}: no images in it; for the tables below it, give {join_names(tables)}")
     loose = loose_images(folder)
     if loose:
         return ValueError(
@@ -208,5 +209,5 @@ def _no_images(folder: Path) -> ValueError:
             "(if this split has no labels, choose another --eval_split or give --eval_fraction 0.1)"
         )
     names = [entry.name + "/" * is_folder(entry) for entry in os.scandir(folder)]
-    seen = f" (only {listed(sorted(names), 6)})" if names else ""
+    seen = f" (only {join_names(sorted(names), 6)})" if names else ""
     return ValueError(f"{folder}: no images in it{seen}; an image folder holds CLASS/IMAGE.jpg")

@@ -1,7 +1,7 @@
 """Which sample is next: a pure function of (seed, epoch, position), the same for every number of processes.
 
 One update takes the next `global_batch_size` samples of the epoch's permutation (fewer at its end) and deals them
-into processes x accumulation pieces. Piece `a * processes + r` is what rank r computes in accumulation step a.
+into processes x accumulation microbatches. Rank r computes microbatch `a * processes + r` in accumulation step a.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-def mix(*parts: int | str) -> int:
+def fold_in(*parts: int | str) -> int:
     """Hash the parts into 64 bits. Seeds are never added: seed 1, epoch 0 must not be seed 0, epoch 1."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
@@ -22,11 +22,11 @@ def permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
 
     The random keys are Philox's raw output, which numpy promises never to change, sorted stably.
     """
-    keys = np.random.Philox(key=mix(seed, "order", epoch)).random_raw(samples)
+    keys = np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(samples)
     return np.argsort(keys, kind="stable")
 
 
-class Piece(NamedTuple):
+class Microbatch(NamedTuple):
     """The samples of one forward pass of one rank: which epoch draws them, and their indices, int64 [n], n >= 0."""
 
     epoch: int
@@ -35,11 +35,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How an epoch divides into updates, and an update into pieces."""
+    """How an epoch divides into updates, and an update into microbatches."""
 
     samples: int
     global_batch_size: int
-    pieces: int
+    microbatches: int
     seed: int
     drop_last: bool = False
 
@@ -52,8 +52,8 @@ class Plan:
         """How the global batch divides, for the log."""
         return {
             "processes": processes,
-            "batch_size": self.global_batch_size // self.pieces,
-            "grad_accum": self.pieces // processes,
+            "batch_size": self.global_batch_size // self.microbatches,
+            "grad_accum": self.microbatches // processes,
             "global_batch_size": self.global_batch_size,
         }
 
@@ -79,16 +79,16 @@ class Plan:
         epoch, update = divmod(step, self.updates_per_epoch)
         return epoch, update * self.global_batch_size
 
-    def piece_sizes(self, position: int) -> list[int]:
-        """Samples in each piece of the update at `position`; they differ by at most one."""
-        small, larger = divmod(self.update_size(position), self.pieces)
-        return [small + (piece < larger) for piece in range(self.pieces)]
+    def microbatch_sizes(self, position: int) -> list[int]:
+        """Samples in each microbatch of the update at `position`; they differ by at most one."""
+        small, larger = divmod(self.update_size(position), self.microbatches)
+        return [small + (microbatch < larger) for microbatch in range(self.microbatches)]
 
 
 class UpdateSampler:
-    """Emits the pieces of every update from (epoch, position) on, for `updates` updates, over all epochs.
+    """Emits the microbatches of every update from (epoch, position) on, for `updates` updates, over all epochs.
 
-    Made for `Accelerator.prepare`, which gives rank r every piece whose number is r modulo the processes. That is
+    Made for `Accelerator.prepare`, which gives rank r every microbatch whose number is r modulo the processes. That is
     exact only because this has neither a `batch_size` nor a `set_epoch` attribute and `even_batches` is off.
     """
 
@@ -97,20 +97,20 @@ class UpdateSampler:
 
     @property
     def largest(self) -> int:
-        """Samples of the largest piece."""
-        return -(-self.plan.global_batch_size // self.plan.pieces)
+        """Samples of the largest microbatch."""
+        return -(-self.plan.global_batch_size // self.plan.microbatches)
 
     def __len__(self) -> int:
-        return self.updates * self.plan.pieces
+        return self.updates * self.plan.microbatches
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Microbatch]:
         plan, epoch, position, order = self.plan, self.epoch, self.position, None
         for _ in range(self.updates):
             if order is None:
                 order = permutation(plan.samples, plan.seed, epoch)
             start = position
-            for size in plan.piece_sizes(position):
-                yield Piece(epoch, order[start : start + size])
+            for size in plan.microbatch_sizes(position):
+                yield Microbatch(epoch, order[start : start + size])
                 start += size
             following, position = plan.advance(epoch, position)
             order, epoch = order if following == epoch else None, following
@@ -133,6 +133,6 @@ class BlockSampler:
     def __len__(self) -> int:
         return -(-self.samples // self.block_size)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Microbatch]:
         for start in range(0, self.samples, self.block_size):
-            yield Piece(0, np.arange(start, min(start + self.block_size, self.samples)))
+            yield Microbatch(0, np.arange(start, min(start + self.block_size, self.samples)))

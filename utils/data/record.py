@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.config import TrainConfig
-from utils.data.splits import Files, Split, listed
+from utils.config.settings import TrainConfig
+from utils.console import join_names
+from utils.data.splits import Files, Split
 
 FILE = "samples.json.gz"
 _MOST_PACKED = 100  # bytes unpacked for each one in the file: real records have about ten
@@ -92,7 +93,7 @@ class Record:
         for part in self.parts:
             part.check(len(names))
 
-    def chosen_as(self, config: TrainConfig) -> bool:
+    def has_same_choices(self, config: TrainConfig) -> bool:
         """Whether these settings split the data set in the same way."""
         return self.choices == _choices(config)
 
@@ -144,7 +145,7 @@ class Found(NamedTuple):
     new: list[str]
 
 
-def find_again(record: Record, part: Part, whole: Split, class_names: Sequence[str]) -> Found:
+def match_files(record: Record, part: Part, whole: Split, class_names: Sequence[str]) -> Found:
     """Find the files of a recorded part in `whole`, the split that they were taken from, as it is now.
 
     Labels are indices into `class_names`, the classes of `whole`. Missing files keep their place and count as
@@ -178,7 +179,7 @@ def find_again(record: Record, part: Part, whole: Split, class_names: Sequence[s
         other_labels.append(f"{told} ({was!r}, now {now!r})")
     known = {name for other in record.parts if other.source == part.source for name in other.names}
     new = [name for name, row in row_of.items() if name not in known and row not in whole.bad]
-    told = [f"split {whole.name!r} has new files since training, which are left out: {listed(new, 3)}"]
+    told = [f"split {whole.name!r} has new files since training, which are left out: {join_names(new, 3)}"]
     return Found(split, changed, images, other_labels, told if new else [])
 
 
@@ -216,10 +217,10 @@ def differences(part: Part, fresh: Part, whole: Split) -> list[str]:
             return [f"the run trained on split {part.source!r} of another data set"]
         return table_changes(part, whole)
     gone, new = set(part.names) - set(fresh.names), set(fresh.names) - set(part.names)
-    changes = [f"training images were removed: {listed(sorted(gone), 3)}"] if gone else []
-    changes += [f"training images were added: {listed(sorted(new), 3)}"] if new else []
+    changes = [f"training images were removed: {join_names(sorted(gone), 3)}"] if gone else []
+    changes += [f"training images were added: {join_names(sorted(new), 3)}"] if new else []
     if not changes and part.content != fresh.content:
         ends = zip(part.names, part.ends, fresh.ends, strict=True) if part.ends and fresh.ends else ()
         other = [name for name, before, now in ends if before != now]
-        changes += [f"training images changed: {listed(other, 3)}"] if other else []
+        changes += [f"training images changed: {join_names(other, 3)}"] if other else []
     return changes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from utils.data.splits import listed
+from utils.console import join_names
 
 # Folders that systems and tools add, besides those whose names begin with a dot.
 _JUNK = ("__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information", "__pycache__")
@@ -31,16 +31,22 @@ class LeftOut:
         """One line for each thing that a user may have meant as samples."""
         lines = []
         if self.empty_classes:
-            lines.append(f"{folder}: class folders without readable images are left out: {listed(self.empty_classes)}")
+            lines.append(
+                f"{folder}: class folders without readable images are left out: {join_names(self.empty_classes)}"
+            )
         if self.not_images:
-            kinds = listed([f"{kind or 'no extension'} ({count})" for kind, count in self.not_images.most_common()], 6)
+            kinds = join_names(
+                [f"{kind or 'no extension'} ({count})" for kind, count in self.not_images.most_common()], 6
+            )
             lines.append(f"{folder}: files of types that are not read are left out: {kinds}")
         if self.loose:
             lines.append(
                 f"{folder}: images beside the class folders have no class and are left out ({self.loose} found)"
             )
         if self.linked:
-            lines.append(f"{folder}: links to folders that are already included are left out: {listed(self.linked, 3)}")
+            lines.append(
+                f"{folder}: links to folders that are already included are left out: {join_names(self.linked, 3)}"
+            )
         return lines
 
 
@@ -106,7 +112,7 @@ class Scan:
 
 
 def _two_classes(path: str, owner: str) -> ValueError:
-    owner = listed([owner])
+    owner = join_names([owner])
     return ValueError(f"{path}: is also a folder of class {owner}, but an image has only one class; remove the link")
 
 

@@ -1,38 +1,17 @@
 """Where images come from: --data resolved to two splits and the names of the classes."""
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-import psutil
-
-from utils.config import TrainConfig, absolute_data, expand
-from utils.data.check import check_images, refuse_bad
-from utils.data.decode import SMALL, peek
+from utils.config.settings import TrainConfig, absolute_data
+from utils.console import printable
+from utils.data.builtin import open_digits, open_synthetic
 from utils.data.folders import image_folder
-from utils.data.order import mix
-from utils.data.record import Record, differences, find_again, is_same, make_record, table_changes
 from utils.data.splits import (
-    EVAL_NAMES,
-    Data,
     Source,
-    Split,
-    fingerprint_of,
-    hold_out,
-    listed,
-    printable,
-    random_subset,
-    renumber,
-    whole_split,
 )
 from utils.data.tables import has_tables, hugging_face, load_hub, read_table_files
 from utils.data.vision import open_torchvision, torchvision_class
-
-SYNTHETIC_IMAGES = 1024  # distinct images of the synthetic set; more samples share them
+from utils.files import expand
 
 
 def check_source(config: TrainConfig) -> None:
@@ -57,291 +36,20 @@ def _check_names(config: TrainConfig) -> None:
             raise ValueError(f"--{name} {printable(value)}: this name is not UTF-8; rename it")
 
 
-def load_data(
-    config: TrainConfig,
-    record: Record | None = None,
-    progress: Callable = iter,
-    say: Callable[[str], None] = lambda text: None,
-) -> Data:
-    """Find the data set and its two splits; raises ValueError or OSError with the fix in its text.
-
-    A resumed run passes the `record` of its checkpoint, to go on with the same samples. All images are checked;
-    `progress` wraps an iterable (tqdm), and `say` prints a message for the user.
-    """
-    source = _open(config)
-    source.check = partial(_check, config=config, progress=progress)
-    if record is not None and record.chosen_as(config) and record.train.names is not None:
-        train, evaluation = _as_recorded(record, source, config, say)
-        bad = _say_left_out((train, evaluation), say)
-    else:
-        (train, whole), (evaluation, other_whole) = _two_splits(source, config)
-        fresh = make_record(config, source.class_names, (train, whole), (evaluation, other_whole))
-        if record is not None:
-            _check_same(record, fresh, whole, other_whole if record.chosen_as(config) else None)
-        record = fresh
-        bad = _say_left_out(source.opened, say)
-    train = random_subset(train, config.max_train_samples, config.seed)
-    evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
-    if len(source.class_names) < 2:
-        raise ValueError(f"--data {config.data} has one class, {listed(source.class_names)}; give at least two")
-    return Data(train, evaluation, source.class_names, record, bad)
-
-
-def _two_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
-    """What to train on and what to evaluate on, each with the whole split that it was taken from."""
-    train_name = _train_name(source, config.train_split)
-    whole = source.split(train_name)
-    train = _usable(whole, config)
-    eval_name = None if config.eval_fraction else _eval_name(source, train_name, config.eval_split)
-    if eval_name is None:
-        train, evaluation = hold_out(train, config.eval_fraction or 0.1, config.seed)
-        return (train, whole), (evaluation, whole)
-    return (train, whole), (_usable(source.split(eval_name), config), source.split(eval_name))
-
-
-def _usable(split: Split, config: TrainConfig) -> Split:
-    """The split without unreadable images; with --bad_images refuse, ValueError names them."""
-    if config.bad_images == "refuse":
-        refuse_bad(split)
-    if split.readable.all():
-        return split
-    _check_any(split)
-    return split.select(np.flatnonzero(split.readable))
-
-
-def _check_any(split: Split) -> None:
-    if not split.readable.any():
-        raise ValueError(f"no image of split {split.name!r} can be used ({len(split)} checked); give another --data")
-
-
-def _as_recorded(record: Record, source: Source, config: TrainConfig, say: Callable) -> tuple[Split, Split]:
-    """The two splits that a run began with; unreadable images keep their places."""
-    wholes = [source.split(_known(source, part.source, "the run used split")) for part in record.parts]
-    if source.class_names != record.class_names:
-        changes = _class_changes(record.class_names, source.class_names)
-        raise ValueError(f"{changes}; a resume needs the same classes: restore them, or start a new run")
-    found = [find_again(record, *pair, source.class_names) for pair in zip(record.parts, wholes, strict=True)]
-    skip = config.bad_images == "skip"
-    changed = [text for one in found for text in one.labels + ([] if skip else one.images)]
-    if changed:
-        raise ValueError(
-            f"{'; '.join(changed)}; a resume needs the same images and labels: restore them, leave out changed images "
-            "with --bad_images skip, or start a new run"
-        )
-    for text in dict.fromkeys(text for one in found for text in one.new):
-        say(text)
-    splits = [_without(one.split, one.changed) for one in found]
-    for split in splits:
-        if not skip:
-            refuse_bad(split)
-        _check_any(split)
-    return splits[0], splits[1]
-
-
-def _without(split: Split, changed: np.ndarray) -> Split:
-    """The split without the images at these positions, which have changed."""
-    bad = dict.fromkeys(split.rows[changed].tolist(), "changed since the run began")
-    return replace(split, bad={**split.bad, **bad}) if bad else split
-
-
-def _class_changes(before: list[str], now: list[str]) -> str:
-    new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
-    parts = [f"new: {listed(new, 3)}"] * bool(new) + [f"removed: {listed(gone, 3)}"] * bool(gone)
-    return f"the classes changed since training ({'; '.join(parts) or 'another order'})"
-
-
-def _check_same(record: Record, fresh: Record, whole: Split, other_whole: Split | None) -> None:
-    """Raise ValueError unless the training samples are those that the run began with."""
-    changes = differences(record.train, fresh.train, whole)
-    if not changes and other_whole is not None:
-        changes = differences(record.evaluation, fresh.evaluation, other_whole)
-    if changes:
-        raise ValueError(
-            f"{'; '.join(changes)}; a resume needs the same training data, --seed, --train_split, --eval_split and "
-            "--eval_fraction"
-        )
-
-
-def _say_left_out(splits: Sequence[Split], say: Callable) -> dict[str, str]:
-    """Report the images that cannot be read and are left out; returns them with the reasons."""
-    images = {}
-    for split in splits:
-        bad = {split.describe(p): split.bad[int(split.rows[p])] for p in np.flatnonzero(~split.readable)}
-        for name, reason in list(bad.items())[:1]:
-            count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
-            say(f"{count} cannot be used and will be left out; the first is {name} ({reason})")
-        images |= bad
-    return images
-
-
-def _check(split: Split, config: TrainConfig, progress: Callable, small: bool | None = None) -> Split:
-    """Check all images as the settings say."""
-    look = partial(check_images, cache_dir=config.cache_dir, progress=progress)
-    checked = look(split, full=config.check_images == "full")
-    if config.bad_images == "skip" and config.check_images != "full" and checked.ends is not None:
-        # Small images are all decoded before training: those that fail must be known before samples are counted.
-        if small is None:
-            _, size = peek(checked, skip=True)
-            small = (config.image_size or max(size or (SMALL + 1,))) <= SMALL
-        return look(split, full=True) if small else checked
-    return checked
-
-
-def load_split(
-    config: TrainConfig,
-    name: str | None,
-    class_names: list[str],
-    own_data: bool = True,
-    record: Record | None = None,
-    progress: Callable = iter,
-    say: Callable[[str], None] = lambda text: None,
-    small: bool | None = None,
-) -> Split:
-    """One split to evaluate, its labels counted as in `class_names`.
-
-    Of the run's `own_data`, None means what the run evaluated on and "train" what it trained on, hold-outs included:
-    the files in the checkpoint's `record`, if there is one. Of other data, None means its evaluation split, or
-    all there is if it has only one. Any other name is that split. A data set that holds all of the run's images counts
-    as its own, wherever it is stored. `small` says whether the model's images are decoded beforehand.
-    """
-    source = _open(config)
-    source.check = partial(_check, config=config, progress=progress, small=small)
-    if not own_data and record is not None and name in (None, "train") and _holds(source, record):
-        own_data, config = True, replace(config, **record.choices)
-    if own_data and name in (None, "train"):
-        split = _own_split(source, config, name, record, say)
-    else:
-        name = name or _eval_name(source, "", None) or _train_name(source, None)
-        split = source.split(_known(source, name, "--split"))
-        _say_trained_on(record, split, say)
-    if config.bad_images == "skip":
-        _say_left_out([split], say)
-    split = _usable(split, config)
-    return renumber(random_subset(split, config.max_eval_samples, config.seed), source.class_names, class_names)
-
-
-def _holds(source: Source, record: Record) -> bool:
-    """Whether this is the data set of the record."""
-    names = {part.source for part in record.parts}
-    return names <= source.openers.keys() and all(is_same(part, source.split(part.source)) for part in record.parts)
-
-
-def _own_split(source: Source, config: TrainConfig, name: str | None, record: Record | None, say: Callable) -> Split:
-    """What the run trained on, or what it evaluated on."""
-    if record is not None and record.class_names != source.class_names:
-        say(_class_changes(record.class_names, source.class_names))
-    part = record and (record.train if name == "train" else record.evaluation)
-    if part and part.names is not None:
-        whole = source.split(_known(source, part.source, "the run used split"))
-        found = find_again(record, part, whole, source.class_names)
-        for text in (*found.images, *found.labels, *found.new):
-            say(text)
-        return found.split
-    train, evaluation = _two_splits(source, config)
-    split, whole = train if name == "train" else evaluation
-    if record is None and train[1] is evaluation[1]:
-        say("the checkpoint has no record of its samples: the hold-out is right only if no sample was added since")
-    changes = table_changes(part, whole) if part else []
-    if changes and train[1] is evaluation[1]:
-        raise ValueError(
-            f"{'; '.join(changes)}; the held-out samples cannot be found any more; evaluate all samples with "
-            f"--data {config.data} --split {whole.name}"
-        )
-    for text in changes:
-        say(text)
-    return split
-
-
-def _say_trained_on(record: Record | None, split: Split, say: Callable) -> None:
-    """Warn when images to evaluate on are the run's training images."""
-    if record is not None and record.train.ends and split.ends is not None:
-        known = int(np.isin(split.ends[split.rows], record.train.ends).sum())
-        if known:
-            say(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")
-
-
 def _open(config: TrainConfig) -> Source:
     name = config.data
     kind, _, rest = name.partition("/")
     if name == "digits":
-        return _digits()
+        return open_digits()
     if kind == "synthetic":
-        return _synthetic(rest)
+        return open_synthetic(rest)
     if kind == "torchvision":
         return open_torchvision(rest, config)
     path = expand(name)
     return _local(path, config) if path.exists() else load_hub(config)
 
 
-def _digits() -> Source:
-    # What load_digits of scikit-learn reads; importing that takes longer than all else of a start but PyTorch.
-    file = Path(find_spec("sklearn").origin).with_name("datasets") / "data" / "digits.csv.gz"
-    *columns, target = np.loadtxt(file, delimiter=",", unpack=True)
-    pixels = np.round(np.stack(columns, 1).reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    split = whole_split("train", pixels, target, fingerprint_of("digits", pixels.tobytes()))
-    return Source({"train": lambda: split}, [str(i) for i in range(10)])
-
-
-def _synthetic(rest: str) -> Source:
-    found = re.fullmatch(r"([0-9]{1,15})x([0-9]{1,15})x([0-9]{1,15})", rest or "10x32x10000")
-    if not found or min(map(int, found.groups())) < 1:
-        raise ValueError(f"--data synthetic/{rest}: write synthetic/CLASSESxSIZExCOUNT, as in synthetic/10x32x10000")
-    classes, size, count = map(int, found.groups())
-    _check_room(rest, classes, size, count)
-
-    def make(name: str, count: int) -> Split:
-        random = np.random.Generator(np.random.Philox(mix("synthetic", name)))
-        distinct = min(count, SYNTHETIC_IMAGES)
-        pixels = random.integers(0, 128, (distinct, 3, size, size), np.uint8)
-        # A class is a brighter band, so that a network can learn something and a chart shows it.
-        for row in range(distinct):
-            band = row % classes * size // classes
-            pixels[row, :, band : band + max(1, size // classes)] += 100
-        rows = np.arange(count) % distinct
-        return Split(name, pixels, rows % classes, rows, fingerprint_of("synthetic", name, rest))
-
-    openers = {"train": lambda: make("train", count), "test": lambda: make("test", max(1, count // 10))}
-    return Source(openers, [str(i) for i in range(classes)])
-
-
-def _check_room(rest: str, classes: int, size: int, count: int) -> None:
-    """Raise ValueError if a synthetic data set is above the limits or does not fit in the machine's memory."""
-    for name, value, most in (("CLASSES", classes, 2**20), ("SIZE", size, 2**14), ("COUNT", count, 2**31 - 1)):
-        if value > most:
-            raise ValueError(f"--data synthetic/{rest[:80]}: {name} must be at most {most}")
-    needs = 3 * size * size * min(count, SYNTHETIC_IMAGES) + 40 * count  # pixels; row, label and order of each sample
-    has = psutil.virtual_memory().total
-    if needs > has:
-        raise ValueError(
-            f"--data synthetic/{rest}: needs {needs / 1e9:.0f} GB of memory, and this machine has {has / 1e9:.0f} GB; "
-            "lower SIZE or COUNT"
-        )
-
-
 def _local(path: Path, config: TrainConfig) -> Source:
     if path.is_file() or has_tables(path):
         return hugging_face(read_table_files(path), config)
     return image_folder(path, config)
-
-
-def _train_name(source: Source, wanted: str | None) -> str:
-    if wanted is not None:
-        return _known(source, wanted, "--train_split")
-    if "train" in source.openers:
-        return "train"
-    if len(source.openers) == 1 and not set(source.openers) & set(EVAL_NAMES):
-        return next(iter(source.openers))
-    raise ValueError(f"no split called train; choose one with --train_split out of {listed(source.openers)}")
-
-
-def _eval_name(source: Source, train_name: str, wanted: str | None) -> str | None:
-    if wanted is not None:
-        return _known(source, wanted, "--eval_split")
-    return next((name for name in EVAL_NAMES if name in source.openers and name != train_name), None)
-
-
-def _known(source: Source, name: str, flag: str) -> str:
-    name = source.aliases.get(name, name)
-    if name not in source.openers:
-        raise ValueError(f"{flag} {name}: no such split; there are {listed(source.openers)}")
-    return name

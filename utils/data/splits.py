@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from utils.data.order import mix, permutation
+from utils.console import join_names
+from utils.data.order import fold_in, permutation
 
 EVAL_NAMES = ("validation", "valid", "val", "eval", "test")  # tried in this order
 
@@ -170,8 +171,8 @@ def check_labels(split: Split, classes: int) -> None:
     wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
     if len(wrong):
         label = split.labels[wrong[0]]
-        mend = "an unlabelled split? choose another with --eval_split" if label < 0 else "mend the labels"
-        raise ValueError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1} ({mend})")
+        fix = "an unlabelled split? choose another with --eval_split" if label < 0 else "fix the labels"
+        raise ValueError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1} ({fix})")
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
@@ -180,7 +181,7 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     The total is exact to one sample too, less classes of a single sample, which stay in the rest. Raises ValueError
     when nothing would be set aside or left.
     """
-    key = mix(seed, "hold-out")
+    key = fold_in(seed, "hold-out")
     _, labels, counts = np.unique(split.labels, return_inverse=True, return_counts=True)
     order = permutation(len(split), key, 0)
     order = order[np.argsort(labels[order], kind="stable")]  # class after class, at random within each
@@ -202,7 +203,7 @@ def random_subset(split: Split, count: int | None, seed: int) -> Split:
     """`count` samples at random, in their old order; all when there are no more, or `count` is None."""
     if count is None or count >= len(split):
         return split
-    return split.select(np.sort(permutation(len(split), mix(seed, "subset", split.name), 0)[:count]))
+    return split.select(np.sort(permutation(len(split), fold_in(seed, "subset", split.name), 0)[:count]))
 
 
 def renumber(split: Split, own: list[str], wanted: list[str]) -> Split:
@@ -213,18 +214,8 @@ def renumber(split: Split, own: list[str], wanted: list[str]) -> Split:
     table = np.asarray([number.get(name, -1) for name in own])
     unknown = sorted({own[label] for label in np.unique(split.labels) if table[label] < 0})
     if unknown:
-        raise ValueError(f"the checkpoint does not know the class {unknown[0]!r}; its classes are {listed(wanted)}")
+        raise ValueError(f"the checkpoint does not know the class {unknown[0]!r}; its classes are {join_names(wanted)}")
     return replace(split, labels=table[split.labels])
-
-
-def listed(names, most: int = 12) -> str:
-    names = [printable(str(name)) for name in names]
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
-
-
-def printable(name: str) -> str:
-    """A name on one line that can be printed as Unicode, even if its bytes are not UTF-8."""
-    return " ".join(name.split()).encode("utf-8", "replace").decode()
 
 
 def fingerprint_of(*parts) -> str:

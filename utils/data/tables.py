@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.config import TrainConfig
-from utils.data.splits import EVAL_NAMES, Source, Split, fingerprint_of, likely_train, listed, whole_split
+from utils.config.settings import TrainConfig
+from utils.console import join_names
+from utils.data.splits import EVAL_NAMES, Source, Split, fingerprint_of, likely_train, whole_split
 from utils.errors import one_line
 
 TABLE_FILES = ("*.parquet", "*.arrow", "dataset_dict.json", "state.json")  # what tells such a folder
@@ -65,7 +66,7 @@ def read_table_files(path: Path):
         _check_cache(error, path)
         reason = one_line(error.__cause__ or error)[:300]
         raise ValueError(
-            f"{_unreadable(path)}: cannot be read ({reason}); it must have rows: mend or remove it"
+            f"{_unreadable(path)}: cannot be read ({reason}); it must have rows: fix or remove it"
         ) from error
 
 
@@ -131,7 +132,7 @@ def _check_saved(path: Path) -> None:
                 needed += [folder / file["filename"] for file in listed_files]
         missing = [file for file in needed if not file.is_file()]
         if missing:
-            raise ValueError(f"{path}: cannot be read, missing {listed(missing, 3)}; copy or save the folder again")
+            raise ValueError(f"{path}: cannot be read, missing {join_names(missing, 3)}; copy or save the folder again")
 
 
 def _check_shards(files: list[Path]) -> None:
@@ -157,7 +158,7 @@ def _check_shards(files: list[Path]) -> None:
             missing = [f"{name}-{number:05}-of-{total:05}" for number in expected if number not in numbers]
             if missing:
                 raise ValueError(
-                    f"{files[0].parent}: {total - len(numbers)} of {total} shards not found: {listed(missing, 3)}; "
+                    f"{files[0].parent}: {total - len(numbers)} of {total} shards not found: {join_names(missing, 3)}; "
                     f"add them, or rename the others without -of-{total:05} to use only those"
                 )
 
@@ -222,7 +223,7 @@ def hugging_face(splits, config: TrainConfig) -> Source:
         dataset = splits[name]
         for column in (image_column, label_column):
             if column not in dataset.features:
-                has = listed(dataset.features)
+                has = join_names(dataset.features)
                 raise ValueError(f"split {name!r} has no column {column!r}, only {has}; choose another split")
         labels = _labels(name, dataset, label_column, known)
         split = whole_split(name, Table(dataset, image_column), labels, fingerprint_of(dataset._fingerprint))
@@ -241,7 +242,7 @@ def _image_column(features, wanted: str | None) -> str:
     _check_column(features, wanted, "--image_column")
     feature = features[wanted]
     if not (isinstance(feature, Image) or _is_struct(feature) or getattr(feature, "dtype", "") in IMAGE_TYPES):
-        raise ValueError(f"--image_column {wanted}: holds no images but {feature}; there are {listed(features)}")
+        raise ValueError(f"--image_column {wanted}: holds no images but {feature}; there are {join_names(features)}")
     return wanted
 
 
@@ -264,14 +265,14 @@ def _label_column(features, wanted: str | None) -> str:
 
 def _only(found: list[str], kind: str, features) -> str:
     if len(found) != 1:
-        which = f"{listed(found)} may each be the {kind} column" if found else f"there is no {kind} column"
-        raise ValueError(f"{which}; name one with --{kind}_column out of {listed(features)}")
+        which = f"{join_names(found)} may each be the {kind} column" if found else f"there is no {kind} column"
+        raise ValueError(f"{which}; name one with --{kind}_column out of {join_names(features)}")
     return found[0]
 
 
 def _check_column(features, name: str, flag: str) -> None:
     if name not in features:
-        raise ValueError(f"{flag} {name}: no such column; there are {listed(features)}")
+        raise ValueError(f"{flag} {name}: no such column; there are {join_names(features)}")
 
 
 def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, ...]]:
@@ -295,7 +296,7 @@ def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, .
         raise ValueError(f"--label_column {column}: labels go up to {highest}; number the classes from 0 on")
     if 2 * len(values) >= highest + 1:
         return [str(number) for number in range(highest + 1)], None, ()
-    note = f"--label_column {column}: only the labels that occur are classes: {listed(values, 3)}"
+    note = f"--label_column {column}: only the labels that occur are classes: {join_names(values, 3)}"
     return [str(value) for value in values], values, (note,)
 
 
@@ -315,7 +316,7 @@ def _labels(split: str, dataset, column: str, known: list | None) -> np.ndarray:
             first = unknown[0].as_buffer().to_pybytes().decode("utf-8", "replace") if is_text else unknown[0].as_py()
             raise ValueError(
                 f"split {split!r} has the class {first!r}, which the training split does not have; "
-                f"its classes are {listed(known)}"
+                f"its classes are {join_names(known)}"
             )
         values = numbers
     return values.cast(pa.int64()).fill_null(-1).to_numpy()

@@ -10,9 +10,10 @@ import numpy as np
 import torchvision
 from torchvision.datasets import MNIST
 
-from utils.config import TrainConfig, expand
+from utils.config.settings import TrainConfig
 from utils.data.splits import Files, Source, Split, fingerprint_of, whole_split
 from utils.errors import one_line
+from utils.files import expand
 
 
 class Items:
@@ -62,8 +63,8 @@ def torchvision_class(name: str) -> type:
     known = {n.lower(): n for n in torchvision.datasets.__all__ if _is_dataset(getattr(torchvision.datasets, n))}
     if name not in known.values():
         near = [known[n] for n in difflib.get_close_matches(name.lower(), known, n=3)]
-        mend = f"; did you mean {' or '.join(near)}" if near else ""
-        raise ValueError(f"--data torchvision/{name}: torchvision.datasets has no such data set{mend}")
+        fix = f"; did you mean {' or '.join(near)}" if near else ""
+        raise ValueError(f"--data torchvision/{name}: torchvision.datasets has no such data set{fix}")
     return getattr(torchvision.datasets, name)
 
 

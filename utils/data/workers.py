@@ -4,8 +4,8 @@ import math
 import os
 from collections.abc import Sequence
 
-from utils.launch import on_this_machine, say_for_machine
-from utils.shared_memory import FIX, MB, PLACE, room
+from utils.launch.environment import on_this_machine, say_for_machine
+from utils.memory import FIX, MB, PLACE, room
 
 AHEAD = 4  # batches that each worker prepares in advance
 _IN_USE = 2  # batches that the rank holds: the current one and the next one, which Accelerate fetches early
@@ -52,7 +52,7 @@ def choose_workers(sizes: Sequence[int], workers: int, ahead: int, free: float) 
     return [*choose_workers(sizes[:-1], workers, ahead, free), (0, 0)] if sizes else []
 
 
-def usable_room() -> float:
+def usable_shm() -> float:
     """Bytes of /dev/shm that each rank of this machine may fill."""
     found = room()
     return math.inf if found is None else _USABLE * found[0] / on_this_machine()[1]
@@ -67,7 +67,7 @@ def workers_that_fit(sizes: dict[str, int], wanted: int) -> list[Choice]:
     if found is None or not sizes:
         return [(wanted, AHEAD)] * len(sizes)
     free, size = found
-    choices = choose_workers(list(sizes.values()), wanted, AHEAD, usable_room())
+    choices = choose_workers(list(sizes.values()), wanted, AHEAD, usable_shm())
     if any(choice != (wanted, AHEAD) for choice in choices) and wanted:
         told = ", ".join(f"{_told(*choice)} for {name}" for name, choice in zip(sizes, choices, strict=True))
         if len(set(choices)) == 1:

@@ -1,0 +1,85 @@
+"""What a check found, how the findings of all ranks become one list, and how that is shown."""
+
+import json
+import socket
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from utils.console import table
+from utils.errors import one_line
+from utils.ranks.ranks import Ranks
+
+_WIDTH = 100
+_MARKS = {True: "✓", False: "✗", None: " "}
+_COLOURS = {"✓": "\033[32m✓\033[0m", "✗": "\033[31m✗\033[0m"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, what was found, whether it is well, and else what it means and what to do.
+
+    One that is neither well nor wrong (None) merely informs. `numbers` are for programs that read the findings.
+    """
+
+    name: str
+    value: str
+    ok: bool | None = None
+    fix: str = ""
+    numbers: dict = field(default_factory=dict)
+
+    @property
+    def red(self) -> bool:
+        return self.ok is False
+
+    @classmethod
+    def of(cls, name: str, error: BaseException) -> "Finding":
+        """A red finding: an error's text up to its first semicolon is what was found, the rest is the fix."""
+        value, _, fix = one_line(error).partition("; ")
+        return cls(name, value, False, fix)
+
+
+def red(findings: Sequence[Finding]) -> bool:
+    """Whether any of them is red."""
+    return any(finding.red for finding in findings)
+
+
+def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
+    """The main process's findings, and those of other ranks that are red and new; collective."""
+    told = ranks.gather_text(json.dumps([socket.gethostname(), [asdict(finding) for finding in findings]]))
+    result, known = [], set()
+    for rank, (host, values) in enumerate(map(json.loads, told)):
+        for finding in (Finding(**value) for value in values):
+            if rank and (not finding.red or (host, finding.name, finding.value) in known):
+                continue
+            known.add((host, finding.name, finding.value))
+            after = [place for place, other in enumerate(result) if other.name == finding.name]
+            if rank:
+                finding = replace(finding, value=f"rank {rank} on {host}: {finding.value}")
+            result.insert(after[-1] + 1 if after else len(result), finding)
+    return result
+
+
+def show(title: str, findings: Sequence[Finding], colours: bool = False) -> str:
+    """The findings as a table; below each red one stands what to do."""
+    rows = []
+    for finding in findings:
+        lines = [part for line in finding.value.split("\n") for part in textwrap.wrap(line, _WIDTH - 18) or [""]]
+        rows.append((finding.name, f"{_MARKS[finding.ok]} {lines[0]}"))
+        rows += [("", f"  {line}") for line in lines[1:]]
+        if finding.red and finding.fix:
+            arrow = textwrap.wrap(finding.fix, _WIDTH - 18, initial_indent="→ ", subsequent_indent="  ")
+            rows += [("", f"  {line}") for line in arrow]
+    text = "\n".join(line.rstrip() for line in table(title, rows).splitlines())
+    for mark, coloured in _COLOURS.items() if colours else ():
+        text = text.replace(f" {mark} ", f" {coloured} ")
+    return text
+
+
+def _told(finding: Finding) -> dict:
+    return asdict(finding) | {"fix": finding.fix if finding.red else ""}
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """The findings for programs."""
+    return json.dumps({"healthy": not red(findings), "findings": [_told(f) for f in findings]}, indent=1) + "\n"

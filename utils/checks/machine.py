@@ -1,0 +1,219 @@
+"""Whether this machine is fit for the launch: what can be seen before the processes meet."""
+
+import errno
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlparse
+
+import psutil
+
+from utils.checks.findings import Finding, red
+from utils.config.settings import DoctorConfig
+from utils.data.workers import AHEAD, bytes_needed
+from utils.files import expand
+from utils.launch.environment import Topology, is_launched, read_topology, threads_per_process
+from utils.launch.network import address_of, is_own, reason, set_interface, user_of
+from utils.launch.rendezvous import launcher_serves, leads_here
+from utils.memory import FIX, PLACE, free_memory
+from utils.ranks.ranks import Ranks
+
+GB = 1e9
+_BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which workers hand over in /dev/shm
+
+
+def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None, bool]:
+    """What this machine says of the launch, the topology if there is one, and whether the processes may try to meet.
+
+    What is one for the whole machine, only its first rank looks at.
+    """
+    launch, topology = check_launch(config)
+    if topology is None:
+        first = [check_host_name(), check_leftovers(), check_open_files(1), check_memory(1), check_disk(config)]
+        return [launch, *first], None, False
+    threads, on_machine = config.threads or threads_per_process(topology), topology.local_world_size
+    needed = [launch]
+    if not launch.red:
+        ways = check_meeting_point(config, topology), check_interface(config, topology)
+        needed += [finding for finding in ways if finding is not None]
+    others = []
+    if topology.local_rank == 0:
+        others = [
+            check_host_name(),
+            check_leftovers(),
+            check_open_files(topology.world_size),
+            check_shared_memory(threads, on_machine),
+            check_memory(on_machine),
+            check_disk(config),
+        ]
+    return [*needed, *others], topology, not red(needed)
+
+
+def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
+    """What the launcher's environment says, if it makes sense, and whether there are the devices for it."""
+    before, topology = dict(os.environ), None
+    try:
+        topology = read_topology(init_method=config.init_method)
+        Ranks(topology, config, "doctor.py")  # refuses, in train.py's words, what the machine has not got
+    except ValueError as error:
+        return Finding.of("launch", error), topology
+    finally:  # the topology is read again, from what the launcher said
+        os.environ.clear()
+        os.environ.update(before)
+    if topology.source == "nobody":
+        return Finding("launch", "one process, no launcher", True), topology
+    machines = "" if topology.local_world_size == topology.world_size else f", {topology.local_world_size} on this one"
+    value = f"{topology.world_size} process{'es' * (topology.world_size > 1)}{machines}, as {topology.source} says"
+    return Finding("launch", value, True), topology
+
+
+def check_host_name() -> Finding:
+    """Whether this machine's name leads to itself."""
+    name = socket.gethostname()
+    fix = f"other machines and libraries look this machine up by its name; enter `ADDRESS {name}` in /etc/hosts"
+    try:
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError) as error:
+        return Finding("host name", f"{name} has no address ({reason(error)})", False, fix)
+    if not is_own(address):
+        return Finding("host name", f"{name} is {address}, which is no address of this machine", False, fix)
+    return Finding("host name", f"{name} is {address}", True)
+
+
+def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | None:
+    """Whether the address where the processes meet is known, and on rank 0's machine its port free."""
+    kind, name = urlparse(config.init_method), "meeting point"
+    if topology.world_size == 1:
+        return None
+    if kind.scheme == "file":
+        folder = Path(kind.path).parent
+        there, usable = os.path.isdir(folder), os.access(folder, os.W_OK | os.X_OK)
+        value = "in a folder that is not there" if not there else "" if usable else "where this user may not write"
+        fix = "name a file in a folder that all machines share, and where this user may write"
+        return Finding(name, ", ".join(filter(None, [kind.path, value])), there and usable, fix)
+    address, port = (kind.hostname, kind.port) if kind.scheme == "tcp" else (topology.address, topology.port)
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError) as error:
+        fix = f"use the IP address of rank 0's machine as MASTER_ADDR, or enter {address} in /etc/hosts"
+        return Finding(name, f"{address} has no address ({reason(error)})", False, fix)
+    if not topology.is_main:
+        return None
+    if launcher_serves(address, port):
+        return Finding(name, f"{address}:{port}, served by the launcher", True)
+    if not leads_here(address, port):
+        fix = "MASTER_ADDR, or --init_method, must name the machine where rank 0 is started"
+        return Finding(name, f"{address} is no address of {socket.gethostname()}, rank 0's machine", False, fix)
+    with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((found if is_own(found) else "", port))
+        except OSError as error:
+            fix = "choose another MASTER_PORT (--main_process_port, --master_port), or end what holds it"
+            why = f"taken{user_of(port)}" if error.errno == errno.EADDRINUSE else error.strerror
+            return Finding(name, f"port {port} of {address}: {why}", False, fix)
+    return Finding(name, f"{address}:{port}, free", True)
+
+
+def check_interface(config: DoctorConfig, topology: Topology) -> Finding | None:
+    """Whether the network interface that was asked for is there; None when none was."""
+    wanted = config.interface or os.environ.get("GLOO_SOCKET_IFNAME")
+    if wanted is None or topology.world_size == 1:
+        return None
+    try:
+        set_interface([], config.interface, topology.world_size > topology.local_world_size)
+        return Finding("interface", f"{wanted}, {address_of(wanted)}, as asked for", True)
+    except ValueError as error:
+        fix = "give --interface (or GLOO_SOCKET_IFNAME) one that this machine has; leave it out, and it is found"
+        return Finding("interface", str(error), False, fix)
+
+
+def check_leftovers() -> Finding:
+    """Training processes of this user whose launcher is gone, or that hold memory of a GPU; none is touched."""
+    memory, found = _gpu_memory(), {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.uids().real != os.getuid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            words = process.cmdline()
+            script = next((Path(word).name for word in words[1:] if not word.startswith("-")), "")
+            if script not in ("train.py", "eval.py") or not Path(words[0]).name.startswith("python"):
+                continue
+            parent = process.parent()
+            waits = parent is not None and any(Path(word).name == script for word in parent.cmdline())
+            signs = ["its launcher is gone"] * (is_launched(process.environ()) and not waits)
+            signs += [f"{memory.get(process.pid, 0) / GB:.1f} GB of GPU memory"] * (process.pid in memory)
+            if signs:
+                age = (time.time() - process.create_time()) / 60
+                found[process.pid] = f"process {process.pid} ({script}, {age:.0f} min old): {', '.join(signs)}"
+    if not found:
+        return Finding("leftovers", "no training process of an earlier run", True)
+    fix = f"they slow this run down or take its memory; unless a run is to go on: kill {' '.join(map(str, found))}"
+    return Finding("leftovers", "\n".join(found.values()), False, fix, {"processes": list(found)})
+
+
+def _gpu_memory() -> dict[int, int]:
+    """Bytes of GPU memory of each process that has some, where nvidia-smi tells."""
+    memory = {}
+    for line in nvidia_smi("--query-compute-apps=pid,used_memory"):
+        pid, _, mebibytes = line.partition(",")
+        if pid.strip().isdigit():
+            memory[int(pid)] = (int(mebibytes) if mebibytes.strip().isdigit() else 0) * 2**20
+    return memory
+
+
+def nvidia_smi(query: str) -> list[str]:
+    """The lines that nvidia-smi answers; none where there is no such program, or it does not come back."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    return []
+
+
+def check_open_files(processes: int) -> Finding:
+    """Whether a process may open enough files: connections to all others, and what its loaders hand over."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = 512 + 4 * processes
+    if limit == resource.RLIM_INFINITY or limit >= need:
+        return Finding("open files", f"{'unlimited' if limit < 0 else limit} for each process", True)
+    fix = f"connections and loaders end in `Too many open files`; type `ulimit -n {need}` before the launch"
+    fix += f", which root must allow first (the hard limit is {hard})" if 0 <= hard < need else ""
+    return Finding("open files", f"{limit} for each process, {need} needed", False, fix)
+
+
+def check_shared_memory(threads: int, processes: int) -> Finding | None:
+    """Whether /dev/shm holds what loaders of photographs put there; None where the system has none."""
+    with suppress(OSError):
+        free = shutil.disk_usage(PLACE).free
+        need = processes * bytes_needed([_BATCH], [(min(8, threads), AHEAD)])
+        value = f"{free / GB:.2f} GB free, loaders of photographs need {need / GB:.2f} GB"
+        fix = f"loading will be slower, with fewer loader processes and fewer batches in advance; {FIX} "
+        fix += "(small images need no loaders)"
+        return Finding(PLACE, value, free >= need, fix)
+    return Finding(PLACE, "there is none")
+
+
+def check_memory(processes: int) -> Finding:
+    """Whether each process on this machine has a GB of memory to itself."""
+    free, total = free_memory()
+    fix = "the system kills a rank when memory runs out; end what else runs here, or start fewer processes"
+    return Finding("memory", f"{free / GB:.1f} of {total / GB:.1f} GB free", free >= GB * processes, fix)
+
+
+def check_disk(config: DoctorConfig) -> Finding:
+    """Whether run folders can be made, and there is space for checkpoints."""
+    folder = expand(config.output_dir)
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "not writable" if existing.is_dir() else "no folder"
+        return Finding("disk", f"{existing} is {why}", False, "give --output_dir a folder that this user may write to")
+    free = shutil.disk_usage(existing).free
+    fix = "a run ends when a checkpoint cannot be written; delete old runs, or give another --output_dir"
+    return Finding("disk", f"{free / GB:.1f} GB free for {folder}", free >= GB, fix)

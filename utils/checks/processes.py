@@ -1,0 +1,178 @@
+"""Whether the processes of a launch are the same run's: machines, versions, code, the output folder.
+
+What needs all ranks is collective, called by all of them or none.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import accelerate
+import torch
+
+from utils.checks.findings import Finding
+from utils.checks.machine import GB, nvidia_smi
+from utils.config.settings import DoctorConfig
+from utils.files import expand
+from utils.launch.network import address_of
+from utils.memory import free_memory
+from utils.ranks.ranks import Ranks
+
+_PATIENCE = 5.0  # seconds until a file must be seen: NFS looks into a folder anew every few seconds
+
+
+def named_ranks(texts: Sequence[str]) -> str:
+    """The ranks' texts that are not empty, each with its rank."""
+    parts = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    return "; ".join(parts[:4]) + f"; and {len(parts) - 4} more" * (len(parts) > 4)
+
+
+def different(texts: Sequence[str]) -> str:
+    """Which ranks have what, when they do not all have the same."""
+    kinds = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
+    if len(kinds) < 2:
+        return ""
+    return "\n".join(f"{text} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for text, r in kinds.items())
+
+
+def facts_of_all(ranks: Ranks) -> list[dict]:
+    """What each rank is made of, in the order of the ranks; collective."""
+    gpu, device = ranks.device.type == "cuda", ranks.device
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "accelerate": accelerate.__version__}
+    if gpu:
+        driver = next(iter(nvidia_smi("--query-gpu=driver_version")), "?")
+        versions |= {"CUDA": str(torch.version.cuda), "driver": driver}
+        with suppress(AttributeError, ImportError):  # a build without it
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    facts = {
+        "host": socket.gethostname(),
+        "device": str(device),
+        "kind": torch.cuda.get_device_name(device) if gpu else "cpu",
+        "gpu_memory": torch.cuda.mem_get_info(device) if gpu else None,
+        "memory": free_memory(),
+        "threads": ranks.threads,
+        "cores": sorted(os.sched_getaffinity(0)),
+        "interface": ranks.interface,
+        "address": address_of(ranks.interface) if ranks.interface else "",
+        "versions": versions,
+        "code": code_hash(),
+    }
+    return [json.loads(text) for text in ranks.gather_text(json.dumps(facts))]
+
+
+def code_hash() -> str:
+    """A short hash of train.py and everything in utils/."""
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for path in [root / "train.py", *sorted((root / "utils").rglob("*.py"))]:
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def machines(facts: Sequence[dict]) -> list[Finding]:
+    """A line for each machine: its ranks, devices and free memory."""
+    findings = []
+    for host, members in _hosts(facts).items():
+        mine = [facts[rank] for rank in members]
+        span = f"rank{'s' * (len(members) > 1)} {members[0]}" + f" to {members[-1]}" * (len(members) > 1)
+        text = f"{host}: {span}, {_free([fact['memory'] for fact in mine[:1]])} memory free"
+        for kind in dict.fromkeys(fact["kind"] for fact in mine):
+            same = [fact for fact in mine if fact["kind"] == kind]
+            if same[0]["gpu_memory"]:
+                devices = " to ".join(dict.fromkeys((same[0]["device"], same[-1]["device"])))
+                text += f"\n{len(same)} x {kind} ({devices}), {_free([fact['gpu_memory'] for fact in same])} free"
+            else:
+                text += ", on the CPU"
+        findings.append(Finding("machine", text, numbers={"host": host, "ranks": members}))
+    return findings
+
+
+def _hosts(facts: Sequence[dict]) -> dict[str, list[int]]:
+    hosts: dict[str, list[int]] = {}
+    for rank, fact in enumerate(facts):
+        hosts.setdefault(fact["host"], []).append(rank)
+    return hosts
+
+
+def _free(pairs: Sequence[tuple[int, int]]) -> str:
+    least, most = (f"{pick(free for free, _ in pairs) / GB:.1f}" for pick in (min, max))
+    return f"{least if least == most else f'{least} to {most}'} of {pairs[0][1] / GB:.1f} GB"
+
+
+def threads(facts: Sequence[dict]) -> Finding:
+    """Whether there is a core for each thread of the processes on a machine."""
+    short, values = [], []
+    for host, members in _hosts(facts).items():
+        cores = len({core for rank in members for core in facts[rank]["cores"]})
+        wanted = sum(facts[rank]["threads"] for rank in members)
+        values.append(f"{wanted} thread{'s' * (wanted > 1)} for {cores} core{'s' * (cores > 1)}")
+        if wanted > cores:
+            short.append(f"{host}: {values[-1]}")
+    fix = "they take turns, and others wait for them; start no more processes than there are cores, and leave out "
+    fix += "--threads: the cores are then shared out"
+    return Finding("threads", "; ".join(short[:4] or dict.fromkeys(values)), not short, fix)
+
+
+def versions(facts: Sequence[dict]) -> Finding:
+    """Whether all ranks run the same torch and accelerate; of the rest differences are only named."""
+    texts = [", ".join(f"{name} {version}" for name, version in fact["versions"].items()) for fact in facts]
+    apart = {name for name in ("torch", "accelerate") if len({fact["versions"][name] for fact in facts}) > 1}
+    fix = "the processes may compute and send different things; `pip install -r requirements.txt` on every machine"
+    return Finding("versions", different(texts) or texts[0], not apart, fix, facts[0]["versions"])
+
+
+def code(facts: Sequence[dict]) -> Finding:
+    """Whether train.py and utils/ are the same everywhere."""
+    hashes = [fact["code"] for fact in facts]
+    value = different(hashes) or f"train.py and utils/ are {hashes[0]}" + " on all ranks" * (len(hashes) > 1)
+    fix = "the ranks would not do the same; copy one tree to all machines, or `git pull` on each"
+    return Finding("code", value, len(set(hashes)) == 1, fix)
+
+
+def folder(ranks: Ranks, config: DoctorConfig) -> Finding:
+    """Whether every rank can write to the output folder and sees there what the others wrote."""
+    token, path = ranks.broadcast_text(uuid.uuid4().hex), expand(config.output_dir)
+    made = [place for place in (path, *path.absolute().parents) if not os.path.exists(place)]
+    own = path / f".doctor-{token}-{ranks.topology.rank}"
+    try:
+        errors = ranks.gather_text(_try(lambda: (path.mkdir(parents=True, exist_ok=True), own.write_text(token))))
+        writers = [rank for rank, error in enumerate(errors) if not error]
+        unseen = ranks.gather_text(_unseen(path, token, writers) if all(not error for error in errors) else "")
+    finally:
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
+        ranks.gather_text("")  # the folder is empty for the rank that made it once all have taken theirs away
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
+    if text := named_ranks(errors):
+        return Finding(
+            "folder", text, False, "every rank writes to it; give --output_dir a folder where all of them may"
+        )
+    fix = "a run folder must be one for all machines; give --output_dir a folder on a disk that they share"
+    text = named_ranks(unseen)
+    seen = ", and sees what the others wrote" if ranks.topology.world_size > 1 else ""
+    return Finding("folder", text or f"every rank writes to {path}{seen}", not text, fix)
+
+
+def _try(action: Callable) -> str:
+    try:
+        action()
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return ""
+
+
+def _unseen(path: Path, token: str, writers: Sequence[int]) -> str:
+    deadline = time.monotonic() + _PATIENCE
+    while missing := [str(rank) for rank in writers if not (path / f".doctor-{token}-{rank}").exists()]:
+        if time.monotonic() > deadline:
+            return f"does not see in {path} what rank{'s' * (len(missing) > 1)} {', '.join(missing)} wrote there"
+        time.sleep(0.1)
+    return ""

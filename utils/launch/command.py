@@ -1,0 +1,54 @@
+"""The command that started this run, and the command that resumes it."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from utils.launch.environment import is_launched
+
+
+def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
+    """The command that started the run, the launcher's if there is one; `arguments` are the script's own."""
+    command = _command_of(os.getppid()) if is_launched() else []
+    if not _names_script(command):
+        command = [sys.executable, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
+    if len(command) > 1 and Path(command[1]).name in ("accelerate", "accelerate-launch", "torchrun"):
+        command = command[1:]
+    name = Path(command[0]).name
+    return [name if shutil.which(name) in (command[0], shutil.which(command[0])) else command[0], *command[1:]]
+
+
+def _command_of(process: int) -> list[str]:
+    with suppress(psutil.Error):
+        return psutil.Process(process).cmdline()
+    return []
+
+
+def _names_script(command: Sequence[str]) -> bool:
+    return any(Path(word).name == Path(sys.argv[0]).name for word in command)
+
+
+def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> str:
+    """The shell command that goes on with the run that `command` started."""
+    kept, skip = [], False
+    for word in command:
+        name = word.split("=")[0]
+        if not skip and name not in ("--resume", "--run_name", "--output_dir"):
+            kept.append(word)
+        skip = not skip and name == word and name in ("--resume", "--run_name", "--output_dir")
+    place = ["--output_dir", output_dir] if output_dir != "runs" else []
+    return shlex.join([*kept, *place, "--run_name", run_name, "--resume", "auto"])
+
+
+def launcher() -> int | None:
+    """The process number of the launcher; None without one, 0 when it is gone already."""
+    if not is_launched():
+        return None
+    parent = os.getppid()
+    return 0 if parent == 1 and not _names_script(_command_of(parent)) else parent

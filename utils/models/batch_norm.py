@@ -1,0 +1,43 @@
+"""Batch normalisation needs more than one sample in each batch."""
+
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from utils.data.order import Plan
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
+    """Raise ValueError when batch statistics would be those of a single sample, with batch sizes that work.
+
+    `together` processes take them of all their samples.
+    """
+    sizes = partial(_sample_sizes, updates=updates, together=together)
+    if 1 not in sizes(plan):
+        return
+    near = sorted(
+        range(plan.microbatches * 2, 2 * plan.global_batch_size + 1, plan.microbatches),
+        key=lambda size: abs(size - plan.global_batch_size),
+    )
+    works = [size for size in near if 1 not in sizes(replace(plan, global_batch_size=size))][:2]
+    fixes = [f"--global_batch_size {size}" for size in sorted(works)]
+    if 1 not in sizes(replace(plan, drop_last=True)):
+        fixes.insert(0, "--drop_last")
+    raise ValueError(
+        f"batch normalisation needs more than one sample: {plan.samples} samples in global batches of "
+        f"{plan.global_batch_size} over {plan.microbatches} processes x accumulation leave one of them a single "
+        f"sample; use {' or '.join(fixes) or 'fewer processes'}"
+    )
+
+
+def _sample_sizes(plan: Plan, updates: int, together: int) -> set[int]:
+    """How many samples batch statistics are of, in a full update and in the epoch's last one."""
+    last = (plan.updates_per_epoch - 1) * plan.global_batch_size
+    positions = (0, last) if updates >= plan.updates_per_epoch else (0,)
+    microbatches = [plan.microbatch_sizes(position) for position in positions]
+    return {sum(sizes[i : i + together]) for sizes in microbatches for i in range(0, len(sizes), together)}

@@ -1,0 +1,78 @@
+"""Batch statistics over all processes (--sync_batchnorm), on CPUs too, for which PyTorch's layer is not made."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def convert_batch_norm(module: nn.Module) -> nn.Module:
+    """The module with its batch normalisation over all processes; parameters, buffers and their names stay.
+
+    Raises ValueError for a layer that does more than PyTorch's (timm's apply an activation as well).
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    for layer in layers:
+        if type(layer).forward is not _BatchNorm.forward:
+            raise ValueError(f"--sync_batchnorm: {type(layer).__name__} is no plain batch normalisation; leave it out")
+    for layer in layers:
+        layer.__class__ = _SyncBatchNorm
+    return module
+
+
+class _SyncBatchNorm(_BatchNorm):
+    """Batch normalisation with sums over the ranks, and autograd for the rest.
+
+    Not nn.SyncBatchNorm, for which a rank without samples sends numbers of another type under autocast. Sums are in
+    float64 on CPUs, and in float32 on GPUs, where float64 is slow.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Any number of dimensions will do, the channels in the second."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        with torch.autocast(input.device.type, enabled=False):
+            return self._normalise(input)
+
+    def _normalise(self, input: Tensor) -> Tensor:
+        channels, shape = input.shape[1], [1, input.shape[1], *[1] * (input.ndim - 2)]
+        values = input.double() if input.device.type == "cpu" else input.float()
+        dims = [0, *range(2, input.ndim)]
+        count = values.new_tensor([input.numel() // channels])
+        *sums, total = sum_with_gradient(torch.cat([values.sum(dims), count])).split([channels, 1])
+        total = total.detach()
+        mean = sums[0] / total.clamp(min=1)  # a step of accumulation may have no samples on any rank
+        centred = values - mean.view(shape)
+        variance = sum_with_gradient(centred.square().sum(dims)) / total.clamp(min=1)
+        if self.track_running_stats:
+            self._track(mean.detach(), variance.detach() * total / (total - 1).clamp(min=1), (total > 0).double())
+        result = centred * (variance + self.eps).rsqrt().view(shape)
+        if self.affine:
+            result = result * self.weight.view(shape) + self.bias.view(shape)
+        return result.to(input.dtype)
+
+    def _track(self, mean: Tensor, variance: Tensor, any_samples: Tensor) -> None:
+        self.num_batches_tracked.add_(any_samples.to(torch.int64).squeeze())
+        share = 1 / self.num_batches_tracked.clamp(min=1) if self.momentum is None else self.momentum
+        for statistic, value in ((self.running_mean, mean), (self.running_var, variance)):
+            # What it was where there are no samples, without asking a GPU.
+            statistic.add_((share * any_samples * (value - statistic)).to(statistic.dtype))
+
+
+class _SumWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # each rank's loss depends on each rank's values
+        return _SumWithGradient.forward(ctx, gradient)
+
+
+def sum_with_gradient(values: Tensor) -> Tensor:
+    """The element-wise sum of every rank's tensor, through which gradients flow back to all ranks; collective."""
+    return _SumWithGradient.apply(values) if dist.is_initialized() else values

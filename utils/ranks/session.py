@@ -1,0 +1,66 @@
+"""How a script's main function gets its place among the processes of a launch, and how it ends there."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from utils.config.settings import Launch
+from utils.errors import USER_ERRORS, AgreedError
+from utils.launch.environment import Topology, is_launched, read_topology
+from utils.launch.exits import exit_with_error, explain, reports_for_machine, with_rank
+from utils.ranks.data_watch import DataWatch
+from utils.ranks.ranks import Ranks
+
+
+def _topology(launch: Launch) -> Topology:
+    """Where this process stands, also in a function that Accelerate's debug_launcher has started."""
+    if not (dist.is_initialized() and "ACCELERATE_DEBUG_RDV_FILE" in os.environ):
+        return read_topology(init_method=launch.init_method)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()  # ours has timeouts and a store
+    meeting = Path(os.environ["ACCELERATE_DEBUG_RDV_FILE"])
+    meeting.touch()  # the last to leave the old group has deleted it, and the launcher expects it
+    launch.init_method = f"file://{meeting}.lockstep"
+    return Topology(rank, world_size, rank, world_size, source="debug_launcher")
+
+
+@contextmanager
+def distributed_session(prog: str, launch: Launch) -> Iterator[Ranks]:
+    """This process's place among those launched; an error inside ends it with one line on one rank and code 2."""
+    ranks = topology = watch = None
+    try:
+        topology = _topology(launch)
+        ranks = Ranks(topology, launch, prog)
+        watch = DataWatch(ranks)
+        yield ranks
+        ranks.finish()
+    except KeyboardInterrupt as interrupt:
+        if ranks is None or ranks.is_main:
+            text = str(interrupt) or "interrupted"
+            sys.stderr.write(f"\n{prog}: {text}; --run_name NAME --resume auto goes on from the last checkpoint\n")
+        if ranks is not None:
+            ranks.record_end(interrupt)
+        raise SystemExit(getattr(interrupt, "code", 130)) from None
+    except Exception as error:
+        with suppress(ValueError):  # only the main thread may do this
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise here for the next dead worker
+        error = explain(error)
+        if isinstance(error, AgreedError):
+            ranks.finish()
+        # What is wrong with variables that were exported by hand may be wrong in this shell alone.
+        by_hand = topology is None and "RANK" in os.environ and not is_launched()
+        speaks = ranks.should_report(error) if ranks else by_hand or reports_for_machine()
+        told = ranks.record_end(error) if ranks else error
+        if not isinstance(told, USER_ERRORS):
+            raise  # a bug: its traceback is what helps
+        exit_with_error(told if ranks and ranks.meets else with_rank(told), prog, speaks, launch.traceback)
+    finally:
+        if watch is not None:
+            watch.end()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,167 @@
+"""Checkpoints on disk: folders that appear whole or not at all, are verified before they are read, and pruned last.
+
+RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin, random_states_RANK.pkl   (Accelerate's save_state)
+                                 state.json, config.yaml, labels.json                       (ours)
+                                 manifest.json                                              (size and SHA-256 of each)
+RUN/checkpoints/latest, best     one line each: the name of such a folder; a resume takes the newest good one
+"""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from accelerate import Accelerator
+from safetensors import SafetensorError
+
+from utils.errors import AgreedError, one_line
+from utils.files import named, sync, write_file
+from utils.ranks.ranks import Ranks
+from utils.runs.manifest import MANIFEST, checkpoints_of, damage_of, manifest_text, read_pointer, sha256_of, step_of
+
+
+def save_checkpoint(
+    ranks: Ranks, accelerator: Accelerator, folder: Path, step: int, texts: dict[str, str | bytes]
+) -> None:
+    """Write `folder`/step-N with Accelerate's state and these small files; call `update_pointers` after it.
+
+    Collective; an error on any rank, OSError or AgreedError, is raised on all, and the checkpoints that were there
+    before are as they were.
+    """
+    final = folder / f"step-{step:08d}"
+    partial = folder / f".{final.name}.partial"
+
+    def prepare() -> None:
+        if ranks.is_main:
+            if not folder.is_dir():  # not made again: it may be a disk that is away for a while
+                raise FileNotFoundError(f"{folder} has vanished")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+
+    def publish() -> None:
+        if ranks.is_main:
+            for name, text in texts.items():
+                with named(partial / name):
+                    (partial / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+            _write_manifest(partial)
+            _put_in_place(partial, final)
+
+    try:
+        ranks.run_on_all(prepare)
+        ranks.run_on_all(lambda: _save_state(accelerator, partial))
+        ranks.run_on_all(publish)
+    except (OSError, AgreedError):
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+        raise
+
+
+def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -> None:
+    """Move `latest` and `best` to a checkpoint that was saved, and prune. Call on one rank, after a save.
+
+    Raises OSError if they cannot be moved. The checkpoint is kept and old ones are deleted even then: they would pile
+    up, and a full disk needs the room. The next save that succeeds corrects `best`.
+    """
+    best = folder / f"step-{best_step or 0:08d}"
+
+    def move_pointers() -> None:
+        write_file(folder / "latest", f"step-{step:08d}\n")
+        if best.is_dir() and read_pointer(folder, "best") != best:
+            write_file(folder / "best", best.name + "\n")
+
+    try:
+        move_pointers()
+    except OSError:
+        prune(folder, keep, best)
+        move_pointers()
+    prune(folder, keep, best)
+
+
+def prune(folder: Path, keep: int, best: Path | None = None) -> None:
+    """Delete all but the `keep` newest checkpoints, `best`, and those that `best` and `latest` name; on one rank."""
+    kept = (best, read_pointer(folder, "best"), read_pointer(folder, "latest"))
+    for old in checkpoints_of(folder)[:-keep]:
+        if old not in kept:
+            _remove(old)
+
+
+def delete_after(folder: Path, step: int, best_step: int | None) -> None:
+    """Delete the checkpoints after `step`, whose updates are about to be made anew. Call on one rank.
+
+    Damaged ones are put aside as step-N.damaged: perhaps the disk is what has to be fixed. Does nothing where `step`
+    itself is not there: then the run goes on from another run's checkpoint.
+    """
+    if not (folder / f"step-{step:08d}").is_dir():
+        return
+    best = folder / f"step-{best_step or 0:08d}"
+    if best.is_dir():
+        write_file(folder / "best", best.name + "\n")
+    else:
+        (folder / "best").unlink(missing_ok=True)
+    write_file(folder / "latest", f"step-{step:08d}\n")
+    for path in reversed(checkpoints_of(folder)):  # killed in the middle, it leaves no later one without those before
+        if step_of(path) <= step:
+            break
+        aside = path.with_name(f"{path.name}.damaged")
+        if damage_of(path) and not aside.exists():
+            path.rename(aside)
+            print(f"{path} is now {aside.name}")
+        else:
+            _remove(path)
+            print(f"{path} is deleted: what follows is trained anew")
+
+
+def clean_up(folder: Path) -> None:
+    """Finish or clear away what a kill left half-done. Call on one rank, while no other run writes there."""
+    for old in folder.glob(".step-*.old"):
+        final = folder / old.name[1 : -len(".old")]
+        if not final.exists():  # killed between the two renames
+            old.rename(final)
+    for leftover in [*folder.glob(".step-*"), *folder.glob(".*.partial")]:
+        shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+
+
+def _save_state(accelerator: Accelerator, folder: Path) -> None:
+    try:
+        accelerator.save_state(str(folder))
+    except (RuntimeError, SafetensorError) as error:  # what a full disk looks like from torch and safetensors
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder.parent} has vanished") from error
+        raise OSError(f"{folder}: cannot be written ({one_line(error)[:120]}); is the disk full?") from error
+
+
+def _write_manifest(folder: Path) -> None:
+    """Write the manifest, give all files the ordinary mode, and flush everything to the disk."""
+    umask = os.umask(0)
+    os.umask(umask)
+    entries = {}
+    for path in sorted(folder.iterdir()):
+        path.chmod(0o666 & ~umask)  # safetensors makes its files private
+        entries[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        sync(path)
+    write_file(folder / MANIFEST, manifest_text(entries))
+    sync(folder)
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """Rename a finished folder to `final`. An older `final` stays until then; `clean_up` restores it after a kill."""
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    try:
+        partial.rename(final)
+        sync(final.parent)
+    finally:
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            old.rename(final)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint: at each instant it is there whole or not at all."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.gone")
+    with suppress(OSError):
+        checkpoint.rename(gone)
+        shutil.rmtree(gone)

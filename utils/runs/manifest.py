@@ -1,0 +1,131 @@
+"""Find checkpoints and verify them against their manifests."""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from utils.errors import one_line
+from utils.files import read_json, read_text
+
+MANIFEST = "manifest.json"
+
+
+FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json")
+
+
+FOR_RESUME = (*FOR_EVALUATION, "optimizer.bin")
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, whatever is left of them, oldest first; OSError when it cannot be listed."""
+    return sorted((path for path in folder.iterdir() if is_checkpoint_name(path.name)), key=step_of)
+
+
+def newest_good(folder: Path, needed: Sequence[str] = FOR_RESUME) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint in `folder` that is as it was written, and what is wrong with each newer one."""
+    damages = []
+    for checkpoint in reversed(checkpoints_of(folder)):
+        damage = damage_of(checkpoint, needed)
+        if damage is None:
+            return checkpoint, damages
+        damages.append(damage)
+    return None, damages
+
+
+def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) -> Path:
+    """The checkpoint that `path` means: itself, or that of a run folder; raises ValueError when there is none."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such checkpoint or run folder")
+    if (path / MANIFEST).is_file() or is_checkpoint_name(path.name):
+        return path
+    for folder in (path / "checkpoints", path):
+        if not folder.is_dir():
+            continue
+        for name in prefer:
+            found = read_pointer(folder, name)
+            if found is not None and found.is_dir():
+                return found
+        if checkpoints_of(folder):
+            return checkpoints_of(folder)[-1]
+    raise ValueError(f"{path}: holds no checkpoint")
+
+
+def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:
+    """Raise ValueError unless every file that the manifest names is there with its size and SHA-256.
+
+    The manifest must name all `needed` files, as it protects only the files that it names.
+    """
+    damage = damage_of(checkpoint, needed)
+    if damage is None:
+        return
+    good = None
+    with suppress(OSError):
+        good, _ = newest_good(checkpoint.parent, needed)
+    raise ValueError(f"{damage}; {good or 'no other checkpoint there'} is good")
+
+
+def files_of(checkpoint: Path) -> dict[str, dict]:
+    """Size and SHA-256 of each file that the manifest names; ValueError if the manifest is damaged.
+
+    Files that not every checkpoint has are read only if the manifest names them.
+    """
+    path = checkpoint / MANIFEST
+    manifest = read_json(path)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not files or path.read_bytes() != manifest_text(files).encode():
+        raise ValueError(f"{path}: damaged")
+    return files
+
+
+def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | None:
+    """The first thing that is not as the manifest says, None when all is well."""
+    path = checkpoint / MANIFEST
+    try:
+        if not path.is_file():
+            return f"{path}: missing"
+        files = files_of(checkpoint)
+        left_out = [name for name in needed if name not in files]
+        if left_out:
+            return f"{path}: does not name {', '.join(left_out)}"
+        for name, entry in files.items():
+            if Path(name).name != name or not isinstance(entry, dict):
+                return f"{checkpoint / MANIFEST}: damaged"
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{path}: missing"
+            if path.stat().st_size != entry.get("size") or sha256_of(path) != entry.get("sha256"):
+                return f"{path}: damaged"
+    except (ValueError, OSError) as error:
+        text = one_line(error)
+        return text if text.startswith(str(path)) else f"{path}: {text}"  # a disk's error names no file
+    return None
+
+
+def manifest_text(files: dict) -> str:
+    """The one way to write a manifest, so that any change of its text is seen."""
+    return json.dumps({"files": files}, indent=1) + "\n"
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_pointer(folder: Path, name: str) -> Path | None:
+    """The checkpoint that `latest` or `best` names; None where it names none."""
+    try:
+        target = read_text(folder / name, max_bytes=4096).strip()
+    except (OSError, ValueError):
+        return None
+    return folder / target if is_checkpoint_name(target) else None
+
+
+def is_checkpoint_name(name: str) -> bool:
+    return re.fullmatch(r"step-\d+", name) is not None
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))

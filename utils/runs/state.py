@@ -1,0 +1,113 @@
+"""What a run must remember to go on: one small object, written as JSON into every checkpoint."""
+
+from dataclasses import asdict, dataclass, field
+
+from utils.data.order import Plan
+
+
+@dataclass
+class TrainState:
+    """Where a run stands between two updates."""
+
+    step: int = 0
+    """Finished updates."""
+    epoch: int = 0
+    position: int = 0
+    """Samples of this epoch consumed so far; with the seed and the epoch, all that the order needs."""
+    best_accuracy: float | None = None
+    best_step: int | None = None
+    seconds: float = 0.0
+    """Training time over all resumes, evaluation and saving not counted."""
+    images: int = 0
+    """Images trained on, over all ranks and resumes."""
+    logged_seconds: float = 0.0
+    """`seconds` at the last train record."""
+    since_log: dict = field(default_factory=dict)
+    """The meter's totals since then."""
+    owes_evaluation: bool = False
+    """Whether an evaluation was due at this step and a stop came in the middle of it."""
+    bad_images: list[int] = field(default_factory=list)
+    """Positions in the training split of images that turned out to be unreadable in the run; they stay left out."""
+    batch_size: int = 0
+    """The largest batch of one process so far; on fewer processes a resumed run accumulates instead of exceeding it."""
+
+    @property
+    def epochs_begun(self) -> int:
+        """The epoch, counted from 1, of the last finished update."""
+        return self.epoch + (self.position > 0)
+
+    def updated(self, plan: Plan) -> None:
+        """Take note of an update."""
+        self.images += plan.update_size(self.position)
+        self.epoch, self.position = plan.advance(self.epoch, self.position)
+        self.step += 1
+
+    def evaluated(self, accuracy: float) -> None:
+        """Take note of an evaluation at this step."""
+        self.owes_evaluation = False
+        if self.best_accuracy is None or accuracy > self.best_accuracy:
+            self.best_accuracy, self.best_step = accuracy, self.step
+
+    def train_record(self, lr: float, processes: int) -> dict:
+        """What the log says of the updates since the last record, over all samples on all ranks."""
+        totals, seconds = Totals(**self.since_log), self.seconds - self.logged_seconds
+        return {
+            "step": self.step,
+            "epoch": self.epochs_begun,
+            "loss": totals.loss / totals.count,
+            "accuracy": totals.correct / totals.count,
+            "lr": lr,
+            "images_per_second": totals.count / seconds,
+            "data_wait": totals.wait / processes / seconds,
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "TrainState":
+        """The state that `asdict` wrote; ValueError when a field is missing or cannot be."""
+        default = asdict(cls())
+        for name in default:
+            given = isinstance(values, dict) and (name in values or name in _LATER)
+            if not given or not _can_be(name, values.get(name, default[name])):
+                raise ValueError(f"no training state: {name!r} is missing or malformed")
+        return cls(**{name: values[name] for name in default if name in values})
+
+    def check_place(self, plan: Plan) -> None:
+        """Raise ValueError when a run of this plan does not come by here, with --drop_last in any of its parts."""
+        full, rest = divmod(plan.samples, plan.global_batch_size)
+        before, odd = divmod(self.position, plan.global_batch_size)
+        least = self.epoch * full + before
+        if odd or self.position >= plan.samples or not least <= self.step <= least + self.epoch * (rest > 0):
+            raise ValueError(f"step {self.step}, epoch {self.epoch} and position {self.position} contradict each other")
+
+
+_LATER = ("bad_images",)  # fields that older checkpoints lack
+
+
+def _can_be(name: str, value) -> bool:
+    """Whether a field of TrainState may have this value."""
+    if name == "owes_evaluation":
+        return type(value) is bool
+    if name == "bad_images":
+        return isinstance(value, list) and all(_is_number(position, int) for position in value)
+    if name == "since_log":
+        fits = isinstance(value, dict) and value.keys() in (set(), asdict(Totals()).keys())
+        return fits and all(_is_number(total, int, float) for total in value.values())
+    if name in ("best_accuracy", "best_step") and value is None:
+        return True
+    is_real = name in ("best_accuracy", "seconds", "logged_seconds")
+    return _is_number(value, int, *(float,) * is_real) and (name != "batch_size" or value > 0)
+
+
+def _is_number(value, *kinds: type) -> bool:
+    return type(value) in kinds and 0 <= value < 2**63  # which no NaN is
+
+
+@dataclass
+class Totals:
+    """Sums over all ranks since the last train record; `wait` is seconds that ranks waited for data, added up."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    count: float = 0.0
+    wait: float = 0.0

@@ -1,0 +1,99 @@
+"""Training loss, accuracy and time over all ranks, gathered on the device and read only when the ranks meet."""
+
+import math
+import time
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from utils.ranks.accelerator import sum_over_ranks
+from utils.runs.state import Totals
+
+
+class Pace:
+    """When the ranks meet: about once a second, after the same number of steps on all of them."""
+
+    def __init__(self, step: int = 0):
+        self.step, self.next, self.time = step, step + 1, time.perf_counter()
+
+    def due(self, step: int) -> bool:
+        """Whether to meet after `step` steps."""
+        return step >= self.next
+
+    def synced(self, step: int, seconds: float) -> None:
+        """The steps since the last meeting took `seconds`, a number that all ranks share."""
+        self.step, self.next = step, step + max(1, int((step - self.step) / max(seconds, 1e-6)))
+        self.time = time.perf_counter()
+
+
+class Reduced(NamedTuple):
+    """What all ranks know after a meeting: sums, mean seconds since the last one and the last save, wishes.
+
+    `bad` counts the images that ranks have found to be unreadable since the last meeting.
+    """
+
+    totals: Totals
+    seconds: float
+    since_save: float
+    failed: bool
+    stop: bool
+    bad: int
+
+
+class Meter:
+    """Adds up on this rank between two train records, and over the ranks when they meet."""
+
+    def __init__(self, device: torch.device, start: Totals):
+        self.sums = torch.tensor([start.loss, start.correct], dtype=torch.float64, device=device)
+        self.count, self.wait = start.count, start.wait
+        self.losses: list[tuple[tuple[int, int], Tensor]] = []
+        self.started = self.saved = time.perf_counter()
+
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, wait: float, where: tuple[int, int]) -> None:
+        """Count one batch, known by `where`: its summed loss, its logits [n, classes] against `labels` [n].
+
+        Does not wait for the GPU.
+        """
+        self.sums += torch.stack([loss.detach().double(), (logits.detach().argmax(1) == labels).sum()])
+        self.losses.append((where, loss.detach()))
+        self.count += len(labels)
+        self.wait += wait
+
+    def reduce(self, accelerator: Accelerator, failed: bool, stop: bool, bad: int) -> Reduced:
+        """The totals, whether any rank `failed` or wants to `stop`, and how many images were `bad`; collective.
+
+        This is the one place where the loop waits for the device. All ranks get the same numbers, seconds their mean
+        over the ranks.
+        """
+        if self.sums.is_cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        own = [self.count, self.wait, now - self.started, now - self.saved, failed, stop, bad]
+        self.started = now
+        own = torch.tensor(own, dtype=torch.float64).to(self.sums.device)
+        *totals, seconds, since_save, failures, stops, found = sum_over_ranks(
+            accelerator, torch.cat([self.sums, own])
+        ).tolist()
+        processes, totals = accelerator.num_processes, Totals(*totals)
+        if math.isfinite(totals.loss):
+            self.losses.clear()
+        return Reduced(totals, seconds / processes, since_save / processes, failures > 0, stops > 0, int(found))
+
+    def first_bad(self) -> tuple[int, int] | None:
+        """`where` the first batch of this rank since the last meeting was whose loss is no number."""
+        return next((where for where, loss in self.losses if not loss.isfinite()), None)
+
+    def restart(self) -> None:
+        """Leave out the time since the last meeting, which was spent on something else than training."""
+        self.started = time.perf_counter()
+
+    def restart_save_clock(self) -> None:
+        """Count the time to the next checkpoint from now on."""
+        self.saved = time.perf_counter()
+
+    def reset(self) -> None:
+        """Begin the next train record."""
+        self.sums.zero_()
+        self.count, self.wait = 0.0, 0.0

@@ -1,0 +1,29 @@
+"""Optimizers, and the learning rate as a pure function of the update."""
+
+import torch
+from torch import nn
+
+from utils.config.settings import TrainConfig
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum or AdamW; vectors (biases, normalisation) are in a group without weight decay."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, fused=True)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
+
+
+def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter its momentum, 0, now; the updates are the same.
+
+    PyTorch's fused SGD fails when a parameter gets its first gradient in a later update than others.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
