@@ -18,7 +18,7 @@ from pathlib import Path
 
 from utils.config.cli import parse_args
 from utils.config.settings import EvalConfig, TrainConfig, absolute_data
-from utils.console import printable, progress, table
+from utils.console import Terminal, printable, table
 from utils.data.batches import Batches
 from utils.data.order import BlockSampler
 from utils.data.pipeline import make_dataset, make_loader
@@ -112,15 +112,15 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     saved, class_names = ranks.run_on_all(lambda: (read_metadata(checkpoint), read_classes(checkpoint)))
     spec = InputSpec.from_dict(saved["input"])
     record = ranks.run_on_all(lambda: read_sample_record(checkpoint))
-    look, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
-    chosen = partial(load_split, config, split_name, class_names, own_data, record, look, say, spec.small)
+    terminal = Terminal(ranks.is_main)
+    chosen = partial(load_split, config, split_name, class_names, own_data, record, terminal, spec.small)
     split = ranks.run_on_all(chosen, main_first=True, at="loading the data")
     ranks.check_same(
         fingerprint_of(split.label_fingerprint, split.content), f"different images in --data {config.data}"
     )
-    if ranks.is_main and split.notes:
-        print("\n".join(map(printable, split.notes)))
-    bar = progress("decoding", ranks.is_main)
+    for note in split.notes:
+        terminal.print(printable(note))
+    bar = terminal.progress("decoding")
     dataset = ranks.run_on_all(lambda: make_dataset(split, spec, config, False, bar), main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, spec, len(class_names), load=False))
     ranks.run_on_all(lambda: load_model(checkpoint, model))
@@ -130,9 +130,9 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     compile_model(accelerator, model)
     model.to(accelerator.device)  # bare: nothing is trained, so the ranks have nothing to say to each other
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    result = evaluate_split(ranks, accelerator, model, batches, config, progress("evaluating", ranks.is_main))
+    result = evaluate_split(ranks, accelerator, model, batches, config, terminal.progress("evaluating"))
     for reason in list(found_by_all(ranks, batches).values())[:10]:
-        say(f"{reason}; left out")
+        terminal.print(f"{reason}; left out")
     state = saved["state"]
     step, epoch = state["step"], state["epoch"] + (state["position"] > 0)
     return {"kind": "eval", "step": step, "epoch": epoch, "split": split.name, **result}, class_names

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from utils.config.batch import resolve_batch
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig, advice, to_yaml
-from utils.console import progress, table
+from utils.console import Terminal, table
 from utils.data.batches import Batch, Batches
 from utils.data.colour import remarks
 from utils.data.decode import peek
@@ -127,7 +127,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
 
     known, skip = ranks.run_on_all(lambda: recorded_input(start.checkpoint, config)), config.bad_images == "skip"
     spec = known or ranks.run_on_all(lambda: input_spec(config, *peek(data.train, skip=skip)))
-    bar = progress("decoding", ranks.is_main)
+    bar = Terminal(ranks.is_main).progress("decoding")
     train_set = ranks.run_on_all(lambda: make_dataset(data.train, spec, config, True, bar), True, "decoding images")
     eval_set = ranks.run_on_all(
         lambda: make_dataset(data.evaluation, spec, config, False, bar), True, "decoding images"
@@ -173,8 +173,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
 def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
     """Load the data set and check its images; a resumed run gets the samples that it began with."""
     record = ranks.run_on_all(lambda: read_sample_record(start.checkpoint))
-    bar, say = progress("checking images", ranks.is_main), print if ranks.is_main else lambda text: None
-    data = ranks.run_on_all(lambda: load_data(config, record, bar, say), main_first=True, at="loading the data")
+    terminal = Terminal(ranks.is_main)
+    data = ranks.run_on_all(lambda: load_data(config, record, terminal), main_first=True, at="loading the data")
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 
@@ -284,7 +284,7 @@ def evaluate(run: Run) -> dict | None:
     run.ranks.at(f"after update {state.step}, evaluating")
     run.ranks.broadcast_buffers(run.module)
     parts = run.ranks, run.accelerator, run.module, run.eval_batches, run.config
-    result = evaluate_split(*parts, progress("evaluating", run.ranks.is_main), run.stopping)
+    result = evaluate_split(*parts, Terminal(run.ranks.is_main).progress("evaluating"), run.stopping)
     if result is not None:
         if "left_out" in result:
             agree_on_bad(run, run.data.evaluation, run.eval_batches)

@@ -2,18 +2,26 @@
 
 import sys
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tqdm import tqdm
 
 
-def progress(description: str, is_main: bool):
-    """A function that wraps an iterable in a passing progress bar on the main process's terminal."""
+class Terminal:
+    """Where the main process shows progress bars and prints lines; on other ranks it shows nothing."""
 
-    def wrap(items):
-        return tqdm(items, desc=description, leave=False, disable=not (is_main and sys.stderr.isatty()))
+    def __init__(self, is_main: bool):
+        self.is_main = is_main
 
-    return wrap
+    def progress(self, description: str) -> Callable[[Iterable], Iterable]:
+        """A function that wraps an iterable in a progress bar, which disappears at the end."""
+        hidden = not (self.is_main and sys.stderr.isatty())
+        return lambda items: tqdm(items, desc=description, leave=False, disable=hidden)
+
+    def print(self, text: str) -> None:
+        if self.is_main:
+            print(text)
 
 
 def table(title: str, rows: list[tuple[str, Any]]) -> str:

@@ -1,16 +1,27 @@
-"""From an exception to one line that names the thing and the fix, on one rank, and to an exit code."""
+"""Errors that are reported to the user in one line: what is wrong, then the fix."""
 
 import re
 
 USER_ERRORS = (ValueError, OSError, ImportError)  # what names a cause outside this code; anything else is a bug
 
 
-class AgreedError(ValueError):
-    """An error of one rank that every rank raises alike, so that they may also go on together."""
+class UserError(ValueError):
+    """A problem that the user can fix. `problem` and `fix` are each a part of one line."""
+
+    def __init__(self, problem: str, fix: str = ""):
+        super().__init__(problem, fix)
+        self.problem, self.fix = problem, fix
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.fix}" if self.fix else self.problem
 
 
-class LostRank(ValueError):
-    """A collective failed because another process of the run is gone."""
+class AgreedError(UserError):
+    """An error of one rank that all ranks raise. They are still in step, so they may also continue."""
+
+
+class LostRank(UserError):
+    """A collective failed because another process of the run has ended or does not answer."""
 
 
 def one_line(error: BaseException) -> str:
@@ -18,6 +29,16 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def problem_of(error: BaseException) -> str:
+    """What is wrong, on one line, without the fix."""
+    return " ".join(error.problem.split()) if isinstance(error, UserError) else one_line(error)
+
+
+def fix_of(error: BaseException) -> str:
+    """How to fix it, on one line; empty if the error does not say."""
+    return " ".join(error.fix.split()) if isinstance(error, UserError) else ""
 
 
 def is_lost_rank(error: BaseException) -> bool:

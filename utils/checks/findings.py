@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from utils.console import table
-from utils.errors import one_line
+from utils.errors import fix_of, problem_of
 from utils.ranks.ranks import Ranks
 
 _WIDTH = 100
@@ -34,8 +34,10 @@ class Finding:
 
     @classmethod
     def of(cls, name: str, error: BaseException) -> "Finding":
-        """A red finding: an error's text up to its first semicolon is what was found, the rest is the fix."""
-        value, _, fix = one_line(error).partition("; ")
+        """A red finding from an error."""
+        value, fix = problem_of(error), fix_of(error)
+        if not fix:  # an error that does not keep them apart
+            value, _, fix = value.partition("; ")
         return cls(name, value, False, fix)
 
 

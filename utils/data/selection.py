@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from utils.config.settings import TrainConfig
-from utils.console import join_names
+from utils.console import Terminal, join_names
 from utils.data.check import check_images, refuse_bad
 from utils.data.decode import peek
 from utils.data.record import Record, differences, is_same, make_record, match_files, table_changes
@@ -15,30 +15,31 @@ from utils.data.sources import _open
 from utils.data.spec import SMALL
 from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset, renumber
 
+SILENT = Terminal(False)
+
 
 def load_data(
     config: TrainConfig,
     record: Record | None = None,
-    progress: Callable = iter,
-    say: Callable[[str], None] = lambda text: None,
+    terminal: Terminal = SILENT,
 ) -> Data:
     """Find the data set and its two splits; raises ValueError or OSError with the fix in its text.
 
-    A resumed run passes the `record` of its checkpoint, to go on with the same samples. All images are checked;
-    `progress` wraps an iterable (tqdm), and `say` prints a message for the user.
+    A resumed run passes the `record` of its checkpoint, to continue with the same samples. All images are checked, and
+    `terminal` shows progress and messages.
     """
     source = _open(config)
-    source.check = partial(_check, config=config, progress=progress)
+    source.check = partial(_check, config=config, progress=terminal.progress("checking images"))
     if record is not None and record.has_same_choices(config) and record.train.names is not None:
-        train, evaluation = _as_recorded(record, source, config, say)
-        bad = _say_left_out((train, evaluation), say)
+        train, evaluation = _as_recorded(record, source, config, terminal)
+        bad = _say_left_out((train, evaluation), terminal)
     else:
         (train, whole), (evaluation, other_whole) = _two_splits(source, config)
         fresh = make_record(config, source.class_names, (train, whole), (evaluation, other_whole))
         if record is not None:
             _check_same(record, fresh, whole, other_whole if record.has_same_choices(config) else None)
         record = fresh
-        bad = _say_left_out(source.opened, say)
+        bad = _say_left_out(source.opened, terminal)
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     if len(source.class_names) < 2:
@@ -73,7 +74,7 @@ def _check_any(split: Split) -> None:
         raise ValueError(f"no image of split {split.name!r} can be used ({len(split)} checked); give another --data")
 
 
-def _as_recorded(record: Record, source: Source, config: TrainConfig, say: Callable) -> tuple[Split, Split]:
+def _as_recorded(record: Record, source: Source, config: TrainConfig, terminal: Terminal) -> tuple[Split, Split]:
     """The two splits that a run began with; unreadable images keep their places."""
     wholes = [source.split(_known(source, part.source, "the run used split")) for part in record.parts]
     if source.class_names != record.class_names:
@@ -88,7 +89,7 @@ def _as_recorded(record: Record, source: Source, config: TrainConfig, say: Calla
             "with --bad_images skip, or start a new run"
         )
     for text in dict.fromkeys(text for one in found for text in one.new):
-        say(text)
+        terminal.print(text)
     splits = [_without(one.split, one.changed) for one in found]
     for split in splits:
         if not skip:
@@ -121,14 +122,14 @@ def _check_same(record: Record, fresh: Record, whole: Split, other_whole: Split 
         )
 
 
-def _say_left_out(splits: Sequence[Split], say: Callable) -> dict[str, str]:
+def _say_left_out(splits: Sequence[Split], terminal: Terminal) -> dict[str, str]:
     """Report the images that cannot be read and are left out; returns them with the reasons."""
     images = {}
     for split in splits:
         bad = {split.describe(p): split.bad[int(split.rows[p])] for p in np.flatnonzero(~split.readable)}
         for name, reason in list(bad.items())[:1]:
             count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
-            say(f"{count} cannot be used and will be left out; the first is {name} ({reason})")
+            terminal.print(f"{count} cannot be used and will be left out; the first is {name} ({reason})")
         images |= bad
     return images
 
@@ -152,8 +153,7 @@ def load_split(
     class_names: list[str],
     own_data: bool = True,
     record: Record | None = None,
-    progress: Callable = iter,
-    say: Callable[[str], None] = lambda text: None,
+    terminal: Terminal = SILENT,
     small: bool | None = None,
 ) -> Split:
     """One split to evaluate, its labels counted as in `class_names`.
@@ -164,17 +164,17 @@ def load_split(
     as its own, wherever it is stored. `small` says whether the model's images are decoded beforehand.
     """
     source = _open(config)
-    source.check = partial(_check, config=config, progress=progress, small=small)
+    source.check = partial(_check, config=config, progress=terminal.progress("checking images"), small=small)
     if not own_data and record is not None and name in (None, "train") and _holds(source, record):
         own_data, config = True, replace(config, **record.choices)
     if own_data and name in (None, "train"):
-        split = _own_split(source, config, name, record, say)
+        split = _own_split(source, config, name, record, terminal)
     else:
         name = name or _eval_name(source, "", None) or _train_name(source, None)
         split = source.split(_known(source, name, "--split"))
-        _say_trained_on(record, split, say)
+        _say_trained_on(record, split, terminal)
     if config.bad_images == "skip":
-        _say_left_out([split], say)
+        _say_left_out([split], terminal)
     split = _usable(split, config)
     return renumber(random_subset(split, config.max_eval_samples, config.seed), source.class_names, class_names)
 
@@ -185,21 +185,25 @@ def _holds(source: Source, record: Record) -> bool:
     return names <= source.openers.keys() and all(is_same(part, source.split(part.source)) for part in record.parts)
 
 
-def _own_split(source: Source, config: TrainConfig, name: str | None, record: Record | None, say: Callable) -> Split:
+def _own_split(
+    source: Source, config: TrainConfig, name: str | None, record: Record | None, terminal: Terminal
+) -> Split:
     """What the run trained on, or what it evaluated on."""
     if record is not None and record.class_names != source.class_names:
-        say(_class_changes(record.class_names, source.class_names))
+        terminal.print(_class_changes(record.class_names, source.class_names))
     part = record and (record.train if name == "train" else record.evaluation)
     if part and part.names is not None:
         whole = source.split(_known(source, part.source, "the run used split"))
         found = match_files(record, part, whole, source.class_names)
         for text in (*found.images, *found.labels, *found.new):
-            say(text)
+            terminal.print(text)
         return found.split
     train, evaluation = _two_splits(source, config)
     split, whole = train if name == "train" else evaluation
     if record is None and train[1] is evaluation[1]:
-        say("the checkpoint has no record of its samples: the hold-out is right only if no sample was added since")
+        terminal.print(
+            "the checkpoint has no record of its samples: the hold-out is right only if no sample was added since"
+        )
     changes = table_changes(part, whole) if part else []
     if changes and train[1] is evaluation[1]:
         raise ValueError(
@@ -207,16 +211,16 @@ def _own_split(source: Source, config: TrainConfig, name: str | None, record: Re
             f"--data {config.data} --split {whole.name}"
         )
     for text in changes:
-        say(text)
+        terminal.print(text)
     return split
 
 
-def _say_trained_on(record: Record | None, split: Split, say: Callable) -> None:
+def _say_trained_on(record: Record | None, split: Split, terminal: Terminal) -> None:
     """Warn when images to evaluate on are the run's training images."""
     if record is not None and record.train.ends and split.ends is not None:
         known = int(np.isin(split.ends[split.rows], record.train.ends).sum())
         if known:
-            say(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")
+            terminal.print(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")
 
 
 def _train_name(source: Source, wanted: str | None) -> str:

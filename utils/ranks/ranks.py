@@ -1,5 +1,6 @@
 """The process group, and everything that the ranks say to each other."""
 
+import json
 import os
 import re
 import socket
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from utils.config.settings import Launch
-from utils.errors import USER_ERRORS, AgreedError, LostRank, is_lost_rank, lost_rank_text, one_line
+from utils.errors import USER_ERRORS, AgreedError, LostRank, fix_of, is_lost_rank, lost_rank_text, one_line, problem_of
 from utils.launch.command import launcher
 from utils.launch.devices import choose_backend, choose_device, cpu_was_asked_for, gpu_id
 from utils.launch.environment import Topology, is_launched, restarts_are_possible, threads_per_process
@@ -170,10 +171,10 @@ class Ranks:
         except USER_ERRORS as raised:
             error = raised
         who = "" if self.is_main else f"rank {self.topology.rank}: "
-        texts = self._exchange(who + one_line(error) if error else "", group)
-        verdict = next((text for text in texts if text), None)
-        if verdict:
-            raise AgreedError(verdict) from error
+        own = json.dumps([who + problem_of(error), fix_of(error)]) if error else ""
+        text = next((text for text in self._exchange(own, group) if text), None)
+        if text is not None:
+            raise AgreedError(*json.loads(text)) from error
         return result
 
     def _exchange(self, text: str, group: dist.ProcessGroup) -> list[str]:
