@@ -1,14 +1,21 @@
-# make train    set everything up and train on two CPU processes     make train ARGS="--config recipes/mnist.yaml"
-# make doctor   say whether two CPU processes can train here       make doctor ARGS="--json doctor.json"
-# make test     set everything up and run the tests
-# make lint     ruff, check and format
+# make train      set everything up and train on two CPU processes   make train ARGS="--config recipes/mnist.yaml"
+# make doctor     check whether two CPU processes can train here     make doctor ARGS="--json doctor.json"
+# make test       set everything up and run the quick tests          make test ARGS="tests/test_order.py"
+# make test-all   the quick tests and all others that need no root
+# make lint       ruff: rules and format
+# make types      mypy
+# make coverage   the quick tests, and which lines they ran, in child processes too
+#
+# All of them use the environment in .venv, with the tested versions of constraints.txt. To take the newest versions
+# that requirements.txt allows instead: make train CONSTRAINTS=
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CONSTRAINTS ?= -c constraints.txt
 ARGS ?=
 
-.PHONY: train doctor test lint
+.PHONY: train doctor test test-all lint types coverage
 train: $(VENV)/.train
 	$(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml train.py $(ARGS)
 
@@ -18,17 +25,29 @@ doctor: $(VENV)/.train
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
 
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow and not machines and not slurm" $(ARGS)
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+coverage: $(VENV)/.test
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.train: requirements.txt | $(VENV)/bin/pip
-	$(BIN)/pip install -r requirements.txt
+$(VENV)/.train: requirements.txt constraints.txt | $(VENV)/bin/pip
+	$(BIN)/pip install -r requirements.txt $(CONSTRAINTS)
 	touch $@
 
-$(VENV)/.test: requirements-dev.txt requirements.txt | $(VENV)/bin/pip
-	$(BIN)/pip install -r requirements-dev.txt
+$(VENV)/.test: requirements-dev.txt requirements.txt constraints.txt | $(VENV)/bin/pip
+	$(BIN)/pip install -r requirements-dev.txt $(CONSTRAINTS)
 	touch $@ $(VENV)/.train
