@@ -8,7 +8,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # a forked child of a process with OpenMP t
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
 
 import torch
-from ranks import end_leftovers
+from helpers.ranks import end_leftovers
 
 import eval
 import train
@@ -39,7 +39,7 @@ def no_ranks_left():
 def pytest_deselected(items):
     """Remember what a plain run leaves out."""
     for item in items:
-        for marker in ("slow", "machines", "slurm"):
+        for marker in ("full", "slow", "machines", "slurm"):
             if item.get_closest_marker(marker):
                 _LEFT_OUT[marker] = _LEFT_OUT.get(marker, 0) + 1
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from make_data import encoded, image_folder, pictures, smooth
+from helpers.make_data import encoded, image_folder, pictures, smooth
 from PIL import Image
 
 from utils.config.settings import TrainConfig

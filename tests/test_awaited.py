@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from make_data import image_folder
-from ranks import run_ranks, start_ranks
-from waiting import has_logged, until
+from helpers.make_data import image_folder
+from helpers.ranks import run_ranks, start_ranks
+from helpers.waiting import has_logged, until
 
 import eval
 import train

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel
-from make_data import encoded, image_folder, parquet, pictures, smooth, table
+from helpers.make_data import encoded, image_folder, parquet, pictures, smooth, table
+from helpers.ranks import run_ranks
+from helpers.training_runs import records, train_run, weights
 from PIL import Image
-from ranks import run_ranks
-from training_runs import records, train_run, weights
 
 import eval
 import train

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import returned, run_ranks
-from training_runs import records, train_run, weights
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, train_run, weights
 
 import train
 from utils.data.order import permutation

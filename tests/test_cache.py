@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from make_data import encoded, image_folder, pictures, table
+from helpers.make_data import encoded, image_folder, pictures, table
+from helpers.ranks import run_ranks, start_ranks
 from PIL import Image
-from ranks import run_ranks, start_ranks
 
 from utils.config.settings import TrainConfig
 from utils.data import cache

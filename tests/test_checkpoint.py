@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import returned, run_ranks
-from training_runs import records, train_run, weights
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, train_run, weights
 
 import eval
 import train

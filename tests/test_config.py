@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from make_data import image_folder
-from ranks import run_ranks
-from training_runs import train_run
+from helpers.make_data import image_folder
+from helpers.ranks import run_ranks
+from helpers.training_runs import train_run
 
 import train
 from utils.config.batch import resolve_batch

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from ranks import run_ranks
-from training_runs import records, train_run, weights
+from helpers.ranks import run_ranks
+from helpers.training_runs import records, train_run, weights
 
 import eval
 import train

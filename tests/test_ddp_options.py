@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from ranks import returned, run_ranks
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, train_run
 from torch import nn
-from training_runs import records, train_run
 
 import train
 import utils.models.zoo

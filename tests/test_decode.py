@@ -5,9 +5,9 @@ import struct
 
 import numpy as np
 import pytest
-from make_data import encoded, image_folder, pictures, png_of_16_bits, smooth, table
+from helpers.make_data import encoded, image_folder, pictures, png_of_16_bits, smooth, table
+from helpers.ranks import returned
 from PIL import Image
-from ranks import returned
 
 from utils.data.decode import EVAL_CROP, LARGE, center, decode, peek, shrink_to_center, shrink_to_part
 from utils.data.splits import Files, whole_split

@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from make_data import image_folder
-from ranks import Outcome, returned, run_ranks, start_ranks
+from helpers.make_data import image_folder
+from helpers.ranks import Outcome, returned, run_ranks, start_ranks
+from helpers.training_runs import hold, records, slow_train, train_run, weights
+from helpers.waiting import has_ended, records_so_far, until
 from safetensors.torch import load_file
-from training_runs import hold, records, slow_train, train_run, weights
-from waiting import has_ended, records_so_far, until
 
 import train
 import utils.files

@@ -18,10 +18,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from machines import needs_machines, network
-from ranks import returned, run_ranks, start_ranks
-from training_runs import launch
-from waiting import PATIENCE, SOON, has_ended, until
+from helpers.machines import needs_machines, network
+from helpers.ranks import returned, run_ranks, start_ranks
+from helpers.training_runs import launch
+from helpers.waiting import PATIENCE, SOON, has_ended, until
 
 import doctor
 from utils.checks import exchange as exchange_checks

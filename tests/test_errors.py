@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import datasets
 import psutil
 import pytest
-from make_data import image_folder
-from ranks import run_ranks
+from helpers.make_data import image_folder
+from helpers.ranks import run_ranks
 
 import eval
 import train

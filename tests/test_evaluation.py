@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from make_data import image_folder
-from ranks import returned, run_ranks
+from helpers.make_data import image_folder
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, train_run, weights
 from sklearn.metrics import f1_score
 from torch.nn import functional as F
-from training_runs import records, train_run, weights
 
 import eval
 from utils.config.cli import parse_args

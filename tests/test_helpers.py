@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import end_leftovers, free_port, returned, start_ranks
+from helpers.ranks import end_leftovers, free_port, returned, start_ranks
+from helpers.training_runs import records
+from helpers.waiting import error_lines, has_logged, has_opened_session, lives, newest, records_so_far, until
 from torch.distributed import TCPStore
-from training_runs import records
-from waiting import error_lines, has_logged, has_opened_session, lives, newest, records_so_far, until
 
 from utils.runs.log import RunLog
 from utils.runs.state import TrainState

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from ranks import Launch, returned, start_ranks
-from training_runs import MLP, hold, records, train_run, weights
-from waiting import SOON, has_logged, records_so_far, until
+from helpers.ranks import Launch, returned, start_ranks
+from helpers.training_runs import MLP, hold, records, train_run, weights
+from helpers.waiting import SOON, has_logged, records_so_far, until
 
 import train
 from utils.config.settings import Launch as LaunchSettings

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from ranks import free_port
-from training_runs import ROOT, launch, records, start
-from waiting import error_lines
+from helpers.ranks import free_port
+from helpers.training_runs import ROOT, launch, records, start
+from helpers.waiting import error_lines
 
 from utils.config.settings import Launch
 from utils.launch.environment import Topology, read_topology, threads_per_process

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from ranks import free_port
-from training_runs import BIN, ROOT, records, weights
-from waiting import PATIENCE, has_logged, newest, records_so_far, until
+from helpers.ranks import free_port
+from helpers.training_runs import BIN, ROOT, records, weights
+from helpers.waiting import PATIENCE, has_logged, newest, records_so_far, until
 
 pytestmark = pytest.mark.slow
 FLAGS = ["--data", "synthetic/10x28x20000", "--model", "mlp", "--global_batch_size", "120", "--lr", "0.01"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import ClassLabel, DatasetDict, Value
-from make_data import encoded, image_folder, parquet, pictures, table
+from helpers.make_data import encoded, image_folder, parquet, pictures, table
+from helpers.ranks import run_ranks
 from PIL import Image as PillowImage
-from ranks import run_ranks
 
 import eval
 import train

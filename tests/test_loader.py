@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from make_data import encoded, pictures, smooth
+from helpers.make_data import encoded, pictures, smooth
 from test_augment import CPU, SPEC, photographs
 from torchvision.transforms.v2 import functional as F
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks, start_ranks
+from helpers.ranks import run_ranks, start_ranks
+from helpers.training_runs import MLP as FLAGS
+from helpers.training_runs import records, slow_train, train_run, weights
+from helpers.waiting import SOON, has_ended, has_logged, until
 from torch.distributed import TCPStore
-from training_runs import MLP as FLAGS
-from training_runs import records, slow_train, train_run, weights
-from waiting import SOON, has_ended, has_logged, until
 
 import train
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ranks import returned
+from helpers.ranks import returned
 
 import train
 from utils.config.cli import parse_args

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from datasets import ClassLabel
-from make_data import image_folder, parquet, table
-from ranks import run_ranks
-from training_runs import train_run
-from waiting import records_so_far
+from helpers.make_data import image_folder, parquet, table
+from helpers.ranks import run_ranks
+from helpers.training_runs import train_run
+from helpers.waiting import records_so_far
 
 import train
 from utils.output import guard_output

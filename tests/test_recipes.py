@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from ranks import returned
-from training_runs import records, train_run
+from helpers.ranks import returned
+from helpers.training_runs import records, train_run
 
 import eval
 

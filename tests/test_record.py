@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import ClassLabel
-from make_data import image_folder, parquet, pictures, table
+from helpers.make_data import image_folder, parquet, pictures, table
+from helpers.ranks import run_ranks
+from helpers.training_runs import records, train_run, weights
 from PIL import Image
-from ranks import run_ranks
-from training_runs import records, train_run, weights
 
 import eval
 import train

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import ROOT, needs_machines, network
+from helpers.machines import ROOT, needs_machines, network
+from helpers.training_runs import records, weights
+from helpers.waiting import PATIENCE, has_logged, until
 from test_launch_faults import FLAGS, LAUNCHERS, begin, no_leftovers, ranks_of
-from training_runs import records, weights
-from waiting import PATIENCE, has_logged, until
 
 assert no_leftovers  # used by its name
 UPDATES = 1200

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ranks import returned, run_ranks
-from training_runs import records, train_run
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, train_run
 
 import eval
 import train

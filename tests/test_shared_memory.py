@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from make_data import image_folder
-from ranks import run_ranks, start_ranks
-from training_runs import records
-from waiting import has_logged, until
+from helpers.make_data import image_folder
+from helpers.ranks import run_ranks, start_ranks
+from helpers.training_runs import records
+from helpers.waiting import has_logged, until
 
 import eval
 import train

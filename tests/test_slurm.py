@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.slurm_lab import ROOT, Slurm, slurm_cluster, wait_until, why_not
+from helpers.training_runs import start
+from helpers.waiting import records_so_far
 from safetensors.torch import load_file
-from slurm_lab import ROOT, Slurm, slurm_cluster, wait_until, why_not
-from training_runs import start
-from waiting import records_so_far
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() != "", reason=why_not() or "-")]
 FLAGS = ["--model", "mlp", "--global_batch_size", "128", "--threads", "1", "--timeout", "20", "--log_every", "10"]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torchvision
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
-from make_data import image_folder, mnist_files, parquet, pictures, table
+from helpers.make_data import image_folder, mnist_files, parquet, pictures, table
+from helpers.ranks import returned
 from PIL import Image as PillowImage
-from ranks import returned
 
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
@@ -354,7 +354,7 @@ def test_files_are_grouped_into_splits_by_their_names():
 def plain_parquet(path, labels, images):
     """As a writer that knows nothing of `datasets` leaves it: a struct of bytes, no types of features."""
     import pyarrow as pa
-    from make_data import encoded
+    from helpers.make_data import encoded
     from pyarrow import parquet
 
     files = [{"bytes": encoded(image, "PNG"), "path": f"{i}.png"} for i, image in enumerate(images)]

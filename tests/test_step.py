@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import returned, run_ranks
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, train_run, weights
 from torch import nn
 from torch.nn import functional as F
-from training_runs import records, train_run, weights
 
 import eval as evaluation
 import train

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from make_data import image_folder
-from ranks import Outcome, start_ranks
-from training_runs import MLP as FLAGS
-from training_runs import records, slow_train, train_run, weights
-from waiting import SOON, error_lines, has_logged, newest, until
+from helpers.make_data import image_folder
+from helpers.ranks import Outcome, start_ranks
+from helpers.training_runs import MLP as FLAGS
+from helpers.training_runs import records, slow_train, train_run, weights
+from helpers.waiting import SOON, error_lines, has_logged, newest, until
 
 import train
 from utils.launch.command import resume_command

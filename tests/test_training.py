@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import pytest
 import torch
-from ranks import returned
+from helpers.ranks import returned
+from helpers.training_runs import records, train_run, weights
 from torch.nn import functional as F
-from training_runs import records, train_run, weights
 
 import train
 from utils.config.cli import parse_args

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import ROOT, needs_machines, network
-from training_runs import records, weights
-from waiting import PATIENCE, SOON, has_logged, has_opened_session, until
+from helpers.machines import ROOT, needs_machines, network
+from helpers.training_runs import records, weights
+from helpers.waiting import PATIENCE, SOON, has_logged, has_opened_session, until
 
 pytestmark = needs_machines
 RUN = ["--model", "mlp", "--threads", "1", "--global_batch_size", "120", "--lr", "0.01", "--log_every", "1"]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import run_ranks, start_ranks
-from training_runs import MLP as FLAGS
-from training_runs import slow_train
-from waiting import SOON, has_ended, has_logged, until
+from helpers.ranks import run_ranks, start_ranks
+from helpers.training_runs import MLP as FLAGS
+from helpers.training_runs import slow_train
+from helpers.waiting import SOON, has_ended, has_logged, until
 
 import train
 from utils.ranks.watch import Watch

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from ranks import free_port
-from training_runs import ROOT, records
-from waiting import PATIENCE, error_lines, has_opened_session, until
+from helpers.ranks import free_port
+from helpers.training_runs import ROOT, records
+from helpers.waiting import PATIENCE, error_lines, has_opened_session, until
 
 from utils.launch import network, rendezvous
 from utils.launch.environment import Topology, first_node, read_topology

@@ -6,13 +6,13 @@ import sys
 import time
 from pathlib import Path
 
-from ranks import returned
 from safetensors.torch import load_file
-from waiting import PATIENCE, records_so_far, until
 
 import train
+from helpers.ranks import returned
+from helpers.waiting import PATIENCE, records_so_far, until
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 MLP = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--log_every", "5"]
 MLP += ["--max_train_samples", "480", "--eval_every", "40", "--save_every", "30"]  # 4 updates an epoch

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from waiting import PATIENCE
+
+from helpers.waiting import PATIENCE
 
 _HELD: deque[socket.socket] = deque()  # ports, see free_port
 _RUNNING: list["Launch"] = []

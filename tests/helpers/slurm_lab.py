@@ -1,6 +1,6 @@
 """A SLURM cluster of two nodes on this machine: each has a network, a host name and a process table of its own.
 
-    python tests/slurm_lab.py    # starts it, says how to use it, and takes it away at Enter
+    python -m helpers.slurm_lab    # starts it, says how to use it, and takes it away at Enter
 
 Needs root and the packages slurm-wlm, munge and iproute2. SLURM is told that each node has 16 cores and 2 GPUs; the
 GPUs are /dev/null, enough to deal them out. The partition `low` is preempted by `high`.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NODES = ("slm1", "slm2")
 _ADDRESSES = {"slm0": "10.79.0.10", "slm1": "10.79.0.11", "slm2": "10.79.0.12"}  # slm0 is where the controller runs
 _BRIDGE, _OWN_ADDRESS = "slmbr", "10.79.0.1/24"

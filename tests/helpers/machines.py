@@ -18,9 +18,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import PATIENCE
 
-ROOT = Path(__file__).parent.parent
+from helpers.waiting import PATIENCE
+
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 _SWITCH = f"ls-switch-{os.getpid()}"
 _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
