@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from utils.memory import usable_cores
+
 # Who says which process this is: the names of rank, world size, local rank and local world size. torchrun's come first,
 # as every launcher inside SLURM or MPI sets them; Open MPI's before SLURM's, as its mpirun may use srun to get around.
 _SOURCES = {
@@ -200,7 +202,7 @@ def threads_per_process(topology: Topology) -> int:
     launched = topology.world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
     if not launched and os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     # SLURM may have shared them out already.
     if topology.source == "SLURM" and os.environ.get("SLURM_CPUS_PER_TASK", "").isdigit():
         return max(1, min(cores, int(os.environ["SLURM_CPUS_PER_TASK"])))
