@@ -6,6 +6,7 @@ _LOST_RANK = (
     *("closed by peer", "connection reset", "broken pipe", "timed out", "connectfullmesh", "socket closed"),
     *("ncclremoteerror", "nccl communicator was aborted"),
 )
+USER_ERRORS = (ValueError, OSError, ImportError)  # their cause is outside this code; any other error is a bug
 
 
 class UserError(ValueError):
