@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from utils.config.settings import Launch
+from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, LostRank, fix_of, is_lost_rank, lost_rank_text, one_line, problem_of
 from utils.launch.command import launcher
 from utils.launch.devices import choose_backend, choose_device, cpu_was_asked_for, gpu_id, why_cpu
@@ -39,7 +39,7 @@ class Ranks:
     `broadcast_buffers`, `finish`.
     """
 
-    def __init__(self, topology: Topology, launch: Launch, prog: str = "train.py"):
+    def __init__(self, topology: Topology, launch: LaunchConfig, prog: str = "train.py"):
         self.topology, self.launch, self.prog = topology, launch, prog
         self.device = choose_device(topology, launch.cpu)
         self.threads = launch.threads or threads_per_process(topology)

@@ -11,7 +11,7 @@ import torch
 import torchvision
 
 from utils.config.cli import read_config
-from utils.config.settings import Launch, TrainConfig, absolute_data, to_yaml
+from utils.config.settings import LaunchConfig, TrainConfig, absolute_data, to_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
 from utils.data.spec import InputSpec
@@ -22,7 +22,7 @@ from utils.runs.manifest import files_of
 from utils.runs.state import TrainState
 
 # Settings of one start, not of the run.
-_OF_ONE_START = ("run_name", "resume", "profile", *(f.name for f in fields(Launch)))
+_OF_ONE_START = ("run_name", "resume", "profile", *(f.name for f in fields(LaunchConfig)))
 # Settings that act on this machine come from its own flags and defaults: a checkpoint may be a stranger's.
 OF_THIS_MACHINE = (*_OF_ONE_START, "cache_dir", "data_dir", "output_dir", "num_workers")
 
