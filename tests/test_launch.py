@@ -85,7 +85,7 @@ def test_topology_is_read_from_the_launchers_variables():
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=0 and WORLD_SIZE=2"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "contradictory environment: RANK=2 and WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set: the processes"),
-        ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero' is no whole number"),
+        ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero' is not an integer"),
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
     ],
 )
