@@ -17,6 +17,7 @@ from utils.data.splits import Files, Split, fingerprint_of
 from utils.data.worker_process import worker_processes
 from utils.errors import one_line
 from utils.files import expand, write_file
+from utils.memory import usable_cores
 from utils.waiting import awaited
 
 _VERSION = 1  # of the results of a check; raised when they change, so that older cached results are not used
@@ -97,7 +98,7 @@ def _kept(path: Path, count: int) -> dict | None:
 def _look_at_all(split: Split, full: bool, progress: Callable) -> dict:
     """Check on all cores: {"ends": a checksum for each readable position, "bad": {its index among these: error}}."""
     positions = np.flatnonzero(split.readable)
-    workers = min(len(os.sched_getaffinity(0)), _MOST, len(positions) * (10 if full else 1) // _LEAST)
+    workers = min(len(usable_cores()), _MOST, len(positions) * (10 if full else 1) // _LEAST)
     chunks = _Chunks(split, positions, full)
     loader = DataLoader(chunks, batch_size=None, **worker_processes(workers if workers > 1 else 0))
     ends, bad, start = [], {}, 0

@@ -13,7 +13,7 @@ import torch
 import torchvision
 
 from utils.config.cli import read_config
-from utils.config.settings import Launch, TrainConfig, absolute_data, to_yaml
+from utils.config.settings import LaunchConfig, TrainConfig, absolute_data, to_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
 from utils.data.spec import InputSpec
@@ -26,7 +26,7 @@ from utils.runs.state import TrainState
 from utils.version import VERSION, code_commit
 
 # Settings of one start, not of the run.
-_OF_ONE_START = ("run_name", "resume", "profile", *(field.name for field in fields(Launch)))
+_OF_ONE_START = ("run_name", "resume", "profile", *(field.name for field in fields(LaunchConfig)))
 # Settings that act on this machine come from its own flags and defaults: the checkpoint may come from a stranger.
 OF_THIS_MACHINE = (*_OF_ONE_START, "cache_dir", "data_dir", "output_dir", "num_workers")
 _OTHER = "take another checkpoint"
