@@ -113,7 +113,7 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     spec = InputSpec.from_dict(saved["input"])
     record = ranks.run_on_all(lambda: read_sample_record(checkpoint))
     terminal = Terminal(ranks.is_main)
-    sized = replace(config, image_size=max(spec.height, spec.width))  # the size of the model's input, also by default
+    sized = replace(config, image_size=max(spec.height, spec.width))  # also if the run took it from its data
     chosen = partial(load_split, sized, split_name, class_names, own_data, record, terminal)
     split = ranks.run_on_all(chosen, main_first=True, at="loading the data")
     ranks.check_same(

@@ -61,7 +61,7 @@ class Scan:
         found: list[str] = []
         for entry in sorted(os.scandir(folder), key=attrgetter("name")):
             is_image = _looks_like_image(entry.name)
-            if is_image and _is_file(entry):  # first, as there may be millions
+            if is_image and _is_file(entry):  # tested first, as there may be millions
                 found.append(entry.path)
             elif is_folder(entry):
                 if self._enters(entry, class_name):

@@ -84,7 +84,8 @@ def _checked(split: Split, config: TrainConfig, progress: Callable) -> Split:
     """Check all images of a split as --check_images and --bad_images say."""
     check = partial(check_images, split, cache_dir=config.cache_dir, progress=progress)
     checked = check(full=config.check_images == "full")
-    if config.bad_images == "skip" and config.check_images != "full" and checked.ends is not None:
+    is_quick = config.check_images != "full" and checked.ends is not None
+    if config.bad_images == "skip" and is_quick and checked.readable.any():
         # Small images are all decoded before training: those that fail must be known before samples are counted.
         size = config.image_size or max(peek(checked, skip=True)[1] or (SMALL + 1,))
         return check(full=True) if size <= SMALL else checked

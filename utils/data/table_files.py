@@ -144,11 +144,9 @@ def _unreadable_file(path: Path) -> Path:
     from pyarrow.parquet import read_metadata
 
     for file in sorted(path.glob("*.parquet")):
-        try:
+        with suppress(ValueError, OSError):
             if read_metadata(file).num_rows:
                 continue
-        except (ValueError, OSError):
-            pass
         return file
     return path
 
