@@ -128,8 +128,9 @@ def evaluate(saved: SavedRun, config: TrainConfig, split_name: str | None, own_d
     """The numbers of one split; collective."""
     accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
     spec, class_names = saved.spec, saved.class_names
-    names = (split_name, class_names, own_data, saved.record)
-    load = partial(load_split, config, *names, terminal, spec.small)
+    # The checkpoint's image size counts, also if the run took it from its images.
+    sized = replace(config, image_size=max(spec.height, spec.width))
+    load = partial(load_split, sized, split_name, class_names, own_data, saved.record, terminal)
     split = ranks.run_on_all(load, main_first=True, at="loading the data")
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
