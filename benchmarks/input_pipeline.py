@@ -36,7 +36,7 @@ from torchvision.transforms import v2
 sys.path.insert(0, str(ROOT))
 from utils.config.settings import TrainConfig
 from utils.data.batches import Batches
-from utils.data.datasets import Decoded, Encoded
+from utils.data.datasets import DecodedImages, EncodedImages
 from utils.data.order import Plan, UpdateSampler
 from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
@@ -77,7 +77,7 @@ def photographs(folder: str) -> dict[str, Callable[[], float]]:
         sides[name] = partial(rate, DataLoader(dataset, 32, shuffle=True))
     paths = [path for path, _ in dataset.samples]
     spec, config = InputSpec(224, 224, 3, MEAN, STD), TrainConfig(num_workers=0)
-    mine = Encoded(whole_split("train", Files(paths), np.zeros(len(paths)), "made"), spec, 0, 0.08, flip=True)
+    mine = EncodedImages(whole_split("train", Files(paths), np.zeros(len(paths)), "made"), spec, 0, 0.08, flip=True)
     sides[OURS] = partial(rate, ours(mine, spec, 32, config))
     encoded = [io.read_file(path).clone() for path in paths]
     sides[BARE] = lambda: rate([io.decode_jpeg(data, "RGB")[None]] for data in encoded)
@@ -126,7 +126,7 @@ def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -
         "torchvision, tensor backend": InMemory(tensors, [*change, *normalise]),
     }
     sides = {name: partial(rate, DataLoader(dataset, batch_size, shuffle=True)) for name, dataset in sides.items()}
-    mine = Decoded(pixels, np.zeros(len(pixels), np.int64))
+    mine = DecodedImages(pixels, np.zeros(len(pixels), np.int64))
     return sides | {OURS: partial(rate, ours(mine, spec, batch_size, config))}
 
 

@@ -65,7 +65,7 @@ def test_loaders_need_room_for_each_batch_in_advance_and_those_in_use():
 
 
 def test_all_ranks_of_a_machine_share_its_room(monkeypatch):
-    monkeypatch.setattr(workers, "room", lambda: (100 * MB, 200 * MB))
+    monkeypatch.setattr(workers, "shm_space", lambda: (100 * MB, 200 * MB))
     assert 80 * MB < workers.usable_shm() < 100 * MB
     alone = workers.usable_shm()
     monkeypatch.setenv("LOCAL_RANK", "3")

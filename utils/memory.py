@@ -47,28 +47,28 @@ def free_memory() -> tuple[int, int]:
     return system.available, system.total
 
 
-PLACE = "/dev/shm"
+SHM = "/dev/shm"
 
 
-FIX = "docker run --shm-size=8g or --ipc=host makes it larger"
+SHM_FIX = "docker run --shm-size=8g or --ipc=host makes it larger"
 
 
 MB = 1e6
 
 
-def room() -> tuple[int, int] | None:
+def shm_space() -> tuple[int, int] | None:
     """Free bytes and size of /dev/shm; (0, 0) where it cannot be used, None where the system has no limit there."""
     if sys.platform != "linux":
         return None
-    if not os.access(PLACE, os.W_OK | os.X_OK):
+    if not os.access(SHM, os.W_OK | os.X_OK):
         return 0, 0
-    system = os.statvfs(PLACE)
+    system = os.statvfs(SHM)
     return (system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize) if system.f_blocks else None
 
 
-def describe() -> str:
+def describe_shm() -> str:
     """How large /dev/shm is, and how much of that is free."""
-    found = room()
+    found = shm_space()
     if found is None:
         return "no limit"
     free, size = found

@@ -1,4 +1,4 @@
-"""Datasets that return one microbatch at a time, from decoded or from encoded images."""
+"""Datasets that return one microbatch at a time: of decoded small images, or of photographs."""
 
 from functools import partial
 
@@ -8,18 +8,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from utils.data.augment import crop_box, uniform
-from utils.data.cache import Shared
+from utils.data.cache import SharedImages
 from utils.data.decode import BAD_IMAGE_FIX, EVAL_CROP, center, decode, resize, shrink_to_center, shrink_to_part
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
-from utils.errors import one_line
+from utils.errors import UserError, one_line
 
 
-class Decoded(Dataset):
-    """Samples decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy."""
+class DecodedImages(Dataset):
+    """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy."""
 
-    def __init__(self, pixels: np.ndarray | Shared, labels: np.ndarray, readable: np.ndarray | None = None):
+    def __init__(self, pixels: np.ndarray | SharedImages, labels: np.ndarray, readable: np.ndarray | None = None):
         self.pixels, self.labels = pixels, labels
         self.readable = None if readable is None or readable.all() else readable  # bool [N]
 
@@ -33,10 +33,10 @@ class Decoded(Dataset):
         return _batch(microbatch, torch.from_numpy(self.pixels[microbatch.indices]), self.labels, asked)
 
 
-class Encoded(Dataset):
-    """Photographs, decoded and cropped when asked for; in training a random part of each, else the centre.
+class EncodedImages(Dataset):
+    """Photographs, decoded and cropped for each batch: at random with `min_scale` (see `crop_box`), else at the centre.
 
-    A batch leaves out images known to be unreadable, and with `skip` also those that turn out to be unreadable.
+    A batch leaves out images that are known to be unreadable, and with `skip` also those found while it is made.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class Encoded(Dataset):
         indices = microbatch.indices[self.split.readable[microbatch.indices]]
         images = torch.empty(len(indices), spec.height, spec.width, spec.channels, dtype=torch.uint8)
         random = uniform(self.seed, microbatch.epoch, indices, 8).tolist()
-        kept, bad = [], {}
+        kept: list[int] = []
+        bad: dict[int, str] = {}
         try:
             encoded = self.split.read_ahead(indices)
             for place, position in enumerate(indices.tolist()):
@@ -67,15 +68,14 @@ class Encoded(Dataset):
                     images[len(kept)] = self._image(position, encoded[place], random[place])
                     kept.append(place)
                 except ValueError as error:
-                    # A disk that is away for a while must not cost its images: only what cannot be decoded is skipped.
+                    # Only what cannot be decoded is skipped: a disk that fails for a while must not cost its images.
                     if not self.skip or getattr(error.__cause__, "errno", None):
                         raise
                     bad[position] = one_line(error)
-        except (ValueError, OSError) as error:  # as a value: a worker's exception would arrive wrapped in its traceback
+        except (ValueError, OSError) as error:  # returned: an exception from a worker would carry its traceback
             nothing = Microbatch(microbatch.epoch, indices[:0])
-            fix = "bring it back, or resume: missing files are then left out" if self.skip else BAD_IMAGE_FIX
-            text = f"{one_line(error)}; {fix}"
-            return _batch(nothing, images[:0], self.labels, asked) | {"error": text}
+            fix = "restore it, or resume: missing files are then left out" if self.skip else BAD_IMAGE_FIX
+            return _batch(nothing, images[:0], self.labels, asked) | {"error": UserError(one_line(error), fix)}
         if bad:
             indices, images = indices[kept], images[: len(kept)]
         return _batch(Microbatch(microbatch.epoch, indices), images, self.labels, asked) | {"bad": bad}
@@ -87,20 +87,19 @@ class Encoded(Dataset):
             pixels = decode(self.split, position, self.spec.channels, encoded, shrink)
             pixels = center(pixels, height, width, EVAL_CROP)
         else:
-            part = partial(crop_box, random=random[4:], min_scale=self.min_scale)
-            pixels = decode(self.split, position, self.spec.channels, encoded, shrink_to_part(part, height, width))
-            top, left, rows, columns = part(*pixels.shape[:2])
+            box = partial(crop_box, random=random[4:], min_scale=self.min_scale)
+            pixels = decode(self.split, position, self.spec.channels, encoded, shrink_to_part(box, height, width))
+            top, left, rows, columns = box(*pixels.shape[:2])
             pixels = resize(pixels[top : top + rows, left : left + columns], height, width)
         return pixels.flip(1) if self.flip and random[2] < 0.5 else pixels
 
 
 def _batch(microbatch: Microbatch, images: Tensor, labels: np.ndarray, asked: int) -> dict:
-    """A batch for `asked` samples; `microbatch` has those that can be read."""
-    indices = torch.from_numpy(microbatch.indices)
+    """The batch of a microbatch, which has those of the `asked` samples that can be read."""
     return {
         "left_out": asked - len(images),
         "images": images,
         "labels": torch.from_numpy(labels[microbatch.indices]),
-        "indices": indices,
+        "indices": torch.from_numpy(microbatch.indices),
         "epoch": microbatch.epoch,
     }

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from utils.errors import one_line
 from utils.launch.environment import claimed_ranks, is_launched
-from utils.memory import FIX, PLACE, describe
+from utils.memory import SHM, SHM_FIX, describe_shm
 
 _KNOWN = {  # what DistributedDataParallel says at length
     "Expected to have finished reduction": "the model leaves parameters unused; --find_unused_parameters finds "
@@ -61,7 +61,9 @@ def explain(error: Exception) -> Exception:
     if is_out_of_memory(error):
         return ValueError(f"out of memory ({text[:120]}); lower --batch_size, or raise --grad_accum")
     if is_killed_worker(error) and "Bus error" in f"{error} {error.__cause__}":
-        return ValueError(f"a loader process found no room in {PLACE} ({describe()}); {FIX}, or lower --num_workers")
+        return ValueError(
+            f"a loader process found no room in {SHM} ({describe_shm()}); {SHM_FIX}, or lower --num_workers"
+        )
     if is_killed_worker(error):
         return ValueError(f"a loader process was killed ({text[:100]}); if memory is short, lower --num_workers")
     for sign, fix in _KNOWN.items():
