@@ -40,13 +40,7 @@ class EncodedImages(Dataset):
     """
 
     def __init__(
-        self,
-        split: Split,
-        spec: InputSpec,
-        seed: int,
-        min_scale: float | None,
-        flip: bool = False,
-        skip: bool = False,
+        self, split: Split, spec: InputSpec, seed: int, min_scale: float | None, flip: bool = False, skip: bool = False
     ):
         self.split, self.spec, self.seed, self.min_scale, self.flip = split, spec, seed, min_scale, flip
         self.skip, self.labels = skip, split.labels

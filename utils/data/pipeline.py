@@ -36,10 +36,7 @@ def make_loader(
 
 
 def make_loaders(
-    parts: Mapping[str, tuple[ImageDataset, MicrobatchSampler]],
-    config: TrainConfig,
-    threads: int,
-    device: torch.device,
+    parts: Mapping[str, tuple[ImageDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
 ) -> list[DataLoader]:
     """The loaders of a rank, for `Accelerator.prepare`. They are made together, as they share /dev/shm."""
     wanted = min(8, threads) if config.num_workers is None else config.num_workers

@@ -59,17 +59,13 @@ def worker_processes(count: int, ahead: int = 2) -> dict:
         "num_workers": count,
         "prefetch_factor": ahead if count else None,
         "multiprocessing_context": _START_METHOD if count else None,
-        "worker_init_fn": _start_worker,
+        "worker_init_fn": _leave_signals_to_parent,
         "generator": torch.Generator(),  # its own: starting workers must not draw from the global one
     }
 
 
-def _start_worker(number: int) -> None:
-    leave_signals_to_parent()
-
-
-def leave_signals_to_parent() -> None:
-    """Called in a worker: only its own rank may end it.
+def _leave_signals_to_parent(worker: int) -> None:
+    """Called in each worker: only its own rank may end it.
 
     Ctrl-C in a terminal and scancel reach workers too, but the rank needs them to finish its update.
     """

@@ -95,7 +95,7 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
         else:
             model = _torchvision(config, spec, classes, load)
     except (TypeError, RuntimeError) as error:
-        raise ValueError(f"--model_args for {name}: {one_line(error)}") from error
+        raise UserError(f"--model_args for {name}: {one_line(error)}", "change or remove these arguments") from error
     _check_output(model, name, spec, classes)
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 

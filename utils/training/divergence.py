@@ -35,10 +35,7 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
 
 
 def samples_of(plan: Plan, step: int) -> np.ndarray:
-    """The positions in the training split of an update's samples, in the order of its microbatches.
-
-    `step` is the number of the update, counted from 0.
-    """
+    """Positions in the training split of the samples of update `step`, counted from 0, in the run's order."""
     epoch, position = plan.at(step)
     return permutation(plan.samples, plan.seed, epoch)[position : position + plan.update_size(position)]
 

@@ -43,7 +43,7 @@ class Reduced(NamedTuple):
 
 
 class Meter:
-    """Sums on this rank since the last train record; over all ranks when they meet."""
+    """The sums of this rank since the last train record, which `reduce` adds up over the ranks."""
 
     def __init__(self, device: torch.device, start: Totals):
         self.sums = torch.tensor([start.loss, start.correct], dtype=torch.float64, device=device)
@@ -52,7 +52,7 @@ class Meter:
         self.started = self.saved = time.perf_counter()
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor, wait: float, where: tuple[int, int]) -> None:
-        """Add one batch: its summed loss, its logits [n, classes] with `labels` [n], the seconds it was waited for.
+        """Add one batch: its summed loss, its logits [n, classes] and `labels` [n], and the seconds waited for it.
 
         `where` is its update and microbatch. Does not wait for the GPU.
         """
@@ -62,7 +62,7 @@ class Meter:
         self.wait += wait
 
     def reduce(self, accelerator: Accelerator, failed: bool, stop: bool, bad: int) -> Reduced:
-        """Sum over the ranks, and whether any rank `failed` or wants to `stop`; collective.
+        """Add up over the ranks, and agree whether any rank `failed` or wants to `stop`; collective.
 
         This is the only place where the loop waits for the device. All ranks get the same numbers.
         """

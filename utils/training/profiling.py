@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,23 +19,20 @@ class Profile:
 
     def __init__(self, enabled: bool, folder: Path, rank: int, say: Callable[[str], None]):
         self.path, self.say = folder / f"trace-rank{rank}.json.gz", say
-        self._written, self._profiler = False, None
-        self.step: Callable[[], None] = lambda: None
+        self._enabled, self._written = enabled, False
+        self._profiler: Any = nullcontext()
         if enabled:
             schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
             self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
-            self.step = self._profiler.step
+        self.step = self._profiler.step if enabled else lambda: None
 
     def __enter__(self) -> "Profile":
-        if self._profiler is not None:
-            self._profiler.__enter__()
+        self._profiler.__enter__()
         return self
 
     def __exit__(self, *exception) -> None:
-        if self._profiler is None:
-            return
         self._profiler.__exit__(*exception)
-        if not self._written:
+        if self._enabled and not self._written:
             self.say(f"--profile: the run ended before update {WAIT + WARM_UP + 1}, where the trace starts")
 
     def _write(self, profiler: torch.profiler.profile) -> None:
