@@ -36,7 +36,7 @@ STAGES = {  # what ends each
     "evaluation, checkpoint": "train ended",
     "end of all processes": "ended",
 }
-SIDE = 96  # of the images in the memory part, the largest that are decoded at once
+SIDE = 96  # pixels of the images in the memory part, the largest that are decoded beforehand
 
 
 def run_rank(folder: Path, argv: list[str]) -> None:

@@ -118,7 +118,7 @@ def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
 def _check_free_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:  # reported now, not after a long time when the disk is full
-        raise OSError(f"{folder}: {_size(size)} needed for the decoded images, {_size(free)} free")
+        raise OSError(f"{folder}: {_bytes(size)} needed for the decoded images, {_bytes(free)} free")
 
 
 def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:
@@ -146,10 +146,10 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
 def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Callable, reason: str) -> np.ndarray:
     """Decode images into memory if it is large enough; `reason` says why they could not be cached."""
     (number, processes), size, (free, _) = on_this_machine(), len(split) * math.prod(shape), free_memory()
-    need = _size(size) + f" in each of {processes} processes" * (processes > 1)
+    need = _bytes(size) + f" in each of {processes} processes" * (processes > 1)
     if size * processes > free / 2 if number == 0 else size > free:  # the first process decides for all
         raise UserError(
-            f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {_size(free)} free",
+            f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {_bytes(free)} free",
             f"choose another --cache_dir, or an --image_size above {SMALL}, which decodes each image when it is needed",
         )
     say_for_machine(
@@ -163,7 +163,7 @@ def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Calla
     return pixels
 
 
-def _size(count: int) -> str:
+def _bytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 

@@ -27,10 +27,10 @@ class DecodedImages(Dataset):
         return len(self.labels)
 
     def __getitems__(self, microbatch: Microbatch) -> dict:
-        asked = len(microbatch.indices)
+        requested = len(microbatch.indices)
         if self.readable is not None:
             microbatch = microbatch._replace(indices=microbatch.indices[self.readable[microbatch.indices]])
-        return _batch(microbatch, torch.from_numpy(self.pixels[microbatch.indices]), self.labels, asked)
+        return _batch(microbatch, torch.from_numpy(self.pixels[microbatch.indices]), self.labels, requested)
 
 
 class EncodedImages(Dataset):
@@ -49,7 +49,7 @@ class EncodedImages(Dataset):
         return len(self.split)
 
     def __getitems__(self, microbatch: Microbatch) -> dict:
-        spec, asked = self.spec, len(microbatch.indices)
+        spec, requested = self.spec, len(microbatch.indices)
         indices = microbatch.indices[self.split.readable[microbatch.indices]]
         images = torch.empty(len(indices), spec.height, spec.width, spec.channels, dtype=torch.uint8)
         random = uniform(self.seed, microbatch.epoch, indices, 8).tolist()
@@ -69,10 +69,10 @@ class EncodedImages(Dataset):
         except (ValueError, OSError) as error:  # returned: an exception from a worker would carry its traceback
             nothing = Microbatch(microbatch.epoch, indices[:0])
             fix = "restore it, or resume: missing files are then left out" if self.skip else BAD_IMAGE_FIX
-            return _batch(nothing, images[:0], self.labels, asked) | {"error": UserError(one_line(error), fix)}
+            return _batch(nothing, images[:0], self.labels, requested) | {"error": UserError(one_line(error), fix)}
         if bad:
             indices, images = indices[kept], images[: len(kept)]
-        return _batch(Microbatch(microbatch.epoch, indices), images, self.labels, asked) | {"bad": bad}
+        return _batch(Microbatch(microbatch.epoch, indices), images, self.labels, requested) | {"bad": bad}
 
     def _image(self, position: int, encoded, random: list[float]) -> Tensor:
         height, width = self.spec.height, self.spec.width
@@ -88,10 +88,10 @@ class EncodedImages(Dataset):
         return pixels.flip(1) if self.flip and random[2] < 0.5 else pixels
 
 
-def _batch(microbatch: Microbatch, images: Tensor, labels: np.ndarray, asked: int) -> dict:
-    """The batch of a microbatch, which has those of the `asked` samples that can be read."""
+def _batch(microbatch: Microbatch, images: Tensor, labels: np.ndarray, requested: int) -> dict:
+    """The batch of a microbatch, which has those of `requested` samples that can be read."""
     return {
-        "left_out": asked - len(images),
+        "left_out": requested - len(images),
         "images": images,
         "labels": torch.from_numpy(labels[microbatch.indices]),
         "indices": torch.from_numpy(microbatch.indices),

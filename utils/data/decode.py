@@ -106,7 +106,7 @@ def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
         image = JpegImageFile(io.BytesIO(raw))
         image.info.pop("xmp", None)  # without EXIF, Pillow would use it; torchvision does not
         turned = int(image.getexif().get(ExifTags.Base.Orientation, 1)) in (5, 6, 7, 8)
-    except Exception:  # damaged; decoding the whole image works all the same, or says what is wrong
+    except Exception:  # damaged: decoding the whole image works, or raises an error that says why
         return None
     factor = int(shrink(*(image.size if turned else image.size[::-1])))
     if factor < 2:
