@@ -20,7 +20,7 @@ from utils.files import expand
 from utils.launch.environment import Topology, is_launched, read_topology, threads_per_process
 from utils.launch.network import address_of, is_own, reason, set_interface, user_of
 from utils.launch.rendezvous import launcher_serves, leads_here
-from utils.memory import FIX, PLACE, free_memory
+from utils.memory import SHM, SHM_FIX, free_memory
 from utils.ranks.ranks import Ranks
 
 GB = 1e9
@@ -191,13 +191,13 @@ def check_open_files(processes: int) -> Finding:
 def check_shared_memory(threads: int, processes: int) -> Finding | None:
     """Whether /dev/shm holds what loaders of photographs put there; None where the system has none."""
     with suppress(OSError):
-        free = shutil.disk_usage(PLACE).free
+        free = shutil.disk_usage(SHM).free
         need = processes * bytes_needed([_BATCH], [(min(8, threads), AHEAD)])
         value = f"{free / GB:.2f} GB free, loaders of photographs need {need / GB:.2f} GB"
-        fix = f"loading will be slower, with fewer loader processes and fewer batches in advance; {FIX} "
+        fix = f"loading will be slower, with fewer loader processes and fewer batches in advance; {SHM_FIX} "
         fix += "(small images need no loaders)"
-        return Finding(PLACE, value, free >= need, fix)
-    return Finding(PLACE, "there is none")
+        return Finding(SHM, value, free >= need, fix)
+    return Finding(SHM, "there is none")
 
 
 def check_memory(processes: int) -> Finding:
