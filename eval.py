@@ -114,7 +114,7 @@ def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str |
     record = ranks.run_on_all(lambda: read_sample_record(checkpoint))
     terminal = Terminal(ranks.is_main)
     chosen = partial(load_split, config, split_name, class_names, own_data, record, terminal, spec.small)
-    split = ranks.run_on_all(chosen, main_first=True, at="loading the data")
+    split = ranks.run_on_all(chosen, main_first=True, place="loading the data")
     ranks.check_same(
         fingerprint_of(split.label_fingerprint, split.content), f"different images in --data {config.data}"
     )

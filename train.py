@@ -174,7 +174,7 @@ def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
     """Load the data set and check its images; a resumed run gets the samples that it began with."""
     record = ranks.run_on_all(lambda: read_sample_record(start.checkpoint))
     terminal = Terminal(ranks.is_main)
-    data = ranks.run_on_all(lambda: load_data(config, record, terminal), main_first=True, at="loading the data")
+    data = ranks.run_on_all(lambda: load_data(config, record, terminal), main_first=True, place="loading the data")
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 
@@ -218,14 +218,14 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     scale = accelerator.num_processes / plan.update_size(state.position)
     grad_accum = plan.microbatches // accelerator.num_processes
     for step in range(grad_accum):
-        run.ranks.at(f"update {state.step + 1}, reading a batch")
+        run.ranks.mark(f"update {state.step + 1}, reading a batch")
         waiting = time.perf_counter()
         images, labels, _ = next(batches)
         waited = time.perf_counter() - waiting
         microbatch = step * accelerator.num_processes + accelerator.process_index
         seed_layers(accelerator.device, fold_in(config.seed, "layers", state.step, microbatch))
         with nullcontext() if step == grad_accum - 1 else accelerator.no_sync(run.model):
-            run.ranks.enter(f"update {state.step + 1}, computing and adding up gradients")
+            run.ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
             logits = run.model(images)
             loss = loss_sum(config, logits, labels, config.label_smoothing)
             accelerator.backward(loss * scale)
@@ -244,7 +244,7 @@ def synchronise(run: Run, pace: Pace) -> float:
     Returns the seconds since the last save.
     """
     state, failed = run.state, run.train_batches.error is not None
-    run.ranks.enter(f"after update {state.step}, adding up losses")
+    run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
     failed = failed or (run.log.error is not None and run.config.if_save_fails == "stop")
     bad = len(run.train_batches.bad.keys() - run.train_batches.agreed_bad)
     reduced = run.meter.reduce(run.accelerator, failed, run.stopping.requested, bad)
@@ -281,7 +281,7 @@ def evaluate(run: Run) -> dict | None:
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
-    run.ranks.at(f"after update {state.step}, evaluating")
+    run.ranks.mark(f"after update {state.step}, evaluating")
     run.ranks.broadcast_buffers(run.module)
     parts = run.ranks, run.accelerator, run.module, run.eval_batches, run.config
     result = evaluate_split(*parts, Terminal(run.ranks.is_main).progress("evaluating"), run.stopping)
@@ -299,7 +299,7 @@ def save(run: Run) -> None:
     more = {"input": asdict(run.spec), "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict()}
     texts = metadata_files(run.config, run.state, run.plan, run.ranks, run.data, more)
     folder, step = run.start.folder / "checkpoints", run.state.step
-    run.ranks.at(f"after update {step}, saving")
+    run.ranks.mark(f"after update {step}, saving")
     run.ranks.run_on_all(partial(check_weights, run.module, run.plan, run.data.train, step))
     try:
         run.ranks.run_on_all(lambda: (run.start.check_own(), run.log.sync()))

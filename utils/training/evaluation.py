@@ -78,10 +78,10 @@ def evaluate_split(
 
 
 def _any_wants_to_stop(ranks: Ranks, accelerator: Accelerator, wish: bool, pace: Pace, block: int) -> bool:
-    ranks.enter(f"block {block} of the evaluation")
+    ranks.mark_waiting(f"block {block} of the evaluation")
     own = [wish, time.perf_counter() - pace.time]
     own = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
     stops, seconds = sum_over_ranks(accelerator, own).tolist()
-    ranks.at("evaluating")
+    ranks.mark("evaluating")
     pace.synced(block, seconds / accelerator.num_processes)
     return stops > 0
