@@ -86,10 +86,10 @@ def _result(accelerator: Accelerator, sums: Tensor, predicted: Tensor) -> tuple[
 
 
 def _any_wants_to_stop(ranks: Ranks, accelerator: Accelerator, wants_to_stop: bool, pace: Pace, block: int) -> bool:
-    ranks.enter(f"block {block} of the evaluation")
+    ranks.mark_waiting(f"block {block} of the evaluation")
     own = [wants_to_stop, time.perf_counter() - pace.time]
     values = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
     stops, seconds = sum_over_ranks(accelerator, values).tolist()
-    ranks.at("evaluating")
+    ranks.mark("evaluating")
     pace.synced(block, seconds / accelerator.num_processes)
     return stops > 0
