@@ -8,14 +8,20 @@ os.environ["OMP_NUM_THREADS"] = "1"  # a forked child of a process with OpenMP t
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
 
 import torch
+import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
+import torch.utils.serialization
 from helpers.ranks import end_leftovers
 
+import doctor
 import eval
 import train
 import utils.training.metrics  # noqa: F401
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig
 
 torch.set_num_threads(1)
-assert train.main and eval.main
+parse_args(TrainConfig, "train.py", [])  # imports what reads flags
+assert train.main and eval.main and doctor.main
 
 
 _LEFT_OUT: dict[str, int] = {}  # by marker
