@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
 import torch
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
 import torch.utils.serialization
+from helpers.launched_runs import end_launched
 from helpers.ranks import end_leftovers
 
 import doctor
@@ -40,6 +41,7 @@ def no_ranks_left():
     """A failed test leaves no ranks behind."""
     yield
     end_leftovers()
+    end_launched()
 
 
 def pytest_deselected(items):
