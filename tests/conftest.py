@@ -12,6 +12,7 @@ import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
 import torch.utils.serialization
 from helpers.launched_runs import end_launched
 from helpers.ranks import end_leftovers
+from helpers.training_runs import working_in
 
 import doctor
 import eval
@@ -29,11 +30,10 @@ _LEFT_OUT: dict[str, int] = {}  # by marker
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path, monkeypatch):
+def own_folders(tmp_path):
     """Caches and runs in the test's own folder."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
-    monkeypatch.chdir(tmp_path)
+    with working_in(tmp_path):
+        yield
 
 
 @pytest.fixture(autouse=True)

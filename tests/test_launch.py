@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.training_runs import ROOT, launch, records, start, train_run
+from helpers.training_runs import ROOT, launch, records, start, train_run, working_in
 from helpers.waiting import error_lines
 
 from utils.config.settings import Launch
@@ -21,8 +21,7 @@ FLAGS = ("--model", "mlp", "--max_steps", "3", "--log_every", "1", "--lr", "0.01
 def launched(tmp_path_factory):
     """A folder with the run `plain` of one process and the run `2gpu`, and the latter's output."""
     folder = tmp_path_factory.mktemp("launched")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with working_in(folder):
         train_run(1, "plain", *FLAGS)
         code, out, err = launch("2gpu", "train.py", "--run_name", "2gpu", *FLAGS, CUDA_VISIBLE_DEVICES="")
     assert code == 0, err[-2000:]

@@ -13,7 +13,7 @@ import pytest
 from datasets import ClassLabel
 from helpers.make_data import image_folder, parquet, table
 from helpers.ranks import run_ranks
-from helpers.training_runs import train_run
+from helpers.training_runs import train_run, working_in
 from helpers.waiting import records_so_far
 
 import train
@@ -38,8 +38,7 @@ def shell(command: str, **variables: str) -> subprocess.CompletedProcess:
 def trained(tmp_path_factory):
     """The path of a trained run."""
     folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with working_in(folder):
         train_run(1, "run", *FLAGS)
     return folder / "runs" / "run"
 

@@ -13,7 +13,7 @@ import accelerate
 import psutil
 import pytest
 from helpers.ranks import Outcome, free_port, returned, run_ranks, start_ranks
-from helpers.training_runs import ROOT, records, train_run
+from helpers.training_runs import ROOT, records, train_run, working_in
 from helpers.waiting import PATIENCE, error_lines, has_opened_session, until
 
 import train
@@ -34,8 +34,7 @@ def losses(name: str) -> list[float]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """The losses of one process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("plain"))
+    with working_in(tmp_path_factory.mktemp("plain")):
         train_run(1, "plain", *FLAGS)
         return pytest.approx(losses("plain"), rel=1e-5)
 
