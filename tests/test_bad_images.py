@@ -365,6 +365,13 @@ def test_a_table_of_paths_is_checked_by_its_files():
     assert "1 of 40 images of split 'train' cannot be read: image 7" in refused(train.main, *flags)
 
 
+def test_a_data_set_without_a_readable_image_is_refused():
+    for path in image_folder("data", {"cat": 5, "dog": 5}):
+        path.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"no image of split 'train' can be used \(10 checked\)"):
+        load_data(TrainConfig(data="data", bad_images="skip"))
+
+
 def test_a_small_data_set_with_bad_images_is_decoded_without_them():
     paths = image_folder("data", {"cat": 30, "dog": 30})
     cut(paths[4])

@@ -106,8 +106,8 @@ def test_batch_sizes_multiply_to_the_global_batch(flags, processes, expected):
 @pytest.mark.parametrize(
     ("flags", "processes", "fix"),
     [
-        (("--global_batch_size", "100"), 3, "99 or 102 would"),
-        (("--global_batch_size", "2"), 3, "; 3 would"),
+        (("--global_batch_size", "100"), 3, "use 99 or 102"),
+        (("--global_batch_size", "2"), 3, "; use 3,"),
         (("--global_batch_size", "96", "--batch_size", "40"), 2, "leave out --batch_size"),
         (("--global_batch_size", "96", "--batch_size", "16", "--grad_accum", "2"), 2, "is 64, not"),
     ],
@@ -281,10 +281,10 @@ HUGE = "1" + "0" * 26
     ("flags", "text"),
     [
         *(
-            ((f"--{name}", HUGE), f"--{name} must be at most 2147483647, not {HUGE}")
+            ((f"--{name}", HUGE), f"--{name} must be at most 2147483647, got {HUGE}")
             for name in ("max_steps", "epochs", "save_every", "keep", "log_every", "eval_batch_size", "warmup_steps")
         ),
-        (("--max_steps", "1" + "0" * 400), "not an integer of 401 digits"),
+        (("--max_steps", "1" + "0" * 400), "got an integer of 401 digits"),
         (("--seed", HUGE), "--seed must be at most 9223372036854775807"),
         (("--crop_padding", "5000"), "--crop_padding must be at most 1024"),
         (("--grad_accum", "70000"), "--grad_accum must be at most 65536"),

@@ -14,7 +14,7 @@ from helpers.ranks import run_ranks
 
 import eval
 import train
-from utils.config.settings import EvalConfig, Launch, TrainConfig
+from utils.config.settings import EvalConfig, LaunchConfig, TrainConfig
 from utils.data.selection import load_data
 from utils.launch import exits
 
@@ -26,7 +26,7 @@ BAD_SETTINGS = [
     ("abbreviation", ("--epoch", "3"), "unknown flag --epoch; did you mean --epochs?"),
     ("bad value", ("--lr", "fast"), "--lr: expected float, got fast"),
     ("bad choice", ("--optimizer", "lion"), "--optimizer: expected one of ['sgd', 'adamw'], got lion"),
-    ("batch size 0", ("--batch_size", "0"), "--batch_size must be at least 1, not 0"),
+    ("batch size 0", ("--batch_size", "0"), "--batch_size must be at least 1, got 0"),
     ("not finite", ("--weight_decay", "inf"), "--weight_decay: expected float, got inf"),
     ("stray word", ("mnist",), "unrecognized arguments: mnist"),
     ("no such recipe", ("--config", "nope.yaml"), "nope.yaml: No such file or directory"),
@@ -39,11 +39,11 @@ BAD_SETTINGS = [
     ("no such model", ("--model", "resnet19"), "--model resnet19: no such model; did you mean"),
     ("no such checkpoint", ("--resume", "runs/nope"), "runs/nope: no such checkpoint or run folder"),
     ("resume of nothing named", ("--resume", "auto"), "--resume auto needs --run_name"),
-    ("run that exists", ("--run_name", "taken"), "taken exists; go on with it by --resume auto"),
+    ("run that exists", ("--run_name", "taken"), "taken exists; continue it with --resume auto"),
     ("output that is a file", ("--output_dir", "key.yaml/runs"), "is not a folder"),
     ("output that cannot be made", ("--output_dir", "/proc/nope"), "/proc"),
     ("boolean of another kind", ("--flip", "maybe"), "--flip: expected true or false, got maybe"),
-    ("empty list", ("--std", "[]"), "--std needs values above 0"),
+    ("empty list", ("--std", "[]"), "--std has no values; give one"),
     ("threads", ("--threads", "100000"), "--threads 100000: this machine has"),
     ("too many steps", ("--max_steps", "1" + "0" * 26), "--max_steps must be at most 2147483647"),
     ("too long a timeout", ("--timeout", "1e300"), "--timeout must be at most 604800 seconds (a week)"),
@@ -185,7 +185,7 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # what a machine with one GPU says
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="2 processes on this machine, but 1 GPU; launch with --num_processes 1"):
-        Ranks(Topology(0, 2, 0, 2), Launch())
+        Ranks(Topology(0, 2, 0, 2), LaunchConfig())
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
         (("--ckpt", "runs/nope"), "runs/nope: no such checkpoint or run folder"),
         (("--ckpt", "runs/taken"), "runs/taken: holds no checkpoint"),
         (("--ckpt", "runs/run", "--split", "nope"), "--split nope: no such split; there are train"),
-        (("--ckpt", "runs/run", "--json", "nope/x.json"), "nope is no folder to write to"),
+        (("--ckpt", "runs/run", "--json", "nope/x.json"), "there is no folder"),
         (("--ckpt", "runs/run", "--data", "photos"), "the checkpoint does not know the class 'class0'"),
         (("--ckpt", "runs/other"), "holds another model (hidden.weight"),
         (("--cpkt", "runs/run"), "unknown flag --cpkt; did you mean --ckpt?"),

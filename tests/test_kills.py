@@ -21,7 +21,7 @@ from helpers.training_runs import MLP, hold, records, train_run, weights
 from helpers.waiting import SOON, has_logged, records_so_far, until
 
 import train
-from utils.config.settings import Launch as LaunchSettings
+from utils.config.settings import LaunchConfig
 from utils.launch.environment import Topology
 from utils.ranks.ranks import Ranks
 from utils.runs.checkpoint import clean_up, delete_after, prune, save_checkpoint, update_pointers
@@ -200,7 +200,7 @@ def _end_before_each_operation() -> int:
     """Returns how many processes were ended; fails where one left no good checkpoint, or a mess that stays."""
     folder, ranks, accelerator = (
         Path("checkpoints"),
-        Ranks(Topology(), LaunchSettings(threads=1)),
+        Ranks(Topology(), LaunchConfig(threads=1)),
         Accelerator(cpu=True),
     )
     layer = torch.nn.Linear(3, 3)

@@ -10,7 +10,7 @@ import yaml
 from helpers.training_runs import ROOT, launch, records, start, train_run, working_in
 from helpers.waiting import error_lines
 
-from utils.config.settings import Launch
+from utils.config.settings import LaunchConfig
 from utils.launch.environment import Topology, read_topology, threads_per_process
 from utils.ranks.ranks import Ranks
 
@@ -99,7 +99,7 @@ def test_topology_is_read_from_the_launchers_variables():
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=0 and WORLD_SIZE=2"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "contradictory environment: RANK=2 and WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set: the processes"),
-        ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero' is no whole number"),
+        ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero' is not an integer"),
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "accelerate started one"),
     ],
 )
@@ -127,7 +127,7 @@ def _device_of(topology: Topology, monkeypatch, gpus: int, **launch) -> tuple[st
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr("utils.ranks.ranks.keep_freed_memory", lambda: None)  # for good, in the tests' own process
-    ranks = Ranks(topology, Launch(threads=1, **launch))
+    ranks = Ranks(topology, LaunchConfig(threads=1, **launch))
     return str(ranks.device), ranks.backend
 
 

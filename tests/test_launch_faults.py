@@ -64,10 +64,10 @@ def test_sigterm_to_what_was_started_saves_and_ends_all_ranks_within_30_seconds(
     assert seconds < 30 and code == (75 if launcher == "python" else code) != 0
     steps = [record["step"] for record in records("run", "train")]
     assert newest() == steps[-1], "something was lost"
-    (line,) = [line for line in text.splitlines() if line.startswith("go on: ")]
+    (line,) = [line for line in text.splitlines() if line.startswith("resume with: ")]
     assert "--resume auto" in line and Path(LAUNCHERS[launcher][0]).name in line
     # what it says to type goes on from there
-    command = shlex.split(line.removeprefix("go on: "))
+    command = shlex.split(line.removeprefix("resume with: "))
     more = ["--model_args", BIG[1] if moment == "saving" else "{}", "--eval_batch_size", "1000"]
     again = subprocess.run([str(BIN / command[0]), *command[1:], "--max_steps", str(steps[-1] + 1), *more],
                            capture_output=True, text=True)  # fmt: skip

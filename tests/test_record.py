@@ -308,7 +308,8 @@ def test_files_that_changed_class_are_counted_with_the_old_and_the_new_class():
     config, classes = TrainConfig(), ["cat", "dog"]
     record = make_record(config, classes, (before, before), (before, before))
     found = match_files(record, record.train, split([0, 1, 0, 0, 0, 0]), classes)
-    assert found.labels == ["2 of 6 images of 'train' changed class: all/003.png, all/005.png ('dog', now 'cat')"]
-    assert match_files(record, record.train, before, classes).labels == []
+    told = ["2 of 6 images of 'train' changed class: all/003.png, all/005.png ('dog', now 'cat')"]
+    assert found.label_changes == told
+    assert match_files(record, record.train, before, classes).label_changes == []
     renumbered = match_files(record, record.train, split([1, 2, 1, 2, 1, 2]), ["ant", *classes])
-    assert renumbered.labels == [] and renumbered.split.labels.tolist() == [1, 2, 1, 2, 1, 2]
+    assert renumbered.label_changes == [] and renumbered.split.labels.tolist() == [1, 2, 1, 2, 1, 2]

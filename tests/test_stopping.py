@@ -25,7 +25,7 @@ def check_stopped(outcomes: list[Outcome], reason: str) -> None:
     assert [outcome.code for outcome in outcomes] == [75] * len(outcomes), [outcome.err for outcome in outcomes]
     assert f"Stopped after update {newest()} of" in outcomes[0].out and reason in outcomes[0].out
     last = outcomes[0].out.splitlines()[-1]
-    assert last.startswith("go on: ") and last.endswith("--run_name run --resume auto")
+    assert last.startswith("resume with: ") and last.endswith("--run_name run --resume auto")
     assert all(outcome.err == "" for outcome in outcomes)
 
 

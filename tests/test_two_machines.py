@@ -159,7 +159,7 @@ FAULTS = {
         {"flags": ["--interface", "eth9"]}, 0, "--interface eth9: ls-a has docker0, eth0, lo",
     ),
     "the loopback interface": (
-        {"GLOO_SOCKET_IFNAME": "lo"}, 1, "interface lo does not leave ls-b; the run has several machines",
+        {"GLOO_SOCKET_IFNAME": "lo"}, 1, "interface lo does not leave ls-b, but the run has several machines",
     ),
     "the address of the other machine": (
         {"MASTER_ADDR": "ls-b"}, 0, "ls-b does not lead to ls-a, where rank 0 was started; MASTER_ADDR",

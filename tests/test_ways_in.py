@@ -189,7 +189,7 @@ def test_the_first_of_slurms_nodes_is_found(nodes, first):
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=1 and WORLD_SIZE=2"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
-            "LOCAL_WORLD_SIZE is not set: export how many",
+            "LOCAL_WORLD_SIZE is not set; export the number",
         ),
         ({n: v for n, v in SLURM.items() if n != "SLURM_NODEID"}, "SLURM_NODEID not set although SLURM_PROCID=2"),
         ({n: v for n, v in SLURM.items() if "TASKS_PER" not in n}, "SLURM_STEP_TASKS_PER_NODE not set"),

@@ -9,13 +9,13 @@ from tqdm import tqdm
 
 
 class Terminal:
-    """Where the main process shows progress bars and prints lines; on other ranks it shows nothing."""
+    """Shows progress bars and prints lines on the main process; does nothing on other ranks."""
 
     def __init__(self, is_main: bool):
         self.is_main = is_main
 
     def progress(self, description: str) -> Callable[[Iterable], Iterable]:
-        """A function that wraps an iterable in a progress bar, which disappears at the end."""
+        """A function that wraps an iterable in a progress bar, which is removed at the end."""
         hidden = not (self.is_main and sys.stderr.isatty())
         return lambda items: tqdm(items, desc=description, leave=False, disable=hidden)
 
@@ -37,11 +37,12 @@ def clock(seconds: float) -> str:
     return time.strftime("%-H:%M:%S" if seconds >= 3600 else "%-M:%S", time.gmtime(seconds))
 
 
-def join_names(names, most: int = 12) -> str:
-    names = [printable(str(name)) for name in names]
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+def join_names(names: Iterable, most: int = 12) -> str:
+    """The first `most` names in one line, and how many there are if that is more."""
+    texts = [printable(str(name)) for name in names]
+    return ", ".join(texts[:most]) + (f", ... ({len(texts)} in all)" if len(texts) > most else "")
 
 
 def printable(name: str) -> str:
-    """A name on one line that can be printed as Unicode, even if its bytes are not UTF-8."""
+    """The name on one line, with a replacement for bytes that are not valid UTF-8."""
     return " ".join(name.split()).encode("utf-8", "replace").decode()

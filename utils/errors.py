@@ -2,7 +2,11 @@
 
 import re
 
-USER_ERRORS = (ValueError, OSError, ImportError)  # what names a cause outside this code; anything else is a bug
+_LOST_RANK = (
+    *("closed by peer", "connection reset", "broken pipe", "timed out", "connectfullmesh", "socket closed"),
+    *("ncclremoteerror", "nccl communicator was aborted"),
+)
+USER_ERRORS = (ValueError, OSError, ImportError)  # their cause is outside this code; any other error is a bug
 
 
 class UserError(ValueError):
@@ -17,15 +21,18 @@ class UserError(ValueError):
 
 
 class AgreedError(UserError):
-    """An error of one rank that all ranks raise. They are still in step, so they may also continue."""
+    """An error of one rank that all ranks raise. They are still in step, so they can also continue."""
 
 
 class LostRank(UserError):
     """A collective failed because another process of the run has ended or does not answer."""
 
+    def __init__(self, problem: str, fix: str = "read its output, which is empty if it was killed, as for memory"):
+        super().__init__(problem, fix)
+
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line; for an OSError the file that it is about comes first."""
+    """The error's text on one line; for an OSError the name of the file comes first."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
@@ -42,20 +49,15 @@ def fix_of(error: BaseException) -> str:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective failed because a peer left, hangs or cannot be reached (gloo's and NCCL's wordings)."""
+    """Whether a collective failed because a peer ended, hangs or cannot be reached (in gloo's or NCCL's words)."""
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    signs = ("closed by peer", "connection reset", "broken pipe", "timed out", "connectfullmesh", "socket closed")
-    signs += ("ncclremoteerror", "nccl communicator was aborted")
-    return any(sign in text for sign in signs)
+    return any(sign in text for sign in _LOST_RANK)
 
 
 def lost_rank_text(error: BaseException, place: str = "", waited_for: str = "") -> str:
-    """What a failed collective means: where it was, for whom this rank waited there, as far as that is known."""
+    """The problem of a `LostRank`: the error, where this rank was, and for which rank it waited, if known."""
     what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]  # gloo puts its source file first
     where = f", at: {place}; waited for {waited_for}" if waited_for else f", at: {place}" if place else ""
-    return (
-        f"another process of this run left or stopped answering ({what[:160]}){where}; its own message says why, "
-        "unless it was killed, as for memory"
-    )
+    return f"another process of this run left or stopped answering ({what[:160]}){where}"

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from utils.errors import one_line
+from utils.errors import UserError, one_line
 
 _MAX_JSON = 2**23  # bytes; the names of a hundred thousand classes need four million
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a small UTF-8 file; ValueError if it is not one.
+    """The text of a UTF-8 file of at most `max_bytes`; UserError if it is anything else.
 
     A FIFO or a device could block all ranks forever, and a large file could fill the memory.
     """
@@ -26,29 +26,29 @@ def read_text(path: Path, max_bytes: int) -> str:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{path}: is not a regular file; write its contents to a file and give that")
+        raise UserError(f"{path}: is not a regular file", "write its contents to a file and use that")
     with path.open("rb") as file, named(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise ValueError(f"{path}: is larger than {max_bytes >> 10} KiB, the limit for such a file; give another one")
+        raise UserError(f"{path}: is larger than {max_bytes >> 10} KiB, the limit for such a file", "use another one")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not valid UTF-8 ({one_line(error)})") from None
+        raise UserError(f"{path}: not valid UTF-8 ({one_line(error)})") from None
 
 
 def read_json(path: Path):
-    """Parse a JSON file; ValueError names it if it is not JSON or too large."""
+    """The value in a JSON file; UserError names the file if it is not valid JSON or is too large."""
     text = read_text(path, _MAX_JSON)
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # no JSON, a number too long, nested too deep
-        raise ValueError(f"{path}: not valid JSON ({one_line(error)})") from None
+    except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
+        raise UserError(f"{path}: not valid JSON ({one_line(error)})") from None
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """An OSError inside says `path`: the system names the file when it is opened, not when it is written to."""
+    """Add `path` to an OSError raised inside: the system names a file that it opens, but not one that it writes."""
     try:
         yield
     except OSError as error:
@@ -58,8 +58,8 @@ def named(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a small file whole or not at all, as UTF-8; OSError if `path` exists and is not a regular file."""
-    if path.exists() and not path.is_file():  # to replace /dev/null would break the machine
+    """Write a small UTF-8 file whole or not at all; OSError if `path` exists and is not a regular file."""
+    if path.exists() and not path.is_file():  # replacing /dev/null would break the machine
         raise OSError(errno.EEXIST, "exists and is not a regular file", str(path))
     partial = path.with_name(f".{path.name}.partial")
     with named(path), partial.open("w", encoding="utf-8") as file:
@@ -71,12 +71,12 @@ def write_file(path: Path, text: str) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Like `write_file`, for a path that the user gave: a link is followed."""
+    """Like `write_file`, for a path that the user gave: follows a link."""
     write_file(path.resolve() if path.is_symlink() else path, text)
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with named(path):
@@ -86,44 +86,44 @@ def sync(path: Path) -> None:
 
 
 def lock(folder: Path, patience: float) -> TextIO:
-    """Hold `folder` against other runs until the returned file is closed or this process ends, however it ends.
+    """Lock `folder` until the returned file is closed or this process ends in any way.
 
-    Waits up to `patience` seconds for another holder to leave; then raises ValueError with its host and process.
+    Waits up to `patience` seconds for another process to release it; then raises UserError with its host and number.
     """
     file = (folder / ".lock").open("a+")
-    deadline, told = time.monotonic() + patience, False
+    deadline, printed = time.monotonic() + patience, False
     while True:
         try:
-            # A POSIX lock: unlike flock's it is not inherited by loader workers, which may outlive a killed rank.
+            # Unlike flock's, a POSIX lock is not inherited by loader workers, which may outlive a killed rank.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                print(f"{folder}: this file system has no locks ({error.strerror}); see that no other run writes there")
+                print(f"{folder}: this file system has no locks ({error.strerror}); let no other run write there")
                 break
         file.seek(0)
         holder = file.read().strip() or "another process"
         if time.monotonic() > deadline:
-            raise ValueError(f"{folder} is in use by {holder}; stop it, or choose another --run_name")
-        if not told:
-            print(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to leave")
-            told = True
+            raise UserError(f"{folder} is in use by {holder}", "stop it, or choose another --run_name")
+        if not printed:
+            print(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to end")
+            printed = True
         time.sleep(0.1)
     with named(folder / ".lock"):
         file.truncate(0)
         file.write(holder_text())
         file.flush()
-        os.fsync(file.fileno())  # the other machines look for it, see utils/runs.py
+        os.fsync(file.fileno())  # ranks on other machines look for it to check that they share the folder
     return file
 
 
 def holder_text() -> str:
-    """Who holds a lock of this process."""
+    """The text that a lock file of this process holds."""
     return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def is_taken_over(folder: Path, held: TextIO) -> bool:
-    """Whether the folder of a lock that is held was deleted and another run has made it anew."""
+    """Whether the locked folder was deleted and another run has made a new one."""
     try:
         return (folder / ".lock").stat().st_ino != os.fstat(held.fileno()).st_ino
     except (FileNotFoundError, NotADirectoryError):
@@ -131,5 +131,5 @@ def is_taken_over(folder: Path, held: TextIO) -> bool:
 
 
 def expand(path: str) -> Path:
-    """The path with ~ and variables resolved."""
+    """The path with ~ and environment variables expanded."""
     return Path(os.path.expandvars(path)).expanduser()

@@ -1,4 +1,4 @@
-"""What a rank asks of its own process, so that the loop is not held up: memory that stays, garbage that waits."""
+"""Memory and processor cores: how much there is, and how a process keeps memory management out of its loop."""
 
 import ctypes
 import gc
@@ -13,21 +13,25 @@ import psutil
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 2**30
 
+PLACE = "/dev/shm"
+FIX = "docker run --shm-size=8g or --ipc=host makes it larger"
+MB = 1e6
+
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep what is freed, for the next update to use again; elsewhere this does nothing.
+    """Let glibc's malloc keep freed memory, so that the next update can use it again; does nothing without glibc.
 
-    By default large buffers go back to the system at once, and each update faults the pages of its activations in anew.
+    By default large buffers return to the system at once, and each update takes page faults for its activations again.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # The second call alone would make it worse, and before 2.36 or so glibc takes no more than 32 MiB in the first.
+    # The second call alone would be slower than neither. Before about 2.36, glibc accepts at most 32 MiB in the first.
     if mallopt is not None and (mallopt(_M_MMAP_THRESHOLD, _LARGEST) or mallopt(_M_MMAP_THRESHOLD, 2**25)):
         mallopt(_M_TRIM_THRESHOLD, _LARGEST)
 
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Keep all that start-up made out of the garbage collector's sight, so that its full collections stay short."""
+    """Exclude all objects made so far from garbage collection, so that full collections stay short."""
     gc.collect()
     gc.freeze()
     try:
@@ -37,7 +41,7 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def free_memory() -> tuple[int, int]:
-    """Bytes of memory that are free and that there are, for this machine or the container that this process is in."""
+    """Free and total memory in bytes, of this machine or of the container that this process runs in."""
     system = psutil.virtual_memory()
     group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError, KeyError):  # no container, no limit, or another version of cgroups
@@ -47,17 +51,15 @@ def free_memory() -> tuple[int, int]:
     return system.available, system.total
 
 
-PLACE = "/dev/shm"
-
-
-FIX = "docker run --shm-size=8g or --ipc=host makes it larger"
-
-
-MB = 1e6
+def usable_cores() -> set[int]:
+    """The numbers of the processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))  # macOS
 
 
 def room() -> tuple[int, int] | None:
-    """Free bytes and size of /dev/shm; (0, 0) where it cannot be used, None where the system has no limit there."""
+    """Free and total bytes of /dev/shm; (0, 0) where it cannot be used, None where shared memory has no limit."""
     if sys.platform != "linux":
         return None
     if not os.access(PLACE, os.W_OK | os.X_OK):
@@ -67,7 +69,7 @@ def room() -> tuple[int, int] | None:
 
 
 def describe() -> str:
-    """How large /dev/shm is, and how much of that is free."""
+    """The free and the total space of /dev/shm, for a message."""
     found = room()
     if found is None:
         return "no limit"

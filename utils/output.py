@@ -1,7 +1,8 @@
 """Keep a run alive if its output cannot be printed: closed descriptors, broken pipes, full disks, other encodings.
 
-Import this module before any other: while descriptor 1 is closed, the next file or socket that is opened becomes
-standard output, and printed text (also from C++ code) goes into it.
+Import this module before any other. While descriptor 1 is closed, the next file or socket that is opened becomes
+standard output, and printed text (also from C++ code) goes into it. On a system without POSIX file locks, such as
+Windows, the import ends the process with one line and code 2: later imports would end it with a traceback.
 """
 
 import codecs
@@ -10,15 +11,16 @@ import os
 import select
 import sys
 from contextlib import suppress
+from typing import Any
 
-_PLAIN = {"─": "-", "×": "x", "→": ">", "✓": "+", "✗": "x"}  # printed if the encoding lacks the character
+_ASCII = {"─": "-", "×": "x", "→": ">", "✓": "+", "✗": "x"}  # printed if the encoding lacks the character
 
 
 def guard_output() -> None:
     """Replace sys.stdout and sys.stderr by streams to the same place that never raise.
 
-    Characters that the encoding lacks are replaced. Output that cannot be written is dropped. Streams of tests and
-    notebooks, which are not plain text files, are not replaced.
+    Characters that the encoding lacks are replaced. Output that cannot be written is dropped. The streams of tests and
+    notebooks, which are not plain text files, stay as they are.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -28,15 +30,20 @@ def guard_output() -> None:
             setattr(sys, name, _text(_Guarded(stream), stream.encoding))
 
 
-def _text(raw: io.RawIOBase, encoding: str) -> io.TextIOWrapper:
+def _text(raw: "_Guarded | io.FileIO", encoding: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, encoding, errors="lockstep.plain", line_buffering=True)
 
 
 class _Guarded(io.RawIOBase):
-    """Writes the bytes of a text stream. Keeps the stream, which would close its file when it is deleted."""
+    """Writes bytes to the file of a text stream. Keeps the stream, which would close its file when it is deleted."""
 
     def __init__(self, stream: io.TextIOWrapper):
-        self._stream, self._raw = stream, getattr(stream.buffer, "raw", stream.buffer)
+        self._stream = stream
+        self._raw: Any = getattr(stream.buffer, "raw", stream.buffer)
+
+    @property
+    def name(self) -> str:
+        return self._stream.name
 
     def writable(self) -> bool:
         return True
@@ -62,7 +69,7 @@ class _Guarded(io.RawIOBase):
 def _replace(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(_PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
+    return "".join(_ASCII.get(character, "?") for character in error.object[error.start : error.end]), error.end
 
 
 def _open_what_is_closed() -> None:
@@ -78,5 +85,16 @@ def _open_what_is_closed() -> None:
             setattr(sys, name, _text(io.FileIO(os.devnull, "w"), "utf-8"))
 
 
+def _check_system() -> None:
+    """Exit with code 2 where POSIX file locks are missing, as on Windows; one process of each machine prints why."""
+    try:
+        import fcntl  # noqa: F401
+    except ImportError:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Lockstep needs Linux; on Windows use WSL 2\n")
+        raise SystemExit(2) from None
+
+
 codecs.register_error("lockstep.plain", _replace)
 _open_what_is_closed()
+_check_system()

@@ -1,4 +1,4 @@
-"""Wait for data and for connections that may never answer."""
+"""Wait for data and for connections that may never arrive."""
 
 import signal
 import threading
@@ -6,22 +6,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from utils.errors import one_line
+from utils.errors import UserError, one_line
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
-
-_DYING = 2.0  # seconds that a process may take to end
+_SECONDS_TO_END = 2.0  # a worker that loses its connection has ended by then
 
 
 class CurrentWait:
-    """What the main thread is waiting for, empty if nothing, and the number of that wait."""
+    """What the main thread waits for (empty if it does not wait), and how many waits there have been."""
 
-    what, number = "", 0
+    what = ""
+    number = 0
 
 
 def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
-    """Yield the items; `DataWatch` watches how long each takes to arrive. `what` names one of them."""
+    """Yield the items while `DataWatch` measures how long each takes to arrive. `what` names one of them."""
     iterator = None
     while True:
         CurrentWait.number += 1
@@ -32,18 +33,18 @@ def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
         except StopIteration:
             return
         except (ConnectionError, EOFError) as error:  # a worker ended while it handed over an item
-            time.sleep(_DYING)  # here PyTorch's SIGCHLD handler raises the reason, if it knows it
-            text = f"a loader process ended while it handed over {what} ({one_line(error)})"
-            raise ValueError(f"{text}; lower --num_workers if memory was short") from error
+            time.sleep(_SECONDS_TO_END)  # PyTorch's SIGCHLD handler raises the reason here, if it knows it
+            problem = f"a loader process ended while it handed over {what} ({one_line(error)})"
+            raise UserError(problem, "lower --num_workers if memory was short") from error
         finally:
             CurrentWait.what = ""
         yield item
 
 
 def _started(items: Iterable[Item]) -> Iterator[Item]:
-    """The iterator of the items, which starts their workers with SIGTERM blocked: only the rank itself may end them.
+    """The iterator of the items. Its workers start with SIGTERM blocked, so that only their own rank can end them.
 
-    A worker has threads before any code of ours runs in it, and each of them would take the signal.
+    A worker has threads before our code runs in it, and each of them would receive the signal.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -52,23 +53,22 @@ def _started(items: Iterable[Item]) -> Iterator[Item]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-Result = TypeVar("Result")
-
-
 def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
-    """What `action` returns, or RuntimeError when that takes longer: a store waits for ever on a dead connection."""
-    done: list[tuple[Result | None, Exception | None]] = []
+    """What `action` returns; RuntimeError if it takes longer. A store waits forever on a dead connection."""
+    results: list[Result] = []
+    errors: list[Exception] = []
 
     def run() -> None:
         try:
-            done.append((action(), None))
+            results.append(action())
         except Exception as error:
-            done.append((None, error))
+            errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    result, error = done[0] if done else (None, RuntimeError(f"no answer within {seconds:.0f} s"))
-    if error is not None:
-        raise error
-    return result
+    if errors:
+        raise errors[0]
+    if not results:
+        raise RuntimeError(f"no answer within {seconds:.0f} s")
+    return results[0]

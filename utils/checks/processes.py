@@ -22,7 +22,7 @@ from utils.checks.machine import GB, nvidia_smi
 from utils.config.settings import DoctorConfig
 from utils.files import expand
 from utils.launch.network import address_of
-from utils.memory import free_memory
+from utils.memory import free_memory, usable_cores
 from utils.ranks.ranks import Ranks
 
 _PATIENCE = 5.0  # seconds until a file must be seen: NFS looks into a folder anew every few seconds
@@ -58,7 +58,7 @@ def facts_of_all(ranks: Ranks) -> list[dict]:
         "gpu_memory": torch.cuda.mem_get_info(device) if gpu else None,
         "memory": free_memory(),
         "threads": ranks.threads,
-        "cores": sorted(os.sched_getaffinity(0)),
+        "cores": sorted(usable_cores()),
         "interface": ranks.interface,
         "address": address_of(ranks.interface) if ranks.interface else "",
         "versions": versions,

@@ -1,12 +1,13 @@
-"""The arithmetic of a step: the global batch over processes and accumulation, at the first start and at later ones."""
+"""How the global batch is divided over processes and accumulation steps."""
 
 from utils.config.settings import TrainConfig
+from utils.errors import UserError
 
 
 def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
-    """Return (batch_size, grad_accum, global_batch_size), the last the product of the first two and `processes`.
+    """Return (batch_size, grad_accum, global_batch_size); the last is the product of the first two and `processes`.
 
-    Raises ValueError, with numbers that work, when the settings disagree or do not divide.
+    Raises UserError, with numbers that work, if the settings contradict each other or do not divide.
     """
     batch, accum, total = config.batch_size, config.grad_accum, config.global_batch_size
     if batch is None:
@@ -15,9 +16,10 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
         if total % parts:
             below, above = total // parts * parts, (total // parts + 1) * parts
             works = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"--global_batch_size {total} does not divide by {processes} processes x {accum or 1} accumulation "
-                f"steps; {works} would, or another number of processes"
+            raise UserError(
+                f"--global_batch_size {total} is not divisible by {processes} processes x {accum or 1} accumulation "
+                "steps",
+                f"use {works}, or another number of processes",
             )
         return total // parts, accum or 1, total
     if total is None:
@@ -26,8 +28,9 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
         return batch, total // (batch * processes), total
     if accum is None or batch * processes * accum != total:
         product = batch * processes * (accum or 1)
-        raise ValueError(
+        raise UserError(
             f"--batch_size {batch} x {processes} processes x {accum or 1} accumulation steps is {product}, not "
-            f"--global_batch_size {total}; leave out --batch_size to have it derived"
+            f"--global_batch_size {total}",
+            "leave out --batch_size, and it is computed from the others",
         )
     return batch, accum, total

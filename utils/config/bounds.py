@@ -1,38 +1,52 @@
-"""Bounds of the settings; a value outside them raises ValueError."""
+"""Bounds of the settings; a value outside them raises UserError."""
 
 import math
 import os
-from collections.abc import Sequence
+from typing import Any
 
-_LONGEST = 7 * 24 * 3600  # seconds of a timeout; gloo and the store count milliseconds
+from utils.errors import UserError
+
+_WEEK = 7 * 24 * 3600  # seconds; gloo and the store count milliseconds
+_COUNTS = (
+    *("max_train_samples", "max_eval_samples", "image_size", "epochs", "max_steps", "global_batch_size", "batch_size"),
+    *("grad_accum", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads"),
+)
+_NOT_NEGATIVE = ("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow")
+_AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
+_ABOVE = dict.fromkeys(("lr", "std", "min_scale", "eval_fraction", "save_seconds", "clip_norm", "timeout"), 0)
+_BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction"), 1)
+_AT_MOST = {"min_scale": 1, "crop_padding": 1024, "grad_accum": 2**16, "image_size": 2**16 - 1, "seed": 2**63 - 1}
+_AT_MOST |= {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
+_LARGEST_INTEGER = 2**31 - 1  # where nothing else is given
 
 
-_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "image_size": 2**16 - 1, "seed": 2**63 - 1}
+def check_ranges(config: Any) -> None:
+    """Raise UserError for a number, or an element of a list of numbers, that is not finite or outside its bounds."""
+    for name, value in vars(config).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                _check_number(name, number)
 
 
-COUNTS = [
-    "max_train_samples",
-    "max_eval_samples",
-    "image_size",
-    "epochs",
-    "max_steps",
-    "global_batch_size",
-    "batch_size",
-    "grad_accum",
-    "save_every",
-    "keep",
-    "eval_every",
-    "log_every",
-    "eval_batch_size",
-    "threads",
-]
+def _check_number(name: str, number: int | float) -> None:
+    huge = isinstance(number, int) and abs(number) >= 10**30
+    got = f"got an integer of {len(str(abs(number)))} digits" if huge else f"got {number}"
+    least, above, below = _AT_LEAST.get(name), _ABOVE.get(name), _BELOW.get(name)
+    most = _AT_MOST.get(name, _LARGEST_INTEGER if isinstance(number, int) else None)
+    require(not isinstance(number, float) or math.isfinite(number), f"--{name} must be a finite number, {got}")
+    require(least is None or number >= least, f"--{name} must be at least {least}, {got}")
+    require(above is None or number > above, f"--{name} must be above {above}, {got}")
+    require(below is None or number < below, f"--{name} must be below {below}, {got}")
+    unit = " seconds (a week)" if name == "timeout" else ""
+    require(most is None or number <= most, f"--{name} must be at most {most}{unit}, {got}")
+    require(most is None or number >= -most, f"--{name} must be at least {-(most or 0)}, {got}")
 
 
 def check_run_name(name: str | None) -> None:
-    """Raise ValueError unless it is a valid folder name that is easy to type and to print."""
+    """Raise UserError unless the name is a valid folder name that is easy to type and to print."""
     if name is None:
         return
-    wrong = {
+    problems = {
         "is empty": not name,
         "has a slash": "/" in name,
         "begins with a dot": name.startswith("."),
@@ -40,28 +54,11 @@ def check_run_name(name: str | None) -> None:
         "has characters that cannot be printed": not name.isprintable(),
         "is longer than 200 bytes": len(os.fsencode(name)) > 200,  # 255 is the limit; longer names derive from it
     }
-    for what, applies in wrong.items():
-        require(not applies, f"--run_name {name[:60]!r} {what}; give a plain name, such as mnist-1")
+    for problem, applies in problems.items():
+        require(not applies, f"--run_name {name[:60]!r} {problem}", "give a plain name, such as mnist-1")
 
 
-def check_ranges(config, at_least_one: Sequence[str], at_least_zero: Sequence[str]) -> None:
-    for names, least in ((at_least_one, 1), (at_least_zero, 0)):
-        for name in names:
-            value = getattr(config, name)
-            require(value is None or value >= least, f"--{name} must be at least {least}, not {value}")
-    for name, value in vars(config).items():
-        for number in value if isinstance(value, list) else [value]:
-            require(not isinstance(number, float) or math.isfinite(number), f"--{name} must be a finite number")
-        most = _MOST.get(name, 2**31 - 1)
-        if type(value) is int and abs(value) > most:
-            text = str(value) if abs(value) < 10**30 else f"an integer of {len(str(abs(value)))} digits"
-            raise ValueError(f"--{name} must be at most {most}, not {text}")
-    workers = getattr(config, "num_workers", None)
-    require(workers is None or workers >= 0, "--num_workers must be at least 0")
-    require(config.timeout > 0, "--timeout must be above 0 seconds")
-    require(config.timeout <= _LONGEST, f"--timeout must be at most {_LONGEST} seconds (a week), not {config.timeout}")
-
-
-def require(condition: bool, message: str) -> None:
+def require(condition: bool, problem: str, fix: str = "") -> None:
+    """Raise UserError with this problem and fix unless the condition holds."""
     if not condition:
-        raise ValueError(message)
+        raise UserError(problem, fix)

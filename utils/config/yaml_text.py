@@ -1,4 +1,4 @@
-"""Read and write settings as YAML: no aliases, no key twice, `no` and `on` are strings, and nothing is executed."""
+"""Read and write settings as YAML: no aliases, no duplicate keys, `no` and `on` are strings, nothing is executed."""
 
 import re
 from pathlib import Path
@@ -6,23 +6,23 @@ from typing import Any
 
 import yaml
 
-from utils.errors import one_line
+from utils.errors import UserError, one_line
 from utils.files import read_text
 
-_MAX_BYTES = 2**17  # a settings file has two or three thousand
+_MAX_BYTES = 2**17  # a settings file usually has two or three thousand
 _MAX_DEPTH = 40
 
 
 def read_yaml(path: Path) -> Any:
-    """The contents of a settings file; ValueError names the file if it is not such YAML or too large."""
+    """The value in a settings file; UserError names the file if it is not valid or too large."""
     try:
         return load_yaml(read_text(path, _MAX_BYTES))
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML ({one_line(error)})") from None
+        raise UserError(f"{path}: not valid YAML ({one_line(error)})") from None
 
 
 def load_yaml(text: str) -> Any:
-    """The value of `text`; yaml.YAMLError if it is not such YAML."""
+    """The value of a YAML text; yaml.YAMLError if the text is not valid."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`, a number too long
@@ -30,15 +30,15 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(values: dict) -> str:
-    """The text that `load_yaml` reads as `values`."""
+    """The YAML text that `load_yaml` reads as `values`."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012  PyYAML's own way, filled below
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012  as in PyYAML's classes; filled below
 
     def compose_node(self, parent, index):
-        """Refuse aliases, as a few can expand to more values than fit in memory, and nesting too deep for recursion."""
+        """Refuse aliases, which can expand to more values than fit in memory, and nesting too deep for recursion."""
         if self.check_event(yaml.AliasEvent):
             raise _error("aliases (*) are not allowed; write the value out", self.peek_event())
         self._depth = getattr(self, "_depth", 0) + 1
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node, deep=False):
-        """Refuse a key that is given twice, of which PyYAML would use the last value."""
+        """Refuse duplicate keys; PyYAML would use the last value."""
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
@@ -58,18 +58,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _error(text: str, where: yaml.Event | yaml.Node) -> yaml.YAMLError:
+def _error(text: str, where: Any) -> yaml.YAMLError:
+    """An error with the line of a yaml.Event or a yaml.Node."""
     return yaml.YAMLError(f"line {where.start_mark.line + 1}: {text}")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that YAML 1.1 or 1.2 would read as another type."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another type; writes no aliases."""
 
     def ignore_aliases(self, data):
         return True
 
 
-# As in YAML 1.2. In YAML 1.1, which is PyYAML's, `no` is false, `1e-3` is a string and 1:30 is ninety.
+# As in YAML 1.2. PyYAML follows YAML 1.1, where `no` is false, `1e-3` is a string and 1:30 is 90.
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),

@@ -1,7 +1,6 @@
 """A whole small data set decoded once, into one memory map in the cache that all ranks of a machine share."""
 
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from utils.data.workers import choose_workers, usable_shm
 from utils.errors import one_line
 from utils.files import expand
 from utils.launch.environment import on_this_machine, say_for_machine
-from utils.memory import free_memory
+from utils.memory import free_memory, usable_cores
 from utils.waiting import awaited
 
 _CHUNK, _CHUNK_BYTES = 256, 2**19  # images decoded at once; some wait in /dev/shm, which may be as small as 64 MB
@@ -129,7 +128,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     """
     # Processes, as threads wait for each other's Python here; forked like any loader's workers, as starting new ones
     # takes longer than MNIST. They give tensors: arrays would come through a pipe, where an orphan would wait for ever.
-    workers = min(len(os.sched_getaffinity(0)), _MOST, len(split) // _LEAST)
+    workers = min(len(usable_cores()), _MOST, len(split) // _LEAST)
     runs = _Chunks(split, shape)
     [(workers, ahead)] = choose_workers([runs.size * math.prod(shape)], workers, 2, usable_shm())
     processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)

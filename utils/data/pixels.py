@@ -16,6 +16,7 @@ import numpy as np
 
 from utils.errors import one_line
 from utils.files import named
+from utils.memory import usable_cores
 
 _BLOCK = 2**24  # bytes that one thread hashes at once
 _CHECKSUM = b"\ncontent %s\n"
@@ -77,7 +78,7 @@ def remove_leftovers(folder: Path) -> None:
 def _content(shape: Sequence[int], read: Callable) -> str:
     """SHA-256 of the SHA-256s of blocks of images, on all cores; `read(first, end)` returns the bytes of images."""
     rows = max(1, _BLOCK // max(1, math.prod(shape[1:])))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(len(usable_cores())) as pool:
         starts = range(0, shape[0], rows)
         blocks = pool.map(lambda row: hashlib.sha256(read(row, min(row + rows, shape[0]))).digest(), starts)
         return hashlib.sha256(repr(tuple(shape)).encode() + b"".join(blocks)).hexdigest()

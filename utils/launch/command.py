@@ -14,7 +14,7 @@ from utils.launch.environment import is_launched
 
 
 def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
-    """The command that started the run, the launcher's if there is one; `arguments` are the script's own."""
+    """The command that the user typed: the launcher's if there is one; `arguments` are those of the script."""
     command = _command_of(os.getppid()) if is_launched() else []
     if not _names_script(command):
         command = [sys.executable, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
@@ -35,8 +35,9 @@ def _names_script(command: Sequence[str]) -> bool:
 
 
 def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> str:
-    """The shell command that goes on with the run that `command` started."""
-    kept, skip = [], False
+    """The shell command that resumes the run that `command` started."""
+    kept: list[str] = []
+    skip = False  # the value of a flag that is replaced
     for word in command:
         name = word.split("=")[0]
         if not skip and name not in ("--resume", "--run_name", "--output_dir"):
@@ -47,7 +48,7 @@ def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> st
 
 
 def launcher() -> int | None:
-    """The process number of the launcher; None without one, 0 when it is gone already."""
+    """The process number of the launcher; None without one, 0 if it has ended already."""
     if not is_launched():
         return None
     parent = os.getppid()

@@ -1,44 +1,50 @@
-"""Which device a rank computes on, and what its group speaks over."""
+"""The device that a rank computes on, and the backend of its process group."""
 
 import os
 
 import torch
 
+from utils.errors import UserError
 from utils.launch.environment import Topology
 
 
 def cpu_was_asked_for(flag: bool) -> bool:
-    """Whether --cpu, the accelerate config or the environment say so."""
+    """Whether --cpu, the accelerate config or the environment selects the CPU."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as accelerate_configs/2cpu.yaml does
     return flag or hidden or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
 def choose_device(topology: Topology, cpu: bool) -> torch.device:
-    """This rank's GPU, or the CPU where there is none or it was asked for."""
+    """This rank's GPU; the CPU if there is no GPU or the user has selected the CPU."""
     if not torch.cuda.is_available() or cpu_was_asked_for(cpu):
         return torch.device("cpu")
     gpus, number = torch.cuda.device_count(), topology.local_rank
     if gpus == 1 and topology.source in ("SLURM", "Open MPI", "MPICH"):
-        number = 0  # each task sees the one GPU that was given to it (--gpus-per-task); NCCL refuses a shared one
+        number = 0  # --gpus-per-task shows each task only its own GPU; NCCL refuses to share one
     elif topology.local_world_size > gpus:
-        raise ValueError(
-            f"{topology.local_world_size} processes on this machine, but {gpus} GPU{'s' * (gpus != 1)}; "
-            f"launch with --num_processes {gpus}, or on the CPU with --cpu or accelerate_configs/2cpu.yaml"
+        raise UserError(
+            f"{topology.local_world_size} processes on this machine, but {gpus} GPU{'s' * (gpus != 1)}",
+            f"launch with --num_processes {gpus}, or on the CPU with --cpu or accelerate_configs/2cpu.yaml",
         )
     device = torch.device("cuda", number)
-    torch.cuda.set_device(device)  # first of all, or every rank would open a context on GPU 0
+    torch.cuda.set_device(device)  # before any other CUDA call, or every rank would open a context on GPU 0
     return device
 
 
-def choose_backend(topology: Topology, asked: str, device: torch.device) -> str:
-    """NCCL between GPUs and gloo between CPUs, or what `--backend` asks for; none for a single process."""
+def why_cpu() -> str:
+    """Why a rank computes on the CPU although the user has not selected it, for a message."""
+    return "MPS, the GPU of this Mac, is not used" if torch.backends.mps.is_available() else "No GPU is visible"
+
+
+def choose_backend(topology: Topology, backend: str, device: torch.device) -> str:
+    """The backend given by --backend; for auto NCCL on GPUs and gloo on CPUs. A single process has "none"."""
     if topology.world_size == 1:
         return "none"
-    if asked == "nccl" and device.type == "cpu":
-        raise ValueError("--backend nccl needs GPUs; leave it out, and gloo is used on CPUs")
-    return ("nccl" if device.type == "cuda" else "gloo") if asked == "auto" else asked
+    if backend == "nccl" and device.type == "cpu":
+        raise UserError("--backend nccl needs GPUs", "leave it out, and gloo is used on CPUs")
+    return ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
 
 
 def gpu_id(device: torch.device) -> str:
-    """What tells one GPU from all others, in whatever order a process sees them; empty for the CPU."""
+    """The GPU's UUID, which does not depend on the order in which a process sees the GPUs; empty for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -1,4 +1,4 @@
-"""From the environment that a launcher leaves behind to the topology of the run. Needs no torch."""
+"""Read the topology of the run from the launcher's environment variables. Needs no torch."""
 
 import os
 import re
@@ -10,29 +10,32 @@ from dataclasses import dataclass
 
 import psutil
 
-# Who says which process this is: the names of rank, world size, local rank and local world size. torchrun's come first,
-# as every launcher inside SLURM or MPI sets them; Open MPI's before SLURM's, as its mpirun may use srun to get around.
+from utils.errors import UserError
+from utils.memory import usable_cores
+
+# For each launcher the variables of rank, world size, local rank and local world size. torchrun's come first, because
+# every launcher inside SLURM or MPI sets them; Open MPI's come before SLURM's, because its mpirun may call srun.
 _SOURCES = {
     "the environment": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-_ENGINES = {  # what an accelerate config may ask for besides plain data parallelism
+_ENGINES = {  # what an accelerate config can select besides plain data parallelism
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or sharded parallelism",
 }
-_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # what Open MPI's processes share, and no other job
-_PASS_ON = {"Open MPI": "mpirun -x MASTER_ADDR=HOST", "MPICH": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT PORT"}
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # the same in all processes of an Open MPI job only
+_EXPORT = {"Open MPI": "mpirun -x MASTER_ADDR=HOST", "MPICH": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT PORT"}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this process stands: its global rank of `world_size`, its rank of `local_world_size` on this machine.
+    """This process's global rank of `world_size`, and its local rank of `local_world_size` on this machine.
 
-    The processes meet at `address`:`port`, where rank 0 is; one process needs neither. `source` tells who said so.
+    The processes connect at `address`:`port` of rank 0; one process needs neither. `source` names the launcher's kind.
     """
 
     rank: int = 0
@@ -48,7 +51,7 @@ class Topology:
         return self.rank == 0
 
     def export(self) -> None:
-        """Say it in torchrun's variables, which Accelerate and other libraries read."""
+        """Set torchrun's variables, which Accelerate and other libraries read."""
         if self.source != "nobody":
             numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
             os.environ |= dict(zip(_SOURCES["the environment"], map(str, numbers), strict=True))
@@ -57,91 +60,92 @@ class Topology:
 
 
 def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env://") -> Topology:
-    """Which process this is, as accelerate, torchrun, srun, mpirun or variables set by hand say.
+    """The topology that accelerate, torchrun, srun, mpirun or variables set by hand describe.
 
-    Without any of them the run is one process. Raises ValueError when they are incomplete or contradict each other, or
-    when several processes were asked for and the launcher started one.
+    Without any of them the run is one process. Raises UserError if they are incomplete or contradict each other, or if
+    accelerate was told to start several processes and started one.
     """
     env = os.environ if env is None else env
     for name, engine in _ENGINES.items():
         if env.get(name, "").lower() in ("1", "true", "yes"):
-            raise ValueError(f"{engine} is not supported: its checkpoints are of another form; use accelerate_configs/")
-    source = next((name for name in _SOURCES if _speaks(env, name)), None)
+            raise UserError(f"{engine} is not supported", "use a file of accelerate_configs/")
+    source = next((name for name in _SOURCES if _describes_rank(env, name)), None)
     if source is None:
-        # Accelerate's single-process launcher exports an address only when more than one process was asked for.
+        # Accelerate's single-process launcher exports an address only if it was told to start several processes.
         if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
-            raise ValueError(
-                "several processes were asked for but accelerate started one (--cpu and MULTI_CPU do that); "
-                "use --config_file accelerate_configs/2cpu.yaml, with --num_processes N for another number"
+            raise UserError(
+                "accelerate started one process instead of several, as it does with --cpu or MULTI_CPU",
+                "use --config_file accelerate_configs/2cpu.yaml, with --num_processes N for another number",
             )
         return Topology()
     names = _SOURCES[source]
     needed = (*names, "SLURM_NODEID") if source == "SLURM" else names[:3]
     missing = [name for name in needed if name not in env]
     if missing:
-        raise ValueError(f"{', '.join(missing)} not set although {_present(env, names)}; export all of them, or none")
+        raise UserError(f"{', '.join(missing)} not set although {_present(env, names)}", "export all of them, or none")
     rank, world_size, local_rank = (_integer(env, name) for name in names[:3])
     if source == "SLURM":
         local_world_size = _tasks_on_node(env[names[3]], _integer(env, "SLURM_NODEID"))
     elif names[3] in env:
         local_world_size = _integer(env, names[3])
     else:
-        local_world_size = _all_here(env, source, world_size, init_method)
+        local_world_size = _size_of_one_machine(env, source, world_size, init_method)
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
-        raise ValueError(
-            f"contradictory environment: {_present(env, names)}; ranks count from 0 and lie below their world size"
-        )
+        problem = f"contradictory environment: {_present(env, names)}"
+        raise UserError(problem, "ranks start at 0 and are below their world size")
     if source == "the environment":
         _check_against_slurm(env, rank, world_size)
     if world_size == 1 or init_method != "env://":
         return Topology(rank, world_size, local_rank, local_world_size, source=source)
-    address, port = _meeting_point(env, source, local_world_size == world_size)
+    address, port = _address_of_rank_0(env, source, local_world_size == world_size)
     return Topology(rank, world_size, local_rank, local_world_size, address, port, source)
 
 
 def claimed_ranks() -> tuple[str | None, str | None]:
-    """Rank and local rank as whoever started this process says them, sensible or not; None for what nobody says."""
-    names = next((names for source, names in _SOURCES.items() if _speaks(os.environ, source)), ("", "", ""))
+    """The launcher's values of rank and local rank, which may be invalid; None for one that is not set."""
+    names = next((names for source, names in _SOURCES.items() if _describes_rank(os.environ, source)), ("", "", ""))
     return os.environ.get(names[0]), os.environ.get(names[2])
 
 
-def _speaks(env: Mapping[str, str], source: str) -> bool:
+def _describes_rank(env: Mapping[str, str], source: str) -> bool:
+    """Whether this launcher's variables say which rank this process is."""
     rank, world_size, local_rank, _ = _SOURCES[source]
     if source == "the environment":
         return rank in env or world_size in env or local_rank in env
-    if source == "SLURM":  # in a batch script, and in a shell of one task, SLURM_PROCID is 0 and stands for no rank
+    if source == "SLURM":  # in a batch script and in a shell of one task, SLURM_PROCID is 0 without meaning a rank
         return rank in env and env.get(world_size, "1") != "1"
-    return rank in env and local_rank in env  # srun may set PMI_RANK, without the others
+    return rank in env and local_rank in env  # srun may set PMI_RANK without the others
 
 
-def _all_here(env: Mapping[str, str], source: str, world_size: int, init_method: str) -> int:
-    """The number of all processes, if they meet at an address that no other machine has."""
+def _size_of_one_machine(env: Mapping[str, str], source: str, world_size: int, init_method: str) -> int:
+    """The world size, which is the local one too if the processes connect at a loopback address."""
     place = init_method if init_method != "env://" else f"tcp://{env.get('MASTER_ADDR', 'localhost')}"
     if world_size > 1 and not re.match(r"tcp://(localhost|127\.|\[?::1)", place):
-        raise ValueError(f"{_SOURCES[source][3]} is not set: export how many of the processes run on this machine")
+        problem = f"{_SOURCES[source][3]} is not set"
+        raise UserError(problem, "export the number of the run's processes on this machine")
     return world_size
 
 
 def _tasks_on_node(counts: str, node: int) -> int:
-    """SLURM's `2(x3),1` means tasks on each node: two on the first three, one on the fourth."""
+    """The number of tasks on a node; SLURM's `2(x3),1` is two on each of the first three nodes, one on the fourth."""
     tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
     if node >= len(tasks):
-        raise ValueError(f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}")
+        raise UserError(f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}")
     return tasks[node]
 
 
 def _check_against_slurm(env: Mapping[str, str], rank: int, world_size: int) -> None:
-    """Variables exported in a batch script are the same for all tasks of its srun, which would all be one rank."""
+    """Refuse variables exported in a batch script: with them all tasks of its srun would be the same rank."""
     tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == str(world_size) != "1" and not is_launched(env) and env.get("SLURM_PROCID") != str(rank):
-        raise ValueError(
-            f"contradictory environment: RANK={rank}, but SLURM_PROCID={env.get('SLURM_PROCID')}; do not export RANK, "
-            "WORLD_SIZE and LOCAL_RANK under srun: SLURM's own variables are read"
+        raise UserError(
+            f"contradictory environment: RANK={rank}, but SLURM_PROCID={env.get('SLURM_PROCID')}",
+            "do not export RANK, WORLD_SIZE and LOCAL_RANK under srun, which sets its own variables",
         )
 
 
-def _meeting_point(env: Mapping[str, str], source: str, one_machine: bool) -> tuple[str, int]:
-    """The address and the port where rank 0 is to be found; MASTER_ADDR and MASTER_PORT always count."""
+def _address_of_rank_0(env: Mapping[str, str], source: str, one_machine: bool) -> tuple[str, int]:
+    """The address and port of rank 0: MASTER_ADDR and MASTER_PORT, or what SLURM or MPI imply."""
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if source != "the environment":
@@ -149,12 +153,11 @@ def _meeting_point(env: Mapping[str, str], source: str, one_machine: bool) -> tu
         port = port or _port_of_job(env, one_machine)
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
         if not value:
-            fix = f"; {_PASS_ON[source]} passes it on" if source in _PASS_ON else "; or give --init_method"
-            text = "the processes need an address and a port of rank 0's machine to meet at"
-            raise ValueError(f"{name} is not set: {text}{fix}")
+            fix = f"export it with {_EXPORT[source]}" if source in _EXPORT else "export it, or give --init_method"
+            raise UserError(f"{name} is not set: the processes need an address and a port of rank 0's machine", fix)
     number = _integer({"MASTER_PORT": str(port)}, "MASTER_PORT")
     if not 0 < number < 2**16:
-        raise ValueError(f"MASTER_PORT={number} is no port; ports lie between 1 and 65535")
+        raise UserError(f"MASTER_PORT={number} is not a port", "choose one between 1 and 65535")
     return str(address), number
 
 
@@ -164,29 +167,29 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def _port_of_job(env: Mapping[str, str], one_machine: bool) -> int | None:
-    """A port that all processes of the job know without being told, and other jobs on the machine hardly ever have.
+def _port_of_job(env: Mapping[str, str], one_machine: bool) -> str | None:
+    """A port that follows from the job's number or name, so that other jobs on the machine rarely have the same.
 
-    None where nothing names the job. It lies below the ports that Linux gives away by itself (32768 and up).
+    None if nothing names the job. It is below the ports that Linux assigns automatically (32768 and up).
     """
     if "SLURM_JOB_ID" in env:  # each task of a job array has its own
-        return 10_000 + (_integer(env, "SLURM_JOB_ID") * 16 + int(env.get("SLURM_STEP_ID", 0)) % 16) % 20_000
+        return str(10_000 + (_integer(env, "SLURM_JOB_ID") * 16 + int(env.get("SLURM_STEP_ID", 0)) % 16) % 20_000)
     job = next((env[name] for name in _JOB_NAMES if name in env), None)
-    if job is None and one_machine:  # MPICH gives no name: the process that has started all ranks of a machine does
+    if job is None and one_machine:  # MPICH names no job, but one process starts all ranks of a machine
         with suppress(psutil.Error):
             job = next((f"{p.pid}" for p in psutil.Process().parents() if p.name().startswith("hydra_pmi_proxy")), None)
-    return None if job is None else 10_000 + zlib.crc32(job.encode()) % 20_000
+    return None if job is None else str(10_000 + zlib.crc32(job.encode()) % 20_000)
 
 
 def on_this_machine() -> tuple[int, int]:
-    """This process's number among the run's processes on this machine, and their count; see `Topology.export`."""
+    """Local rank and local world size, from the variables that `Topology.export` has set."""
     if "LOCAL_RANK" not in os.environ:
         return 0, 1
     return int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def say_for_machine(text: str) -> None:
-    """Print a message about the whole machine from its first process, with the host name unless that is rank 0."""
+    """Print a message about the machine in its first process, with the host name unless that is rank 0's machine."""
     if on_this_machine()[0] == 0:
         where = "" if os.environ.get("RANK", "0") == "0" else f"{socket.gethostname()}: "
         print(f"{where}{text}", flush=True)
@@ -195,31 +198,30 @@ def say_for_machine(text: str) -> None:
 def threads_per_process(topology: Topology) -> int:
     """An equal share of the processor cores that this process may use, at least one.
 
-    The launchers export OMP_NUM_THREADS=1 for safety; it counts only when neither can have set it.
+    OMP_NUM_THREADS counts only without a launcher, because launchers set it to 1 if it is not set.
     """
     launched = topology.world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
     if not launched and os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
-    cores = len(os.sched_getaffinity(0))
-    # SLURM may have shared them out already.
-    if topology.source == "SLURM" and os.environ.get("SLURM_CPUS_PER_TASK", "").isdigit():
+    cores = len(usable_cores())
+    if topology.source == "SLURM" and os.environ.get("SLURM_CPUS_PER_TASK", "").isdigit():  # a share already
         return max(1, min(cores, int(os.environ["SLURM_CPUS_PER_TASK"])))
     return max(1, cores // topology.local_world_size)
 
 
 def is_launched(env: Mapping[str, str] | None = None) -> bool:
-    """Whether torchrun or accelerate started this process and waits for it."""
+    """Whether torchrun or accelerate started this process."""
     env = os.environ if env is None else env
     return "TORCHELASTIC_RUN_ID" in env or "ACCELERATE_DYNAMO_BACKEND" in env
 
 
 def restarts_are_possible() -> bool:
-    """Whether a launcher started this process that can start it again."""
+    """Whether the launcher of this process can restart it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def restarts() -> int:
-    """How often the launcher has started this run again (--max_restarts)."""
+def restart_count() -> int:
+    """How often the launcher has restarted this run (--max_restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
@@ -231,4 +233,4 @@ def _integer(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])
     except ValueError:
-        raise ValueError(f"{name}={env[name]!r} is no whole number; unset it or set it right") from None
+        raise UserError(f"{name}={env[name]!r} is not an integer", "correct or unset it") from None

@@ -6,38 +6,41 @@ from contextlib import suppress
 
 import psutil
 
+from utils.errors import UserError
+
 
 def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -> str:
-    """Tell gloo and NCCL which network interface to use, and return its name.
+    """Set the network interface that gloo and NCCL use, and return its name.
 
-    It is --interface, or GLOO_SOCKET_IFNAME, or the one over which this machine reaches rank 0's: `seen` are the IP
-    addresses that each rank knows that machine by. It may know itself only by a loopback address (Debian writes its
-    name so into /etc/hosts), so the others' word counts.
+    It is --interface, or GLOO_SOCKET_IFNAME, or the one over which this machine reaches rank 0's. `seen` holds the IP
+    address of rank 0's machine on each rank. That machine may know itself only by a loopback address, because Debian
+    enters its name in /etc/hosts that way, so the addresses on the other machines count.
     """
     names = sorted(psutil.net_if_addrs())
     name = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
     if name is None:
         outside = next((address for address in seen if address and not _is_loopback(address)), None)
         name = interface_of(_address_towards((outside or "127.0.0.1") if several_machines else "127.0.0.1"))
-        if several_machines and outside is None:  # nobody could have come to such an address from elsewhere
-            raise ValueError(
-                f"all processes are on {socket.gethostname()}, but LOCAL_WORLD_SIZE says that there are several "
-                "machines; export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK for each"
+        if several_machines and outside is None:  # another machine could not have connected to a loopback address
+            raise UserError(
+                f"all processes are on {socket.gethostname()}, but LOCAL_WORLD_SIZE implies several machines",
+                "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK for each process",
             )
         if name is None or (several_machines and is_loopback(name)):
-            raise ValueError(
-                f"{socket.gethostname()} has no network interface towards {outside}; name the one between the "
-                f"machines with --interface, one of {', '.join(names)}"
+            raise UserError(
+                f"{socket.gethostname()} has no network interface towards {outside}",
+                f"give the one between the machines as --interface, one of {', '.join(names)}",
             )
-    elif not set(name.split(",")) <= set(names):  # gloo takes several
+    elif not set(name.split(",")) <= set(names):  # gloo accepts several
         flag = "--interface" if wanted else "GLOO_SOCKET_IFNAME"
-        raise ValueError(f"{flag} {name}: {socket.gethostname()} has {', '.join(names)}")
+        raise UserError(f"{flag} {name}: {socket.gethostname()} has {', '.join(names)}", "choose one of these")
     elif several_machines and any(map(is_loopback, name.split(","))):
-        raise ValueError(f"interface {name} does not leave {socket.gethostname()}; the run has several machines")
+        problem = f"interface {name} does not leave {socket.gethostname()}, but the run has several machines"
+        raise UserError(problem, f"choose another of {', '.join(names)}")
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if wanted:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # that one, not all whose names begin so
-    elif several_machines:  # on one machine NCCL does better by itself
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # without "=" also interfaces whose names begin with it
+    elif several_machines:  # on one machine NCCL finds the best transport itself
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     return name
 
@@ -51,43 +54,44 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interface: str) -> str:
-    """An IP address of the interface, of version 4 if it has one."""
+    """An IP address of the interface; IPv4 if it has one."""
     addresses = psutil.net_if_addrs().get(interface.split(",")[0], [])
     found = [a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family]
     if not found:
-        raise ValueError(f"--interface {interface}: has no IP address on {socket.gethostname()}")
+        raise UserError(f"--interface {interface}: has no IP address on {socket.gethostname()}", "choose another one")
     return found[0]
 
 
 def is_loopback(interface: str) -> bool:
+    """Whether the interface connects this machine only to itself."""
     return _is_loopback(address_of(interface))
 
 
 def is_own(address: str) -> bool:
-    """Whether the IP address is one of this machine."""
+    """Whether the IP address belongs to this machine."""
     return _is_loopback(address) or interface_of(address) is not None
 
 
 def outward_address() -> str:
-    """The IP address by which this machine is known outside: of its default route, or its only one."""
+    """The IP address of this machine on its default route, or its only one; other machines can use it."""
     with suppress(OSError):
-        return _address_towards("192.0.2.1")  # of no machine (RFC 5737), and nothing is sent
+        return _address_towards("192.0.2.1")  # belongs to no machine (RFC 5737); nothing is sent
     known = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET}
     others = {address for address in known if not _is_loopback(address)}
     if len(others) != 1:
-        raise ValueError(f"{socket.gethostname()} has {len(others)} networks and no default route; give --interface")
+        raise UserError(f"{socket.gethostname()} has {len(others)} networks and no default route", "give --interface")
     return others.pop()
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that no process listens on now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def _address_towards(address: str) -> str:
-    """The address of this machine from which a packet to the other would leave; nothing is sent."""
+    """This machine's address on the route to another address; nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
@@ -95,17 +99,18 @@ def _address_towards(address: str) -> str:
 
 
 def resolve(name: str) -> str:
+    """The IP address of a host name."""
     try:
-        return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
-        raise ValueError(
-            f"{name}: {socket.gethostname()} cannot find its address ({reason(error)}); use the IP address of rank "
-            "0's machine as MASTER_ADDR, or enter the name in /etc/hosts"
+        raise UserError(
+            f"{name}: {socket.gethostname()} cannot find its address ({reason(error)})",
+            "use the IP address of rank 0's machine as MASTER_ADDR, or enter the name in /etc/hosts",
         ) from error
 
 
 def reason(error: Exception) -> str:
-    """Why a name was not resolved or an address not taken, in the system's words."""
+    """The system's text for a name that was not resolved, or an address that cannot be used."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -114,11 +119,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def user_of(port: int) -> str:
-    """Who listens on the port of this machine, as words to append; empty when that is not to be seen."""
+    """The process that listens on a port of this machine, as words to append; empty if that is hidden."""
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-                if connection.pid is None:  # of another user
+                if connection.pid is None:  # a process of another user
                     return ""
                 process = psutil.Process(connection.pid)
                 return f" by process {process.pid} ({' '.join(process.cmdline()[:3])[:80]})"

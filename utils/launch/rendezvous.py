@@ -1,8 +1,8 @@
-"""How the processes of a run find each other: a store that all of them reach, and who is there.
+"""How the processes of a run find each other: a store that all of them reach, and the list of members.
 
-The store may hold what earlier attempts left: the launcher's lives through restarts, a file through launches. So rank 0
-opens a session with a new name, every other rank answers to that name, and rank 0 closes the list of those present.
-Whoever answers is alive, whatever else the store says, and a rank that does not is named.
+The store can contain keys of earlier attempts: the launcher's store survives restarts, and a file survives launches. So
+rank 0 opens a session with a new name, every other rank joins that session, and rank 0 publishes the list of members.
+A rank that joins is alive, whatever else is in the store, and an error names the ranks that do not join.
 """
 
 import errno
@@ -21,41 +21,44 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
-from utils.errors import one_line
-from utils.launch.environment import Topology, restarts
+from utils.errors import UserError, one_line
+from utils.launch.environment import Topology, restart_count
 from utils.launch.network import address_of, free_port, is_own, outward_address, resolve, user_of
 from utils.waiting import call_with_timeout
 
-_POLL = 0.02, 0.25  # seconds between two looks into the store, at first and at last
+_POLL = 0.02, 0.25  # seconds between two reads of the store, at first and at most
+_OTHER_PORT = "choose another MASTER_PORT (--main_process_port, --master_port)"
 
 
 @dataclass
 class Member:
-    """What a rank tells the others about itself when they meet."""
+    """What a rank publishes about itself when it joins."""
 
     rank: int
     world_size: int
     host: str
     process: int
     nonce: str
-    master: str = ""  # the IP address that the master's name means on this machine
-    gpu: str = ""  # the identity of its GPU, if it has one
-    endpoint: str = ""  # of rank 0, when the processes met in a file: the address and port of the store to go on with
+    master: str = ""  # the IP address of MASTER_ADDR on this machine
+    gpu: str = ""  # the UUID of its GPU, if it has one
+    endpoint: str = ""  # only rank 0, and only after meeting in a file: address and port of the store to use from then
 
 
 def meet(
     topology: Topology, init_method: str, timeout: float, interface: str | None, gpu: str = ""
 ) -> tuple[dist.Store, list[Member]]:
-    """Find the other processes; returns (the store of this session, who is there).
+    """Connect to the other processes; returns (the store of this session, its members in the order of the ranks).
 
-    Raises ValueError, with what to do, when they do not come within `timeout` seconds.
+    Raises UserError if they do not join within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     kind = urlparse(init_method)
     me = Member(topology.rank, topology.world_size, socket.gethostname(), os.getpid(), uuid.uuid4().hex, gpu=gpu)
     if kind.scheme == "file":
         return _meet_in_file(Path(kind.path), topology, me, deadline, interface)
-    address, port = (kind.hostname, kind.port) if kind.scheme == "tcp" else (topology.address, topology.port)
+    address, port = topology.address, topology.port
+    if kind.scheme == "tcp":
+        address, port = kind.hostname or "", kind.port or 0
     me.master = resolve(address)
     store = _tcp_store(topology, address, port, deadline)
     session, members = _session(store, me, deadline, f"{address}:{port}")
@@ -63,28 +66,28 @@ def meet(
 
 
 def check_init_method(init_method: str) -> None:
-    """Raise ValueError for anything but env://, tcp://HOST:PORT and file:///PATH."""
-    with suppress(ValueError):  # a port that is no number
+    """Raise UserError for anything but env://, tcp://HOST:PORT and file:///PATH."""
+    with suppress(ValueError):  # a port that is not a number
         kind = urlparse(init_method)
         if init_method == "env://" or (kind.scheme == "tcp" and kind.hostname and kind.port):
             return
         if kind.scheme == "file" and not kind.netloc and kind.path.strip("/"):
             return
-    raise ValueError(f"--init_method {init_method}: must be env://, tcp://HOST:PORT or file:///PATH")
+    raise UserError(f"--init_method {init_method}: must be env://, tcp://HOST:PORT or file:///PATH")
 
 
 def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[Member]]:
-    """Open a session or join the open one; returns its name and its members in the order of the ranks."""
+    """Open a session as rank 0, or join the open one; returns its name and its members in the order of the ranks."""
     if me.rank == 0:
         session = uuid.uuid4().hex
         store.set("session", session)
         others = [f"{session}/{rank}" for rank in range(1, me.world_size)]
         if not _wait(lambda: not others or store.check(others), deadline):
             missing = [key.split("/")[1] for key in others if not store.check([key])]
-            raise ValueError(
+            raise UserError(
                 f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not come to {where} in time, "
-                f"{me.world_size - len(missing)} of {me.world_size} did; see whether they were started, can reach "
-                "that address, and were given the same one"
+                f"{me.world_size - len(missing)} of {me.world_size} did",
+                "check that all were started with that address and can reach it",
             )
         answers = [json.dumps(asdict(me)), *(store.get(key).decode() for key in others)]
         store.set(f"{session}/all", json.dumps(answers))
@@ -97,17 +100,17 @@ def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tupl
             return False
         session = store.get("session").decode()
         if session not in joined:
-            if restarts() and store.check([f"{session}/all"]):  # the others may still wait for the attempt before
-                store.set(f"{session}/ended", f"rank {me.rank} was killed, and started again by its launcher")
+            if restart_count() and store.check([f"{session}/all"]):  # ranks of the earlier attempt may still wait
+                store.set(f"{session}/ended", f"rank {me.rank} was killed, and its launcher restarted it")
             store.set(f"{session}/{me.rank}", json.dumps(asdict(me)))
             joined.append(session)
         # The list of an earlier attempt holds that attempt's nonces.
         return store.check([f"{session}/all"]) and me.nonce in store.get(f"{session}/all").decode()
 
     if not _wait(join, deadline):
-        raise ValueError(
-            f"rank 0 did not open a session at {where} in time, or not all ranks came to it; see its own message, and "
-            f"whether two processes are rank {me.rank}"
+        raise UserError(
+            f"rank 0 did not open a session at {where} in time, or not all ranks joined it",
+            f"read the output of rank 0, and check that only one process is rank {me.rank}",
         )
     return joined[-1], _members(json.loads(store.get(f"{joined[-1]}/all")))
 
@@ -117,43 +120,44 @@ def _members(answers: list[str]) -> list[Member]:
     for member in members:
         if member.world_size != len(members):
             if members[0].process == os.getpid():
-                time.sleep(1)  # rank 0 may serve the store in which the others are to read the same
-            raise ValueError(
-                f"rank 0 was started for {len(members)} processes, rank {member.rank} for {member.world_size}; give "
-                "all the same WORLD_SIZE (--num_processes)"
+                time.sleep(1)  # the others read the same members from the store, which rank 0 may serve
+            raise UserError(
+                f"rank 0 was started for {len(members)} processes, rank {member.rank} for {member.world_size}",
+                "give all the same WORLD_SIZE (--num_processes)",
             )
     return members
 
 
 def check_own_gpus(members: list[Member]) -> None:
-    """Raise ValueError when two ranks have the same GPU, which NCCL refuses at length."""
+    """Raise UserError if two ranks have the same GPU, for which NCCL's own message is long."""
     first: dict[tuple[str, str], int] = {}
     for member in members:
         other = first.setdefault((member.host, member.gpu), member.rank)
         if member.gpu and other != member.rank:
-            raise ValueError(
-                f"ranks {other} and {member.rank} have the same GPU of {member.host}; give each task its own "
-                "(srun --gpus-per-task 1), or show all GPUs to all"
+            raise UserError(
+                f"ranks {other} and {member.rank} have the same GPU of {member.host}",
+                "give each task its own (srun --gpus-per-task 1), or make all GPUs visible to all tasks",
             )
 
 
 def _wait(condition: Callable[[], bool], deadline: float) -> bool:
-    pause, most = _POLL
+    """Wait until the condition holds; False if it does not before the deadline."""
+    pause, longest = _POLL
     while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
-        pause = min(most, pause * 1.2)
+        pause = min(longest, pause * 1.2)
     return True
 
 
 def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> dist.TCPStore:
-    """The store at an address, which rank 0 serves unless its launcher does."""
+    """The store at an address; rank 0 serves it unless its launcher does."""
     serves = topology.is_main and not launcher_serves(address, port)
     if serves and not leads_here(address, port):
-        raise ValueError(
-            f"{address} does not lead to {socket.gethostname()}, where rank 0 was started; MASTER_ADDR or "
-            "--init_method must name the machine of rank 0"
+        raise UserError(
+            f"{address} does not lead to {socket.gethostname()}, where rank 0 was started",
+            "MASTER_ADDR or --init_method must name the machine of rank 0",
         )
     if not serves:
         return _reach(address, port, deadline)
@@ -161,44 +165,39 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
         return dist.TCPStore(address, port, topology.world_size, True, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
-            raise ValueError(
-                f"port {port} of {socket.gethostname()} cannot be used ({one_line(error)[:160]})"
-            ) from error
-        raise ValueError(
-            f"port {port} is taken on {socket.gethostname()}{user_of(port)}; choose another MASTER_PORT "
-            "(--main_process_port, --master_port), or end what holds it"
-        ) from error
+            problem = f"port {port} of {socket.gethostname()} cannot be used ({one_line(error)[:160]})"
+            raise UserError(problem, _OTHER_PORT) from error
+        problem = f"port {port} is taken on {socket.gethostname()}{user_of(port)}"
+        raise UserError(problem, f"{_OTHER_PORT}, or end the process that holds it") from error
 
 
 def leads_here(address: str, port: int) -> bool:
-    """Whether this machine has the address, or reaches itself by it all the same, as through a cloud's translation."""
+    """Whether the address leads to this machine, directly or through a cloud's address translation."""
     if is_own(resolve(address)):
         return True
     try:
         with socket.create_server(("", port)):
             return _listens(address, port)
-    except OSError as error:  # of a port that is taken nobody can tell
+    except OSError as error:  # a port that is taken shows nothing; assume that the address is right
         return error.errno == errno.EADDRINUSE
 
 
 def _reach(address: str, port: int, deadline: float) -> dist.TCPStore:
     """The store that another process serves."""
-    waits = max(1.0, deadline - time.monotonic())
+    seconds = max(1.0, deadline - time.monotonic())
     if not _wait(lambda: _listens(address, port), deadline):
-        raise ValueError(
-            f"nobody answered at {address}:{port} within {waits:.0f} s; see whether rank 0 runs, on that machine, and "
-            "no firewall is between"
+        raise UserError(
+            f"nobody answered at {address}:{port} within {seconds:.0f} s",
+            "check that rank 0 runs on that machine, and that no firewall is between the machines",
         )
-    try:  # within a time of our own: it would wait for ever for the first word of a server of another kind
+    try:  # with a timeout of our own: TCPStore waits forever for the first answer of another kind of server
         return call_with_timeout(
-            lambda: dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=waits)),
+            lambda: dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds)),
             max(3.0, deadline - time.monotonic()),
         )
     except RuntimeError as error:
-        raise ValueError(
-            f"what listens at {address}:{port} is not rank 0 of this run ({one_line(error)[:100]}); choose another "
-            "MASTER_PORT (--main_process_port, --master_port)"
-        ) from error
+        problem = f"what listens at {address}:{port} is not rank 0 of this run ({one_line(error)[:100]})"
+        raise UserError(problem, _OTHER_PORT) from error
 
 
 def _listens(address: str, port: int) -> bool:
@@ -208,29 +207,29 @@ def _listens(address: str, port: int) -> bool:
 
 
 def launchers_store(timeout: float) -> dist.Store | None:
-    """The store that torchrun or accelerate keeps through restarts; None where it keeps none."""
+    """The store of torchrun or accelerate, which survives restarts; None if the launcher has none."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return _reach(address, int(port), time.monotonic() + timeout) if launcher_serves(address, port) else None
 
 
 def launcher_serves(address: str, port: int | str) -> bool:
-    """Whether the launcher serves a store there: it does so at MASTER_ADDR and MASTER_PORT, if at all."""
-    there = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and there == (address, str(port))
+    """Whether the launcher serves a store at this address and port."""
+    own = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == (address, str(port))
 
 
 def _check_meeting_file(path: Path) -> None:
-    """Raise ValueError for a file that PyTorch's store has not begun: it would read that for ever."""
+    """Raise UserError for a file that is not PyTorch's; its store would read such a file forever."""
     with path.open("rb") as file:
-        begun = file.read(4)  # the length of a key
-    if begun and not 0 < int.from_bytes(begun, sys.byteorder) < 2**12:
-        raise ValueError(f"--init_method file://{path}: is a file of something else; delete it, or name another")
+        start = file.read(4)  # the length of a key
+    if start and not 0 < int.from_bytes(start, sys.byteorder) < 2**12:
+        raise UserError(f"--init_method file://{path}: is a file of something else", "delete it, or name another")
 
 
 def _meet_in_file(path: Path, topology: Topology, me: Member, deadline: float, interface: str | None):
-    """Meet in a file on a shared disk, and go on over a store that rank 0 serves; the file is then deleted."""
+    """Meet in a file on a shared disk, then change to a store that rank 0 serves and delete the file."""
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"--init_method file://{path}: must name a file in a folder that is there on all machines")
+        raise UserError(f"--init_method file://{path}: must name a file in a folder that exists on all machines")
     with suppress(FileNotFoundError):
         _check_meeting_file(path)
     if topology.is_main:
@@ -242,10 +241,11 @@ def _meet_in_file(path: Path, topology: Topology, me: Member, deadline: float, i
     try:
         session, members = _session(dist.FileStore(str(path), -1), me, deadline, str(path))
     except RuntimeError as error:
-        raise ValueError(f"--init_method file://{path}: {one_line(error)[:160]}; delete it, or name another") from error
+        problem = f"--init_method file://{path}: {one_line(error)[:160]}"
+        raise UserError(problem, "delete it, or name another") from error
     if not topology.is_main:
-        address, _, port = members[0].endpoint.rpartition(":")
-        served = _tcp_store(topology, address, int(port), deadline)
+        address, _, digits = members[0].endpoint.rpartition(":")
+        served = _tcp_store(topology, address, int(digits), deadline)
     served.add(f"{session}-arrived", 1)
     if topology.is_main:
         _wait(lambda: served.add(f"{session}-arrived", 0) == topology.world_size, deadline)

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from utils.config.settings import Launch
+from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, LostRank, fix_of, is_lost_rank, lost_rank_text, one_line, problem_of
 from utils.launch.command import launcher
-from utils.launch.devices import choose_backend, choose_device, cpu_was_asked_for, gpu_id
+from utils.launch.devices import choose_backend, choose_device, cpu_was_asked_for, gpu_id, why_cpu
 from utils.launch.environment import Topology, is_launched, restarts_are_possible, threads_per_process
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import check_init_method, check_own_gpus, launchers_store, meet
@@ -39,7 +39,7 @@ class Ranks:
     `broadcast_buffers`, `finish`.
     """
 
-    def __init__(self, topology: Topology, launch: Launch, prog: str = "train.py"):
+    def __init__(self, topology: Topology, launch: LaunchConfig, prog: str = "train.py"):
         self.topology, self.launch, self.prog = topology, launch, prog
         self.device = choose_device(topology, launch.cpu)
         self.threads = launch.threads or threads_per_process(topology)
@@ -75,7 +75,7 @@ class Ranks:
         topology, launch = self.topology, self.launch
         if self.is_main and self.device.type == "cpu" and not cpu_was_asked_for(launch.cpu):
             several = topology.world_size > 1
-            print("No GPU is visible: running on the CPU" + f", {topology.world_size} processes over gloo" * several)
+            print(f"{why_cpu()}: running on the CPU" + f", {topology.world_size} processes over gloo" * several)
         self.meets = topology.world_size > 1
         if restarts_are_possible():
             self._launchers_store = launchers_store(launch.timeout)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from utils.config.settings import Launch
+from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError
 from utils.launch.environment import Topology, is_launched, read_topology
 from utils.launch.exits import exit_with_error, explain, reports_for_machine, with_rank
@@ -17,7 +17,7 @@ from utils.ranks.data_watch import DataWatch
 from utils.ranks.ranks import Ranks
 
 
-def _topology(launch: Launch) -> Topology:
+def _topology(launch: LaunchConfig) -> Topology:
     """Where this process stands, also in a function that Accelerate's debug_launcher has started."""
     if not (dist.is_initialized() and "ACCELERATE_DEBUG_RDV_FILE" in os.environ):
         return read_topology(init_method=launch.init_method)
@@ -30,7 +30,7 @@ def _topology(launch: Launch) -> Topology:
 
 
 @contextmanager
-def distributed_session(prog: str, launch: Launch) -> Iterator[Ranks]:
+def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
     """This process's place among those launched; an error inside ends it with one line on one rank and code 2."""
     ranks = topology = watch = None
     try:
