@@ -12,7 +12,7 @@ import torch
 from datasets import ClassLabel
 from helpers.make_data import encoded, image_folder, parquet, pictures, smooth, table
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, train_run, weights
+from helpers.training_runs import kept_in, records, refused, restore, train_run, weights
 from PIL import Image
 
 import eval
@@ -43,14 +43,6 @@ def spoil(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
     path.write_bytes(data)
-
-
-def refused(function, *flags, processes=1):
-    outcomes = run_ranks(processes, function, list(flags))
-    assert all(outcome.code == 2 for outcome in outcomes), [outcome.err for outcome in outcomes]
-    lines = [line for outcome in outcomes for line in outcome.err.splitlines()]
-    assert len(lines) == 1, lines
-    return lines[0]
 
 
 def losses(name: str) -> list[float]:
@@ -173,10 +165,7 @@ def test_a_photograph_that_fails_in_training_ends_the_run_with_the_fixes():
 def skipping(tmp_path_factory):
     """Runs on photographs of which two are cut short and three only look whole, on one to three processes."""
     folder = tmp_path_factory.mktemp("skipping") / "work"
-    folder.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(folder))
-        patch.chdir(folder)
+    with kept_in(folder):
         paths = photographs()
         for path in (paths[0], paths[31]):
             cut(path)
@@ -185,15 +174,12 @@ def skipping(tmp_path_factory):
             spoil(Path(name))
         for processes in (1, 2, 3):
             train_run(processes, f"on{processes}", *SKIP)
-    folder.rename(folder.with_name("finished"))
     return folder
 
 
 @pytest.fixture
 def skipped(own_folders, skipping, monkeypatch):
-    shutil.rmtree(skipping, ignore_errors=True)
-    shutil.copytree(skipping.with_name("finished"), skipping)  # under the name that the runs know
-    monkeypatch.chdir(skipping)
+    monkeypatch.chdir(restore(skipping))
 
 
 def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_left_out(skipped):

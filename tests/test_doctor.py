@@ -349,6 +349,7 @@ def test_what_was_found_is_told_when_a_rank_breaks_a_check_off():
     assert outcomes[1].err.startswith("doctor.py: rank 1, checking clocks: invalid literal") and outcomes[1].out == ""
 
 
+@pytest.mark.full
 def test_the_main_process_speaks_first_though_the_launcher_ends_it_for_another_ranks_loss():
     Path("planted.py").write_text(f"""import os, sys
 sys.path.insert(0, {str(Path(doctor.__file__).parent)!r})
