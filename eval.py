@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from utils.config.cli import parse_args
 from utils.config.settings import EvalConfig, TrainConfig, absolute_data
@@ -24,9 +25,9 @@ from utils.data.order import BlockSampler
 from utils.data.pipeline import make_dataset, make_loader
 from utils.data.selection import load_split
 from utils.data.sources import check_source
-from utils.data.spec import InputSpec
 from utils.data.splits import fingerprint_of
 from utils.data.workers import check_workers
+from utils.errors import UserError
 from utils.files import expand, write_output
 from utils.models.zoo import build_model, check_model
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
@@ -34,11 +35,11 @@ from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.runs.loading import load_model
 from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
-from utils.runs.metadata import read_classes, read_metadata, read_sample_record, read_settings
+from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.training.bad_images import found_by_all
 from utils.training.evaluation import evaluate_split
 
-OVERRIDES = (
+OVERRIDES = (  # settings of the run that a flag of eval.py replaces
     "data",
     "data_subset",
     "image_column",
@@ -50,104 +51,121 @@ OVERRIDES = (
     "num_workers",
     "data_dir",
     "cache_dir",
-)  # settings of the run that a flag of eval.py replaces
+)
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Evaluate as the arguments say; returns the numbers."""
+    """Evaluate with these arguments and return the numbers."""
     guard_output()
-    asked = parse_args(EvalConfig, "eval.py", argv)
-    with distributed_session("eval.py", asked) as ranks:
-        find_checkpoint(expand(asked.ckpt))  # a mistake is said before the processes meet
-        check_workers(asked.num_workers)
-        if asked.json:
-            check_output_file(expand(asked.json))
+    flags = parse_args(EvalConfig, "eval.py", argv)
+    with distributed_session("eval.py", flags) as ranks:
+        # Mistakes that one process can find alone are reported before the processes meet.
+        find_checkpoint(expand(flags.ckpt))
+        check_workers(flags.num_workers)
+        if flags.json:
+            check_output_file(expand(flags.json))
         ranks.join()
-        # The main process chooses: a training run that goes on may move `best` between two looks.
-        checkpoint = Path(ranks.broadcast_text(ranks.run_on_all(lambda: choose(asked, ranks), main_first=True)))
-        config, own_data = ranks.run_on_all(lambda: settings_of(checkpoint, asked))
-        ranks.run_on_all(lambda: (check_precision(config, ranks), check_model(config), check_source(config)))
-        record, class_names = evaluate_checkpoint(checkpoint, config, asked.split, own_data, ranks)
+        saved = find_saved(flags, ranks)
+        config, own_data = settings_of(saved, flags)
+        ranks.run_on_all(lambda: check(config, ranks))
+        record = evaluate(saved, config, flags.split, own_data, ranks)
         if ranks.is_main:
             try:
-                if asked.json:
-                    write_output(expand(asked.json), json.dumps(record, indent=1) + "\n")
+                if flags.json:
+                    write_output(expand(flags.json), json.dumps(record, indent=1) + "\n")
             finally:
-                show(record, class_names, checkpoint)
+                show(record, saved)
     return record
 
 
-def choose(asked: EvalConfig, ranks: Ranks) -> str:
-    """The verified checkpoint that --ckpt means, on the main process."""
-    if not ranks.is_main:
-        return ""
-    checkpoint = find_checkpoint(expand(asked.ckpt))
-    verify(checkpoint, FOR_EVALUATION)
-    return str(checkpoint)
+def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
+    """The verified checkpoint of --ckpt; collective."""
+
+    def find() -> str:
+        checkpoint = find_checkpoint(expand(flags.ckpt))
+        verify(checkpoint, FOR_EVALUATION)
+        return str(checkpoint)
+
+    # Only the main process looks for it: a training run may move `best` between two looks.
+    own = ranks.run_on_all(lambda: find() if ranks.is_main else "", main_first=True)
+    path = Path(ranks.broadcast_text(own))
+    return ranks.run_on_all(lambda: read_checkpoint(path))
 
 
-def settings_of(checkpoint: Path, asked: EvalConfig) -> tuple[TrainConfig, bool]:
-    """The run's settings, with those asked for now in their place, and whether they name the run's own data."""
-    config = read_settings(checkpoint)
-    own_data = not asked.data or absolute_data(asked.data) == config.data
-    given = {name: getattr(asked, name) for name in OVERRIDES if getattr(asked, name) is not None}
-    if not own_data:  # how the run's data was split says nothing of other data
+def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
+    """The run's settings with the given flags in their place, and whether the data is the run's own."""
+    own_data = not flags.data or absolute_data(flags.data) == saved.settings.data
+    given: dict[str, Any] = {name: getattr(flags, name) for name in OVERRIDES}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not own_data:  # the run's splits mean nothing in other data
         given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
-    return replace(config, metrics=True, max_eval_samples=asked.max_eval_samples, **given), own_data
+    given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
+    return replace(saved.settings, **given), own_data
+
+
+def check(config: TrainConfig, ranks: Ranks) -> None:
+    """Raise ValueError for settings that cannot work here."""
+    check_precision(config, ranks)
+    check_model(config)
+    check_source(config)
 
 
 def check_output_file(path: Path) -> None:
-    """Raise ValueError when no file can be written there."""
+    """Raise ValueError if no file can be written at `path`."""
     path = path.resolve() if path.is_symlink() else path.absolute()
     folder = path.parent
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"--json {path}: is not a regular file; give another path")
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"--json {path}: {'is a folder' if path.is_dir() else f'{folder} is no folder to write to'}")
+    if path.is_dir():
+        raise UserError(f"--json {path}: is a folder", "give the path of a file")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--json {path}: is not a regular file", "give another path")
+    if not folder.is_dir():
+        raise UserError(f"--json {path}: there is no folder {folder}", "create it, or give another path")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--json {path}: {folder} is not writable", "give another path")
 
 
-def evaluate_checkpoint(checkpoint: Path, config: TrainConfig, split_name: str | None, own_data: bool, ranks: Ranks):
-    """The numbers of one split, and the names of the classes; collective."""
-    accelerator = make_accelerator(ranks, config)
-    saved, class_names = ranks.run_on_all(lambda: (read_metadata(checkpoint), read_classes(checkpoint)))
-    spec = InputSpec.from_dict(saved["input"])
-    record = ranks.run_on_all(lambda: read_sample_record(checkpoint))
-    terminal = Terminal(ranks.is_main)
-    chosen = partial(load_split, config, split_name, class_names, own_data, record, terminal, spec.small)
-    split = ranks.run_on_all(chosen, main_first=True, at="loading the data")
-    ranks.check_same(
-        fingerprint_of(split.label_fingerprint, split.content), f"different images in --data {config.data}"
-    )
+def evaluate(saved: SavedRun, config: TrainConfig, split_name: str | None, own_data: bool, ranks: Ranks) -> dict:
+    """The numbers of one split; collective."""
+    accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
+    spec, class_names = saved.spec, saved.class_names
+    # The checkpoint's image size counts, also if the run took it from its images.
+    sized = replace(config, image_size=max(spec.height, spec.width))
+    load = partial(load_split, sized, split_name, class_names, own_data, saved.record, terminal)
+    split = ranks.run_on_all(load, main_first=True, place="loading the data")
+    fingerprint = fingerprint_of(split.label_fingerprint, split.content)
+    ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
         terminal.print(printable(note))
-    bar = terminal.progress("decoding")
-    dataset = ranks.run_on_all(lambda: make_dataset(split, spec, config, False, bar), main_first=True)
+
+    make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
+    dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, spec, len(class_names), load=False))
-    ranks.run_on_all(lambda: load_model(checkpoint, model))
-    blocks = BlockSampler(len(dataset), config.eval_batch_size)
+    ranks.run_on_all(lambda: load_model(saved.path, model))
+    blocks = BlockSampler(len(split), config.eval_batch_size)
     loader = make_loader(dataset, blocks, config, ranks.threads, ranks.device)
     loader = accelerator.prepare(loader)
     compile_model(accelerator, model)
-    model.to(accelerator.device)  # bare: nothing is trained, so the ranks have nothing to say to each other
+    model.to(accelerator.device)  # without DDP: no gradients are exchanged
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    result = evaluate_split(ranks, accelerator, model, batches, config, terminal.progress("evaluating"))
+    bar = terminal.progress("evaluating")
+    result = evaluate_split(ranks, accelerator, model, batches, config, bar)
+    assert result is not None  # nothing stops it
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")
-    state = saved["state"]
-    step, epoch = state["step"], state["epoch"] + (state["position"] > 0)
-    return {"kind": "eval", "step": step, "epoch": epoch, "split": split.name, **result}, class_names
+    step, epoch = saved.state.step, saved.state.epochs_begun
+    return {"kind": "eval", "step": step, "epoch": epoch, "split": split.name, **result}
 
 
-def show(record: dict, class_names: list[str], checkpoint: Path) -> None:
-    """Print the numbers as a table, and the classes from worst to best."""
-    rows = [(name, f"{record[name]:.4f}") for name in ("accuracy", "top5", "loss", "macro_f1", "macro_precision")]
-    rows += [("macro_recall", f"{record['macro_recall']:.4f}"), ("count", record["count"])]
+def show(record: dict, saved: SavedRun) -> None:
+    """Print the numbers as a table, and the accuracy of the classes from worst to best."""
+    names, class_names = ("accuracy", "top5", "loss", "macro_f1", "macro_precision", "macro_recall"), saved.class_names
+    rows = [(name, f"{record[name]:.4f}") for name in names] + [("count", record["count"])]
     if "left_out" in record:
         rows += [("left out", f"{record['left_out']} images that cannot be read")]
     if record["classes_evaluated"] < len(class_names):
         rows += [("classes", f"{record['classes_evaluated']} of {len(class_names)} with samples")]
     rows += [("seconds", f"{record['seconds']:.2f}")]
-    print(table(f"{checkpoint}, split {record['split']}", rows))
+    print(table(f"{saved.path}, split {record['split']}", rows))
     accuracies = zip(class_names, record["per_class_accuracy"], strict=True)
     worst = sorted((accuracy, printable(name)) for name, accuracy in accuracies if accuracy is not None)[:10]
     print(table("Accuracy of the classes, worst first", [(name, f"{accuracy:.4f}") for accuracy, name in worst]))

@@ -8,25 +8,32 @@ os.environ["OMP_NUM_THREADS"] = "1"  # a forked child of a process with OpenMP t
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
 
 import torch
+import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
+import torch.utils.serialization
+from helpers.launched_runs import end_launched
 from helpers.ranks import end_leftovers
+from helpers.training_runs import working_in
 
+import doctor
 import eval
 import train
 import utils.training.metrics  # noqa: F401
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig
 
 torch.set_num_threads(1)
-assert train.main and eval.main
+parse_args(TrainConfig, "train.py", [])  # imports what reads flags
+assert train.main and eval.main and doctor.main
 
 
 _LEFT_OUT: dict[str, int] = {}  # by marker
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path, monkeypatch):
+def own_folders(tmp_path):
     """Caches and runs in the test's own folder."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
-    monkeypatch.chdir(tmp_path)
+    with working_in(tmp_path):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +41,7 @@ def no_ranks_left():
     """A failed test leaves no ranks behind."""
     yield
     end_leftovers()
+    end_launched()
 
 
 def pytest_deselected(items):

@@ -12,7 +12,7 @@ import torch
 from datasets import ClassLabel
 from helpers.make_data import encoded, image_folder, parquet, pictures, smooth, table
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, train_run, weights
+from helpers.training_runs import kept_in, records, refused, restore, train_run, weights
 from PIL import Image
 
 import eval
@@ -43,14 +43,6 @@ def spoil(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
     path.write_bytes(data)
-
-
-def refused(function, *flags, processes=1):
-    outcomes = run_ranks(processes, function, list(flags))
-    assert all(outcome.code == 2 for outcome in outcomes), [outcome.err for outcome in outcomes]
-    lines = [line for outcome in outcomes for line in outcome.err.splitlines()]
-    assert len(lines) == 1, lines
-    return lines[0]
 
 
 def losses(name: str) -> list[float]:
@@ -173,10 +165,7 @@ def test_a_photograph_that_fails_in_training_ends_the_run_with_the_fixes():
 def skipping(tmp_path_factory):
     """Runs on photographs of which two are cut short and three only look whole, on one to three processes."""
     folder = tmp_path_factory.mktemp("skipping") / "work"
-    folder.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(folder))
-        patch.chdir(folder)
+    with kept_in(folder):
         paths = photographs()
         for path in (paths[0], paths[31]):
             cut(path)
@@ -185,15 +174,12 @@ def skipping(tmp_path_factory):
             spoil(Path(name))
         for processes in (1, 2, 3):
             train_run(processes, f"on{processes}", *SKIP)
-    folder.rename(folder.with_name("finished"))
     return folder
 
 
 @pytest.fixture
 def skipped(own_folders, skipping, monkeypatch):
-    shutil.rmtree(skipping, ignore_errors=True)
-    shutil.copytree(skipping.with_name("finished"), skipping)  # under the name that the runs know
-    monkeypatch.chdir(skipping)
+    monkeypatch.chdir(restore(skipping))
 
 
 def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_left_out(skipped):
@@ -222,10 +208,10 @@ def test_losses_are_those_of_a_plain_loop_over_the_images_that_can_be_read(skipp
     order = permutation(52, 0, 0)[:12]
     readable = [position for position in order if _decodes(data.train, position)]
     assert records("on1", "train")[0]["step"] == 1 and 10 <= len(readable) <= 12
-    from utils.data.datasets import Encoded
+    from utils.data.datasets import EncodedImages
     from utils.data.order import Microbatch
 
-    dataset = Encoded(data.train, InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 0, 0.08)
+    dataset = EncodedImages(data.train, InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 0, 0.08)
     batch = dataset.__getitems__(Microbatch(0, np.asarray(readable)))
     images = (batch["images"].float() / 255 - 0.5) / 0.5
     logits = model(images.permute(0, 3, 1, 2))
@@ -377,6 +363,13 @@ def test_a_table_of_paths_is_checked_by_its_files():
     cut(paths[7])
     shutil.rmtree("home/.cache", ignore_errors=True)
     assert "1 of 40 images of split 'train' cannot be read: image 7" in refused(train.main, *flags)
+
+
+def test_a_data_set_without_a_readable_image_is_refused():
+    for path in image_folder("data", {"cat": 5, "dog": 5}):
+        path.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"no image of split 'train' can be used \(10 checked\)"):
+        load_data(TrainConfig(data="data", bad_images="skip"))
 
 
 def test_a_small_data_set_with_bad_images_is_decoded_without_them():

@@ -239,7 +239,7 @@ def test_pointers_matter_to_no_resume_and_are_mended_by_it(content):
     (evaluated,) = run_ranks(1, eval.main, ("--ckpt", "runs/run"))
     assert evaluated.code == 0 and evaluated.value["step"] == 8, evaluated.err
     (outcome,) = run_ranks(1, train.main, RESUME)
-    assert outcome.code == 0 and outcome.err == "" and f"going on from {NEWEST}\n" in outcome.out
+    assert outcome.code == 0 and outcome.err == "" and f"resuming from {NEWEST}\n" in outcome.out
     assert all(torch.equal(weights("whole")[name], tensor) for name, tensor in weights("run").items())
     state = json.loads((CHECKPOINTS / "step-00000010/state.json").read_text())["state"]
     assert (CHECKPOINTS / "latest").read_text() == "step-00000010\n"
@@ -259,7 +259,7 @@ def test_two_processes_go_on_from_the_newest_good_checkpoint():
 def went_on(outcome, good):
     """Assert that a rank said what was damaged, went on from this checkpoint, and ended where `whole` did."""
     assert outcome.code == 0 and outcome.err == "" and "Traceback" not in outcome.out, outcome.err + outcome.out
-    said = [line for line in outcome.out.splitlines() if line.endswith(f"; going on from {good} instead")]
+    said = [line for line in outcome.out.splitlines() if line.endswith(f"; resuming from {good} instead")]
     assert len(said) == (int(STEPS[-1][5:]) - int(good.name[5:])) / 2, outcome.out
     assert said[0].startswith(str(NEWEST))
     assert [record["step"] for record in records("run", "start")][-1] == int(good.name[5:])
@@ -375,7 +375,7 @@ def _without_privileges(main, flags):
 def test_what_may_not_be_read_counts_as_damaged(of_nobody, name):
     (NEWEST / name).chmod(0)
     (outcome,) = run_ranks(1, _without_privileges, train.main, RESUME)
-    assert f"{NEWEST / (name or 'manifest.json')}: Permission denied; going on from" in outcome.out
+    assert f"{NEWEST / (name or 'manifest.json')}: Permission denied; resuming from" in outcome.out
     went_on(outcome, CHECKPOINTS / STEPS[-2])
 
 
@@ -657,7 +657,7 @@ def test_a_manifest_that_does_not_name_a_needed_file_is_refused(name):
         refused(evaluated, f"{NEWEST}/manifest.json: does not name {name}")
     (outcome,) = run_ranks(1, train.main, RESUME)
     went_on(outcome, CHECKPOINTS / STEPS[-2])
-    assert f"{NEWEST}/manifest.json: does not name {name}; going on from" in outcome.out
+    assert f"{NEWEST}/manifest.json: does not name {name}; resuming from" in outcome.out
 
 
 def test_a_pointer_that_is_a_fifo_or_huge_names_nothing():

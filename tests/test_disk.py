@@ -447,7 +447,7 @@ def test_a_killed_run_frees_its_folder_though_its_loader_workers_live_on():
         for worker in workers:
             worker.kill()
     assert outcome.code == 0, outcome.err
-    assert "going on from runs/run/checkpoints/step-" in outcome.out
+    assert "resuming from runs/run/checkpoints/step-" in outcome.out
     assert "waiting" not in outcome.out and outcome.value == len(workers)
     assert first.finish()[0].code == -signal.SIGKILL
 
@@ -478,7 +478,7 @@ def test_a_start_waits_for_ranks_without_a_launcher_to_save_and_leave(processes,
     assert "is in use by process" in outcomes[0].out and "waiting up to 20 s" in outcomes[0].out
     assert [outcome.code for outcome in first.finish()] == [75] * processes
     saved = records("run", "start")[-1]["step"]
-    assert 3 <= saved < 12 and f"going on from {CHECKPOINTS}/step-{saved:08d}" in outcomes[0].out
+    assert 3 <= saved < 12 and f"resuming from {CHECKPOINTS}/step-{saved:08d}" in outcomes[0].out
     steps = sorted({3, 6, 9, 12, saved})
     assert [name for name in names() if "step" in name] == [f"step-{step:08d}" for step in steps]
     check_log(whole(processes))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.ranks import free_port
-from helpers.training_runs import ROOT, launch, records, start
+from helpers.training_runs import ROOT, launch, records, start, train_run, working_in
 from helpers.waiting import error_lines
 
 from utils.config.settings import LaunchConfig
@@ -18,32 +17,46 @@ from utils.ranks.ranks import Ranks
 FLAGS = ("--model", "mlp", "--max_steps", "3", "--log_every", "1", "--lr", "0.01", "--global_batch_size", "120")
 
 
-def test_accelerate_torchrun_and_python_are_the_same_run():
-    """A multi-GPU config on a machine without GPUs runs on the CPU, as one run of two ranks."""
-    ways = {
-        "2cpu": launch("2cpu", "train.py", "--run_name", "2cpu", *FLAGS),
-        "2gpu": launch("2gpu", "train.py", "--run_name", "2gpu", *FLAGS, CUDA_VISIBLE_DEVICES=""),
-        "torchrun": start("torchrun", "--nproc_per_node", "2", "--master_port", free_port(), ROOT / "train.py",
-                          "--run_name", "torchrun", *FLAGS),
-        "python": start("python", ROOT / "train.py", "--run_name", "python", *FLAGS),
-    }  # fmt: skip
-    losses = {}
-    for name, (code, out, err) in ways.items():
-        assert code == 0, f"{name}: {err[-2000:]}"
-        assert records(name, "start")[0]["processes"] == (1 if name == "python" else 2)
-        assert out.count("Done") == 1  # one run, not two side by side
-        losses[name] = [record["loss"] for record in records(name, "train")]
-    assert "No GPU" in ways["2gpu"][1] and "gloo" in ways["2gpu"][1]
-    for name in losses:
-        assert losses[name] == pytest.approx(losses["python"], rel=1e-5)
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """A folder with the run `plain` of one process and the run `2gpu`, and the latter's output."""
+    folder = tmp_path_factory.mktemp("launched")
+    with working_in(folder):
+        train_run(1, "plain", *FLAGS)
+        code, out, err = launch("2gpu", "train.py", "--run_name", "2gpu", *FLAGS, CUDA_VISIBLE_DEVICES="")
+    assert code == 0, err[-2000:]
+    return folder, out
 
 
-def test_two_processes_from_a_launcher_evaluate_as_one():
-    assert launch("cpu", "train.py", "--run_name", "run", *FLAGS)[0] == 0
-    assert records("run", "start")[0]["processes"] == 1
-    code, out, err = launch("2cpu", "eval.py", "--ckpt", "runs/run", "--json", "two.json")
+def check_same_run(name: str, out: str, processes: int) -> None:
+    """It is one run, not several side by side, with the losses of one process."""
+    assert records(name, "start")[0]["processes"] == processes and out.count("Done") == 1
+    losses, expected = ([record["loss"] for record in records(run, "train")] for run in (name, "plain"))
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_multi_gpu_config_without_gpus_is_the_same_run_on_the_cpu_and_says_so(launched, monkeypatch):
+    folder, out = launched
+    monkeypatch.chdir(folder)
+    check_same_run("2gpu", out, processes=2)
+    assert "No GPU" in out and "gloo" in out
+
+
+def test_two_processes_from_a_launcher_evaluate_as_one(launched):
+    folder, _ = launched
+    code, out, err = launch("2cpu", "eval.py", "--ckpt", folder / "runs/2gpu", "--json", "two.json")
     assert code == 0, err[-2000:]
     assert json.loads(Path("two.json").read_text())["count"] == 180 and out.count("macro_f1") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("config", "processes"), [("2cpu", 2), ("cpu", 1), ("python", 1)])
+def test_accelerate_launch_and_python_are_the_same_run(config, processes, launched, monkeypatch):
+    monkeypatch.chdir(launched[0])
+    flags = ("--run_name", config, *FLAGS)
+    how = start("python", ROOT / "train.py", *flags) if config == "python" else launch(config, "train.py", *flags)
+    assert how[0] == 0, how[2][-2000:]
+    check_same_run(config, how[1], processes)
 
 
 def test_processes_that_accelerate_would_not_start_are_an_error_not_a_single_run():
@@ -53,6 +66,7 @@ def test_processes_that_accelerate_would_not_start_are_an_error_not_a_single_run
     assert not Path("runs").exists()
 
 
+@pytest.mark.full
 def test_an_error_under_a_launcher_is_one_line_of_ours():
     code, _out, err = launch("2cpu", "train.py", "--lr", "x")
     assert code != 0

@@ -1,84 +1,22 @@
 """Signals, kills and restarts under the real launchers:  python -m pytest -m slow -s tests/test_launch_faults.py"""
 
-import os
 import random
 import shlex
 import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from helpers.ranks import free_port
-from helpers.training_runs import BIN, ROOT, records, weights
+from helpers.launched_runs import LAUNCHERS, begin, ranks_of
+from helpers.training_runs import BIN, records, weights
 from helpers.waiting import PATIENCE, has_logged, newest, records_so_far, until
 
 pytestmark = pytest.mark.slow
-FLAGS = ["--data", "synthetic/10x28x20000", "--model", "mlp", "--global_batch_size", "120", "--lr", "0.01"]
-FLAGS += [
-    "--log_every",
-    "1",
-    "--save_every",
-    "20",
-    "--eval_every",
-    "1000",
-    "--run_name",
-    "run",
-    "--timeout",
-    str(PATIENCE),
-]
 UPDATES = 1200  # of a run that is killed: the last is seconds after the kill, on a fast machine too
 BIG = ["--model_args", "{hidden: 20000}"]  # a checkpoint of 130 MB
-LAUNCHERS = {
-    "accelerate launch, 2 processes": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/2cpu.yaml"],
-    "accelerate launch, 1 process": ["accelerate", "launch", "--config_file", f"{ROOT}/accelerate_configs/cpu.yaml"],
-    "torchrun, 2 processes": ["torchrun", "--nproc_per_node", "2", "--master_port", "0"],
-    "python": ["python"],
-}
-
-
-STARTED: list[subprocess.Popen] = []
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers():
-    """A failed test leaves no run behind that disturbs the next."""
-    yield
-    for process in STARTED:
-        if process.poll() is None:  # else its number may have been reused
-            for child in psutil.Process(process.pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    child.kill()
-        process.kill()
-        process.wait()
-    STARTED.clear()
-
-
-def begin(launcher, *flags):
-    command = [*LAUNCHERS[launcher], f"{ROOT}/train.py", *FLAGS, *flags]
-    if "--master_port" in command:
-        command[command.index("--master_port") + 1] = str(free_port())
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_"))}
-    with Path("out.txt").open("w") as out:
-        command[0] = str(BIN / command[0])
-        STARTED.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=clean))
-    return STARTED[-1]
-
-
-def ranks_of(process):
-    """The training processes: the launcher's children, or the process itself under plain python."""
-    children = [child for child in psutil.Process(process.pid).children() if "train.py" in _command(child)]
-    return children or [psutil.Process(process.pid)]
-
-
-def _command(process):
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it has just ended
-        return ""
 
 
 def wait_for_all(process, ranks, seconds=PATIENCE):
@@ -126,10 +64,10 @@ def test_sigterm_to_what_was_started_saves_and_ends_all_ranks_within_30_seconds(
     assert seconds < 30 and code == (75 if launcher == "python" else code) != 0
     steps = [record["step"] for record in records("run", "train")]
     assert newest() == steps[-1], "something was lost"
-    (line,) = [line for line in text.splitlines() if line.startswith("go on: ")]
+    (line,) = [line for line in text.splitlines() if line.startswith("resume with: ")]
     assert "--resume auto" in line and Path(LAUNCHERS[launcher][0]).name in line
     # what it says to type goes on from there
-    command = shlex.split(line.removeprefix("go on: "))
+    command = shlex.split(line.removeprefix("resume with: "))
     more = ["--model_args", BIG[1] if moment == "saving" else "{}", "--eval_batch_size", "1000"]
     again = subprocess.run([str(BIN / command[0]), *command[1:], "--max_steps", str(steps[-1] + 1), *more],
                            capture_output=True, text=True)  # fmt: skip
@@ -159,9 +97,8 @@ def test_a_kill_under_accelerate_launch_ends_all_and_the_run_goes_on(whom):
 
 def test_max_restarts_goes_on_by_itself_each_time():
     """Three kills at random moments, one command, no --resume."""
-    launcher = LAUNCHERS["accelerate launch, 2 processes"]
-    LAUNCHERS["restarting"] = [*launcher, "--max_restarts", "3"]
-    process, chance = begin("restarting", "--max_steps", str(UPDATES)), random.Random(5)
+    process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES), restarts=3)
+    chance = random.Random(5)
     for step in (30, 130, 230):
         until(has_logged(step + chance.randrange(60)))
         ranks = ranks_of(process)

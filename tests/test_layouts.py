@@ -388,7 +388,7 @@ def test_a_few_missing_numbers_stay_classes_and_negative_ones_have_no_label():
 
 def test_a_number_that_only_the_test_split_has_is_refused():
     parquet("folder", train=table([0, 1000] * 9, Value("int64")), test=table([0, 7], Value("int64")))
-    refused("split 'test' has the class 7, which the training split does not have; its classes are 0, 1000")
+    refused("split 'test' has the class 7, but the training split has only 0, 1000")
 
 
 def test_string_labels_may_hold_newlines_and_must_be_utf8():

@@ -13,10 +13,11 @@ import pytest
 from datasets import ClassLabel
 from helpers.make_data import image_folder, parquet, table
 from helpers.ranks import run_ranks
-from helpers.training_runs import train_run
+from helpers.training_runs import train_run, working_in
 from helpers.waiting import records_so_far
 
 import train
+from utils.checks.findings import Finding, show
 from utils.output import guard_output
 from utils.runs.manifest import find_checkpoint, verify
 from utils.runs.metadata import read_classes
@@ -37,8 +38,7 @@ def shell(command: str, **variables: str) -> subprocess.CompletedProcess:
 def trained(tmp_path_factory):
     """The path of a trained run."""
     folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with working_in(folder):
         train_run(1, "run", *FLAGS)
     return folder / "runs" / "run"
 
@@ -60,6 +60,7 @@ def _train_in(encoding, flags):
         train.main(flags)
 
 
+@pytest.mark.full
 def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
     parquet("table", train=table([0, 1, 2] * 12, ClassLabel(names=CLASSES)))
     command = '"$python" "$root/train.py" --data table --run_name run ' + " ".join(f"'{flag}'" for flag in FLAGS)
@@ -70,7 +71,12 @@ def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
 
 
 @pytest.mark.parametrize(
-    "redirection", ["| head -c 1 >/dev/null", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"], ids=["pipe", "full", "closed"]
+    "redirection",
+    [
+        pytest.param("| head -c 1 >/dev/null", id="pipe", marks=pytest.mark.full),
+        pytest.param(">/dev/full 2>/dev/full", id="full"),
+        pytest.param("<&- >&- 2>&-", id="closed", marks=pytest.mark.full),
+    ],
 )
 def test_an_evaluation_that_nobody_reads_writes_its_numbers(redirection, trained):
     command = f'"$python" -u "$root/eval.py" --ckpt "{trained}" --json numbers.json {redirection}'
@@ -115,12 +121,14 @@ def test_a_run_with_closed_descriptors_trains_and_its_files_hold_nothing_that_wa
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
 
 
-def test_the_doctor_prints_red_and_green_differently_in_ascii_and_ends_well_without_a_reader():
+@pytest.mark.full
+def test_the_doctor_ends_well_without_a_reader():
     command = '"$python" "$root/doctor.py" --cpu --output_dir runs --json found.json'
     done = shell(f"{command} --threads 1 >&-; cat found.json", PYTHONIOENCODING="ascii")
     assert json.loads(done.stdout)["findings"] and done.stderr == b""
-    from utils.checks.findings import Finding, show
 
+
+def test_the_doctor_prints_red_and_green_differently_in_ascii():
     text = show("", [Finding("a", "well", True), Finding("b", "ill", False, "do it")])
     out = io.TextIOWrapper(io.BytesIO(), "ascii", errors="lockstep.plain")
     out.write(text)

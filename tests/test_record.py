@@ -11,7 +11,7 @@ import pytest
 from datasets import ClassLabel
 from helpers.make_data import image_folder, parquet, pictures, table
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, train_run, weights
+from helpers.training_runs import kept_in, records, refused, restore, train_run, weights
 from PIL import Image
 
 import eval
@@ -31,14 +31,10 @@ MORE = (*FLAGS[:-1], "9", "--run_name", "run", "--resume", "auto")
 def finished(tmp_path_factory):
     """A run on a folder of 60 BMP files, whose size says nothing of their content."""
     folder = tmp_path_factory.mktemp("trained") / "work"
-    folder.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(folder))
-        patch.chdir(folder)
+    with kept_in(folder):
         paths = image_folder("data", {"cat": 30, "dog": 30}, kind="bmp")
         train_run(1, "run", *FLAGS)
         train_run(1, "whole", *FLAGS[:-1], "9")
-    folder.rename(folder.with_name("finished"))
     return folder, paths
 
 
@@ -46,18 +42,8 @@ def finished(tmp_path_factory):
 def trained(own_folders, finished, monkeypatch):
     """The run `run`, which may go on for three updates, the run `whole`, which has them, and their data."""
     folder, paths = finished
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(folder.with_name("finished"), folder)  # under the name that the runs know
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(restore(folder))
     return paths
-
-
-def refused(function, *flags, processes=1):
-    outcomes = run_ranks(processes, function, list(flags))
-    assert all(outcome.code == 2 for outcome in outcomes), [outcome.err for outcome in outcomes]
-    lines = [line for outcome in outcomes for line in outcome.err.splitlines()]
-    assert len(lines) == 1, lines
-    return lines[0]
 
 
 def evaluated(*flags):
@@ -322,7 +308,8 @@ def test_files_that_changed_class_are_counted_with_the_old_and_the_new_class():
     config, classes = TrainConfig(), ["cat", "dog"]
     record = make_record(config, classes, (before, before), (before, before))
     found = match_files(record, record.train, split([0, 1, 0, 0, 0, 0]), classes)
-    assert found.labels == ["2 of 6 images of 'train' changed class: all/003.png, all/005.png ('dog', now 'cat')"]
-    assert match_files(record, record.train, before, classes).labels == []
+    told = ["2 of 6 images of 'train' changed class: all/003.png, all/005.png ('dog', now 'cat')"]
+    assert found.label_changes == told
+    assert match_files(record, record.train, before, classes).label_changes == []
     renumbered = match_files(record, record.train, split([1, 2, 1, 2, 1, 2]), ["ant", *classes])
-    assert renumbered.labels == [] and renumbered.split.labels.tolist() == [1, 2, 1, 2, 1, 2]
+    assert renumbered.label_changes == [] and renumbered.split.labels.tolist() == [1, 2, 1, 2, 1, 2]

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.launched_runs import FLAGS, begin, ranks_of
 from helpers.machines import ROOT, needs_machines, network
 from helpers.training_runs import records, weights
 from helpers.waiting import PATIENCE, has_logged, until
-from test_launch_faults import FLAGS, LAUNCHERS, begin, no_leftovers, ranks_of
 
-assert no_leftovers  # used by its name
 UPDATES = 1200
 FLAGS = [*FLAGS, "--max_steps", str(UPDATES)]
 MOMENTS = ("importing", "starting", "training", "saving", "late")
@@ -55,12 +54,8 @@ def whole(kept={}):  # noqa: B006
 @pytest.mark.parametrize("trial", range(10))
 def test_a_launcher_with_max_restarts_goes_on_after_a_kill_at_any_moment(trial):
     launcher = ("accelerate launch, 2 processes", "torchrun, 2 processes")[trial % 2]
-    command = LAUNCHERS[launcher]
-    LAUNCHERS["restarting"] = [command[0], *command[1:2], "--max_restarts", "3", *command[2:]]
-    if command[0] == "torchrun":
-        LAUNCHERS["restarting"] = [command[0], "--max_restarts", "3", *command[1:]]
     chance, moment = random.Random(trial), MOMENTS[trial // 2]
-    process, began = begin("restarting", *FLAGS), time.monotonic()
+    process, began = begin(launcher, *FLAGS, restarts=3), time.monotonic()
     victim = wait_for(moment, lambda: [p for p in ranks_of(process) if p.pid != process.pid], chance)
     victim.kill()
     assert process.wait(timeout=2 * PATIENCE) == 0, Path("out.txt").read_text()[-3000:]

@@ -13,7 +13,7 @@ import eval
 import train
 import utils.training.meter
 from utils.config.settings import TrainConfig
-from utils.data.datasets import Decoded
+from utils.data.datasets import DecodedImages
 from utils.runs.state import TrainState
 from utils.training.schedule import due_after
 
@@ -47,7 +47,7 @@ def test_a_number_of_processes_that_cannot_keep_it_is_refused_with_those_that_ca
     train_run(2, "run", *FLAGS, "--max_steps", "2")
     outcomes = run_ranks(3, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "3"])
     assert [outcome.code for outcome in outcomes] == [2, 2, 2]
-    assert "the global batch of 128 does not divide by 3 processes; go on with 1, 2 or 4 processes" in outcomes[0].err
+    assert "the global batch of 128 does not divide by 3 processes; resume with 1, 2 or 4 processes" in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1
 
 
@@ -110,14 +110,14 @@ def test_a_resume_reads_no_sample_to_skip_it():
 
 
 def _samples_read(flags):
-    read, get = [], Decoded.__getitems__
+    read, get = [], DecodedImages.__getitems__
 
     def watched(dataset, microbatch):
         if len(dataset) == 480:  # the training split
             read.extend(microbatch.indices)
         return get(dataset, microbatch)
 
-    Decoded.__getitems__ = watched
+    DecodedImages.__getitems__ = watched
     train.main(flags)
     return len(read)
 
@@ -153,7 +153,7 @@ def test_batch_flags_that_cannot_be_kept_are_said_aloud():
 def test_machines_that_do_not_share_the_run_folder_are_refused():
     outcomes = run_ranks(2, _train_in_a_folder_of_its_own, [*FLAGS, "--max_steps", "2"])
     assert [outcome.code for outcome in outcomes] == [2, 2]
-    assert "is not the folder that rank 0 has made; --output_dir must be shared" in outcomes[0].err
+    assert "is not the folder that rank 0 has created; choose an --output_dir" in outcomes[0].err
 
 
 def _train_in_a_folder_of_its_own(flags):

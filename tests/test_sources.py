@@ -157,9 +157,9 @@ def test_emnist_reads_the_characters_that_data_subset_names():
 def test_a_missing_set_that_cannot_be_downloaded_is_one_line_with_the_mend(monkeypatch):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    refused("torchvision/MNIST", "torchvision/MNIST: not in nowhere", "downloading", "--data_dir", data_dir="nowhere")
+    refused("torchvision/MNIST", "torchvision/MNIST: not in nowhere", "download", "--data_dir", data_dir="nowhere")
     refused("torchvision/StanfordCars", "torchvision/StanfordCars", "--data_dir", data_dir="nowhere")
-    refused("torchvision/ImageNet", "torchvision/ImageNet: not readable in nowhere", "--data_dir", data_dir="nowhere")
+    refused("torchvision/ImageNet", "torchvision/ImageNet: cannot be read in nowhere", "--data_dir", data_dir="nowhere")
 
 
 def test_a_set_held_as_an_array_is_read_whole(monkeypatch):
@@ -276,7 +276,7 @@ def test_a_folder_that_holds_no_data_set_is_refused_with_what_it_should_hold():
     parquet("clone/data", train=table(labels_of(9), NAMED))
     refused("clone", "clone: no images in it", "give clone/data")
     Path("file.txt").write_text("nothing")
-    refused("file.txt", "file.txt: give a folder, or a .parquet or .arrow file")
+    refused("file.txt", "file.txt: is neither a folder nor a table; give a folder, or")
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -410,8 +410,8 @@ def test_columns_that_do_not_fit_are_refused():
     refused("tables", "--image_column photo: no such column; there are image, label, weight", image_column="photo")
     refused("tables", "--label_column kind: no such column; there are image, label, weight", label_column="kind")
     refused("tables", "--image_column label: holds no images", image_column="label")
-    refused("tables", "--label_column image: labels must be whole numbers or names", label_column="image")
-    refused("tables", "--label_column weight: labels must be whole numbers or names", label_column="weight")
+    refused("tables", "--label_column image: labels must be integers or strings", label_column="image")
+    refused("tables", "--label_column weight: labels must be integers or strings", label_column="weight")
     table([10**9] * 30, Value("int64")).save_to_disk("identifiers")
     refused("identifiers", "--label_column label: labels go up to 1000000000")
     Dataset.from_dict({"number": [1, 2, 3]}).save_to_disk("numbers")
@@ -438,7 +438,7 @@ def test_labels_outside_the_classes_are_refused_with_their_place():
     refused("more", "image 2 of split 'test' has the label 2, outside 0..1")
     named = {"train": table(["a", "b"] * 5, Value("string")), "test": table(["a", "emu"], Value("string"))}
     DatasetDict(named).save_to_disk("named")
-    refused("named", "split 'test' has the class 'emu'", "its classes are a, b")
+    refused("named", "split 'test' has the class 'emu'", "the training split has only a, b")
 
 
 def write_arrow(path, dataset):
@@ -604,7 +604,7 @@ def test_eval_counts_classes_as_the_checkpoint_does():
     config = TrainConfig(data="tables", eval_fraction=0.5)
     split = load_split(config, "train", ["emu", "ant", "cat", "dog"])
     assert split.labels.tolist() == [[2, 3, 0][row % 3] for row in split.rows]
-    with pytest.raises(ValueError, match="does not know the class 'dog'; its classes are cat, emu"):
+    with pytest.raises(ValueError, match="does not know the class 'dog', only cat, emu"):
         load_split(config, "train", ["cat", "emu"])
     only_cats = split.select(np.flatnonzero(split.labels == 2))
     assert set(renumber(only_cats, ["emu", "ant", "cat", "dog"], ["cat"]).labels) == {0}

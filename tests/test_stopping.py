@@ -25,7 +25,7 @@ def check_stopped(outcomes: list[Outcome], reason: str) -> None:
     assert [outcome.code for outcome in outcomes] == [75] * len(outcomes), [outcome.err for outcome in outcomes]
     assert f"Stopped after update {newest()} of" in outcomes[0].out and reason in outcomes[0].out
     last = outcomes[0].out.splitlines()[-1]
-    assert last.startswith("go on: ") and last.endswith("--run_name run --resume auto")
+    assert last.startswith("resume with: ") and last.endswith("--run_name run --resume auto")
     assert all(outcome.err == "" for outcome in outcomes)
 
 
@@ -202,13 +202,13 @@ def test_a_second_signal_while_the_ranks_leave_changes_nothing():
 
 
 def _stop_and_be_told_again(flags):
-    part = train.Ranks.part
+    finish = train.Ranks.finish
 
     def told_again(ranks):
         os.kill(os.getpid(), signal.SIGTERM)
-        part(ranks)
+        finish(ranks)
 
-    train.Ranks.part = told_again
+    train.Ranks.finish = told_again
     update = train.train_update
 
     def told(run, batches):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -10,50 +9,53 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerate
 import psutil
 import pytest
-from helpers.ranks import free_port
-from helpers.training_runs import ROOT, records
+from helpers.ranks import Outcome, free_port, returned, run_ranks, start_ranks
+from helpers.training_runs import ROOT, records, train_run, working_in
 from helpers.waiting import PATIENCE, error_lines, has_opened_session, until
 
+import train
 from utils.launch import network, rendezvous
 from utils.launch.environment import Topology, first_node, read_topology
 
 TRAIN = str(ROOT / "train.py")
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--max_steps", "5", "--log_every", "1", "--threads", "1"]
 FLAGS += ["--lr", "0.01", "--timeout", str(PATIENCE)]
-LOSSES = {}  # of one process, computed once
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SHELL = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # what both shells export
 
 
 def losses(name: str) -> list[float]:
     return [record["loss"] for record in records(name, "train")]
 
 
-def expected() -> list[float]:
-    """The losses of plain `python train.py`."""
-    if not LOSSES:
-        subprocess.run([sys.executable, TRAIN, *FLAGS, "--run_name", "plain"], check=True, capture_output=True)
-        LOSSES["plain"] = losses("plain")
-    return LOSSES["plain"]
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The losses of one process."""
+    with working_in(tmp_path_factory.mktemp("plain")):
+        train_run(1, "plain", *FLAGS)
+        return pytest.approx(losses("plain"), rel=1e-5)
 
 
 def clean() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in OWN}
 
 
-def by_hand(*flags: str, **more: str) -> list[subprocess.CompletedProcess]:
+def train_with(flags: list[str], *exported: dict[str, str]) -> None:
+    """Train with just these of a launcher's variables; there is a dictionary for each rank."""
+    variables = exported[int(os.environ.get("RANK", 0))]
+    for name in OWN:
+        os.environ.pop(name, None)
+    os.environ |= variables
+    train.main([*FLAGS, *flags])
+
+
+def by_hand(*flags: str, **more: str) -> list[Outcome]:
     """Two processes with variables exported as in two shells."""
-    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | more
-    command = [sys.executable, TRAIN, *FLAGS, *flags]
-    started = [
-        subprocess.Popen(
-            command, env=clean() | env | {"RANK": str(n), "LOCAL_RANK": str(n)}, stdout=-1, stderr=-1, text=True
-        )
-        for n in (0, 1)
-    ]
-    ended = [(*process.communicate(timeout=2 * PATIENCE), process.returncode) for process in started]
-    return [subprocess.CompletedProcess(command, code, out, err) for out, err, code in ended]
+    exported = [SHELL | {"RANK": rank, "LOCAL_RANK": rank} | more for rank in "01"]
+    return run_ranks(2, train_with, ["--run_name", "run", *flags], *exported)
 
 
 WAYS = {
@@ -65,10 +67,11 @@ WAYS = {
     "MPICH": ["mpiexec.hydra", "-n", "2", sys.executable, TRAIN],
     "MPICH through a shell": ["mpiexec.hydra", "-n", "2", "bash", "-c", '"$0" "$@"; exit $?', sys.executable, TRAIN],
 }  # fmt: skip
+QUICK_WAYS = ("torchrun", "MPICH")  # the others differ little from them
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_launcher_starts_the_same_run(way):
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.full] * (way not in QUICK_WAYS)) for way in WAYS])
+def test_a_launcher_starts_the_same_run(way, expected):
     command = [word.format(port=free_port()) for word in WAYS[way]]
     program = Path(sys.executable).parent / command[0]
     command[0] = str(program) if program.exists() else command[0]
@@ -76,78 +79,66 @@ def test_a_launcher_starts_the_same_run(way):
         pytest.skip(f"{command[0]} is not installed")
     done = subprocess.run([*command, *FLAGS, "--run_name", "run"], capture_output=True, text=True, env=clean())
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("rank 1 ") == 1 and losses("run") == pytest.approx(expected(), rel=1e-5)
+    assert done.stdout.count("rank 1 ") == 1 and losses("run") == expected
 
 
-def test_variables_exported_by_hand_start_the_same_run():
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    for done in by_hand("--run_name", "run", **where):
-        assert done.returncode == 0, done.stderr[-2000:]
-    assert losses("run") == pytest.approx(expected(), rel=1e-5)
+def test_variables_exported_by_hand_start_the_same_run(expected):
+    for done in by_hand(MASTER_ADDR="localhost", MASTER_PORT=str(free_port())):
+        assert done.code == 0, done.err
+    assert losses("run") == expected
 
 
 @pytest.mark.parametrize("method", ["tcp://localhost:{port}", "file://{folder}/meeting"])
-def test_an_init_method_starts_the_same_run(method, tmp_path):
-    method = method.format(port=free_port(), folder=tmp_path)
-    for done in by_hand("--run_name", "run", "--init_method", method):
-        assert done.returncode == 0, done.stderr[-2000:]
-    assert losses("run") == pytest.approx(expected(), rel=1e-5)
+def test_an_init_method_starts_the_same_run(method, tmp_path, expected):
+    for done in by_hand("--init_method", method.format(port=free_port(), folder=tmp_path)):
+        assert done.code == 0, done.err
+    assert losses("run") == expected
     assert not (tmp_path / "meeting").exists()
 
 
-def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path):
-    command = [sys.executable, TRAIN, *FLAGS, "--init_method", f"file://{tmp_path}/meeting", "--run_name", "killed"]
-    env = clean() | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    alone = subprocess.Popen(command, env=env, stdout=-1, stderr=-1)  # rank 1 never comes
+def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path, expected):
+    method = ["--init_method", f"file://{tmp_path}/meeting"]
+    rank_0 = SHELL | {"RANK": "0", "LOCAL_RANK": "0"}
+    alone = start_ranks(1, train_with, [*method, "--run_name", "killed"], rank_0)  # rank 1 never comes
     until(lambda: has_opened_session(tmp_path / "meeting"))
-    alone.send_signal(signal.SIGKILL)
-    alone.communicate()
+    alone.kill()
+    alone.finish()
     assert has_opened_session(tmp_path / "meeting")
-    for done in by_hand("--run_name", "run", "--init_method", f"file://{tmp_path}/meeting"):
-        assert done.returncode == 0, done.stderr[-2000:]
-    assert losses("run") == pytest.approx(expected(), rel=1e-5)
+    for done in by_hand(*method):
+        assert done.code == 0, done.err
+    assert losses("run") == expected
 
 
 def test_a_file_of_something_else_is_no_place_to_meet(tmp_path):
     (tmp_path / "notes").write_text("not a meeting\n")
     begun = time.monotonic()
     for done in by_hand("--init_method", f"file://{tmp_path}/notes"):
-        assert done.returncode == 2 and "notes: is a file of something else; delete it" in done.stderr
+        assert done.code == 2 and "notes: is a file of something else; delete it" in done.err
     assert time.monotonic() - begun < PATIENCE / 2 and (tmp_path / "notes").read_text() == "not a meeting\n"
 
 
 def test_what_one_shell_alone_forgot_is_told_in_that_shell():
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    env = clean() | where | {"RANK": "1", "LOCAL_RANK": "1"}
-    del env["MASTER_PORT"]
-    done = subprocess.run([sys.executable, TRAIN, *FLAGS], env=env, capture_output=True, text=True)
-    (line,) = error_lines(done.stderr)
-    assert done.returncode == 2 and line.startswith("train.py: error: rank 1 on ") and "MASTER_PORT is not set" in line
+    forgetful = {"MASTER_ADDR": "localhost", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    (done,) = run_ranks(1, train_with, [], forgetful)
+    (line,) = error_lines(done.err)
+    assert done.code == 2 and line.startswith("train.py: error: rank 1 on ") and "MASTER_PORT is not set" in line
 
 
 def test_processes_of_one_machine_that_count_as_several_are_told_what_to_export():
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
-    command = [sys.executable, TRAIN, *FLAGS, "--run_name", "run"]
-    started = [
-        subprocess.Popen(
-            command, env=clean() | where | {"RANK": rank, "LOCAL_RANK": "0"}, stdout=-1, stderr=-1, text=True
-        )
-        for rank in "01"
-    ]
-    for process in started:
-        _, said = process.communicate(timeout=2 * PATIENCE)
-        assert process.returncode == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in said
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for done in by_hand(**where):
+        assert done.code == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in done.err
 
 
 @pytest.mark.parametrize("function", ["notebook_launcher", "debug_launcher"])
-def test_accelerates_launcher_functions_start_the_same_run(function):
-    port = f', use_port="{free_port()}"' * (function == "notebook_launcher")
-    text = "from accelerate import {0}; import train; {0}(train.main, ({1!r},), num_processes=2{2})"
-    text = text.format(function, [*FLAGS, "--run_name", "run"], port)
-    env = clean() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=env, timeout=2 * PATIENCE)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("rank 1 ") == 1 and losses("run") == pytest.approx(expected(), rel=1e-5)
+def test_accelerates_launcher_functions_start_the_same_run(function, expected):
+    more = {"use_port": str(free_port())} if function == "notebook_launcher" else {}
+    returned(1, launch_by_a_function, function, more)
+    assert records("run", "start")[0]["processes"] == 2 and losses("run") == expected
+
+
+def launch_by_a_function(function, more):
+    getattr(accelerate, function)(train.main, ([*FLAGS, "--run_name", "run"],), num_processes=2, **more)
 
 
 SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
@@ -243,5 +234,5 @@ def test_an_address_that_is_translated_leads_here_as_far_as_can_be_told(monkeypa
 
 @pytest.mark.parametrize("method", ["tcp://host", "file://", "file://host/path", "http://a:1", "tcp://host:x"])
 def test_an_init_method_that_is_none_is_refused(method):
-    done = subprocess.run([sys.executable, TRAIN, "--init_method", method], capture_output=True, text=True, env=clean())
-    assert done.returncode == 2 and f"--init_method {method}: must be env://" in done.stderr
+    (done,) = run_ranks(1, train.main, ["--init_method", method])
+    assert done.code == 2 and f"--init_method {method}: must be env://" in done.err

@@ -1,6 +1,7 @@
 """Run a function as the ranks of a launch: real processes over gloo, forked in a tenth of a second."""
 
 import contextlib
+import gc
 import io
 import os
 import pickle
@@ -160,8 +161,10 @@ def returned(processes: int, function: Callable, *arguments: Any, seconds: float
 
 
 def _fork(rank: int, processes: int, port: int, pipes: list, function: Callable, arguments: tuple, seconds: float):
+    gc.freeze()  # else the first collection in the child copies all of this process's memory to count references
     child = os.fork()
     if child:
+        gc.unfreeze()
         return child
     for number, (reading, writing) in enumerate(pipes):
         os.close(reading)

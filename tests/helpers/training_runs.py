@@ -1,15 +1,19 @@
 """Train in forked ranks or by a command, and read what the run wrote."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 import train
-from helpers.ranks import returned
+from helpers.ranks import returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
 
 ROOT = Path(__file__).parents[2]
@@ -18,10 +22,44 @@ MLP = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr",
 MLP += ["--max_train_samples", "480", "--eval_every", "40", "--save_every", "30"]  # 4 updates an epoch
 
 
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Caches and runs are in that folder: each test is in one of its own, and so are fixtures that tests share."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder / "home"))
+        patch.setenv("HF_HOME", str(folder / "huggingface"))
+        patch.chdir(folder)
+        yield
+
+
+@contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """Caches and runs are in that folder, and a copy of it as it is at the end is kept for `restore`."""
+    with working_in(folder):
+        yield
+    folder.rename(folder.with_name("kept"))
+
+
+def restore(folder: Path) -> Path:
+    """Put the folder back as `kept_in` left it, under the name that its runs know; whatever was there is deleted."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return Path(shutil.copytree(folder.with_name("kept"), folder))
+
+
 def train_run(processes: int, name: str, *flags: str, seconds: float = PATIENCE) -> list[dict]:
     """Train on that many ranks in runs/NAME; returns the records of its log."""
     returned(processes, train.main, ["--run_name", name, *flags], seconds=seconds)
     return records(name)
+
+
+def refused(function: Callable, *flags: str, processes: int = 1) -> str:
+    """The one line, from one rank, with which `function(flags)` ends all ranks with code 2."""
+    outcomes = run_ranks(processes, function, list(flags))
+    assert all(outcome.code == 2 for outcome in outcomes), [outcome.err for outcome in outcomes]
+    lines = [line for outcome in outcomes for line in outcome.err.splitlines()]
+    assert len(lines) == 1, lines
+    return lines[0]
 
 
 def slow_train(flags: list[str], pause: float = 0.01, hold_at: int | None = None) -> None:

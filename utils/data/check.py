@@ -1,8 +1,7 @@
-"""Check every encoded image before training, so that unreadable images are reported at once and not at update 70."""
+"""Check every encoded image before training, so that unreadable images are reported before the first update."""
 
 import json
 import os
-import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 from utils.data.decode import why_unreadable
 from utils.data.splits import Files, Split, fingerprint_of
 from utils.data.worker_process import worker_processes
-from utils.errors import one_line
+from utils.errors import UserError, one_line
 from utils.files import expand, write_file
 from utils.memory import usable_cores
 from utils.waiting import awaited
 
-_VERSION = 1  # of the results of a check; raised when they change, so that older cached results are not used
-_CHUNK, _LEAST, _MOST = 256, 4000, 32  # images in a chunk, images that justify a worker, most workers
+_VERSION = 1  # of the cached results; increase it when they change, so that older ones are not used
+_CHUNK, _LEAST, _MOST = 256, 4000, 32  # images in a chunk, images for which a worker pays, most workers
 _HEAD, _TAIL = 1024, 4096  # bytes of each end that are read
 _SHOWN = 8  # images named in an error
 
@@ -29,9 +28,9 @@ _SHOWN = 8  # images named in an error
 def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = iter) -> Split:
     """The split with the errors of its unreadable images (`bad`) and a checksum of both ends of each image (`ends`).
 
-    An image passes if it begins and ends as its format requires; any other image, and every image if `full`, is
-    decoded. The result is cached until the size or a time of a file changes. Images that are not encoded (arrays), or
-    that a torchvision data set decodes by itself, are not checked.
+    An image passes if it begins and ends as its format requires. Any other image, or every image if `full`, is
+    decoded. The result is cached until the size or a time of a file changes. Arrays and images that a torchvision
+    data set decodes by itself are not checked.
     """
     if not isinstance(split.images, Files) and not hasattr(split.images, "many"):
         return split
@@ -39,9 +38,9 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     present = replace(split, bad=bad)
     path = expand(cache_dir) / "checked" / f"{fingerprint_of(_VERSION, full, split.fingerprint, *stamps)}.json"
     rows = present.rows[present.readable]
-    found = _kept(path, len(rows))
+    found = _cached_result(path, len(rows))
     if found is None:
-        found = _look_at_all(present, full, progress)
+        found = _check_all(present, full, progress)
         with suppress(OSError):  # without the cache, the next check takes as long as this one
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(found))
@@ -51,41 +50,38 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
 
 
 def refuse_bad(split: Split) -> None:
-    """Raise ValueError that counts and names the unreadable images of a split."""
+    """Raise ValueError if a split has unreadable images; it counts and names them."""
     positions = np.flatnonzero(~split.readable)
     if not len(positions):
         return
-    shown = [f"{split.describe(p)} ({split.bad[int(split.rows[p])]})" for p in positions[:_SHOWN]]
+    shown = [f"{split.describe(p)} ({split.bad[int(split.rows[p])]})" for p in positions[:_SHOWN].tolist()]
     more = f" and {len(positions) - _SHOWN} more" * (len(positions) > _SHOWN)
-    raise ValueError(
-        f"{len(positions)} of {len(split)} images of split {split.name!r} cannot be read: {', '.join(shown)}{more}; "
-        "fix these files, or leave them out with --bad_images skip"
+    count = f"{len(positions)} of {len(split)} images of split {split.name!r}"
+    raise UserError(
+        f"{count} cannot be read: {', '.join(shown)}{more}",
+        "fix these files, or leave them out with --bad_images skip",
     )
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     """Values to hash, which change when an image changes; and {row: error} for missing files and special files.
 
-    These must not be opened: a pipe would block forever.
+    Special files must not be opened: reading a pipe would block forever.
     """
     if not isinstance(split.images, Files):
         return [split.cache_key], dict(split.bad)
     bad, rows = dict(split.bad), split.rows[split.readable].tolist()
-    paths, states = [split.images.paths[row] for row in rows], np.zeros((len(rows), 3), np.int64)
-    for place, (row, path) in enumerate(zip(rows, paths, strict=True)):
+    stamps = np.zeros((len(rows), 3), np.int64)
+    for place, row in enumerate(rows):
         try:
-            status = os.stat(path)
+            stamps[place] = split.images.stamp(row)
         except OSError as error:
             bad[row] = error.strerror or str(error)
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            bad[row] = "not a regular file"
-        # The last one changes even if a tool restores the size and the modification time.
-        states[place] = status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    return [os.fsencode("\0".join(paths)), states.data, *sorted(bad)], bad
+    paths = "\0".join(split.images.paths[row] for row in rows)
+    return [os.fsencode(paths), stamps.data, *sorted(bad)], bad
 
 
-def _kept(path: Path, count: int) -> dict | None:
+def _cached_result(path: Path, count: int) -> dict | None:
     """The result of an earlier check of the same files; None if there is none or its file is damaged."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         found = json.loads(path.read_text())
@@ -95,24 +91,27 @@ def _kept(path: Path, count: int) -> dict | None:
     return None
 
 
-def _look_at_all(split: Split, full: bool, progress: Callable) -> dict:
-    """Check on all cores: {"ends": a checksum for each readable position, "bad": {its index among these: error}}."""
+def _check_all(split: Split, full: bool, progress: Callable) -> dict:
+    """Check the readable images on all cores.
+
+    Returns {"ends": a checksum of each of them, "bad": {index among them, as text: error}}.
+    """
     positions = np.flatnonzero(split.readable)
     workers = min(len(usable_cores()), _MOST, len(positions) * (10 if full else 1) // _LEAST)
     chunks = _Chunks(split, positions, full)
     loader = DataLoader(chunks, batch_size=None, **worker_processes(workers if workers > 1 else 0))
-    ends, bad, start = [], {}, 0
-    for sums, wrong in awaited(progress(loader), "the result of an image check"):
-        bad |= {str(start + number): reason for number, reason in wrong.items()}
+    ends: list[int] = []
+    bad: dict[str, str] = {}
+    for sums, errors in awaited(progress(loader), "the result of an image check"):
+        bad |= {str(len(ends) + number): reason for number, reason in errors.items()}
         ends += sums
-        start += len(sums)
     return {"ends": ends, "bad": bad}
 
 
 class _Chunks(Dataset):
     """Chunks of images: (a checksum of each image, {index in the chunk: error}).
 
-    They are not tensors, which would go through /dev/shm, and that may be full.
+    These are lists and not tensors, as tensors would need room in /dev/shm.
     """
 
     def __init__(self, split: Split, positions: np.ndarray, full: bool):
@@ -137,14 +136,15 @@ class _Chunks(Dataset):
         return sums, bad
 
     def _ends(self, positions: np.ndarray) -> Iterator[tuple[int, bytes, bytes] | str]:
-        """Size, first and last bytes of each image, or the reason why it cannot be read."""
+        """The size, the first and the last bytes of each image, or the reason why it cannot be read."""
         if isinstance(self.split.images, Files):
             for row in self.split.rows[positions]:
                 yield _ends_of_file(self.split.images.paths[row])
             return
         for position, raw in zip(positions, self.split.read_ahead(positions.tolist()), strict=True):
             try:
-                raw = self.split.images[int(self.split.rows[position])] if raw is None else raw  # a path in a table
+                if raw is None:  # the table may have only the path of a file
+                    raw = self.split.images[int(self.split.rows[position])]
                 yield "there is no image" if raw is None else (len(raw), raw[:_HEAD], raw[-_TAIL:])
             except (OSError, ValueError) as error:
                 yield one_line(error)
@@ -163,7 +163,7 @@ def _ends_of_file(path: str) -> tuple[int, bytes, bytes] | str:
 
 
 def _looks_whole(size: int, head: bytes, tail: bytes) -> bool:
-    """Whether an image begins and ends as JPEG, PNG, GIF or WebP files do; other formats must be decoded."""
+    """Whether an image begins and ends as a JPEG, PNG, GIF or WebP file does; other formats must be decoded."""
     if head.startswith(b"\xff\xd8"):
         return b"\xff\xd9" in tail  # some cameras append a few bytes
     if head.startswith(b"\x89PNG\r\n\x1a\n"):

@@ -11,7 +11,7 @@ from utils.data.decode import decode
 from utils.data.splits import Data, Files, Split
 
 _HEADERS = 4096  # images whose headers are read: 0.1 s for MNIST
-_BYTES = 2**28  # read at most, if whole images are read for their headers
+_BYTES = 2**28  # most bytes that are read, as a table gives whole images
 _DECODED = 64  # images stored in colour that are decoded, as their pixels may be grey; `peek` decodes as many
 
 
@@ -19,8 +19,8 @@ def remarks(data: Data, config: TrainConfig, channels: int) -> list[str]:
     """Lines to print about the data at the start of a run; `channels` are those of the model's input."""
     lines = [*data.train.notes, *data.evaluation.notes]
     if channels == 1 and config.channels is None:  # otherwise the user chose
-        lines += [colour_lost(data.train), colour_lost(data.evaluation)]
-    return [printable(line) for line in dict.fromkeys(lines) if line]
+        lines += [text for split in (data.train, data.evaluation) if (text := colour_lost(split))]
+    return [printable(line) for line in dict.fromkeys(lines)]
 
 
 def colour_lost(split: Split) -> str | None:
@@ -28,58 +28,64 @@ def colour_lost(split: Split) -> str | None:
 
     At most 4,096 images are checked, evenly spread; of those stored in colour, at most 64 are decoded.
     """
-    stored, looked = _stored_in_colour(split)
-    spread = np.unique(np.linspace(0, len(stored) - 1, min(len(stored), _DECODED)).astype(int))
-    coloured = [stored[place] for place in spread if _has_colour(split, stored[place])]
+    stored, checked = _stored_in_colour(split)
+    decoded = [stored[index] for index in _spread(len(stored), _DECODED)]
+    coloured = [position for position in decoded if _has_colour(split, position)]
     if not coloured:
         return None
-    is_all = looked == len(split) and len(spread) == len(stored)
+    is_exact = checked == len(split) and len(decoded) == len(stored)
     return (
-        f"{'' if is_all else 'at least '}{len(coloured)} of {looked} images of {split.name} will be converted from "
+        f"{'' if is_exact else 'at least '}{len(coloured)} of {checked} images of {split.name} will be converted from "
         f"colour to grey, such as {printable(split.describe(coloured[0]))}; --channels 3 keeps the colour"
     )
 
 
+def _spread(count: int, most: int) -> np.ndarray:
+    """At most `most` of the numbers below `count`, evenly spread."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+
+
 def _stored_in_colour(split: Split) -> tuple[list[int], int]:
     """The positions of images whose headers do not say grey, and how many images were checked."""
-    positions = np.unique(np.linspace(0, len(split) - 1, min(len(split), _HEADERS)).astype(int))
+    positions = _spread(len(split), _HEADERS)
     np.random.default_rng(0).shuffle(positions)  # evenly spread even if the byte limit ends the loop early
-    stored, looked, read = [], 0, 0
+    stored: list[int] = []
+    checked = read = 0
     for chunk in np.array_split(positions, -(-len(positions) // 64)):
         if read > _BYTES:
             break
-        is_files = isinstance(split.images, Files)
-        encoded = [None] * len(chunk) if is_files else split.read_ahead(chunk.tolist())
-        for position, raw in zip(chunk.tolist(), encoded, strict=True):
-            row = int(split.rows[position])
-            if is_files:
-                raw = split.images.paths[row]
-            elif raw is None and isinstance(split.images, np.ndarray):
-                raw = split.images[row]
-            read += len(raw) if isinstance(raw, bytes) else 0
-            if _may_be_colour(raw):
+        for position, image in zip(chunk.tolist(), _headers(split, chunk), strict=True):
+            read += len(image) if isinstance(image, bytes) else 0
+            if _may_be_colour(image):
                 stored.append(position)
-        looked += len(chunk)
-    return sorted(stored), looked
+        checked += len(chunk)
+    return sorted(stored), checked
+
+
+def _headers(split: Split, positions: np.ndarray) -> list:
+    """What shows whether each image is in colour: its path, its bytes or its array; None if it must be decoded."""
+    images, rows = split.images, split.rows[positions].tolist()
+    if isinstance(images, Files):
+        return [images.paths[row] for row in rows]
+    if isinstance(images, np.ndarray):
+        return [images[row] for row in rows]
+    return split.read_ahead(positions.tolist())
 
 
 def _may_be_colour(image) -> bool:
-    """True unless the header of an image (a path, the bytes of a file or an array) says grey or cannot be read."""
+    """False if the header of an image (a path, the bytes of a file or an array) says grey or cannot be read."""
     if isinstance(image, np.ndarray):
         return image.ndim == 3 and image.shape[0] > 1
-    if image is None:  # only decoding it would tell
+    if image is None:
         return True
     try:
-        if isinstance(image, bytes):
-            head = image[:26]
-        else:
-            with open(image, "rb", buffering=0) as file:
-                head = file.read(26)
-        if head.startswith(b"\x89PNG"):  # the 26th byte is the colour type; Pillow takes ten times as long
-            return head[25] not in (0, 4)
-        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-            return opened.mode not in ("1", "L", "LA", "La") and not opened.mode.startswith(("I", "F"))
-    except Exception:  # Pillow raises anything for broken data, which is reported when it is decoded
+        with io.BytesIO(image) if isinstance(image, bytes) else open(image, "rb") as file:
+            head = file.read(26)
+            if head.startswith(b"\x89PNG"):  # the 26th byte is the colour type; Pillow takes ten times as long
+                return head[25] not in (0, 4)
+            with Image.open(file) as opened:
+                return opened.mode not in ("1", "L", "LA", "La") and not opened.mode.startswith(("I", "F"))
+    except Exception:  # Pillow raises anything for damaged images, which are reported when they are decoded
         return False
 
 

@@ -1,20 +1,23 @@
 """Image folders, CLASS/IMAGE.jpg or SPLIT/CLASS/IMAGE.jpg: which folders are splits and which are classes.
 
-A name alone does not decide. The folder `train` beside `car` and `bus` is a class when it holds images. It is a split
-when nothing beside it holds images, or when it shares classes with another split. Anything else is an error that
+A name alone does not decide. A folder `train` beside `car` and `bus` is a class if it holds images directly. It is a
+split if nothing beside it holds images, or if it shares classes with another split. Anything else is an error that
 names the flag to set. A folder that --train_split or --eval_split names is always a split.
 """
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.scan import Scan, class_folders, class_name_of, folders_in, holds_image, is_folder, loose_images
-from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, likely_train, whole_split
-from utils.data.tables import has_tables
+from utils.data.scan import Scan, class_name_of, class_names_in, folders_in, holds_image, is_folder, loose_images
+from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, split_that_defines_classes, whole_split
+from utils.data.table_files import has_tables
+from utils.errors import UserError
 
 _WORDS = {
     "train": ("train", "training"),
@@ -25,7 +28,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class _Layout:
-    """The folders of the splits by name, other names for these, and lines to print about the choice."""
+    """The folders of the splits by name, other names for the splits, and lines to print about the choice."""
 
     folders: dict[str, Path]
     aliases: dict[str, str]
@@ -35,21 +38,20 @@ class _Layout:
 def image_folder(path: Path, config: TrainConfig) -> Source:
     """The splits of an image folder; ValueError if it holds no images or is ambiguous."""
     if not path.is_dir():
-        raise ValueError(f"{path}: is neither a folder nor a regular file; give a folder of images or of tables")
+        raise UserError(f"{path}: is neither a folder nor a regular file", "give a folder of images or of tables")
     layout = _layout(path, config)
-    wanted = layout.aliases.get(config.train_split, config.train_split)
-    train = layout.folders[likely_train(layout.folders, wanted)]
-    class_names = [class_name_of(child) for child in class_folders(train)[0]]
+    wanted = config.train_split and layout.aliases.get(config.train_split, config.train_split)
+    class_names = class_names_in(layout.folders[split_that_defines_classes(layout.folders, wanted)])
 
     def make(name: str) -> Split:
         split = _folder_split(name, layout.folders[name], class_names)
         return replace(split, notes=(*layout.notes, *split.notes))
 
-    return Source({name: (lambda name=name: make(name)) for name in layout.folders}, class_names, layout.aliases)
+    return Source({name: partial(make, name) for name in layout.folders}, class_names, layout.aliases)
 
 
 def split_word(name: str) -> str | None:
-    """The split that a folder's name stands for (train, validation or test): `Training` and `train_set` are train."""
+    """The kind of split that a folder's name means: train, as in `Training` and `train_set`, validation or test."""
     found = re.fullmatch(r"([a-z]+?)[ _-]?(set|data|dataset|split|images)?", name.lower())
     return next((split for split, words in _WORDS.items() if found and found[1] in words), None)
 
@@ -60,86 +62,89 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
         return _Layout({"train": path}, {".": "train"})
     children = {child.name: Path(child.path) for child in folders_in(path)}
     splits = [name for name in children if split_word(name)]
-    train, evaluation = (_named(path, children, name) for name in (config.train_split, config.eval_split))
+    train, evaluation = (_asked_for(path, children, name) for name in (config.train_split, config.eval_split))
     if train or evaluation:
         used = list(dict.fromkeys(name for name in (*splits, train, evaluation) if name))
         if not train and not any(split_word(name) == "train" for name in used):
-            raise ValueError(
-                f"--eval_split {config.eval_split}: there is no train folder beside it, only {join_names(children)}; "
-                "name the folder to train on with --train_split"
+            raise UserError(
+                f"--eval_split {config.eval_split}: there is no train folder beside it, only {join_names(children)}",
+                "name the folder to train on with --train_split",
             )
         return _split_layout(path, used, config)
     others = [name for name in children if name not in splits and holds_image(children[name])]
     if splits and not others:
         return _split_layout(path, splits, config)
-    classes_in = {name: [class_name_of(child) for child in class_folders(_inner(children[name]))[0]] for name in splits}
+    classes_in = {name: class_names_in(_inner(children[name])) for name in splits}
     with_classes = {name: classes for name, classes in classes_in.items() if classes}
     if with_classes:
-        if not _agree(with_classes):
+        if not _share_a_class(with_classes):
             raise _ambiguous(path, with_classes, others)
         layout = _split_layout(path, splits, config)
-        return replace(
-            layout, notes=(*layout.notes, f"{path}: folders beside the splits are not used: {join_names(others)}")
-        )
+        note = f"{path}: folders beside the splits are not used: {join_names(others)}"
+        return replace(layout, notes=(*layout.notes, note))
     images_in = [name for name in splits if holds_image(children[name])]
     if len(images_in) > 1 or (images_in and len(others) < 2):
-        raise _ambiguous(path, dict.fromkeys(images_in, ()), others)
-    return _wrapped(path, children, others, config) or _class_layout(path, children, others)
+        raise _ambiguous(path, {name: [] for name in images_in}, others)
+    return _inner_layout(path, children, others, config) or _class_layout(path, children, others)
 
 
 def _split_layout(path: Path, folders: list[str], config: TrainConfig) -> _Layout:
     """Name each split: usual names are kept, others become train, validation or test if that name is free."""
     usual = [name for name in folders if name in ("train", *EVAL_NAMES)]
-    named, aliases = {name: name for name in usual}, {}
+    folder_of = {name: name for name in usual}
+    aliases: dict[str, str] = {}
     for name in usual:
-        aliases.setdefault(split_word(name), name)
+        aliases.setdefault(split_word(name) or name, name)
     for name in folders:
         word = split_word(name)
-        if name not in named.values():
-            named[word if word and word not in aliases else name] = name
-            aliases.setdefault(word, word)
-    aliases |= {folder: name for name, folder in named.items()}
+        if name not in folder_of.values():
+            folder_of[word if word and word not in aliases else name] = name
+            if word:
+                aliases.setdefault(word, word)
+    aliases |= {folder: name for name, folder in folder_of.items()}
     groups = {word: [name for name in folders if split_word(name) == word] for word in _WORDS}
     if len(groups["train"]) > 1 and not config.train_split:
-        raise ValueError(
-            f"{path}: {join_names(groups['train'])} may each be the training split; choose with --train_split, "
-            f"or give the folder itself, --data {path / groups['train'][0]}"
+        raise UserError(
+            f"{path}: {join_names(groups['train'])} may each be the training split",
+            f"choose with --train_split, or give the folder itself, --data {path / groups['train'][0]}",
         )
     notes = []
     if len(groups["validation"]) > 1 and config.eval_split is None and config.eval_fraction is None:
-        used = next(name for name in EVAL_NAMES if name in named)
+        used = next(name for name in EVAL_NAMES if name in folder_of)
         found = join_names(groups["validation"])
-        notes = [f"{path}: {named[used]} is the evaluation split (found: {found}); --eval_split chooses another"]
-    aliases = {alias: name for alias, name in aliases.items() if alias and alias not in named}
-    return _Layout({name: _inner(path / folder) for name, folder in named.items()}, aliases, tuple(notes))
+        notes = [f"{path}: {folder_of[used]} is the evaluation split (found: {found}); --eval_split chooses another"]
+    return _Layout(
+        {name: _inner(path / folder) for name, folder in folder_of.items()},
+        {alias: name for alias, name in aliases.items() if alias not in folder_of},
+        tuple(notes),
+    )
 
 
 def _class_layout(path: Path, children: dict[str, Path], others: list[str]) -> _Layout:
     """Use the folders as classes; ValueError if some are named like splits and all hold the same classes."""
     words = {word for words in _WORDS.values() for word in words}
     if len(others) > 1 and any(words & set(re.split("[^a-z]+", name.lower())) for name in others):
-        inner = {name: [class_name_of(child) for child in class_folders(children[name])[0]] for name in others}
-        first = next(iter(inner.values()))
-        if len(first) > 1 and all(classes == first for classes in inner.values()):
-            raise ValueError(
-                f"{path}: {join_names(others)} may be splits or classes, as each holds {join_names(first)}; "
-                "name the splits with --train_split and --eval_split, or take all as classes with --train_split ."
+        classes_in = [class_names_in(children[name]) for name in others]
+        if len(classes_in[0]) > 1 and all(classes == classes_in[0] for classes in classes_in):
+            raise UserError(
+                f"{path}: {join_names(others)} may be splits or classes, as each holds {join_names(classes_in[0])}",
+                "name the splits with --train_split and --eval_split, or use all as classes with --train_split .",
             )
     return _Layout({"train": path}, {})
 
 
-def _wrapped(path: Path, children: dict[str, Path], others: list[str], config: TrainConfig) -> _Layout | None:
+def _inner_layout(path: Path, children: dict[str, Path], others: list[str], config: TrainConfig) -> _Layout | None:
     """The layout of the only folder with images in `path`, as in many archives, if it holds splits or classes."""
     if len(others) != 1 or loose_images(path) or loose_images(children[others[0]]):
         return None
     found = _layout(children[others[0]], config)
-    folder = found.folders[likely_train(found.folders, None)]
-    if len(found.folders) < 2 and len(class_folders(folder)[0]) < 2:
+    folder = found.folders[split_that_defines_classes(found.folders, None)]
+    if len(found.folders) < 2 and len(class_names_in(folder)) < 2:
         return None
     return replace(found, notes=(f"{path}: using {others[0]}, the only folder in it with images", *found.notes))
 
 
-def _named(path: Path, children: dict[str, Path], wanted: str | None) -> str | None:
+def _asked_for(path: Path, children: dict[str, Path], wanted: str | None) -> str | None:
     """The folder that a flag names, by its own name or as train, validation or test."""
     if wanted is None or wanted in children:
         return wanted
@@ -147,35 +152,39 @@ def _named(path: Path, children: dict[str, Path], wanted: str | None) -> str | N
     return found or (wanted if (path / wanted).is_dir() else None)
 
 
-def _agree(classes_in: dict[str, list[str]]) -> bool:
-    """Whether a training split and another one have a class in common."""
-    train, rest = set(), set()
+def _share_a_class(classes_in: Mapping[str, list[str]]) -> bool:
+    """Whether a training split and another split have a class in common."""
+    train: set[str] = set()
+    rest: set[str] = set()
     for name, classes in classes_in.items():
         (train if split_word(name) == "train" else rest).update(classes)
     return bool(train & rest)
 
 
-def _ambiguous(path: Path, splits: dict, others: list[str]) -> ValueError:
-    seen = [f"{name} (with the folders {join_names(inner, 4)})" if inner else name for name, inner in splits.items()]
-    return ValueError(
-        f"{path}: cannot tell splits from classes: {' and '.join(seen)} beside {join_names(others)}; to train on one "
-        f"of them, give --train_split {next(iter(splits))}; to use all folders as classes, give --train_split ."
+def _ambiguous(path: Path, classes_in: Mapping[str, list[str]], others: list[str]) -> UserError:
+    seen = [f"{n} (with the folders {join_names(inner, 4)})" if inner else n for n, inner in classes_in.items()]
+    return UserError(
+        f"{path}: cannot tell splits from classes: {' and '.join(seen)} beside {join_names(others)}",
+        f"give --train_split {next(iter(classes_in))} to train on one of them, "
+        "or --train_split . to use all folders as classes",
     )
 
 
 def _inner(folder: Path) -> Path:
     """The folder, or its only subfolder if that names the same split, as in training_set/training_set/cat."""
     word = split_word(folder.name)
-    same = [child for child in folders_in(folder) if word and split_word(child.name) == word]
-    if not same or len(class_folders(folder)[0]) != 1 or loose_images(folder) or loose_images(Path(same[0].path)):
+    same = [Path(child.path) for child in folders_in(folder) if word and split_word(child.name) == word]
+    if not same or len(class_names_in(folder)) != 1 or loose_images(folder) or loose_images(same[0]):
         return folder
-    return Path(same[0].path)
+    return same[0]
 
 
 def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     number = {class_name: index for index, class_name in enumerate(class_names)}
     children = folders_in(folder)
-    scan, paths, labels = Scan(folder, children), [], []
+    scan = Scan(folder, children)
+    paths: list[str] = []
+    labels: list[int] = []
     for child in children:
         class_name = class_name_of(child)
         files = scan.images(child.path, class_name)
@@ -183,31 +192,32 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
             scan.left_out.empty_classes.append(class_name)
             continue
         if class_name not in number:
-            raise ValueError(
-                f"{child.path}: the training split has no class of this name; its classes are {join_names(class_names)}"
+            raise UserError(
+                f"{child.path}: the training split has no class of this name, only {join_names(class_names)}",
+                "rename or move the folder",
             )
         paths += files
         labels += [number[class_name]] * len(files)
     if not paths:
         raise _no_images(folder)
-    scan.look_beside(folder)
-    images = Files(paths, str(folder))
-    images.left_out = scan.left_out
+    scan.count_beside_classes(folder)
     bad = {row: scan.bad[path] for row, path in enumerate(paths) if path in scan.bad} if scan.bad else {}
+    images = Files(paths, str(folder), scan.left_out)
     split = whole_split(name, images, labels, fingerprint_of(folder.resolve()))
     return replace(split, bad=bad, notes=tuple(scan.left_out.notes(folder)))
 
 
-def _no_images(folder: Path) -> ValueError:
+def _no_images(folder: Path) -> UserError:
     tables = [child for child in sorted(folder.iterdir()) if child.is_dir() and has_tables(child)]
     if tables:
-        return ValueError(f"{folder}: no images in it; for the tables below it, give {join_names(tables)}")
+        return UserError(f"{folder}: no images in it", f"for the tables below it, give {join_names(tables)}")
     loose = loose_images(folder)
     if loose:
-        return ValueError(
-            f"{folder}: has images but no class folders ({loose} found); move each image to CLASS/IMAGE.jpg "
-            "(if this split has no labels, choose another --eval_split or give --eval_fraction 0.1)"
+        return UserError(
+            f"{folder}: has images but no class folders ({loose} found)",
+            "move each image to CLASS/IMAGE.jpg "
+            "(if this split has no labels, choose another --eval_split or give --eval_fraction 0.1)",
         )
     names = [entry.name + "/" * is_folder(entry) for entry in os.scandir(folder)]
     seen = f" (only {join_names(sorted(names), 6)})" if names else ""
-    return ValueError(f"{folder}: no images in it{seen}; an image folder holds CLASS/IMAGE.jpg")
+    return UserError(f"{folder}: no images in it{seen}", "an image folder holds CLASS/IMAGE.jpg")

@@ -1,4 +1,4 @@
-"""Where images come from: --data resolved to two splits and the names of the classes."""
+"""Find what --data names, and open it as the source of its splits."""
 
 from pathlib import Path
 
@@ -6,16 +6,16 @@ from utils.config.settings import TrainConfig, absolute_data
 from utils.console import printable
 from utils.data.builtin import open_digits, open_synthetic
 from utils.data.folders import image_folder
-from utils.data.splits import (
-    Source,
-)
-from utils.data.tables import has_tables, hugging_face, load_hub, read_table_files
+from utils.data.splits import Source
+from utils.data.table_files import has_tables, read_table_files
+from utils.data.tables import load_hub, table_source
 from utils.data.vision import open_torchvision, torchvision_class
+from utils.errors import UserError
 from utils.files import expand
 
 
 def check_source(config: TrainConfig) -> None:
-    """Raise ValueError when --data names nothing that exists; opens nothing."""
+    """Raise ValueError if --data names nothing that exists; opens nothing."""
     _check_names(config)
     name, (kind, _, rest) = config.data, config.data.partition("/")
     path = expand(name)
@@ -24,19 +24,20 @@ def check_source(config: TrainConfig) -> None:
     elif name == "digits" or kind == "synthetic":
         return
     elif not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):  # else it may be on the Hub
-        raise ValueError(f"--data {name}: no such file, folder or data set; --help lists what it takes")
+        raise UserError(f"--data {name}: no such file, folder or data set", "--help lists what it takes")
     elif not path.is_dir() or has_tables(path):
-        import datasets  # noqa: F401  takes half a second: here for all ranks at once, in load_data for one by one
+        import datasets  # noqa: F401  takes half a second: here on all ranks at once, in load_data one rank after another
 
 
 def _check_names(config: TrainConfig) -> None:
-    """Raise ValueError for a path that config.yaml cannot store, as the run could not be resumed."""
+    """Raise ValueError for a name that config.yaml cannot store, as the run could not be resumed."""
     for name, value in (vars(config) | {"data": absolute_data(config.data)}).items():
         if isinstance(value, str) and not value.isascii() and value.encode("utf-8", "replace").decode() != value:
-            raise ValueError(f"--{name} {printable(value)}: this name is not UTF-8; rename it")
+            raise UserError(f"--{name} {printable(value)}: this name is not UTF-8", "rename it")
 
 
-def _open(config: TrainConfig) -> Source:
+def open_source(config: TrainConfig) -> Source:
+    """The source that --data names; ValueError or OSError if it cannot be read."""
     name = config.data
     kind, _, rest = name.partition("/")
     if name == "digits":
@@ -51,5 +52,5 @@ def _open(config: TrainConfig) -> Source:
 
 def _local(path: Path, config: TrainConfig) -> Source:
     if path.is_file() or has_tables(path):
-        return hugging_face(read_table_files(path), config)
+        return table_source(read_table_files(path), config)
     return image_folder(path, config)

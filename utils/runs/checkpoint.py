@@ -1,9 +1,9 @@
-"""Checkpoints on disk: folders that appear whole or not at all, are verified before they are read, and pruned last.
+"""Write and delete checkpoints: folders that appear whole or not at all.
 
 RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin, random_states_RANK.pkl   (Accelerate's save_state)
-                                 state.json, config.yaml, labels.json                       (ours)
+                                 state.json, config.yaml, labels.json, samples.json.gz      (metadata.py)
                                  manifest.json                                              (size and SHA-256 of each)
-RUN/checkpoints/latest, best     one line each: the name of such a folder; a resume takes the newest good one
+RUN/checkpoints/latest, best     one line each: the name of such a folder
 """
 
 import os
@@ -23,17 +23,16 @@ from utils.runs.manifest import MANIFEST, checkpoints_of, damage_of, manifest_te
 def save_checkpoint(
     ranks: Ranks, accelerator: Accelerator, folder: Path, step: int, texts: dict[str, str | bytes]
 ) -> None:
-    """Write `folder`/step-N with Accelerate's state and these small files; call `update_pointers` after it.
+    """Write `folder`/step-N with Accelerate's state and these small files; call `update_pointers` afterwards.
 
-    Collective; an error on any rank, OSError or AgreedError, is raised on all, and the checkpoints that were there
-    before are as they were.
+    Collective. An error on any rank (OSError or AgreedError) is raised on all, and older checkpoints are unchanged.
     """
     final = folder / f"step-{step:08d}"
     partial = folder / f".{final.name}.partial"
 
     def prepare() -> None:
         if ranks.is_main:
-            if not folder.is_dir():  # not made again: it may be a disk that is away for a while
+            if not folder.is_dir():  # not created again: its disk may be gone for a while
                 raise FileNotFoundError(f"{folder} has vanished")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -57,10 +56,10 @@ def save_checkpoint(
 
 
 def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -> None:
-    """Move `latest` and `best` to a checkpoint that was saved, and prune. Call on one rank, after a save.
+    """Move `latest` and `best` to the checkpoint just saved, then delete old ones. Call on one rank.
 
-    Raises OSError if they cannot be moved. The checkpoint is kept and old ones are deleted even then: they would pile
-    up, and a full disk needs the room. The next save that succeeds corrects `best`.
+    Raises OSError if they cannot be moved. Even then the checkpoint is kept and old ones are deleted, as they would
+    fill the disk. The next successful save corrects `best`.
     """
     best = folder / f"step-{best_step or 0:08d}"
 
@@ -78,7 +77,7 @@ def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -
 
 
 def prune(folder: Path, keep: int, best: Path | None = None) -> None:
-    """Delete all but the `keep` newest checkpoints, `best`, and those that `best` and `latest` name; on one rank."""
+    """Delete old checkpoints but the `keep` newest, `best`, and those that the pointers name. Call on one rank."""
     kept = (best, read_pointer(folder, "best"), read_pointer(folder, "latest"))
     for old in checkpoints_of(folder)[:-keep]:
         if old not in kept:
@@ -86,10 +85,10 @@ def prune(folder: Path, keep: int, best: Path | None = None) -> None:
 
 
 def delete_after(folder: Path, step: int, best_step: int | None) -> None:
-    """Delete the checkpoints after `step`, whose updates are about to be made anew. Call on one rank.
+    """Delete the checkpoints after `step`, whose updates will be repeated. Call on one rank.
 
-    Damaged ones are put aside as step-N.damaged: perhaps the disk is what has to be fixed. Does nothing where `step`
-    itself is not there: then the run goes on from another run's checkpoint.
+    Damaged ones are renamed to step-N.damaged, as the disk may be the cause. Does nothing if `step` itself does not
+    exist: then the run resumes from another run's checkpoint.
     """
     if not (folder / f"step-{step:08d}").is_dir():
         return
@@ -99,7 +98,7 @@ def delete_after(folder: Path, step: int, best_step: int | None) -> None:
     else:
         (folder / "best").unlink(missing_ok=True)
     write_file(folder / "latest", f"step-{step:08d}\n")
-    for path in reversed(checkpoints_of(folder)):  # killed in the middle, it leaves no later one without those before
+    for path in reversed(checkpoints_of(folder)):  # newest first: if killed, no gap is left
         if step_of(path) <= step:
             break
         aside = path.with_name(f"{path.name}.damaged")
@@ -108,11 +107,11 @@ def delete_after(folder: Path, step: int, best_step: int | None) -> None:
             print(f"{path} is now {aside.name}")
         else:
             _remove(path)
-            print(f"{path} is deleted: what follows is trained anew")
+            print(f"{path} is deleted: these updates are repeated")
 
 
 def clean_up(folder: Path) -> None:
-    """Finish or clear away what a kill left half-done. Call on one rank, while no other run writes there."""
+    """Finish or delete what a killed process left half-done. Call on one rank, while no other run writes there."""
     for old in folder.glob(".step-*.old"):
         final = folder / old.name[1 : -len(".old")]
         if not final.exists():  # killed between the two renames
@@ -124,19 +123,19 @@ def clean_up(folder: Path) -> None:
 def _save_state(accelerator: Accelerator, folder: Path) -> None:
     try:
         accelerator.save_state(str(folder))
-    except (RuntimeError, SafetensorError) as error:  # what a full disk looks like from torch and safetensors
+    except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder.parent} has vanished") from error
         raise OSError(f"{folder}: cannot be written ({one_line(error)[:120]}); is the disk full?") from error
 
 
 def _write_manifest(folder: Path) -> None:
-    """Write the manifest, give all files the ordinary mode, and flush everything to the disk."""
+    """Write the manifest, give all files the default mode, and flush everything to the disk."""
     umask = os.umask(0)
     os.umask(umask)
     entries = {}
     for path in sorted(folder.iterdir()):
-        path.chmod(0o666 & ~umask)  # safetensors makes its files private
+        path.chmod(0o666 & ~umask)  # safetensors makes its files readable by the owner only
         entries[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
         sync(path)
     write_file(folder / MANIFEST, manifest_text(entries))
@@ -160,7 +159,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint: at each instant it is there whole or not at all."""
+    """Delete a checkpoint. At each moment it exists whole or not at all."""
     gone = checkpoint.with_name(f".{checkpoint.name}.gone")
     with suppress(OSError):
         checkpoint.rename(gone)

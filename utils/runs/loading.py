@@ -7,27 +7,28 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from utils.errors import one_line
+from utils.errors import UserError, one_line
 
 
 def load_model(checkpoint: Path, model: nn.Module) -> None:
-    """Put the checkpoint's weights into `model`, all or none; ValueError when they are another model's."""
+    """Load the checkpoint's weights into `model`, all or none; ValueError if they are of another model."""
     path = checkpoint / "model.safetensors"
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path}: not readable ({one_line(error)})") from error
+        raise UserError(f"{path}: not readable ({one_line(error)})", "take another checkpoint") from error
     own = model.state_dict()
     for name in [*own, *tensors]:
         here, there = (t[name].shape if name in t else None for t in (own, tensors))
         if here != there:
             there, here = ("nothing" if s is None else f"shape {list(s)}" for s in (there, here))
-            raise ValueError(f"{checkpoint}: holds another model ({name}: {there} there, {here} in this one)")
+            problem = f"{checkpoint}: holds another model ({name}: {there} there, {here} in this one)"
+            raise UserError(problem, "give the same --model and --model_args")
     model.load_state_dict(tensors)
 
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Put the checkpoint's optimizer state into `optimizer`; nothing in the file is executed."""
+    """Load the checkpoint's optimizer state into `optimizer`; nothing in the file is executed."""
     path = checkpoint / "optimizer.bin"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -36,13 +37,14 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
         _check_shapes(optimizer)
         _lay_out(optimizer)
         for group, settings in zip(optimizer.param_groups, own, strict=True):
-            group.update(settings)  # momentum, decay and the like are this run's, not the checkpoint's
-    except Exception as error:  # torch.load raises many kinds: of struct, of pickle, AssertionError, IndexError
-        raise ValueError(f"{path}: not this run's optimizer ({one_line(error)[:120]})") from error
+            group.update(settings)  # weight decay, momentum etc. are those of this run
+    except Exception as error:  # torch.load raises errors of struct and pickle, AssertionError, IndexError and more
+        problem = f"{path}: not this run's optimizer ({one_line(error)[:120]})"
+        raise UserError(problem, "give the same --optimizer and --model") from error
 
 
 def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError where a tensor is neither a number nor like its parameter: the first update would fail."""
+    """Raise ValueError for a tensor that is neither a scalar nor of its parameter's shape: updates would fail."""
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if value is not None and value.shape not in ((), parameter.shape):
@@ -50,7 +52,7 @@ def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Give each tensor its parameter's strides, which --channels_last may have changed: fused kernels do not look."""
+    """Give each tensor its parameter's strides, which --channels_last may have changed: fused kernels need that."""
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:

@@ -1,4 +1,4 @@
-"""What a user sees of a run: tables, one progress bar, and log.jsonl."""
+"""log.jsonl, the record of a run, and its progress bar."""
 
 import json
 import math
@@ -13,11 +13,10 @@ from tqdm import tqdm
 from utils.console import clock
 from utils.files import named, write_file
 from utils.runs.state import TrainState
-from utils.runs.summary import evaluation_line
 
 
 class RunLog:
-    """log.jsonl and the progress bar; every method does nothing on ranks other than the main process."""
+    """log.jsonl and the progress bar of the main process. On other ranks every method does nothing."""
 
     def __init__(self, folder: Path, is_main: bool, state: TrainState, updates: int):
         self.path, self.is_main, self.updates = folder / "log.jsonl", is_main, updates
@@ -27,16 +26,16 @@ class RunLog:
             self.bar = tqdm(total=updates, initial=state.step, unit="update", disable=not sys.stderr.isatty())
 
     def advance(self) -> None:
-        """One more update is done."""
+        """Advance the bar by one update."""
         if self.is_main:
-            with suppress(OSError):  # a terminal that is gone ends no run
+            with suppress(OSError):  # a closed terminal must not end the run
                 self.bar.update()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a record to log.jsonl and show it; what cannot be written is kept for the next time, see `check`."""
+        """Append a record to log.jsonl and show it. What cannot be written is kept and written later; see `check`."""
         if not self.is_main:
             return
-        # JSON has no infinity; an evaluation can reach it where training did not.
+        # JSON has no infinity, and the loss of an evaluation can be infinite.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self.pending += json.dumps({"kind": kind, **finite}, allow_nan=False).encode() + b"\n"
         self._flush()
@@ -46,7 +45,7 @@ class RunLog:
             self.say(evaluation_line(values))
 
     def sync(self) -> None:
-        """See that the records are on the disk, before a checkpoint says that they are."""
+        """Flush the records to the disk; called before a checkpoint is saved."""
         if self.is_main:
             self._flush()
             self.check()
@@ -62,7 +61,7 @@ class RunLog:
         """Print a line above the bar."""
         if not self.is_main:
             return
-        with suppress(OSError, ValueError):  # from a notebook's stream; utils/console.py guards all others
+        with suppress(OSError, ValueError):  # of a notebook's stream; utils/output.py guards all others
             self.bar.write(text, file=sys.stdout)
             sys.stdout.flush()
 
@@ -85,18 +84,18 @@ class RunLog:
             "accuracy": f"{values['accuracy']:.4f}",
             "lr": f"{values['lr']:.2e}",
             "images/s": f"{values['images_per_second']:.0f}",
-            "waits": f"{values['data_wait']:.0%}",
+            "data": f"{values['data_wait']:.0%}",
         }
         if self.bar.disable:  # no terminal: plain lines instead of a bar
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
-            left = (self.updates - values["step"]) * values["seconds"] / max(1, values["step"])
-            self.say(f"update {values['step']}/{self.updates}  epoch {values['epoch']}  {shown}  left {clock(left)}")
+            eta = (self.updates - values["step"]) * values["seconds"] / max(1, values["step"])
+            self.say(f"update {values['step']}/{self.updates}  epoch {values['epoch']}  {shown}  eta {clock(eta)}")
         else:
             self.bar.set_postfix(numbers, refresh=False)
 
 
 def _reopen(path: Path, state: TrainState) -> int:
-    """Open the log to append, without what was logged of that which is now done again."""
+    """Open the log to append, without the records of updates and evaluations that will now be repeated."""
     if path.exists():
         logged = path.read_text(encoding="utf-8", errors="replace")
         lines = [line for line in logged.splitlines() if _is_kept(line, state)]
@@ -105,11 +104,19 @@ def _reopen(path: Path, state: TrainState) -> int:
 
 
 def _is_kept(line: str, state: TrainState) -> bool:
+    """Whether a line of the log is of the run up to this state."""
     try:
         record = json.loads(line)
-        again = record["step"] > state.step or (
-            record["kind"] == "eval" and record["step"] == state.step and state.owes_evaluation
-        )
+        is_owed = record["kind"] == "eval" and record["step"] == state.step and state.owes_evaluation
+        return record["step"] <= state.step and not is_owed
     except (ValueError, KeyError, TypeError):
-        return False  # a line that a crash cut short
-    return not again
+        return False  # a crash cut the line short
+
+
+def evaluation_line(record: dict) -> str:
+    """An evaluation's log record as a line."""
+    name = "hold-out" if record["split"].startswith("hold-out") else record["split"]
+    return (
+        f"update {record['step']}  eval ({name})  accuracy {record['accuracy']:.4f}  top-5 {record['top5']:.4f}  "
+        f"loss {record['loss']:.4f}  ({record['count']} samples, {record['seconds']:.1f} s)"
+    )

@@ -7,26 +7,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from utils.errors import one_line
+from utils.errors import UserError, problem_of
 from utils.files import read_json, read_text
 
 MANIFEST = "manifest.json"
-
-
 FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json")
-
-
 FOR_RESUME = (*FOR_EVALUATION, "optimizer.bin")
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, whatever is left of them, oldest first; OSError when it cannot be listed."""
+    """The checkpoints in `folder`, damaged ones too, oldest first; OSError if it cannot be listed."""
     return sorted((path for path in folder.iterdir() if is_checkpoint_name(path.name)), key=step_of)
 
 
 def newest_good(folder: Path, needed: Sequence[str] = FOR_RESUME) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in `folder` that is as it was written, and what is wrong with each newer one."""
-    damages = []
+    """The newest undamaged checkpoint in `folder`, and what is wrong with each newer one."""
+    damages: list[str] = []
     for checkpoint in reversed(checkpoints_of(folder)):
         damage = damage_of(checkpoint, needed)
         if damage is None:
@@ -36,9 +32,12 @@ def newest_good(folder: Path, needed: Sequence[str] = FOR_RESUME) -> tuple[Path 
 
 
 def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) -> Path:
-    """The checkpoint that `path` means: itself, or that of a run folder; raises ValueError when there is none."""
+    """The checkpoint at `path`, or of the run folder at `path`; ValueError if there is none.
+
+    Of a run folder, the first of the `prefer` pointers that exists is used, else the newest checkpoint.
+    """
     if not path.exists():
-        raise ValueError(f"{path}: no such checkpoint or run folder")
+        raise UserError(f"{path}: no such checkpoint or run folder", "give the path of one")
     if (path / MANIFEST).is_file() or is_checkpoint_name(path.name):
         return path
     for folder in (path / "checkpoints", path):
@@ -50,11 +49,11 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
                 return found
         if checkpoints_of(folder):
             return checkpoints_of(folder)[-1]
-    raise ValueError(f"{path}: holds no checkpoint")
+    raise UserError(f"{path}: holds no checkpoint", "give a run folder that has one")
 
 
 def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:
-    """Raise ValueError unless every file that the manifest names is there with its size and SHA-256.
+    """Raise ValueError unless every file in the manifest exists and has its size and SHA-256.
 
     The manifest must name all `needed` files, as it protects only the files that it names.
     """
@@ -64,24 +63,21 @@ def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:
     good = None
     with suppress(OSError):
         good, _ = newest_good(checkpoint.parent, needed)
-    raise ValueError(f"{damage}; {good or 'no other checkpoint there'} is good")
+    raise UserError(damage, f"{good or 'no other checkpoint there'} is good")
 
 
 def files_of(checkpoint: Path) -> dict[str, dict]:
-    """Size and SHA-256 of each file that the manifest names; ValueError if the manifest is damaged.
-
-    Files that not every checkpoint has are read only if the manifest names them.
-    """
+    """Size and SHA-256 of each file in the manifest; ValueError if the manifest is damaged."""
     path = checkpoint / MANIFEST
     manifest = read_json(path)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or not files or path.read_bytes() != manifest_text(files).encode():
-        raise ValueError(f"{path}: damaged")
+        raise UserError(f"{path}: damaged", "take another checkpoint")
     return files
 
 
 def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | None:
-    """The first thing that is not as the manifest says, None when all is well."""
+    """The first file that differs from the manifest, in words; None if the checkpoint is undamaged."""
     path = checkpoint / MANIFEST
     try:
         if not path.is_file():
@@ -99,13 +95,13 @@ def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | Non
             if path.stat().st_size != entry.get("size") or sha256_of(path) != entry.get("sha256"):
                 return f"{path}: damaged"
     except (ValueError, OSError) as error:
-        text = one_line(error)
-        return text if text.startswith(str(path)) else f"{path}: {text}"  # a disk's error names no file
+        text = problem_of(error)
+        return text if text.startswith(str(path)) else f"{path}: {text}"  # an OSError may lack the file's name
     return None
 
 
 def manifest_text(files: dict) -> str:
-    """The one way to write a manifest, so that any change of its text is seen."""
+    """The text of a manifest. There is only one way to write it, so that any change of the text is noticed."""
     return json.dumps({"files": files}, indent=1) + "\n"
 
 
@@ -115,7 +111,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read_pointer(folder: Path, name: str) -> Path | None:
-    """The checkpoint that `latest` or `best` names; None where it names none."""
+    """The checkpoint that `latest` or `best` names; None if it names none."""
     try:
         target = read_text(folder / name, max_bytes=4096).strip()
     except (OSError, ValueError):

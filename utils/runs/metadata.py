@@ -1,9 +1,11 @@
-"""What a checkpoint says besides its tensors, and a run's return to what it said."""
+"""What a checkpoint says besides its tensors: settings, training state, classes, samples and versions."""
 
 import json
 import platform
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import numpy
@@ -16,23 +18,88 @@ from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
+from utils.errors import UserError
 from utils.files import read_json
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import files_of
 from utils.runs.state import TrainState
+from utils.version import VERSION, code_commit
 
 # Settings of one start, not of the run.
-_OF_ONE_START = ("run_name", "resume", "profile", *(f.name for f in fields(LaunchConfig)))
-# Settings that act on this machine come from its own flags and defaults: a checkpoint may be a stranger's.
+_OF_ONE_START = ("run_name", "resume", "profile", *(field.name for field in fields(LaunchConfig)))
+# Settings that act on this machine come from its own flags and defaults: the checkpoint may come from a stranger.
 OF_THIS_MACHINE = (*_OF_ONE_START, "cache_dir", "data_dir", "output_dir", "num_workers")
+_OTHER = "take another checkpoint"
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A verified checkpoint and what it says besides its tensors.
+
+    `values` is the contents of state.json. `record` is None for checkpoints from before samples were recorded.
+    """
+
+    path: Path
+    settings: TrainConfig
+    state: TrainState
+    spec: InputSpec
+    class_names: list[str]
+    record: Record | None
+    values: dict[str, Any]
+
+
+def read_checkpoint(path: Path) -> SavedRun:
+    """Read the small files of a verified checkpoint; ValueError if one of them is malformed."""
+    settings, values = read_settings(path), _read_values(path / "state.json")
+    record = read_record(path / FILE) if FILE in files_of(path) else None
+    state, spec = TrainState.from_dict(values["state"]), InputSpec.from_dict(values["input"])
+    return SavedRun(path, settings, state, spec, read_classes(path), record, values)
+
+
+def read_settings(checkpoint: Path) -> TrainConfig:
+    """The settings of the run that wrote a checkpoint; settings that act on this machine have their defaults."""
+    defaults: dict[str, Any] = {name: getattr(TrainConfig, name) for name in OF_THIS_MACHINE}
+    return replace(read_config(checkpoint / "config.yaml"), **defaults)
+
+
+def read_classes(checkpoint: Path) -> list[str]:
+    """The class names of a checkpoint."""
+    path = checkpoint / "labels.json"
+    names = read_json(path)
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{path}: not a list of class names", _OTHER)
+    return names
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    """The contents of state.json; ValueError if a value is missing or malformed."""
+    values = read_json(path)
+    needed = {"state": dict, "input": dict, "samples": int, "labels": str, "global_batch_size": int, "seed": int}
+    for name, kind in (needed | {"processes": int, "threads": int}).items():
+        if not isinstance(values, dict) or type(values.get(name)) is not kind:
+            raise UserError(f"{path}: {name!r} is missing or malformed", _OTHER)
+    try:
+        TrainState.from_dict(values["state"])
+        InputSpec.from_dict(values["input"])
+        if not 1 <= values["global_batch_size"] <= 2**24:  # all of its divisors are tried
+            raise ValueError("'global_batch_size' is malformed")
+    except ValueError as error:
+        raise UserError(f"{path}: {error}", _OTHER) from None
+    return values
+
+
+@cache
+def versions() -> dict[str, str]:
+    """The versions of Lockstep, its commit, Python and the main packages."""
+    packages = {module.__name__: module.__version__ for module in (torch, torchvision, accelerate, numpy)}
+    return {"lockstep": VERSION, "commit": code_commit(), **packages, "python": platform.python_version()}
 
 
 def metadata_files(
-    config: TrainConfig, state: TrainState, plan: Plan, ranks: Ranks, data: Data, more: dict
+    config: TrainConfig, state: TrainState, plan: Plan, ranks: Ranks, data: Data, more: dict[str, Any]
 ) -> dict[str, str | bytes]:
-    """What a checkpoint says besides its tensors, as the contents of small files by name."""
-    versions = {m.__name__: m.__version__ for m in (torch, torchvision, accelerate, numpy)}
-    saved = {
+    """The small files of a checkpoint, as {file name: contents}; `more` is added to state.json."""
+    values = {
         "state": asdict(state),
         "samples": plan.samples,
         "labels": data.train.label_fingerprint,
@@ -41,10 +108,10 @@ def metadata_files(
         "processes": ranks.topology.world_size,
         "threads": ranks.threads,
         "device": ranks.device.type,
-        "versions": versions | {"python": platform.python_version()},
+        "versions": versions(),
     }
     return {
-        "state.json": json.dumps(saved | more, indent=1, allow_nan=False),
+        "state.json": json.dumps(values | more, indent=1, allow_nan=False),
         "labels.json": json.dumps(data.class_names),
         "config.yaml": to_yaml(config),
         FILE: data.record.data,
@@ -52,47 +119,8 @@ def metadata_files(
 
 
 def settings_to_save(config: TrainConfig, plan: Plan, precision: str) -> TrainConfig:
-    """The settings to keep: what the environment and the arithmetic decided is written out, the topology left open."""
-    once = {name: getattr(TrainConfig, name) for name in _OF_ONE_START}
-    batches = {"global_batch_size": plan.global_batch_size, "batch_size": None}
-    return replace(config, data=absolute_data(config.data), mixed_precision=precision, **batches, **once)
-
-
-def read_metadata(checkpoint: Path) -> dict:
-    """A checkpoint's state.json; ValueError when something in it is missing or malformed."""
-    path = checkpoint / "state.json"
-    saved = read_json(path)
-    needed = {"state": dict, "input": dict, "samples": int, "labels": str, "global_batch_size": int, "seed": int}
-    for name, kind in (needed | {"processes": int, "threads": int}).items():
-        if not isinstance(saved, dict) or type(saved.get(name)) is not kind:
-            raise ValueError(f"{path}: {name!r} is missing or malformed; take another checkpoint")
-    try:
-        TrainState.from_dict(saved["state"])
-        InputSpec.from_dict(saved["input"])
-        if not 1 <= saved["global_batch_size"] <= 2**24:  # all of its divisors are tried
-            raise ValueError("'global_batch_size' is malformed")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; take another checkpoint") from None
-    return saved
-
-
-def read_classes(checkpoint: Path) -> list[str]:
-    """The names of a checkpoint's classes."""
-    path = checkpoint / "labels.json"
-    names = read_json(path)
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{path}: not a list of class names; take another checkpoint")
-    return names
-
-
-def read_sample_record(checkpoint: Path | None) -> Record | None:
-    """The record of the samples of a checkpoint's run; None without a checkpoint, and for old ones without a record."""
-    if checkpoint is None or FILE not in files_of(checkpoint):
-        return None
-    return read_record(checkpoint / FILE)
-
-
-def read_settings(checkpoint: Path) -> TrainConfig:
-    """The settings of the run that wrote a checkpoint; folders, processes and the like are this machine's defaults."""
-    defaults = {name: getattr(TrainConfig, name) for name in OF_THIS_MACHINE}
-    return replace(read_config(checkpoint / "config.yaml"), **defaults)
+    """The settings that belong to the run: the resolved batch size and precision, without those of one start."""
+    once: dict[str, Any] = {name: getattr(TrainConfig, name) for name in _OF_ONE_START}
+    once |= {"global_batch_size": plan.global_batch_size, "batch_size": None}
+    once |= {"data": absolute_data(config.data), "mixed_precision": precision}
+    return replace(config, **once)

@@ -1,8 +1,9 @@
-"""Continue a run from a checkpoint: its state, tensors, batch sizes, and what differs from the checkpoint's run."""
+"""Resume a run from a checkpoint: its batch sizes, state and tensors, and what differs from the run before."""
 
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -10,131 +11,146 @@ from torch import nn
 
 from utils.config.batch import resolve_batch
 from utils.config.settings import TrainConfig
+from utils.data.decode import peek
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
-from utils.data.splits import Data
-from utils.errors import one_line
+from utils.data.splits import Data, Split
+from utils.errors import UserError, one_line
+from utils.models.zoo import input_spec
 from utils.ranks.ranks import Ranks
 from utils.runs.loading import load_model, load_optimizer
-from utils.runs.metadata import OF_THIS_MACHINE, read_classes, read_metadata, read_settings
+from utils.runs.metadata import OF_THIS_MACHINE, SavedRun
 from utils.runs.state import TrainState
 
+_SPEC_SETTINGS = ("model", "pretrained", "image_size", "channels", "mean", "std")  # what an InputSpec depends on
 
-def batch_of_start(config: TrainConfig, checkpoint: Path | None, processes: int) -> TrainConfig:
-    """The settings with batch sizes that keep a checkpoint's global batch on this number of processes.
 
-    The batch size per process grows no larger than it was, or than --batch_size. Raises ValueError with the numbers of
-    processes that would work.
+def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> tuple[int, int, int]:
+    """(batch_size, grad_accum, global_batch_size) of this start; a resumed run keeps its global batch size.
+
+    The batch size per process does not exceed that of the run before, or --batch_size. Raises ValueError with the
+    numbers of processes that work.
     """
-    if checkpoint is None:
-        resolve_batch(config, processes)
-        return config
-    saved = read_metadata(checkpoint)
-    total = saved["global_batch_size"]
+    if saved is None:
+        return resolve_batch(config, processes)
+    total = saved.values["global_batch_size"]
     if config.global_batch_size not in (None, total):
-        raise ValueError(
-            f"{checkpoint}: was trained with a global batch size of {total}, not {config.global_batch_size}; give the "
-            "same settings"
-        )
-    config = replace(config, global_batch_size=total)
+        problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
+        raise UserError(problem, "give the same settings")
     if config.batch_size or config.grad_accum:
         with suppress(ValueError):
-            resolve_batch(config, processes)
-            return config
+            return resolve_batch(replace(config, global_batch_size=total), processes)
     if total % processes:
         *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
-        raise ValueError(
-            f"{checkpoint}: the global batch of {total} does not divide by {processes} processes; go on with "
-            f"{', '.join(works)} or {most} processes"
-        )
-    share, largest = total // processes, config.batch_size or TrainState.from_dict(saved["state"]).batch_size
-    batch = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
-    return replace(config, batch_size=None, grad_accum=share // batch)
+        problem = f"{saved.path}: the global batch of {total} does not divide by {processes} processes"
+        raise UserError(problem, f"resume with {', '.join(works)} or {most} processes")
+    share, largest = total // processes, config.batch_size or saved.state.batch_size
+    batch_size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
+    return batch_size, share // batch_size, total
 
 
-def restore_run(
-    checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, ranks: Ranks
-) -> None:
-    """Put a checkpoint's tensors, and in fp16 its loss scale, in place; collective."""
-    ranks.run_on_all(lambda: load_model(checkpoint, module))
-    ranks.run_on_all(lambda: load_optimizer(checkpoint, optimizer))
-    scale = read_metadata(checkpoint).get("scaler")
-    if accelerator.scaler is not None and scale:
-        ranks.run_on_all(lambda: _load_scale(scale, accelerator, checkpoint))
+def plan_of_start(config: TrainConfig, saved: SavedRun | None, samples: int, processes: int) -> Plan:
+    """How an epoch of `samples` is divided into updates and microbatches in this start."""
+    _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
+    return Plan(samples, global_batch_size, grad_accum * processes, config.seed, config.drop_last)
 
 
-def _load_scale(scale: dict, accelerator: Accelerator, checkpoint: Path) -> None:
-    """The loss scale where the run left it: a fresh one would overflow and skip updates."""
-    try:
-        accelerator.scaler.load_state_dict(scale)
-    except (RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{checkpoint / 'state.json'}: 'scaler' is malformed ({one_line(error)[:120]})") from error
+def spec_of_start(config: TrainConfig, saved: SavedRun | None, train: Split) -> InputSpec:
+    """The model's input: the checkpoint's if the settings for it are the same, else found from the images.
+
+    It is not found again in a resumed run, as some of the images may be gone.
+    """
+    if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in _SPEC_SETTINGS):
+        return saved.spec
+    return input_spec(config, *peek(train, skip=config.bad_images == "skip"))
 
 
-def read_state(checkpoint: Path | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data) -> TrainState:
-    """The state to go on from, a checkpoint's or a fresh one; ValueError when it is of another data set or model."""
-    if checkpoint is None:
-        return TrainState(batch_size=plan.global_batch_size // plan.microbatches)
-    saved = read_metadata(checkpoint)
-    settings = read_settings(checkpoint)
+def restore_state(
+    saved: SavedRun | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data
+) -> TrainState:
+    """The state to start from, the checkpoint's or a new one; ValueError if it is of other data or another model.
+
+    `folder` is the run folder if it exists already.
+    """
+    batch_size = plan.global_batch_size // plan.microbatches
+    if saved is None:
+        return TrainState(batch_size=batch_size)
     for what, there, here in (
-        ("a model", settings.model, config.model),
-        ("an optimizer", settings.optimizer, config.optimizer),
-        ("a seed", saved["seed"], plan.seed),
-        ("training samples", saved["samples"], plan.samples),
-        ("the classes", read_classes(checkpoint), data.class_names),
-        ("labels", saved["labels"], data.train.label_fingerprint),
+        ("a model", saved.settings.model, config.model),
+        ("an optimizer", saved.settings.optimizer, config.optimizer),
+        ("a seed", saved.values["seed"], plan.seed),
+        ("training samples", saved.values["samples"], plan.samples),
+        ("the classes", saved.class_names, data.class_names),
+        ("labels", saved.values["labels"], data.train.label_fingerprint),
     ):
         if there != here:
-            raise ValueError(
-                f"{checkpoint}: was trained with {what} of {_short(there)}, not {_short(here)}; give the same settings"
-            )
-    state = TrainState.from_dict(saved["state"])
+            problem = f"{saved.path}: was trained with {what} of {_short(there)}, not {_short(here)}"
+            raise UserError(problem, "give the same settings")
+    state = replace(saved.state)
     try:
         state.check_place(plan)
+        if any(position >= plan.samples for position in state.bad_images):
+            raise ValueError("'bad_images' is malformed")
     except ValueError as error:
-        raise ValueError(f"{checkpoint / 'state.json'}: {error}; take another checkpoint") from None
-    if any(position >= plan.samples for position in state.bad_images):
-        raise ValueError(f"{checkpoint / 'state.json'}: 'bad_images' is malformed; take another checkpoint")
+        raise UserError(f"{saved.path / 'state.json'}: {error}", "take another checkpoint") from None
     if not plan.update_size(state.position):  # --drop_last is new: the epoch ends here
         state.epoch, state.position = state.epoch + 1, 0
-    state.batch_size = max(state.batch_size, plan.global_batch_size // plan.microbatches)
-    if folder is None or checkpoint.parent.parent.resolve() != folder.resolve():
-        state.best_accuracy = state.best_step = None  # that checkpoint stays behind in its own run
+    state.batch_size = max(state.batch_size, batch_size)
+    if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
+        state.best_accuracy = state.best_step = None  # the best checkpoint stays in the run before
     return state
 
 
-def changed_settings(checkpoint: Path, config: TrainConfig, ranks: Ranks) -> list[str]:
-    """One line for each setting, and the numbers of processes and threads, that differ from the checkpoint's run."""
-    saved, before, now = read_metadata(checkpoint), asdict(read_settings(checkpoint)), asdict(config)
+def restore_tensors(
+    saved: SavedRun, module: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, ranks: Ranks
+) -> None:
+    """Load the checkpoint's weights, optimizer state and, in fp16, the loss scale; collective."""
+    ranks.run_on_all(lambda: load_model(saved.path, module))
+    ranks.run_on_all(lambda: load_optimizer(saved.path, optimizer))
+    scale = saved.values.get("scaler")
+    if accelerator.scaler is not None and scale:
+        ranks.run_on_all(lambda: _load_scale(scale, accelerator.scaler, saved.path / "state.json"))
+
+
+def _load_scale(scale: Any, scaler: torch.amp.GradScaler, path: Path) -> None:
+    """Restore the loss scale: a new one would overflow and skip updates."""
+    try:
+        scaler.load_state_dict(scale)
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: 'scaler' is malformed ({one_line(error)[:120]})", "take another checkpoint"
+        ) from error
+
+
+def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, plan: Plan, ranks: Ranks) -> list[str]:
+    """The lines that a resumed run prints: its checkpoint, and what differs from the run before.
+
+    `config` has this start's settings as given, and `settings` those that the run will save.
+    """
+    before, now = asdict(saved.settings), asdict(settings)
     ignored = (*OF_THIS_MACHINE, "global_batch_size", "batch_size", "grad_accum")
     pairs = [(name, before[name], now[name]) for name in now if name not in ignored]
-    pairs += [
-        ("processes", saved["processes"], ranks.topology.world_size),
-        ("threads", saved["threads"], ranks.threads),
+    topology = [
+        ("processes", saved.values["processes"], ranks.topology.world_size),
+        ("threads", saved.values["threads"], ranks.threads),
     ]
-    lines = [f"{name} was {there} in the checkpoint, now {here}" for name, there, here in pairs if there != here]
-    if any(line.startswith(("processes", "threads")) for line in lines):
+    lines = [f"resuming from {saved.path}"]
+    lines += [
+        f"{name} was {there} in the checkpoint, now {here}" for name, there, here in pairs + topology if there != here
+    ]
+    if any(there != here for _, there, here in topology):
         lines.append(
-            "the same samples follow; sums are added in another order, so that losses agree to rounding, and where "
-            "processes x accumulation differ, dropout masks and batch statistics do"
+            "the same samples follow; floating-point sums are added in another order, so losses agree to rounding; if "
+            "processes x accumulation steps differ, dropout masks and batch statistics differ too"
         )
+    used = plan.sizes(ranks.topology.world_size)
+    kept = config.batch_size == used["batch_size"] and config.grad_accum in (None, used["grad_accum"])
+    if config.batch_size and not kept:
+        given = f"--batch_size {config.batch_size}" + f" --grad_accum {config.grad_accum}" * bool(config.grad_accum)
+        lines.append(f"{given} cannot make the run's global batch of {plan.global_batch_size}; see the batch below")
     return lines
 
 
-def recorded_input(checkpoint: Path | None, config: TrainConfig) -> InputSpec | None:
-    """The model's input in a checkpoint with the same settings for it; None where it has to be found anew.
-
-    It was found by a look at some images, which may be other ones when files are gone.
-    """
-    if checkpoint is None:
-        return None
-    before, names = read_settings(checkpoint), ("model", "pretrained", "image_size", "channels", "mean", "std")
-    if any(getattr(before, name) != getattr(config, name) for name in names):
-        return None
-    return InputSpec.from_dict(read_metadata(checkpoint)["input"])
-
-
-def _short(value) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""What a run must remember to go on: one small object, written as JSON into every checkpoint."""
+"""The training state that every checkpoint stores as JSON, and that a resumed run starts from."""
 
 from dataclasses import asdict, dataclass, field
 
@@ -6,30 +6,40 @@ from utils.data.order import Plan
 
 
 @dataclass
+class Totals:
+    """Sums over all ranks since the last train record; `wait` is the seconds that ranks waited for data."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    count: float = 0.0
+    wait: float = 0.0
+
+
+@dataclass
 class TrainState:
-    """Where a run stands between two updates."""
+    """The progress of a run between two updates."""
 
     step: int = 0
     """Finished updates."""
     epoch: int = 0
     position: int = 0
-    """Samples of this epoch consumed so far; with the seed and the epoch, all that the order needs."""
+    """Samples of this epoch used so far. The seed, the epoch and this determine the order of the rest."""
     best_accuracy: float | None = None
     best_step: int | None = None
     seconds: float = 0.0
-    """Training time over all resumes, evaluation and saving not counted."""
+    """Training time over all resumes, without evaluation and saving."""
     images: int = 0
-    """Images trained on, over all ranks and resumes."""
+    """Images trained on by all ranks, over all resumes."""
     logged_seconds: float = 0.0
     """`seconds` at the last train record."""
     since_log: dict = field(default_factory=dict)
-    """The meter's totals since then."""
+    """The meter's totals (`Totals`) since then."""
     owes_evaluation: bool = False
-    """Whether an evaluation was due at this step and a stop came in the middle of it."""
+    """Whether the run was stopped during the evaluation that was due at this step."""
     bad_images: list[int] = field(default_factory=list)
-    """Positions in the training split of images that turned out to be unreadable in the run; they stay left out."""
+    """Positions in the training split of images found to be unreadable during the run. They stay left out."""
     batch_size: int = 0
-    """The largest batch of one process so far; on fewer processes a resumed run accumulates instead of exceeding it."""
+    """The largest batch of one process so far. On fewer processes, a resumed run accumulates to stay within it."""
 
     @property
     def epochs_begun(self) -> int:
@@ -37,19 +47,19 @@ class TrainState:
         return self.epoch + (self.position > 0)
 
     def updated(self, plan: Plan) -> None:
-        """Take note of an update."""
+        """Count an update."""
         self.images += plan.update_size(self.position)
         self.epoch, self.position = plan.advance(self.epoch, self.position)
         self.step += 1
 
     def evaluated(self, accuracy: float) -> None:
-        """Take note of an evaluation at this step."""
+        """Store the accuracy of an evaluation at this step if it is the best so far."""
         self.owes_evaluation = False
         if self.best_accuracy is None or accuracy > self.best_accuracy:
             self.best_accuracy, self.best_step = accuracy, self.step
 
     def train_record(self, lr: float, processes: int) -> dict:
-        """What the log says of the updates since the last record, over all samples on all ranks."""
+        """The log record of the updates since the last one, over all samples of all ranks."""
         totals, seconds = Totals(**self.since_log), self.seconds - self.logged_seconds
         return {
             "step": self.step,
@@ -64,16 +74,16 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
-        """The state that `asdict` wrote; ValueError when a field is missing or cannot be."""
+        """The state from the dictionary that `asdict` made; ValueError if a field is missing or malformed."""
         default = asdict(cls())
         for name in default:
             given = isinstance(values, dict) and (name in values or name in _LATER)
-            if not given or not _can_be(name, values.get(name, default[name])):
-                raise ValueError(f"no training state: {name!r} is missing or malformed")
+            if not given or not _is_valid(name, values.get(name, default[name])):
+                raise ValueError(f"the training state {name!r} is missing or malformed")
         return cls(**{name: values[name] for name in default if name in values})
 
     def check_place(self, plan: Plan) -> None:
-        """Raise ValueError when a run of this plan does not come by here, with --drop_last in any of its parts."""
+        """Raise ValueError if no run of this plan reaches this state, whichever epochs used --drop_last."""
         full, rest = divmod(plan.samples, plan.global_batch_size)
         before, odd = divmod(self.position, plan.global_batch_size)
         least = self.epoch * full + before
@@ -84,8 +94,8 @@ class TrainState:
 _LATER = ("bad_images",)  # fields that older checkpoints lack
 
 
-def _can_be(name: str, value) -> bool:
-    """Whether a field of TrainState may have this value."""
+def _is_valid(name: str, value) -> bool:
+    """Whether this is a valid value of a field of TrainState."""
     if name == "owes_evaluation":
         return type(value) is bool
     if name == "bad_images":
@@ -100,14 +110,4 @@ def _can_be(name: str, value) -> bool:
 
 
 def _is_number(value, *kinds: type) -> bool:
-    return type(value) in kinds and 0 <= value < 2**63  # which no NaN is
-
-
-@dataclass
-class Totals:
-    """Sums over all ranks since the last train record; `wait` is seconds that ranks waited for data, added up."""
-
-    loss: float = 0.0
-    correct: float = 0.0
-    count: float = 0.0
-    wait: float = 0.0
+    return type(value) in kinds and 0 <= value < 2**63  # False for NaN

@@ -1,0 +1,170 @@
+"""Read Hugging Face tables from files: parquet and arrow files, and save_to_disk folders."""
+
+import errno
+import json
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from utils.console import join_names
+from utils.data.splits import EVAL_NAMES
+from utils.errors import UserError, one_line
+
+TABLE_FILES = ("*.parquet", "*.arrow", "dataset_dict.json", "state.json")  # a folder with one of these holds tables
+
+
+def has_tables(folder: Path) -> bool:
+    """Whether a folder holds tables directly."""
+    return any(_visible(folder, name) for name in TABLE_FILES)
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    """The files that match the pattern, without hidden ones such as those of macOS (._train.parquet)."""
+    return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether this is a folder that save_to_disk wrote."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+
+
+def read_table_files(path: Path):
+    """The splits of a save_to_disk folder, of a folder of parquet or arrow files, or of one such file."""
+    if path.is_file() and path.suffix not in (".parquet", ".arrow"):
+        raise UserError(f"{path}: is neither a folder nor a table", "give a folder, or a .parquet or .arrow file")
+    _check_files(path)
+    try:
+        return _read(path)
+    except Exception as error:  # damaged files make the libraries raise anything
+        _check_cache(error, path)
+        reason = one_line(error.__cause__ or error)[:300]
+        raise UserError(
+            f"{_unreadable_file(path)}: cannot be read ({reason})", "fix or remove it (it must have rows)"
+        ) from error
+
+
+def _check_cache(error: Exception, path: Path) -> None:
+    """Raise ValueError if reading failed because `datasets` cannot write its cache: then the data is not damaged."""
+    from datasets import config
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            elsewhere = cause.filename and not Path(cause.filename).resolve().is_relative_to(path.resolve())
+            if elsewhere or cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+                folder = f"{config.HF_DATASETS_CACHE}: the cache of Hugging Face data sets"
+                raise UserError(
+                    f"{folder} cannot be written ({cause.strerror})",
+                    "set HF_HOME to a writable folder with free space",
+                ) from error
+        cause = cause.__cause__ or cause.__context__
+
+
+def _read(path: Path):
+    from datasets import Dataset, config, load_dataset, load_from_disk
+
+    # Otherwise it would report the read to the Hub, and wait for a network where there is none.
+    config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    hide_bars_without_terminal()
+    if _is_saved(path):
+        return load_from_disk(str(path))
+    if path.is_file() and path.suffix == ".arrow":
+        return {"train": Dataset.from_file(str(path))}
+    if path.is_file():
+        return load_dataset("parquet", data_files={"train": str(path)})
+    parquet = _visible(path, "*.parquet")
+    files = parquet or _visible(path, "*.arrow")
+    return load_dataset("parquet" if parquet else "arrow", data_files=_files_by_split(files))
+
+
+def _check_files(path: Path) -> None:
+    """Raise ValueError if a table is not a regular file, or if a shard is missing or a duplicate."""
+    if path.is_file():
+        return
+    for file in (file for pattern in TABLE_FILES for file in _visible(path, pattern)):
+        if file.is_dir():
+            raise UserError(f"{file}: is a folder", f"for the tables in it, give --data {file}")
+        if not file.is_file():
+            raise UserError(f"{file}: is not a regular file", "remove or replace it")
+    if _is_saved(path):
+        _check_saved(path)
+    else:
+        _check_shards(_visible(path, "*.parquet") or _visible(path, "*.arrow"))
+
+
+def _check_saved(path: Path) -> None:
+    """Check that a save_to_disk folder holds all files that it lists; `datasets` reports damaged lists."""
+    malformed = (OSError, ValueError, TypeError, KeyError, RecursionError)
+    folders = [path]
+    with suppress(*malformed):
+        folders = [path / name for name in json.loads((path / "dataset_dict.json").read_text())["splits"]]
+    for folder in folders:
+        needed = [folder / "state.json", folder / "dataset_info.json"]
+        with suppress(*malformed):
+            if needed[0].is_file():
+                listed_files = json.loads(needed[0].read_text())["_data_files"]
+                needed += [folder / file["filename"] for file in listed_files]
+        missing = [file for file in needed if not file.is_file()]
+        if missing:
+            problem = f"{path}: cannot be read, missing {join_names(missing, 3)}"
+            raise UserError(problem, "copy or save the folder again")
+
+
+def _check_shards(files: list[Path]) -> None:
+    """Check that each of the shards NAME-00000-of-00010, and so on, exists exactly once."""
+    sets: dict[str, dict[int, dict[int, Path]]] = {}  # by name, by total, by number
+    for file in files:
+        shard = re.fullmatch(r"(.+)-(\d+)-of-(\d+)(.*)", file.stem)
+        if not shard:
+            continue
+        name, number, total = shard[1], int(shard[2]), int(shard[3])
+        totals = sets.setdefault(name, {})
+        numbers = totals.setdefault(total, {})
+        other = numbers.get(number) or next((n for t in totals if t != total for n in totals[t].values()), None)
+        if other:
+            problem = f"{file}: duplicates {other.name} or belongs to another set of shards"
+            raise UserError(problem, "remove one of the two")
+        numbers[number] = file
+    for name, totals in sets.items():
+        for total, numbers in totals.items():
+            first = 1 if 0 not in numbers and total in numbers else 0
+            expected = range(first, first + min(total, len(numbers) + 13))  # enough to name the first missing ones
+            missing = [f"{name}-{number:05}-of-{total:05}" for number in expected if number not in numbers]
+            if missing:
+                count = f"{total - len(numbers)} of {total} shards not found"
+                raise UserError(
+                    f"{files[0].parent}: {count}: {join_names(missing, 3)}",
+                    f"add them, or rename the others without -of-{total:05} to use only those",
+                )
+
+
+def _unreadable_file(path: Path) -> Path:
+    """The first parquet file in `path` whose footer is damaged or counts no rows; `path` itself if there is none."""
+    from pyarrow.parquet import read_metadata
+
+    for file in sorted(path.glob("*.parquet")):
+        with suppress(ValueError, OSError):
+            if read_metadata(file).num_rows:
+                continue
+        return file
+    return path
+
+
+def _files_by_split(files: list[Path]) -> dict[str, list[str]]:
+    """Group files by split: train-00000-of-00002.parquet as the Hub names them, else val.parquet, test_1.parquet."""
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        shard = re.fullmatch(r"(?:.*-)?(\w+)-\d+-of-\d+(-\w+)?", file.stem)
+        word = re.split("[^a-z]", file.name.lower())[0]
+        name = shard[1] if shard else word if word in EVAL_NAMES else "train"
+        groups.setdefault(name, []).append(str(file))
+    return groups
+
+
+def hide_bars_without_terminal() -> None:
+    """Turn off the progress bars of `datasets` if standard error is not a terminal."""
+    from datasets import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()

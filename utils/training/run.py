@@ -1,0 +1,124 @@
+"""A training run: everything that the loop uses, and what is printed at its start and end."""
+
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from utils.config.settings import TrainConfig, advice, to_yaml
+from utils.console import table
+from utils.data.batches import Batches
+from utils.data.colour import remarks
+from utils.data.order import Plan
+from utils.data.spec import InputSpec
+from utils.data.splits import Data
+from utils.files import write_file
+from utils.launch.command import resume_command
+from utils.ranks.ranks import Ranks
+from utils.ranks.stopping import Stopping
+from utils.runs.folder import RunFolder, Start
+from utils.runs.log import RunLog
+from utils.runs.metadata import versions
+from utils.runs.state import TrainState
+from utils.training.bad_images import still_bad, write_list
+from utils.training.meter import Meter
+from utils.training.profiling import Profile
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything that the training loop uses."""
+
+    config: TrainConfig
+    ranks: Ranks
+    stopping: Stopping
+    accelerator: Accelerator
+    start: Start
+    folder: RunFolder
+    data: Data
+    spec: InputSpec
+    plan: Plan
+    updates: int
+    state: TrainState
+    model: nn.Module  # as Accelerate wraps it, for training
+    module: nn.Module  # without the wrapper, for evaluation
+    optimizer: Optimizer
+    train_batches: Batches
+    eval_batches: Batches
+    meter: Meter
+    log: RunLog
+    profile: Profile
+    saved_best: tuple[float | None, int | None]  # accuracy and update of the best checkpoint on disk
+
+
+def announce(run: Run) -> None:
+    """Print what runs where, and write the settings to the run folder; collective."""
+    config, ranks, folder = run.config, run.ranks, run.folder.path
+    processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
+    numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
+    run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
+    rows = start_rows(run, ranks.gather_text(ranks.describe()))
+    lines = ranks.run_on_all(lambda: remarks(run.data, config, run.spec.channels) if ranks.is_main else [])
+    lines += still_bad(run.data, run.state.bad_images) + advice(config, run.spec.small, processes)
+    run.log.say("\n".join([table(f"Lockstep  {folder}", rows), *lines]))
+
+    def write_files() -> None:
+        write_file(folder / "config.yaml", to_yaml(config))
+        write_list(folder, run.data.bad_images)
+
+    ranks.run_on_all(lambda: write_files() if ranks.is_main else None)
+
+
+def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
+    """The rows of the table at the start of a run; `places` says where each rank runs."""
+    plan, data, processes = run.plan, run.data, len(places)
+    parameters = sum(parameter.numel() for parameter in run.module.parameters())
+    interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
+    return [
+        *((f"rank {rank}", place) for rank, place in enumerate(places)),
+        ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
+        ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
+        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
+        ("batch", plan.describe(processes)),
+        ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
+    ]
+
+
+def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
+    """Print the result and the next command; returns whether updates or an evaluation are left.
+
+    `command` is the command that started the run.
+    """
+    state, config, folder = run.state, run.config, run.folder.path
+    done = state.step >= run.updates and not state.owes_evaluation
+    if done:
+        checkpoint = folder if result or state.best_step or not run.start.saved else run.start.saved.path
+        places = [("--data_dir", config.data_dir), ("--cache_dir", config.cache_dir)]
+        given = [
+            word
+            for flag, place in places
+            if place and place != getattr(TrainConfig, flag[2:])
+            for word in (flag, place)
+        ]
+        words = ["python", "eval.py", "--ckpt", str(checkpoint), *given]
+        title, following = "Done", f"evaluate it: {shlex.join(words)}"
+    else:
+        title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
+        following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
+    run.log.say(f"{table(title, result_rows(state, result, done))}\n{following}")
+    run.log.close()
+    return not done
+
+
+def result_rows(state: TrainState, result: dict | None, done: bool) -> list[tuple[str, str]]:
+    """The rows of the table at the end of a run."""
+    rows = [("accuracy", f"{result['accuracy']:.4f}"), ("loss", f"{result['loss']:.4f}")] if result else []
+    if done and result is None:
+        rows = [("finished", f"{state.step} updates were done before; raise --epochs or --max_steps to continue")]
+    if state.best_accuracy is not None:
+        rows.append(("best", f"{state.best_accuracy:.4f} at update {state.best_step}"))
+    return [*rows, ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s")]

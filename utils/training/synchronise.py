@@ -1,0 +1,52 @@
+"""Where all ranks of a run agree: on the sums of losses, on errors, and on stopping."""
+
+import math
+from dataclasses import asdict
+from functools import partial
+
+from utils.errors import UserError
+from utils.runs.state import Totals
+from utils.training.bad_images import agree_on_bad
+from utils.training.divergence import report_bad_loss
+from utils.training.meter import Pace
+from utils.training.run import Run
+from utils.training.schedule import learning_rate
+
+
+def synchronise(run: Run, pace: Pace) -> float:
+    """Sum losses over the ranks, and agree on errors and stopping; collective, about once a second.
+
+    A rank that cannot read a sample continues without it until here, so that no rank waits for it.
+    Returns the seconds since the last save.
+    """
+    state, batches = run.state, run.train_batches
+    run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
+    failed = batches.error is not None
+    failed = failed or (run.log.error is not None and run.config.if_save_fails == "stop")
+    new_bad = len(batches.bad.keys() - batches.agreed_bad)
+    reduced = run.meter.reduce(run.accelerator, failed, run.stopping.requested, new_bad)
+    if reduced.failed:
+        run.ranks.run_on_all(batches.check)
+        run.ranks.run_on_all(run.log.check)
+    if reduced.bad:
+        state.bad_images += agree_on_bad(run, run.data.train, batches)
+    if not reduced.totals.count:
+        problem = f"no image of the updates up to {state.step} can be read"
+        raise UserError(problem, f"see {run.folder.path}/bad_images.json")
+    if not math.isfinite(reduced.totals.loss):
+        first = run.meter.first_bad()
+        report = partial(report_bad_loss, run.ranks, run.log, run.plan, run.data.train, first)
+        run.ranks.run_on_all(report)
+    pace.synced(state.step, reduced.seconds)
+    state.seconds += reduced.seconds
+    state.since_log = asdict(reduced.totals)
+    run.stopping.agreed = reduced.stop
+    return reduced.since_save
+
+
+def log_training(run: Run) -> None:
+    """Write a train record over all samples since the last one."""
+    state, lr = run.state, learning_rate(run.config, run.state.step - 1, run.updates)
+    run.log.write("train", **state.train_record(lr, run.accelerator.num_processes))
+    state.logged_seconds, state.since_log = state.seconds, asdict(Totals())
+    run.meter.reset()
