@@ -19,7 +19,7 @@ import utils.data.cache
 import utils.data.datasets
 import utils.waiting
 from utils.data.order import permutation
-from utils.launch.exits import explain
+from utils.launch.exits import with_known_fix
 from utils.ranks import data_watch, stopping, watching
 from utils.ranks.data_watch import DataWatch
 from utils.ranks.stopping import Stopping
@@ -167,7 +167,7 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
     monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=told))
     with pytest.raises(RuntimeError, match="killed by signal") as caught:
         list(awaited(broken(), "a batch"))
-    assert "/dev/shm" in str(explain(caught.value)) and data_watch.CurrentWait.what == ""
+    assert "/dev/shm" in str(with_known_fix(caught.value)) and data_watch.CurrentWait.what == ""
 
 
 # Real runs whose data comes from a dead disk: a pipe that nobody writes to
