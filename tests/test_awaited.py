@@ -20,7 +20,7 @@ import utils.data.datasets
 import utils.waiting
 from utils.data.order import permutation
 from utils.launch.exits import with_known_fix
-from utils.ranks import data_watch, stopping, watching
+from utils.ranks import data_watch, stopping
 from utils.ranks.data_watch import DataWatch
 from utils.ranks.stopping import Stopping
 from utils.waiting import awaited
@@ -50,7 +50,7 @@ class Clock:
 
     def __init__(self, monkeypatch, looks):
         self.now, self.looks = 0.0, iter(looks)
-        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("utils.ranks.watch.time", SimpleNamespace(monotonic=lambda: self.now))
 
     def wait(self, tick):
         step = next(self.looks, None)

@@ -14,7 +14,7 @@ from utils.launch.environment import Topology, is_launched, read_topology
 from utils.launch.exits import exit_with_error, reports_for_machine, with_known_fix, with_rank
 from utils.ranks.data_watch import DataWatch
 from utils.ranks.ranks import Ranks
-from utils.ranks.watching import print_error
+from utils.ranks.watch import print_error
 
 
 def _topology(launch: LaunchConfig) -> Topology:
