@@ -131,7 +131,7 @@ def evaluate(saved: SavedRun, config: TrainConfig, split_name: str | None, own_d
     # The checkpoint's image size counts, also if the run took it from its images.
     sized = replace(config, image_size=max(spec.height, spec.width))
     load = partial(load_split, sized, split_name, class_names, own_data, saved.record, terminal)
-    split = ranks.run_on_all(load, main_first=True, at="loading the data")
+    split = ranks.run_on_all(load, main_first=True, place="loading the data")
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
@@ -149,6 +149,7 @@ def evaluate(saved: SavedRun, config: TrainConfig, split_name: str | None, own_d
     batches = Batches(loader, spec, config, accelerator.device, training=False)
     bar = terminal.progress("evaluating")
     result = evaluate_split(ranks, accelerator, model, batches, config, bar)
+    assert result is not None  # nothing stops it
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")
     step, epoch = saved.state.step, saved.state.epochs_begun

@@ -21,7 +21,6 @@ from functools import partial
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import Dataset
 
 from utils.config.batch import resolve_batch
 from utils.config.cli import parse_args
@@ -29,7 +28,7 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batch, Batches
 from utils.data.order import BlockSampler, UpdateSampler, fold_in
-from utils.data.pipeline import make_dataset, make_loaders
+from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
 from utils.data.selection import load_data
 from utils.data.sources import check_source
 from utils.data.spec import InputSpec
@@ -125,8 +124,12 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     # Accelerate deals microbatches, and blocks of the evaluation split, to the ranks in turn.
     order = UpdateSampler(plan, max(0, updates - state.step), state.epoch, state.position)
     blocks = BlockSampler(len(data.evaluation), config.eval_batch_size)
-    parts = {"training": (train_set, order), "evaluation": (eval_set, blocks)}
-    loaders = make_loaders(parts, config, ranks.threads, ranks.device)
+    loaders = make_loaders(
+        {"training": (train_set, order), "evaluation": (eval_set, blocks)},
+        config,
+        ranks.threads,
+        ranks.device,
+    )
     compile_model(accelerator, module)
     model, wrapped, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
     if accelerator.scaler:  # only fp16 needs the wrapper, which costs 0.3 ms per update
@@ -173,17 +176,17 @@ def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
     """Load and check the data; a resumed run keeps the samples that it began with."""
     record = start.saved.record if start.saved else None
     load = partial(load_data, config, record, Terminal(ranks.is_main))
-    data = ranks.run_on_all(load, main_first=True, at="loading the data")
+    data = ranks.run_on_all(load, main_first=True, place="loading the data")
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 
 
-def make_datasets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) -> list[Dataset]:
+def make_datasets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) -> list[ImageDataset]:
     """The training and the evaluation set: small images are decoded here, others by loaders."""
     bar, made = Terminal(ranks.is_main).progress("decoding"), []
     for split, training in ((data.train, True), (data.evaluation, False)):
         make = partial(make_dataset, split, spec, config, training, bar)
-        made.append(ranks.run_on_all(make, main_first=True, at="decoding images"))
+        made.append(ranks.run_on_all(make, main_first=True, place="decoding images"))
     return made
 
 
@@ -191,7 +194,7 @@ def make_module(config: TrainConfig, spec: InputSpec, classes: int, ranks: Ranks
     """The model with its initial weights, the same on all ranks."""
     torch.manual_seed(fold_in(config.seed, "weights"))
     build = partial(build_model, config, spec, classes)
-    module = ranks.run_on_all(build, main_first=True, at="building the model")
+    module = ranks.run_on_all(build, main_first=True, place="building the model")
     return ranks.run_on_all(lambda: convert_batch_norm(module)) if config.sync_batchnorm else module
 
 
@@ -235,14 +238,14 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     scale = accelerator.num_processes / plan.update_size(state.position)
     grad_accum = plan.microbatches // accelerator.num_processes
     for step in range(grad_accum):
-        run.ranks.at(f"update {state.step + 1}, reading a batch")
+        run.ranks.mark(f"update {state.step + 1}, reading a batch")
         waiting = time.perf_counter()
         images, labels, _ = next(batches)
         waited = time.perf_counter() - waiting
         microbatch = step * accelerator.num_processes + accelerator.process_index
         seed_layers(accelerator.device, fold_in(config.seed, "layers", state.step, microbatch))
         with nullcontext() if step == grad_accum - 1 else accelerator.no_sync(run.model):
-            run.ranks.enter(f"update {state.step + 1}, computing and adding up gradients")
+            run.ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
             logits = run.model(images)
             loss = loss_sum(config, logits, labels, config.label_smoothing)
             accelerator.backward(loss * scale)
@@ -260,7 +263,7 @@ def evaluate(run: Run) -> dict | None:
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
-    run.ranks.at(f"after update {state.step}, evaluating")
+    run.ranks.mark(f"after update {state.step}, evaluating")
     run.ranks.broadcast_buffers(run.module)
     parts = run.ranks, run.accelerator, run.module, run.eval_batches, run.config
     bar = Terminal(run.ranks.is_main).progress("evaluating")

@@ -1,19 +1,19 @@
-"""Images per second on MNIST beside what else people write, and beside the bare arithmetic. Ratios of paired runs.
+"""Images per second on MNIST: Lockstep, other training scripts, and the bare training step, in paired rounds.
 
     python benchmarks/against_peers.py --peers DIR --mnist_idx DIR --mnist DIR --json FILE
-    python benchmarks/against_peers.py ... --processes 2 --sides tutorial --rounds 1          a try, in two minutes
+    python benchmarks/against_peers.py ... --processes 2 --sides tutorial --rounds 1          a trial of two minutes
 
---peers is a folder with the scripts to compare with; --mnist_idx holds MNIST as torchvision.datasets.MNIST reads it,
---mnist its parquet files as on the Hub. All sides train the same network with the same SGD on batches of 128 for each
-process, on CPUs with one thread each; ours are `python train.py` and `accelerate launch ... train.py`.
+--peers is a folder with the scripts to compare with. --mnist_idx holds MNIST as torchvision.datasets.MNIST reads it,
+and --mnist its parquet files as on the Hub. All sides train the same network with the same SGD and batches of 128 per
+process, on CPUs with one thread per process. Ours are `python train.py` and `accelerate launch ... train.py`.
 
-* tutorial, hugging_face, lightning: whole epochs, the first included, evaluation and start-up left out on both sides
-  (Lightning's script has two processes only). Images per second are 60,000 over the epoch's seconds.
-* limit: the step on one resident batch, without any data or loop, at the precision that train.py runs at; for each
-  pair ours is run anew just before or after it. The limit times five stretches of 40 updates, drops the first and
-  takes the third of the others, sorted by time; ours does the same with its train records.
+* tutorial, hugging_face, lightning: the first epoch, without start-up and evaluation on both sides (Lightning's script
+  only has two processes). Images per second are 60,000 divided by the epoch's seconds.
+* limit: the step on one resident batch, without data loading or a loop, at the precision of train.py. Ours is run again
+  just before or after it. The limit times five stretches of 40 updates, drops the first and takes the third of the
+  others, sorted by time. Ours does the same with its train records.
 
-A ratio is ours over theirs in the same round, given as the median and the range of the rounds.
+A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their range.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from common import (
 
 OURS, SIDES = "ours", ("tutorial", "hugging_face", "lightning", "limit")
 STRETCH = 40  # updates of one of the limit's five stretches
-# The peer's own file would measure three configurations, in three times the time.
+# The peer's own script would measure three configurations, which takes three times as long.
 LIMIT = """
 import sys
 from argparse import Namespace
@@ -52,49 +52,49 @@ from compute_limit import work
 args = Namespace(processes=processes, threads=1, batch_size=batch_size, port=12356)
 spawn(work, args=(args, bool(channels_last), bool(bf16)), nprocs=processes)
 """
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**30)}  # what that file sets
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**30)}  # as that script sets them
 
 
 def ours(processes: int, args: argparse.Namespace, **more) -> list[dict]:
-    """The log of train.py with the peers' network, SGD and batch."""
+    """The log of train.py with the peers' network, SGD and batch size."""
     sgd = flags(optimizer="sgd", lr=0.01, momentum=0, weight_decay=0, lr_schedule="constant")
     where = flags(data=args.mnist, mixed_precision=args.mixed_precision, threads=1, max_eval_samples=256)
     return train(processes, *flags(model="mnist_cnn", batch_size=128), *sgd, *where, *flags(**more))
 
 
 def epoch_rate(processes: int, args: argparse.Namespace) -> float:
-    """Images per second of train.py over its first epoch."""
+    """Images per second of train.py in its first epoch."""
     log = ours(processes, args, epochs=1)
     return MNIST_IMAGES / [record["seconds"] for record in log if record["kind"] == "train"][-1]
 
 
 def stretch_rate(processes: int, args: argparse.Namespace) -> float:
-    """Images per second of train.py, from five train records as the limit does it."""
+    """Images per second of train.py, from five train records, computed as for the limit."""
     return sorted(rates(ours(processes, args, max_steps=5 * STRETCH, log_every=STRETCH)))[1]
 
 
 def peer_rate(name: str, processes: int, args: argparse.Namespace) -> float:
-    """Images per second of a peer, as its line of JSON says."""
+    """Images per second of a peer, from its line of JSON."""
     tutorial = [sys.executable, args.peers / "mnist_ddp_baseline.py", *flags(root=args.mnist_idx, epochs=1)]
     commands = {
         "tutorial": [*tutorial, *flags(processes=processes, threads=1)],
         "hugging_face": [*launch(processes), args.peers / "hf_style.py", *flags(data=args.mnist, epochs=1)],
         "lightning": [args.lightning_python, args.peers / "lightning_style.py", *flags(root=args.mnist_idx)],
     }
-    # Not to its end: a peer that never closes its process group may abort there, its numbers printed.
+    # Not to its end: a peer that does not close its process group may abort there, after printing its numbers.
     lines, _ = run(commands[name], until=lambda line: line.startswith("{"), env={"OMP_NUM_THREADS": "1"})
     return last_json(lines)["images_per_second"]
 
 
 def limit_rate(processes: int, args: argparse.Namespace) -> float:
-    """Images per second of the bare arithmetic, at the precision that train.py runs at."""
+    """Images per second of the bare step, at the precision of train.py."""
     numbers = [processes, 128, 1, int(args.precision == "bf16")]
     lines, _ = run([sys.executable, "-c", LIMIT, args.peers, *numbers], env=MALLOC)
     return last_json(lines)["images_per_second"]
 
 
 def measure(args: argparse.Namespace) -> tuple[dict, dict]:
-    """Images per second by side and processes: of whole epochs, and of the pairs with the limit."""
+    """Images per second by (side, processes): over epochs, and paired with the limit."""
     sides = {(OURS, n): partial(epoch_rate, n, args) for n in args.processes}
     for name in args.sides:
         counts = [n for n in args.processes if name != "lightning" or n == 2]
@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace) -> tuple[dict, dict]:
 
 
 def rows(results: dict[tuple[str, int], list[float]]) -> list[list]:
-    """A row for each side that is not ours: images per second, and the ratio of the pairs."""
+    """A row for each side except ours: images per second, and the ratio of the rounds."""
     lines = []
     for (name, n), theirs in results.items():
         if name != OURS:
@@ -118,7 +118,7 @@ def rows(results: dict[tuple[str, int], list[float]]) -> list[list]:
 
 
 def devices(epochs: dict[tuple[str, int], list[float]], processes: list[int]) -> str:
-    """The tutorials' own table: seconds per epoch on one device and on several, and the speed-up."""
+    """The table of the tutorials: seconds per epoch on one device and on several, and the speed-up."""
     lines = []
     for name in dict.fromkeys(name for name, _ in epochs):
         if all((name, n) in epochs for n in processes):
@@ -130,11 +130,11 @@ def devices(epochs: dict[tuple[str, int], list[float]], processes: list[int]) ->
 
 
 def available(args: argparse.Namespace) -> list[str]:
-    """The sides asked for that can run here; says which cannot."""
+    """The sides of --sides that can run here; prints which cannot."""
     found = args.sides.split(",")
     has = subprocess.run([args.lightning_python, "-c", "import lightning"], capture_output=True).returncode == 0
     if "lightning" in found and not has:
-        print(f"lightning is left out: {args.lightning_python} does not have it; see --lightning_python")
+        print(f"lightning is left out: {args.lightning_python} does not have it; set --lightning_python")
         found.remove("lightning")
     return found
 
@@ -151,9 +151,9 @@ def main() -> None:
     args = parser.parse_args()
     args.processes = sorted(map(int, args.processes.split(",")))
     if not set(args.sides.split(",")) <= set(SIDES):
-        parser.error(f"--sides are some of {','.join(SIDES)}")
+        parser.error(f"--sides must be some of {','.join(SIDES)}")
     args.sides = available(args)
-    # A run of one update decodes what is not in the cache yet, and tells the precision.
+    # A run of one update decodes images that are not in the cache yet, and logs the precision.
     args.precision = ours(1, args, max_steps=1)[0]["precision"]
     epochs, pairs = measure(args)
     columns = ["beside", "processes", "ours, images/s", "theirs", "ours, s per epoch", "theirs", "ours over theirs"]

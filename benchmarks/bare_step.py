@@ -1,11 +1,11 @@
-"""The training step alone, on one batch that stays on the device: no data, no loop, no log. Prints one JSON line.
+"""The training step alone, on one batch that stays on the device, without data, loop or log. Prints one JSON line.
 
     python benchmarks/bare_step.py                                          one process
     torchrun --nproc_per_node 2 benchmarks/bare_step.py --exchange ddp      two, which average their gradients
 
-scaling.py runs it. Network, optimizer and memory layout are train.py's; what Lockstep adds to them is not here. With
-`--exchange none` the processes work side by side and never speak while the time is taken, with `data_parallel` one
-process drives all GPUs through torch.nn.DataParallel.
+scaling.py runs it. Network, optimizer and memory layout are those of train.py, without what Lockstep adds to them. With
+`--exchange none` the processes work side by side and do not communicate while they are timed. With `data_parallel` one
+process uses all GPUs through torch.nn.DataParallel.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def make_step(args: argparse.Namespace, device: torch.device):
 
 
 def timed(step, steps: int, device: torch.device) -> float:
-    """Seconds of that many steps, begun by all processes at once."""
+    """Seconds of so many steps, which all processes start at once."""
     if dist.is_initialized():
         dist.barrier()
     begun = time.perf_counter()
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--exchange", choices=("none", "ddp", "data_parallel"), default="none")
     parser.add_argument("--batch_size", type=int, default=128, help="of each process (default: %(default)s)")
     parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), default="no")
-    parser.add_argument("--steps", type=int, default=150, help="counted updates (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=150, help="timed updates (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=30, help="updates before them (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -92,7 +92,7 @@ def main() -> None:
     timed(step, args.warmup, device)
     rate = torch.tensor([args.steps * args.batch_size / timed(step, args.steps, device)], device=device)
     if processes > 1:
-        dist.all_reduce(rate)  # the sum of what each process reached
+        dist.all_reduce(rate)  # the sum over the processes
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps({"images_per_second": rate.item()}), flush=True)
     if processes > 1:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: commands and turns, spreads, the machine's name, and one way to write a result down."""
+"""Shared by the benchmarks: running commands in turns, medians and ranges, the machine's name, writing results."""
 
 import argparse
 import json
@@ -23,11 +23,11 @@ import torchvision
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-MNIST_IMAGES = 60_000  # of the training split
+MNIST_IMAGES = 60_000  # in the training split
 
 
 def machine() -> dict:
-    """What the numbers were measured on."""
+    """The machine and the library versions of a measurement."""
     found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "cpu": found[1] if found else platform.machine(),
@@ -41,16 +41,16 @@ def machine() -> dict:
 
 
 def machine_line() -> str:
-    """The machine in one line, to stand under a table."""
+    """The machine in one line, to print under a table."""
     m = machine()
     gpu = f", {m['gpus']} x {m['gpu']}" if m["gpus"] else ""
     return f"{m['cores']} x {m['cpu']} ({m['cpu_capability']}){gpu}; torch {m['torch']}, torchvision {m['torchvision']}"
 
 
 def in_turns(sides: Mapping[str, Callable[[], float | dict]], rounds: int) -> dict[str, list]:
-    """What each side returned in each round; every round runs all sides, in a random order of its own.
+    """What each side returned in each round; every round runs all sides, in a new random order.
 
-    Machines drift by more than the differences looked for, so only sides of the same round may be compared.
+    The speed of a machine drifts by more than the differences of interest, so compare only sides of the same round.
     """
     results, shuffle = {name: [] for name in sides}, random.Random(0)
     with tqdm(total=rounds * len(sides)) as bar:
@@ -68,7 +68,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def spread(values: Sequence[float], form: str = ",.0f") -> str:
-    """The median, and in brackets the lowest and the highest where there are several."""
+    """The median, and if there are several values, in brackets the lowest and the highest."""
     if len(values) == 1:
         return f"{values[0]:{form}}"
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
@@ -81,15 +81,15 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence]) -> str:
 
 
 def make_parser(doc: str, rounds: int = 5) -> argparse.ArgumentParser:
-    """A parser with the flags of every benchmark, `doc` its module's docstring."""
+    """A parser with the flags that all benchmarks have; `doc` is the script's docstring."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help="runs of each side (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single number to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
     return parser
 
 
 def report(args: argparse.Namespace, header: Sequence[str], rows: Sequence[Sequence], results: dict) -> None:
-    """Print the table and the machine, and write all of it to --json if that was given."""
+    """Print the table and the machine, and write all numbers to --json if it is set."""
     print(f"{markdown(header, rows)}\n\n{machine_line()}")
     if args.json:
         record = {"machine": machine(), "settings": {k: str(v) for k, v in vars(args).items()}, "results": results}
@@ -97,7 +97,7 @@ def report(args: argparse.Namespace, header: Sequence[str], rows: Sequence[Seque
 
 
 def launch(processes: int) -> list[str]:
-    """The command that runs a script on that many processes: Python, or the project's Accelerate configuration."""
+    """The command that runs a script on so many processes: Python, or accelerate launch with the project's config."""
     if processes == 1:
         return [sys.executable]
     config = ROOT / "accelerate_configs" / ("2gpu.yaml" if torch.cuda.is_available() else "2cpu.yaml")
@@ -108,13 +108,13 @@ def launch(processes: int) -> list[str]:
 def run(
     command: Sequence, until: Callable[[str], bool] | None = None, seconds: float = 1800.0, env: Mapping | None = None
 ) -> tuple[list[tuple[float, str]], float]:
-    """Run a command to its end, or to the first line of its output that `until` accepts, and then kill it.
+    """Run a command to its end, or to the first line of its output that `until` accepts; then it is killed.
 
-    Returns its lines, each after the seconds from the start of the command to it, and the seconds of the whole. Raises
-    TimeoutError after `seconds`, SystemExit with its last lines if it fails. Its processes are killed with it, those
-    apart whose parent had died before.
+    Returns its lines, each with the seconds since the start of the command, and the seconds in all. Raises TimeoutError
+    after `seconds`, and SystemExit with its last lines if it fails. Its processes are killed too, except those whose
+    parent had ended before.
     """
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` sees it too
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     command, lines, begun = [str(word) for word in command], [], time.perf_counter()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes) as process:
@@ -139,12 +139,12 @@ def run(
 
 
 def last_json(lines: Sequence[tuple[float, str]]) -> dict:
-    """What the last line of JSON says."""
+    """The last line of JSON, parsed."""
     return json.loads([line for _, line in lines if line.startswith("{")][-1])
 
 
 def kill(pid: int) -> None:
-    """Kill a process with all its descendants: the launcher's ranks have process groups of their own."""
+    """Kill a process and all its descendants; a launcher's ranks have process groups of their own."""
     with suppress(psutil.NoSuchProcess):
         for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
             with suppress(psutil.NoSuchProcess):
@@ -152,17 +152,17 @@ def kill(pid: int) -> None:
 
 
 def flags(**settings) -> list[str]:
-    """Settings as flags of a command; those that are None are left out."""
+    """Settings as flags of a command, without those that are None."""
     return [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
 
 
 def train(processes: int, *settings: str) -> list[dict]:
-    """Train with train.py in a folder that is deleted after it; returns the records of its log."""
+    """Train with train.py in a temporary folder; returns the records of its log."""
     with TemporaryDirectory(prefix="lockstep-") as folder:
         run([*launch(processes), ROOT / "train.py", *settings, "--output_dir", folder, "--run_name", "run"])
         return [json.loads(line) for line in (Path(folder) / "run" / "log.jsonl").read_text().splitlines()]
 
 
 def rates(log: Sequence[dict]) -> list[float]:
-    """Images per second of each train record but the first, in which the processes warm up."""
+    """Images per second of each train record except the first, in which the processes warm up."""
     return [record["images_per_second"] for record in log if record["kind"] == "train"][1:]

@@ -1,19 +1,20 @@
-"""Images per second of one core from stored data to normalised float batches, beside what others use. Paired rounds.
+"""Images per second of one core, from stored data to normalised float batches: Lockstep and others in paired rounds.
 
     python benchmarks/input_pipeline.py --photos FOLDER --json FILE       an image folder, train/CLASS/IMAGE.jpg
-    python benchmarks/input_pipeline.py                                   made-up photographs
+    python benchmarks/input_pipeline.py                                   generated photographs
 
 Every side runs in this process, without loader processes, with one thread.
 
-* photographs: a random part of 8 to 100 % of the area, to 224x224, bilinear and antialiased, half of them mirrored; in
-  batches of 32. torchvision's are its reference training's two backends, and its transforms behind its own decoder;
-  timm's is `create_loader`, as it comes and without the change of colours. The bare decoder reads from memory and does
-  nothing else.
-* large photographs: the same of made-up ones of 4000x3000 pixels, as cameras take them.
-* colour 32x32 and grey 28x28: decoded beforehand, as everybody does who can. Shifted by up to 4 (2) pixels, colour
-  mirrored; in batches of 256 (128). torchvision's are its transforms on Pillow's images and on tensors.
+* photographs: a random crop of 8 to 100 % of the area, resized to 224x224, bilinear and antialiased, half of them
+  flipped, in batches of 32. torchvision has the two backends of its reference training, and its transforms after its
+  own decoder. timm has `create_loader`, with its defaults and without colour jitter. The bare decoder decodes from
+  memory and does nothing else.
+* large photographs: the same with generated photographs of 4000x3000 pixels, the size of a camera's.
+* colour 32x32 and grey 28x28: decoded beforehand on all sides. Colour images are shifted by up to 4 pixels and flipped,
+  in batches of 256; grey ones are shifted by up to 2 pixels, in batches of 128. torchvision's transforms run on Pillow
+  images and on tensors.
 
-A ratio is ours over theirs in the same round, given as the median and the range of the rounds.
+A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their range.
 """
 
 import argparse
@@ -23,7 +24,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from torchvision.transforms import v2
 sys.path.insert(0, str(ROOT))
 from utils.config.settings import TrainConfig
 from utils.data.batches import Batches
-from utils.data.datasets import Decoded, Encoded
+from utils.data.datasets import DecodedImages, EncodedImages
 from utils.data.order import Plan, UpdateSampler
 from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
@@ -44,7 +44,7 @@ from utils.data.splits import Files, whole_split
 from utils.memory import keep_freed_memory
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-RANK = SimpleNamespace(device=torch.device("cpu"), threads=1)  # what a loader asks of the ranks
+DEVICE, THREADS = torch.device("cpu"), 1
 OURS, BARE = "ours", "bare decode_jpeg"
 
 
@@ -58,8 +58,8 @@ def rate(batches) -> float:
 
 def ours(dataset: Dataset, spec: InputSpec, batch_size: int, config: TrainConfig) -> Batches:
     plan = Plan(len(dataset), batch_size, microbatches=1, seed=0)
-    loader = make_loader(dataset, UpdateSampler(plan, plan.updates_per_epoch), config, RANK.threads, RANK.device)
-    return Batches(loader, spec, config, RANK.device, training=True)
+    loader = make_loader(dataset, UpdateSampler(plan, plan.updates_per_epoch), config, THREADS, DEVICE)
+    return Batches(loader, spec, config, DEVICE, training=True)
 
 
 def photographs(folder: str) -> dict[str, Callable[[], float]]:
@@ -77,7 +77,7 @@ def photographs(folder: str) -> dict[str, Callable[[], float]]:
         sides[name] = partial(rate, DataLoader(dataset, 32, shuffle=True))
     paths = [path for path, _ in dataset.samples]
     spec, config = InputSpec(224, 224, 3, MEAN, STD), TrainConfig(num_workers=0)
-    mine = Encoded(whole_split("train", Files(paths), np.zeros(len(paths)), "made"), spec, 0, 0.08, flip=True)
+    mine = EncodedImages(whole_split("train", Files(paths), np.zeros(len(paths)), "made"), spec, 0, 0.08, flip=True)
     sides[OURS] = partial(rate, ours(mine, spec, 32, config))
     encoded = [io.read_file(path).clone() for path in paths]
     sides[BARE] = lambda: rate([io.decode_jpeg(data, "RGB")[None]] for data in encoded)
@@ -85,14 +85,14 @@ def photographs(folder: str) -> dict[str, Callable[[], float]]:
 
 
 def timm_sides(folder: str) -> dict[str, Callable[[], float]]:
-    """timm's loader with and without its change of colours, if timm is installed."""
+    """timm's loader with and without colour jitter, if timm is installed."""
     try:
         from timm.data import create_dataset, create_loader
     except ImportError:
         return {}
     sides = {}
     for name, jitter in (("timm", 0.4), ("timm without colour jitter", 0.0)):
-        options = {"color_jitter": jitter, "num_workers": 0, "persistent_workers": False, "device": RANK.device}
+        options = {"color_jitter": jitter, "num_workers": 0, "persistent_workers": False, "device": DEVICE}
         dataset = create_dataset("", root=folder, is_training=True)
         sides[name] = partial(rate, create_loader(dataset, 224, 32, is_training=True, **options))
     return sides
@@ -112,7 +112,7 @@ class InMemory(Dataset):
 
 
 def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -> dict[str, Callable[[], float]]:
-    """The sides for small images; ours are 50,000, of which the slower others see some."""
+    """The sides for small images: ours on 50,000 images, the others, which are slower, on some of them."""
     pixels = np.random.default_rng(0).integers(0, 256, (50_000, side, side, channels), np.uint8)
     spec = InputSpec(side, side, channels, MEAN[:channels], STD[:channels])
     config = TrainConfig(crop_padding=padding, flip=flip)
@@ -126,12 +126,12 @@ def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -
         "torchvision, tensor backend": InMemory(tensors, [*change, *normalise]),
     }
     sides = {name: partial(rate, DataLoader(dataset, batch_size, shuffle=True)) for name, dataset in sides.items()}
-    mine = Decoded(pixels, np.zeros(len(pixels), np.int64))
+    mine = DecodedImages(pixels, np.zeros(len(pixels), np.int64))
     return sides | {OURS: partial(rate, ours(mine, spec, batch_size, config))}
 
 
 def make_photographs(folder: Path, width: int, height: int, noise: float, count: int = 64) -> str:
-    """An image folder of pictures that JPEG compresses about as well as photographs of that size; returns its path."""
+    """Make an image folder of pictures that JPEG compresses about as well as photographs; returns its path."""
     random = np.random.default_rng(0)
     (folder / "class").mkdir(parents=True)
     for number in range(count):
@@ -142,14 +142,14 @@ def make_photographs(folder: Path, width: int, height: int, noise: float, count:
 
 
 def table(form: str, results: dict[str, list[float]]) -> list[list[str]]:
-    """A row for each side of one data form, the fastest first."""
+    """A row for each side of one kind of data, the fastest first."""
     order = sorted(results, key=lambda name: -sorted(results[name])[len(results[name]) // 2])
     against = {name: "" if name == OURS else spread(ratios(results[OURS], results[name]), ".2f") for name in order}
     return [[form, name, spread(results[name]), against[name]] for name in order]
 
 
 def measure(made: Path, args: argparse.Namespace) -> None:
-    # Of ImageNet's size, about 110 kB each; and of a camera's, about 2 MB.
+    # The size of ImageNet's photographs, about 110 kB each, and of a camera's, about 2 MB each.
     folder = args.photos or make_photographs(made / "photographs", 500, 375, noise=12)
     large = make_photographs(made / "large", 4000, 3000, noise=4, count=32)
     forms = {
@@ -170,10 +170,10 @@ def measure(made: Path, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=7)
-    parser.add_argument("--photos", metavar="FOLDER", help="photographs as an image folder (default: made-up ones)")
+    parser.add_argument("--photos", metavar="FOLDER", help="photographs as an image folder (default: generated ones)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_memory()  # as train.py does; here all sides have it
+    keep_freed_memory()  # as in train.py; here it applies to all sides
     with TemporaryDirectory(prefix="lockstep-") as made:
         measure(Path(made), args)
 

@@ -1,15 +1,15 @@
-"""How long a resumed run takes to its first update, and its memory, at 1 % and at 99 % of a long epoch.
+"""The time and memory that a resumed run needs until its first update, at 1 % and at 99 % of a long epoch.
 
     python benchmarks/resume_startup.py --json FILE                          10 million samples, about eight minutes
-    python benchmarks/resume_startup.py --samples 100000 --rounds 2          a try, in a minute
+    python benchmarks/resume_startup.py --samples 100000 --rounds 2          a trial of one minute
 
-It trains a small network to 1 % of an epoch of synthetic images, and goes on with the same run to 99 %. Then it resumes
-from either checkpoint in turn, each time for one update of train.py, a hundredth of the epoch, in a new run. With each
-resume the order of the epoch is made alone, in a fresh process: by `permutation`, which does not know of the place, so
-that its two columns differ by noise, and as far as the first microbatch that `UpdateSampler` gives at that place.
+It trains a small network to 1 % of an epoch of synthetic images, and resumes that run to 99 %. Then it resumes from
+both checkpoints in turn, each time in a new run, for one update, which is a hundredth of the epoch. With each resume,
+the order of the epoch is computed alone in a new process: once by `permutation`, which does not depend on the position,
+so that its two columns differ only by noise, and once by `UpdateSampler` until its first microbatch there.
 
-Processor time is what counts where other work slows the machine down: all of this is done by one thread. Memory is
-resident memory in MB of 10^6 bytes; that of the order is counted without what the process held before.
+All of this runs in one thread. If other work slows the machine down, compare the processor times. Memory is resident
+memory in MB of 10^6 bytes; that of the order is without what the process held before.
 """
 
 import argparse
@@ -40,7 +40,7 @@ BATCH = 1000  # samples of one forward pass
 
 
 def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
-    """Run train.py to its end; returns what it took."""
+    """Run train.py to its end; returns the time and memory that it took."""
     command = [sys.executable, str(Path(__file__).resolve().parent.parent / "train.py"), "--model", "mlp"]
     command += ["--data", f"synthetic/10x8x{samples}", "--global_batch_size", str(samples // 100), "--threads", "1"]
     command += ["--batch_size", str(BATCH), "--lr_schedule", "constant", "--max_eval_samples", "100"]
@@ -55,7 +55,7 @@ def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         finally:
-            process.kill()  # does nothing to one that has ended
+            process.kill()  # does nothing if it has ended
     if process.returncode or updated is None:
         raise SystemExit(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
     return {
@@ -66,8 +66,8 @@ def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
 
 
 def make_order(samples: int, step: int, whole: bool) -> dict[str, float]:
-    """Make the `whole` order, or ask the sampler for the first microbatch of update `step`; returns what it took."""
-    permutation(1, seed=0, epoch=0)  # numpy imports its random part when first used
+    """Compute the `whole` order, or the sampler's first microbatch of update `step`; returns time and memory."""
+    permutation(1, seed=0, epoch=0)  # numpy imports its random module on first use
     plan, before = Plan(samples, samples // 100, microbatches=samples // 100 // BATCH, seed=0), resident("VmRSS")
     begun = time.process_time()
     if whole:
@@ -80,13 +80,13 @@ def make_order(samples: int, step: int, whole: bool) -> dict[str, float]:
 
 
 def resident(field: str) -> float:
-    """This process's resident memory in MB: VmRSS is what it holds now, VmHWM the most it has held."""
+    """This process's resident memory in MB: VmRSS now, VmHWM at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / 1e6
 
 
 def measure(samples: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """The numbers of all rounds, by what they are and by place."""
+    """The numbers of all rounds, by quantity and by place."""
     results = defaultdict(lambda: {place: [] for place in PLACES})
     fresh = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
     bar = tqdm(total=len(PLACES) * (1 + rounds))
@@ -96,7 +96,7 @@ def measure(samples: int, rounds: int) -> dict[str, dict[str, list[float]]]:
             train(samples, Path(folder), "--run_name", "whole", "--resume", "auto", "--max_steps", str(step))
             bar.update()
         for number in range(rounds):
-            for place in sorted(PLACES, reverse=number % 2 == 1):  # turn about, so that a drift cancels out
+            for place in sorted(PLACES, reverse=number % 2 == 1):  # in turns, so that a drift cancels out
                 bar.set_description(f"resuming at {place}")
                 step, checkpoint = PLACES[place], f"{folder}/whole/checkpoints/step-{PLACES[place]:08d}"
                 name = ("--run_name", f"{number}-from-{step}", "--max_steps", str(step + 1))
@@ -112,8 +112,8 @@ def measure(samples: int, rounds: int) -> dict[str, dict[str, list[float]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=10_000_000, help="a multiple of 100000 (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="resumes from either place (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single number to FILE")
+    parser.add_argument("--rounds", type=int, default=7, help="resumes from each place (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
     args = parser.parse_args()
     if args.samples < 1 or args.samples % (100 * BATCH) or args.rounds < 2:
         parser.error(f"--samples must be a multiple of {100 * BATCH}, and --rounds at least 2")
@@ -122,7 +122,7 @@ def main() -> None:
     results = measure(args.samples, args.rounds)
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     machine = f"{os.cpu_count()} x {cpu[1] if cpu else platform.machine()}"
-    print(f"{args.samples} samples, {args.rounds} resumes from either place, {machine}, numpy {np.__version__}\n")
+    print(f"{args.samples} samples, {args.rounds} resumes from each place, {machine}, numpy {np.__version__}\n")
     print("| Median (lowest to highest) | at 1 % | at 99 % | 99 % less 1 %, mean ± standard error |")
     print("| --- | --- | --- | --- |")
     for what, at in results.items():

@@ -1,21 +1,21 @@
-"""From one device to many: images per second, seconds per epoch, speed-up and efficiency, and what the exchange costs.
+"""From one device to many: images per second, seconds per epoch, speed-up, efficiency, and the cost of the exchange.
 
     python benchmarks/scaling.py --plot scaling.png --json scaling.json       1, 2, 4 ... as many as GPUs, else cores
     python benchmarks/scaling.py --processes 1,2 --rounds 1 --mnist_idx DIR   on MNIST, read from a torchvision root
 
-Each process has a batch of 128 of its own, so the global batch grows with their number (weak scaling, as in the
-tutorials), and on CPUs one thread. Without --mnist_idx the images are made up, as many and as large as MNIST's. In each
-round these run in turn, each in fresh processes:
+Each process has its own batch of 128, so the global batch grows with their number (weak scaling, as in the tutorials).
+On CPUs each process has one thread. Without --mnist_idx the images are generated, as many and as large as MNIST's. In
+each round these run in turn, each in new processes:
 
-* train.py: real training with its data pipeline, images per second from log.jsonl without the first record
-* bare DDP: the same step on one resident batch, gradients averaged by DistributedDataParallel
-* bare, no exchange: the same again, the processes side by side on the same cores or GPUs without a word between them
-* DataParallel: torch.nn.DataParallel with the same global batch, where there are several GPUs
+* train.py: real training with its data pipeline; images per second from log.jsonl without the first record
+* bare DDP: the same step on one resident batch, with gradients averaged by DistributedDataParallel
+* bare, no exchange: the same step, with the processes side by side on the same cores or GPUs without communication
+* DataParallel: torch.nn.DataParallel with the same global batch, if there are several GPUs
 
-Speed-up is over one process of the same kind in the same round, efficiency the speed-up over the number of processes.
-What the exchange costs is the rate that bare DDP lacks to the processes without exchange, over the latter; cores share
-memory bandwidth and heat, so those too may fall short of N times one process. Seconds per epoch are 60,000 images over
-the images per second: training alone.
+Speed-up is relative to one process of the same kind in the same round. Efficiency is the speed-up divided by the number
+of processes. The exchange costs 1 - (rate of bare DDP) / (rate without exchange). Cores share memory bandwidth and
+heat, so even without exchange the rate may be less than N times that of one process. Seconds per epoch are 60,000
+images divided by the images per second, for training alone.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def train_rate(processes: int, args: argparse.Namespace) -> float:
 
 
 def train_flags(args: argparse.Namespace, steps: int) -> list[str]:
-    """The settings of train.py: the tutorials' network and batch, no evaluation or saving before the end."""
+    """The flags of train.py: the tutorials' network and batch, no evaluation or checkpoint before the end."""
     data = flags(data=f"synthetic/10x28x{MNIST_IMAGES}", channels=1)
     if args.mnist_idx:
         data = flags(data="torchvision/MNIST", data_dir=args.mnist_idx)
@@ -83,7 +83,7 @@ def rows(results: dict[tuple[str, int], list[float]]) -> list[list]:
     """The table: a row for each kind and number of processes."""
     lines = []
     for (kind, n), found in results.items():
-        one = results[TRAIN if kind == TRAIN else ALONE, 1]  # one process has nobody to exchange with
+        one = results[TRAIN if kind == TRAIN else ALONE, 1]  # a single process exchanges nothing
         gain = ratios(found, one)
         costs = [1 - kept for kept in ratios(found, results[ALONE, n])] if kind == DDP else None
         cells = [kind, n, spread(found), f"{MNIST_IMAGES / median(found):.1f}", spread(gain, ".2f")]
@@ -92,7 +92,7 @@ def rows(results: dict[tuple[str, int], list[float]]) -> list[list]:
 
 
 def plot(results: dict[tuple[str, int], list[float]], file: Path) -> None:
-    """Images per second against processes, the median with the range of the rounds, beside N times one process."""
+    """Plot images per second over processes, the median with the range of the rounds, and N times one process."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -134,19 +134,19 @@ def main() -> None:
     )
     parser.add_argument("--mixed_precision", help="as for train.py (default: its own)")
     parser.add_argument("--mnist_idx", type=Path, metavar="DIR", help="MNIST as torchvision.datasets.MNIST reads it")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw images per second against processes")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also plot images per second over processes")
     args = parser.parse_args()
     args.processes = sorted({1, *map(int, args.processes.split(","))})
     if args.steps < 2 * LOG_EVERY or args.steps % LOG_EVERY:
         parser.error(f"--steps must be a multiple of {LOG_EVERY}, at least {2 * LOG_EVERY}")
-    first = train(1, *train_flags(args, 1))  # decodes what is not in the cache yet, and tells the precision
+    first = train(1, *train_flags(args, 1))  # decodes images that are not in the cache yet, and logs the precision
     args.precision = first[0]["precision"]
     results = in_turns(sides(args), args.rounds)
     header = ["", "processes", "images/s", "s per epoch", "speed-up", "efficiency", "the exchange costs"]
     report(args, header, rows(results), {f"{kind}, {n}": found for (kind, n), found in results.items()})
     for n in args.processes[1:]:
         gains = [ratios(results[kind, n], results[one, 1]) for kind, one in ((TRAIN, TRAIN), (DDP, ALONE))]
-        print(f"From 1 to {n} processes train.py gains {spread(ratios(*gains), '.2f')} times what bare DDP gains.")
+        print(f"From 1 to {n} processes train.py gains {spread(ratios(*gains), '.2f')} times as much as bare DDP.")
     if args.plot:
         plot(results, args.plot)
 

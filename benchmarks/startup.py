@@ -1,15 +1,15 @@
-"""Where the time of a start goes, on first use and later, and how much memory the ranks of a large data set take.
+"""How long each stage of a start takes, on first use and later, and how much memory the ranks of a large data set need.
 
     python benchmarks/startup.py --mnist DIR --json FILE          MNIST's parquet files in DIR, five rounds
     python benchmarks/startup.py --gigabytes 5 --rounds 1         memory, with 0.5 and 5 GB of decoded pixels
 
 Each run is `train.py --config recipes/mnist.yaml --max_steps 1` from its command to its end: one update, an evaluation
-of 1,000 images, one checkpoint. This script runs train.py and notes when it goes from stage to stage; a stage lasts
-until the slowest rank is through. On first use the caches are empty, so that 70,000 PNG images are decoded.
+of 1,000 images, one checkpoint. This script runs train.py and records when each stage ends. A stage lasts until the
+slowest rank has finished it. On first use the caches are empty, so 70,000 PNG images are decoded.
 
-For memory, a small network sees each image of a table once. Private is RssAnon of /proc/PID/status: what a rank has for
-itself. Mapped is RssFile: libraries, and the decoded images, which all ranks of a machine share and which the system
-takes back at need. Both are peaks, sampled every 20 ms, of the rank with the most; 1 GB = 10^9 bytes.
+For memory, a small network trains on each image of a table once. Private memory is RssAnon of /proc/PID/status. Mapped
+memory is RssFile: libraries, and the decoded images, which all ranks of a machine share and which the system takes back
+when memory is short. Both are peaks, sampled every 20 ms, of the rank with the most. 1 GB = 10^9 bytes.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-BEGUN = time.time()  # of this process, before the imports that take long
+BEGUN = time.time()  # when this process started, before the imports that take long
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {  # what ends each
     "launcher, interpreter": "begun",
@@ -36,11 +36,11 @@ STAGES = {  # what ends each
     "evaluation, checkpoint": "train ended",
     "end of all processes": "ended",
 }
-SIDE = 96  # of the images in the memory part, the largest that are decoded at once
+SIDE = 96  # pixels of the images in the memory part, the largest that are decoded beforehand
 
 
 def run_rank(folder: Path, argv: list[str]) -> None:
-    """Train as the arguments say; write to `folder` when what began and ended, and the peak of memory."""
+    """Train with these arguments; write to `folder` when each stage started and ended, and the peaks of memory."""
     at, peak = {"begun": BEGUN}, {"RssAnon": 0, "RssFile": 0}
     sys.path.insert(0, str(ROOT))
     import train
@@ -54,12 +54,12 @@ def run_rank(folder: Path, argv: list[str]) -> None:
 
 
 def noting(function: Callable, name: str, at: dict[str, float]) -> Callable:
-    """The function, noting in `at` when it is first called and when it last ended."""
+    """The function, which records in `at` when it is first called and when it last ended."""
 
     @functools.wraps(function)
-    def noted(*arguments):
+    def noted(*arguments, **keywords):
         at.setdefault(f"{name} called", time.time())
-        result = function(*arguments)
+        result = function(*arguments, **keywords)
         at[f"{name} ended"] = time.time()
         return result
 
@@ -67,7 +67,7 @@ def noting(function: Callable, name: str, at: dict[str, float]) -> Callable:
 
 
 def sample_memory(peak: dict[str, int]) -> None:
-    """Keep the peaks of this process's memory, in bytes, for as long as it lives."""
+    """Record the peaks of this process's memory, in bytes, until it ends."""
     while True:
         for line in Path("/proc/self/status").read_text().splitlines():
             field = line.split(":")[0]
@@ -77,7 +77,7 @@ def sample_memory(peak: dict[str, int]) -> None:
 
 
 def train_once(processes: int, caches: Path, *settings: str) -> tuple[dict[str, float], list[dict[str, int]]]:
-    """One run of train.py; returns the seconds of its stages, and each rank's peaks of memory."""
+    """Run train.py once; returns the seconds of its stages, and each rank's peaks of memory."""
     from common import flags, launch, run
 
     with TemporaryDirectory(prefix="lockstep-") as folder:
@@ -90,13 +90,13 @@ def train_once(processes: int, caches: Path, *settings: str) -> tuple[dict[str, 
     seconds, before = {}, begun
     for stage, event in STAGES.items():
         times = [rank["at"].get(event, ended) for rank in ranks]
-        now = min(times) if event == "load_data called" else max(times)  # the others load while the first has
+        now = min(times) if event == "load_data called" else max(times)  # then the first rank loads the data
         seconds[stage], before = now - before, now
     return seconds | {"whole command": ended - begun}, [rank["peak"] for rank in ranks]
 
 
 def measure_start(args: argparse.Namespace) -> None:
-    """Print the stages of first and of later starts, on one and on two processes."""
+    """Print the stages of first and later starts, on one and on two processes."""
     from common import flags, in_turns, report, spread
 
     settings = flags(config=ROOT / "recipes/mnist.yaml", data=args.mnist, max_steps=1, max_eval_samples=1000)
@@ -119,7 +119,7 @@ def measure_start(args: argparse.Namespace) -> None:
 
 
 def measure_memory(args: argparse.Namespace) -> None:
-    """Print the peaks of memory with a data set of `gigabytes` and with a tenth of it."""
+    """Print the peaks of memory with a data set of --gigabytes and with a tenth of it."""
     from common import flags, in_turns, report, spread
 
     with TemporaryDirectory(prefix="lockstep-") as folder:
@@ -141,7 +141,7 @@ def measure_memory(args: argparse.Namespace) -> None:
 
 
 def write_table(folder: Path, count: int) -> None:
-    """Parquet files with `count` images to train on and some to test, of a few hundred distinct ones."""
+    """Write parquet files with `count` training images and some test images; a few hundred are distinct."""
     import io
 
     import numpy as np

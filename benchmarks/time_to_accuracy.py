@@ -1,15 +1,15 @@
-"""How long a command takes to 98.5 % on MNIST's 10,000 test images, the start of its processes included.
+"""How long a command takes to reach 98.5 % on MNIST's 10,000 test images, including the start of its processes.
 
     python benchmarks/time_to_accuracy.py --mnist_idx DIR --peers DIR --json FILE    ours five times, the tutorial once
-    python benchmarks/time_to_accuracy.py --mnist_idx DIR --target 0.9 --rounds 1    a try
+    python benchmarks/time_to_accuracy.py --mnist_idx DIR --target 0.9 --rounds 1    a trial
 
-Ours is `accelerate launch ... train.py --config recipes/mnist_fast.yaml`, each time with another --seed. The tutorial,
-if --peers is the folder with its script, trains as it stands and evaluates after each epoch. Both have --processes
-processes, on CPUs of one thread each, and read the same files: --mnist_idx, as torchvision.datasets.MNIST reads them.
+Ours is `accelerate launch ... train.py --config recipes/mnist_fast.yaml`, each time with another --seed. If --peers is
+the folder with the tutorial's script, it runs unchanged and evaluates after each epoch. Both have --processes
+processes, on CPUs with one thread each, and read the same files: --mnist_idx, as torchvision.datasets.MNIST reads them.
 
-The clock runs from the start of the command to the line of the first evaluation that reaches --target. Ours goes on to
-its end, its checkpoint written, which is timed too; the tutorial is stopped. With --mnist, a folder of MNIST's parquet
-files, ours is also timed from those with an empty cache: each run then decodes 70,000 PNG images first.
+The clock runs from the start of the command to the line of the first evaluation that reaches --target. Ours then
+continues to its end and its checkpoint, which is timed too; the tutorial is stopped. With --mnist, a folder of MNIST's
+parquet files, ours is also timed on these with an empty cache: each run then decodes 70,000 PNG images first.
 """
 
 import argparse
@@ -25,17 +25,19 @@ from tempfile import TemporaryDirectory
 
 from common import ROOT, flags, in_turns, launch, make_parser, report, run, spread
 
+# A line of train.py, such as: update 13  eval (hold-out)  accuracy 0.1944  loss 2.2401
+EVALUATION = r"update \d+\s+eval .*?accuracy (\S+)"
 OURS, DECODING, TUTORIAL = "ours", "ours, decoding PNG images first", "tutorial"
 
 
 def ours(args: argparse.Namespace, seeds: count, **data) -> dict[str, float]:
-    """Seconds of train.py to the target and to its end, those of training alone, and the accuracy at the end."""
+    """Seconds of train.py to the target, to its end and of training alone, and the accuracy at the end."""
     with TemporaryDirectory(prefix="lockstep-") as folder:
         place = flags(output_dir=folder, run_name="run", cache_dir=f"{folder}/cache", seed=next(seeds))
         settings = [*flags(config=args.config, threads=1, mixed_precision=args.mixed_precision, **data), *place]
         lines, whole = run([*launch(args.processes), ROOT / "train.py", *settings], seconds=args.cap)
         log = [json.loads(line) for line in (Path(folder) / "run" / "log.jsonl").read_text().splitlines()]
-    evaluated = [(at, float(found[1])) for at, line in lines if (found := re.match(r"update .*: accuracy (\S+)", line))]
+    evaluated = [(at, float(found[1])) for at, line in lines if (found := re.match(EVALUATION, line))]
     reached = [at for at, accuracy in evaluated if accuracy >= args.target]
     training = [record["seconds"] for record in log if record["kind"] == "train"][-1]
     return {
@@ -47,7 +49,7 @@ def ours(args: argparse.Namespace, seeds: count, **data) -> dict[str, float]:
 
 
 def tutorial(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of the tutorial to the target, infinity if the cap came first, and what it said then."""
+    """Seconds of the tutorial to the target, or infinity if --cap ended it, and its last numbers."""
     epochs = []
 
     def reaches(line: str) -> bool:
@@ -64,7 +66,7 @@ def tutorial(args: argparse.Namespace) -> dict[str, float]:
 
 
 def rows(results: dict[str, list[dict]], cap: float) -> list[list]:
-    """A row for each side: seconds to the target, of training and to the end, the accuracy, the tutorial over ours."""
+    """A row for each side: seconds to the target, of training and in all, the accuracy, and its ratio to ours."""
     lines = []
     for name, runs in results.items():
         times, mine = ([run["reached"] for run in results[side]] for side in (name, OURS))
@@ -84,9 +86,11 @@ def main() -> None:
     parser.add_argument("--mnist_idx", type=Path, metavar="DIR", required=True, help="MNIST, a torchvision root")
     parser.add_argument("--mnist", type=Path, metavar="DIR", help="MNIST's parquet files")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with the tutorial's mnist_ddp_baseline.py")
-    parser.add_argument("--processes", type=int, default=2, help="of either side (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="of each side (default: %(default)s)")
     parser.add_argument("--target", type=float, default=0.985, help="test accuracy (default: %(default)s)")
-    parser.add_argument("--cap", type=float, default=3600, help="seconds to wait for either (default: %(default)s)")
+    parser.add_argument(
+        "--cap", type=float, default=3600, help="seconds at which a side is ended (default: %(default)s)"
+    )
     parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "mnist_fast.yaml", help="recipe of ours")
     parser.add_argument("--mixed_precision", help="of ours, as for train.py (default: its own)")
     args = parser.parse_args()

@@ -13,7 +13,7 @@ from PIL import Image
 from utils.config.settings import TrainConfig
 from utils.data.augment import crop_box, row_starts, shift_and_flip, uniform
 from utils.data.batches import Batches
-from utils.data.datasets import Decoded, Encoded
+from utils.data.datasets import DecodedImages, EncodedImages
 from utils.data.decode import LARGE, center
 from utils.data.order import Microbatch
 from utils.data.pipeline import make_dataset, make_loader
@@ -144,13 +144,19 @@ def photographs(count=12):
     return whole_split("train", files, np.arange(count), "made")
 
 
+class Given(list):
+    """A sampler of these microbatches."""
+
+    largest = 12
+
+
 def loaded(dataset, microbatches, **settings):
-    loader = make_loader(dataset, microbatches, TrainConfig(**settings), CPU.threads, CPU.device)
+    loader = make_loader(dataset, Given(microbatches), TrainConfig(**settings), CPU.threads, CPU.device)
     return [batch["images"] for batch in loader]
 
 
 def test_photographs_are_cropped_alike_in_any_batch_and_by_any_number_of_workers():
-    dataset = Encoded(photographs(), SPEC, seed=5, min_scale=0.08)
+    dataset = EncodedImages(photographs(), SPEC, seed=5, min_scale=0.08)
     order = np.random.default_rng(0).permutation(12)
     whole = loaded(dataset, [Microbatch(1, order)], num_workers=0)[0]
     in_fours = loaded(dataset, [Microbatch(1, order[i : i + 4]) for i in (0, 4, 8)], num_workers=2)
@@ -161,7 +167,7 @@ def test_photographs_are_cropped_alike_in_any_batch_and_by_any_number_of_workers
 def test_photographs_are_cropped_otherwise_in_another_epoch_or_with_another_seed():
     order = np.arange(12)
     images = {
-        (seed, epoch): Encoded(photographs(), SPEC, seed, 0.08).__getitems__(Microbatch(epoch, order))["images"]
+        (seed, epoch): EncodedImages(photographs(), SPEC, seed, 0.08).__getitems__(Microbatch(epoch, order))["images"]
         for seed, epoch in ((5, 0), (5, 1), (6, 0))
     }
     for other in ((5, 1), (6, 0)):
@@ -172,7 +178,7 @@ def test_evaluation_takes_the_centre_of_a_photograph_whatever_epoch_and_seed():
     split = photographs()
     wanted = [center(torch.from_numpy(np.array(pixels)), 112, 112, 0.875) for pixels in decoded_by_pillow(split)]
     for seed, epoch in ((0, 0), (1, 7)):
-        images = Encoded(split, SPEC, seed, None).__getitems__(Microbatch(epoch, np.arange(12)))["images"]
+        images = EncodedImages(split, SPEC, seed, None).__getitems__(Microbatch(epoch, np.arange(12)))["images"]
         assert (images.int() - torch.stack(wanted).int()).abs().max() <= 1
 
 
@@ -180,13 +186,13 @@ def test_evaluation_takes_the_centre_of_a_photograph_whatever_epoch_and_seed():
 def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none_in_evaluation(min_scale):
     split, order = photographs(40), np.random.default_rng(0).permutation(40)
     microbatch, config = Microbatch(3, order), TrainConfig(flip=True, seed=5, min_scale=min_scale)
-    plain = Encoded(split, SPEC, 5, min_scale).__getitems__(microbatch)["images"]
+    plain = EncodedImages(split, SPEC, 5, min_scale).__getitems__(microbatch)["images"]
     training, evaluating = (make_dataset(split, SPEC, config, is_training, iter) for is_training in (True, False))
     is_mirrored = [plain_uniform(5, 3, int(index), 2) < 0.5 for index in order]
     assert 10 < sum(is_mirrored) < 30
     expected = [image.flip(1) if flip else image for image, flip in zip(plain, is_mirrored, strict=True)]
     assert torch.equal(training.__getitems__(microbatch)["images"], torch.stack(expected))
-    centres = Encoded(split, SPEC, 5, None).__getitems__(microbatch)["images"]
+    centres = EncodedImages(split, SPEC, 5, None).__getitems__(microbatch)["images"]
     assert torch.equal(evaluating.__getitems__(microbatch)["images"], centres)
 
 
@@ -195,7 +201,7 @@ def test_photographs_larger_than_needed_are_decoded_smaller_and_show_the_same(mi
     file = encoded(smooth(960, 1280), "JPEG", quality=95)
     small_and_large = [whole_split("train", [raw] * 12, np.arange(12), "made") for raw in (file, file + bytes(LARGE))]
     whole, reduced = (
-        Encoded(split, SPEC, 5, min_scale).__getitems__(Microbatch(3, np.arange(12)))["images"].int()
+        EncodedImages(split, SPEC, 5, min_scale).__getitems__(Microbatch(3, np.arange(12)))["images"].int()
         for split in small_and_large
     )
     assert not torch.equal(whole, reduced)
@@ -220,8 +226,8 @@ def test_an_unreadable_photograph_is_named_through_the_workers():
     split = photographs(4)
     split.images[2] = split.images[2][:300]
     loader = make_loader(
-        Encoded(split, SPEC, 0, 0.08),
-        [Microbatch(0, np.arange(4))],
+        EncodedImages(split, SPEC, 0, 0.08),
+        Given([Microbatch(0, np.arange(4))]),
         TrainConfig(num_workers=1),
         CPU.threads,
         CPU.device,
@@ -237,7 +243,7 @@ def test_a_batch_is_normalised_and_augmented_as_its_sample_numbers_say():
     config = TrainConfig(crop_padding=2, flip=True, seed=9)
     spec = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     order = np.array([7, 3, 19, 0])
-    loader = make_loader(Decoded(pixels, labels), [Microbatch(4, order)], config, CPU.threads, CPU.device)
+    loader = make_loader(DecodedImages(pixels, labels), [Microbatch(4, order)], config, CPU.threads, CPU.device)
     for training in (True, False):
         images, targets, indices = next(iter(Batches(loader, spec, config, CPU.device, training)))
         raw = torch.from_numpy(pixels[order])
@@ -252,10 +258,10 @@ def test_an_empty_batch_passes_through_everything():
     none = np.zeros(0, np.int64)
     small = InputSpec(8, 8, 1, [0.5], [0.5])
     config = TrainConfig(crop_padding=2, flip=True, num_workers=0)
-    datasets = ((Decoded(pictures(5, channels=1)[..., None], np.arange(5)), small), (photographs(2), SPEC))
+    datasets = ((DecodedImages(pictures(5, channels=1)[..., None], np.arange(5)), small), (photographs(2), SPEC))
     for dataset, spec in datasets:
-        dataset = dataset if spec is small else Encoded(dataset, spec, 0, 0.08)
-        loader = make_loader(dataset, [Microbatch(0, none)], config, CPU.threads, CPU.device)
+        dataset = dataset if spec is small else EncodedImages(dataset, spec, 0, 0.08)
+        loader = make_loader(dataset, Given([Microbatch(0, none)]), config, CPU.threads, CPU.device)
         images, labels, indices = next(iter(Batches(loader, spec, config, CPU.device, training=True)))
         assert images.shape == (0, spec.channels, spec.height, spec.width) and images.dtype == torch.float32
         assert labels.shape == indices.shape == (0,) and labels.dtype == torch.int64
@@ -268,7 +274,7 @@ def test_small_images_are_decoded_beforehand_and_photographs_are_not(tmp_path):
     data = load_data(config)
     small = make_dataset(data.train, InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3), config, True, iter)
     large = make_dataset(data.train, InputSpec(128, 128, 3, [0.5] * 3, [0.5] * 3), config, True, iter)
-    assert isinstance(small, Decoded) and isinstance(large, Encoded)
+    assert isinstance(small, DecodedImages) and isinstance(large, EncodedImages)
     for dataset, side in ((small, 32), (large, 128)):
         batch = dataset.__getitems__(Microbatch(0, np.array([9, 0])))
         assert batch["images"].shape == (2, side, side, 3) and batch["labels"].tolist() == [1, 0]

@@ -20,7 +20,7 @@ import utils.data.datasets
 import utils.waiting
 from utils.data.order import permutation
 from utils.launch.exits import explain
-from utils.ranks import data_watch, stopping
+from utils.ranks import data_watch, stopping, watching
 from utils.ranks.data_watch import DataWatch
 from utils.ranks.stopping import Stopping
 from utils.waiting import awaited
@@ -50,7 +50,7 @@ class Clock:
 
     def __init__(self, monkeypatch, looks):
         self.now, self.looks = 0.0, iter(looks)
-        monkeypatch.setattr(data_watch, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def wait(self, tick):
         step = next(self.looks, None)
@@ -74,12 +74,12 @@ def watched(monkeypatch, looks, timeout=600.0, orphaned=lambda: False, what="a t
     ranks = type("Fake", (), {"orphaned": property(lambda self: orphaned())})()
     ranks.launch, ranks.prog, ranks.is_main = launch, "train.py", main
     watch._ranks, watch._stop = ranks, Clock(monkeypatch, looks)
-    watch._say = said.append
+    monkeypatch.setattr(data_watch, "print_error", lambda prog, text: said.append(text))
 
     def exit_with_error(text, code):
         raise Left(text, code)
 
-    watch._leave = exit_with_error
+    watch._exit = exit_with_error
     monkeypatch.setattr(data_watch.CurrentWait, "what", what)
     monkeypatch.setattr(data_watch.CurrentWait, "number", 1)
     try:

@@ -208,10 +208,10 @@ def test_losses_are_those_of_a_plain_loop_over_the_images_that_can_be_read(skipp
     order = permutation(52, 0, 0)[:12]
     readable = [position for position in order if _decodes(data.train, position)]
     assert records("on1", "train")[0]["step"] == 1 and 10 <= len(readable) <= 12
-    from utils.data.datasets import Encoded
+    from utils.data.datasets import EncodedImages
     from utils.data.order import Microbatch
 
-    dataset = Encoded(data.train, InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 0, 0.08)
+    dataset = EncodedImages(data.train, InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 0, 0.08)
     batch = dataset.__getitems__(Microbatch(0, np.asarray(readable)))
     images = (batch["images"].float() / 255 - 0.5) / 0.5
     logits = model(images.permute(0, 3, 1, 2))

@@ -35,7 +35,7 @@ def _train_with_a_bad_sample(flags, step, rank):
 def test_a_loss_that_is_no_number_names_update_rank_and_samples_and_saves_nothing(processes, rank):
     outcomes = run_ranks(processes, _train_with_a_bad_sample, FLAGS, 6, rank)  # a checkpoint is due after update 6
     assert [outcome.code for outcome in outcomes] == [2] * processes
-    assert f"became no number at update 6 on rank {rank}, samples" in outcomes[0].err
+    assert f"loss is NaN or infinite at update 6 on rank {rank}, samples" in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1 and all(outcome.err == "" for outcome in outcomes[1:])
     # the order by hand: update 6 is the second of the second epoch, cut into equal microbatches
     microbatch = np.split(permutation(48, 0, 1)[12:24], processes)[rank]
@@ -58,7 +58,7 @@ def test_weights_that_an_update_ruins_are_not_saved_though_its_loss_was_fine(pro
     outcomes = run_ranks(processes, _train_and_ruin_weights, FLAGS, 6 if why_saved == "due" else 5, why_saved)
     assert [outcome.code for outcome in outcomes] == [2] * processes
     assert re.search(
-        r"update [56], of 12 samples (\d+, ){7}\d+\.\.\., made weights that are no numbers", outcomes[0].err
+        r"weights are NaN or infinite after update [56], of 12 samples (\d+, ){7}\d+\.\.\.", outcomes[0].err
     )
     assert outcomes[0].err.count("\n") == 1
     assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"

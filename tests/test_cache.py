@@ -22,7 +22,7 @@ from PIL import Image
 from utils.config.settings import TrainConfig
 from utils.data import cache
 from utils.data import pixels as cache_file
-from utils.data.cache import Shared, decode_all
+from utils.data.cache import SharedImages, decode_all
 from utils.data.decode import BadImages
 from utils.data.splits import Files, hold_out, whole_split
 from utils.ranks.session import distributed_session
@@ -129,7 +129,7 @@ def test_samples_that_share_images_are_decoded_once():
     rows = np.random.default_rng(0).integers(0, 5, 10**6)
     split = split_of([encoded(image, "PNG") for image in expected]).select(rows)
     pixels = decode_all(split, 8, 8, 3, "cache", counting)
-    assert isinstance(pixels, Shared) and counting.calls == 1
+    assert isinstance(pixels, SharedImages) and counting.calls == 1
     positions = np.array([999_998, 1, 0, 1234])
     assert (pixels[positions] == expected[rows[positions]]).all()
     assert pixels[np.array([], np.int64)].shape == (0, 8, 8, 3)
@@ -157,7 +157,7 @@ def test_a_set_that_fits_neither_the_cache_nor_the_memory_is_refused(monkeypatch
     if fits:
         assert (decode_all(split, 8, 8, 3, "cache", iter) == expected).all()
     else:
-        with pytest.raises(OSError, match=r"0\.1 MB in each of 3 processes needed, 0\.3 MB free; .*--cache_dir"):
+        with pytest.raises(ValueError, match=r"0\.1 MB in each of 3 processes needed, 0\.3 MB free; .*--cache_dir"):
             decode_all(split, 8, 8, 3, "cache", iter)
 
 

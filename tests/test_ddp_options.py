@@ -59,7 +59,7 @@ def test_a_step_without_samples_on_any_process_leaves_the_running_statistics():
 
 def test_a_layer_that_does_more_than_normalise_is_refused_by_name():
     timm = pytest.importorskip("timm")
-    with pytest.raises(ValueError, match="BatchNormAct2d is no plain batch normalisation"):
+    with pytest.raises(ValueError, match="BatchNormAct2d is not plain batch normalisation"):
         convert_batch_norm(timm.create_model("efficientnet_b0"))
 
 

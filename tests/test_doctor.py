@@ -174,11 +174,11 @@ def no_limit_passed(rank):
 
 FAULTS = [
     (host_without_address, {"host name"}, "nowhere.invalid has no address", "in /etc/hosts"),
-    (host_of_another, {"host name"}, "elsewhere is 192.0.2.7, which is no address of this machine", "in /etc/hosts"),
-    (another_folder, {"folder"}, "rank 0: does not see in runs-0 what rank 1 wrote", "a disk that they share"),
-    (file_for_folder, {"folder"}, "rank 1: taken", "a folder where all of them may"),
+    (host_of_another, {"host name"}, "elsewhere is 192.0.2.7, which is not an address of this", "in /etc/hosts"),
+    (another_folder, {"folder"}, "rank 0: does not see the file of rank 1 in runs-0", "a disk that they share"),
+    (file_for_folder, {"folder"}, "rank 1: taken", "a folder where every rank may write"),
     (another_version, {"versions"}, "accelerate 1.2.3 on rank 1", "pip install -r requirements.txt"),
-    (other_code, {"code"}, "111111111111 on rank 1", "copy one tree to all machines"),
+    (other_code, {"code"}, "111111111111 on rank 1", "copy the same code to all machines"),
     (few_files, {"open files"}, "300 for each process, 520 needed", "ulimit -n 520"),
     (
         small_shared_memory,
@@ -189,9 +189,9 @@ FAULTS = [
     (full_disk, {"disk"}, "0.0 GB free for runs", "delete old runs"),
     (no_memory, {"memory"}, "0.1 of 10.0 GB free", "start fewer processes"),
     (wrong_sum, {"sums"}, "rank 1: 1000 of 1000 sums of int64 are wrong", "try another --backend"),
-    (same_shards, {"samples"}, "are missing", "see versions"),
-    (unshared_gradients, {"gradients"}, "differ from one process's by", "see sums"),
-    (bad_gradients, {"gradients"}, "differ from one process's by inf", "see sums"),
+    (same_shards, {"samples"}, "are missing", "check the lines versions"),
+    (unshared_gradients, {"gradients"}, "differ from those of one process by", "check the lines sums"),
+    (bad_gradients, {"gradients"}, "differ from those of one process by inf", "check the lines sums"),
     (clock_ahead, {"clocks"}, " ms apart", "rank 1: +7."),
     (greedy_threads, {"threads"}, f"{2 * os.cpu_count()} threads for", "leave out --threads"),
     (no_limit_passed, {"all-reduce", "links"}, "to 1", "0 to 1"),
@@ -214,8 +214,8 @@ def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
 
 def test_one_slow_cable_between_machines_is_named():
     finding = returned(4, _one_bad_cable)[0]
-    assert finding.red and "of 0      -   1.00   1.00   1.00\nof 1   1.00      -   1.00   0.05" in finding.value
-    assert "1 to 3 (b to d); see cable" in finding.fix
+    assert finding.red and "from 0      -   1.00   1.00   1.00\nfrom 1   1.00      -   1.00   0.05" in finding.value
+    assert "1 to 3 (b to d); check the cable" in finding.fix
 
 
 def _one_bad_cable():
@@ -266,11 +266,11 @@ UNMET = [
     (2, several_gpus_less, (), "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
     (2, None, ("--threads", "9999"), "launch", "--threads 9999: this machine has", ""),
     (2, None, ("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
-    (2, None, ("--interface", "nope0"), "interface", "--interface nope0: ", "one that this machine has"),
+    (2, None, ("--interface", "nope0"), "interface", "--interface nope0: ", "an interface of this machine"),
     (2, environment(MASTER_ADDR="no.invalid"), (), "meeting point", "no.invalid has no address", "/etc/hosts"),
     (2, environment(MASTER_ADDR="node1..x"), (), "meeting point", "node1..x has no address (", "/etc/hosts"),
-    (2, environment(MASTER_ADDR="192.0.2.7"), (), "meeting point", "192.0.2.7 is no address of", "must name the"),
-    (2, None, ("--init_method", "file:///nope/meet"), "meeting point", "/nope/meet, in a folder that is not", "share"),
+    (2, environment(MASTER_ADDR="192.0.2.7"), (), "meeting point", "192.0.2.7 is not an address of", "must name the"),
+    (2, None, ("--init_method", "file:///nope/meet"), "meeting point", "/nope/meet, in a folder that", "share"),
     (2, None, ("--init_method", "udp://1"), "launch", "--init_method udp://1: must be env://", ""),
 ]  # fmt: skip
 

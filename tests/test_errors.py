@@ -66,7 +66,7 @@ BAD_DATA = [
     ("too large synthetic images", ("--data", "synthetic/10x99999x10"), "SIZE must be at most 16384"),
     ("too many synthetic classes", ("--data", "synthetic/99999999x32x10"), "CLASSES must be at most 1048576"),
     ("one class", ("--data", "single"), "has one class, class0"),
-    ("loss that is no number", ("--lr", "1e30", "--max_steps", "9"), "the training loss became no number at update"),
+    ("loss that is no number", ("--lr", "1e30", "--max_steps", "9"), "the training loss is NaN or infinite at update"),
     ("images too small", ("--model", "alexnet", "--image_size", "8"), "alexnet cannot take 8x8"),
     ("no update", ("--drop_last", "--global_batch_size", "9999998"), "--drop_last leaves no update"),
     ("mean of two", ("--mean", "[0.1, 0.2]"), "--mean has 2 values for 1 channels; give one or 1"),

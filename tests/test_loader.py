@@ -10,7 +10,7 @@ from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
 from utils.data.batches import Batches
-from utils.data.datasets import Decoded
+from utils.data.datasets import DecodedImages
 from utils.data.decode import decode, resize
 from utils.data.order import Microbatch
 from utils.data.pipeline import make_loader
@@ -41,7 +41,7 @@ def test_the_bytes_of_a_file_are_read_where_they_are_and_nobody_is_warned():
 def test_large_batches_are_normalised_like_single_images(channels_last):
     pixels, spec = pictures(300, (40, 30)), InputSpec(40, 30, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     config, order = TrainConfig(channels_last=channels_last), np.random.default_rng(0).permutation(300)
-    loader = make_loader(Decoded(pixels, np.arange(300)), [Microbatch(0, order)], config, CPU.threads, CPU.device)
+    loader = make_loader(DecodedImages(pixels, np.arange(300)), [Microbatch(0, order)], config, CPU.threads, CPU.device)
     images, _, indices = next(iter(Batches(loader, spec, config, CPU.device, training=False)))
     expected = (torch.from_numpy(pixels[order]).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
     assert torch.allclose(images.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
@@ -58,7 +58,7 @@ def test_a_gpu_is_given_the_batches_of_the_processor():
     ]
     found = []
     for device in ("cpu", "cuda"):
-        dataset = Decoded(pictures(4000, (32, 32)), np.arange(4000))
+        dataset = DecodedImages(pictures(4000, (32, 32)), np.arange(4000))
         batches = Batches(
             make_loader(dataset, microbatches, config, CPU.threads, CPU.device),
             spec,

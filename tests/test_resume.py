@@ -13,7 +13,7 @@ import eval
 import train
 import utils.training.meter
 from utils.config.settings import TrainConfig
-from utils.data.datasets import Decoded
+from utils.data.datasets import DecodedImages
 from utils.runs.state import TrainState
 from utils.training.schedule import due_after
 
@@ -110,14 +110,14 @@ def test_a_resume_reads_no_sample_to_skip_it():
 
 
 def _samples_read(flags):
-    read, get = [], Decoded.__getitems__
+    read, get = [], DecodedImages.__getitems__
 
     def watched(dataset, microbatch):
         if len(dataset) == 480:  # the training split
             read.extend(microbatch.indices)
         return get(dataset, microbatch)
 
-    Decoded.__getitems__ = watched
+    DecodedImages.__getitems__ = watched
     train.main(flags)
     return len(read)
 

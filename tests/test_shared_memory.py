@@ -65,7 +65,7 @@ def test_loaders_need_room_for_each_batch_in_advance_and_those_in_use():
 
 
 def test_all_ranks_of_a_machine_share_its_room(monkeypatch):
-    monkeypatch.setattr(workers, "room", lambda: (100 * MB, 200 * MB))
+    monkeypatch.setattr(workers, "shm_space", lambda: (100 * MB, 200 * MB))
     assert 80 * MB < workers.usable_shm() < 100 * MB
     alone = workers.usable_shm()
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -149,7 +149,7 @@ def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one
     assert [outcome.code for outcome in outcomes] == [2] * processes, [outcome.err for outcome in outcomes]
     errors = [line for line in outcomes[0].err.splitlines() if line.startswith("train.py: error: ")]
     assert len(errors) == 1 and not outcomes[-1].err.count("train.py: error: ") - (processes == 1)
-    assert "/dev/shm: a loader process could not hand over a batch" in errors[0]
+    assert "/dev/shm: a loader process could not write a batch" in errors[0]
     assert "of 25 MB free" in errors[0] and "--shm-size=8g" in errors[0] and "--num_workers 0" in errors[0]
     assert "Traceback" not in outcomes[0].err and seconds < 60
 

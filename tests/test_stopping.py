@@ -202,13 +202,13 @@ def test_a_second_signal_while_the_ranks_leave_changes_nothing():
 
 
 def _stop_and_be_told_again(flags):
-    part = train.Ranks.part
+    finish = train.Ranks.finish
 
     def told_again(ranks):
         os.kill(os.getpid(), signal.SIGTERM)
-        part(ranks)
+        finish(ranks)
 
-    train.Ranks.part = told_again
+    train.Ranks.finish = told_again
     update = train.train_update
 
     def told(run, batches):

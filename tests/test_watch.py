@@ -53,7 +53,7 @@ def test_a_stopped_rank_is_named_by_one_that_waits_and_again_in_the_last_line(vi
     outcomes = launch.finish()
     assert [outcomes[rank].code for rank in waiting] == [2, 2] and timeout / 2 < took < timeout + SOON
     warnings = [line for rank in waiting for line in said(rank).splitlines() if waited(line) and "error" not in line]
-    place = rf"at: .*update \d+.*; for .*rank {victim} \(\S+, process"  # a slow start may have been reported before
+    place = rf"for .*rank {victim} \(\S+, process.* is at: .*update \d+"  # a slow start may have been reported before
     assert any(waited(line) < timeout and re.search(place, line) for line in warnings), warnings
     last = [said(rank).splitlines()[-1] for rank in waiting if said(rank)]
     assert any(f"rank {victim} (" in line and "error" in line for line in last), last
@@ -73,7 +73,7 @@ def stuck(where: str, rank: str):
 
         def train_update(run, batches):
             if run.state.step == 12 and os.environ["RANK"] == rank:
-                run.ranks.at("update 13, reading a batch")
+                run.ranks.mark("update 13, reading a batch")
                 for_ever()
             update(run, batches)
 

@@ -13,8 +13,8 @@ import psutil
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 2**30
 
-PLACE = "/dev/shm"
-FIX = "docker run --shm-size=8g or --ipc=host makes it larger"
+SHM = "/dev/shm"
+SHM_FIX = "docker run --shm-size=8g or --ipc=host makes it larger"
 MB = 1e6
 
 
@@ -58,19 +58,19 @@ def usable_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))  # macOS
 
 
-def room() -> tuple[int, int] | None:
+def shm_space() -> tuple[int, int] | None:
     """Free and total bytes of /dev/shm; (0, 0) where it cannot be used, None where shared memory has no limit."""
     if sys.platform != "linux":
         return None
-    if not os.access(PLACE, os.W_OK | os.X_OK):
+    if not os.access(SHM, os.W_OK | os.X_OK):
         return 0, 0
-    system = os.statvfs(PLACE)
+    system = os.statvfs(SHM)
     return (system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize) if system.f_blocks else None
 
 
-def describe() -> str:
+def describe_shm() -> str:
     """The free and the total space of /dev/shm, for a message."""
-    found = room()
+    found = shm_space()
     if found is None:
         return "no limit"
     free, size = found

@@ -9,13 +9,14 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 def code_commit() -> str:
     """The Git commit of this code, with "-dirty" if files were changed since; empty without Git."""
-    git = ["git", "-C", str(_ROOT), "--no-optional-locks"]
-    options = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        top = subprocess.run([*git, "rev-parse", "--show-toplevel"], **options).stdout.strip()
-        if Path(top) != _ROOT:  # a copy without its history inside another repository
+        if Path(_git("rev-parse", "--show-toplevel")) != _ROOT:  # a copy inside another repository
             return ""
-        describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(describe, **options).stdout.strip()
+        return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(_ROOT), "--no-optional-locks", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

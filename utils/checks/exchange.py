@@ -1,6 +1,6 @@
-"""Whether what goes between the processes arrives, how fast, and whether a step of training is right.
+"""Whether data between the processes arrives, how fast, and whether a training step is right.
 
-Every function here is collective, called by all ranks or none.
+Every public function here is collective, called by all ranks or none.
 """
 
 import json
@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +25,13 @@ from utils.data.order import Microbatch, Plan, UpdateSampler
 from utils.ranks.accelerator import compile_model, sum_over_ranks
 from utils.ranks.ranks import Ranks
 
-_SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes that are added up
+_SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes that are summed
 _SECONDS = 1.5  # for all of them
-_CLOCKS = 1.0  # seconds that clocks may differ
+_CLOCKS = 1.0  # seconds by which clocks may differ
 
 
 def network(ranks: Ranks, facts: Sequence[dict]) -> list[Finding]:
-    """What the processes talk over, and how long the store takes to answer."""
+    """The backend and interfaces of the processes, and how long the store takes to answer."""
     places = dict.fromkeys(f"{fact['interface']} ({fact['address']})" for fact in facts)
     begun = time.perf_counter()
     for _ in range(10):
@@ -38,12 +39,12 @@ def network(ranks: Ranks, facts: Sequence[dict]) -> list[Finding]:
     slowest = max(map(float, ranks.gather_text(str((time.perf_counter() - begun) / 20))))
     return [
         Finding("network", f"{ranks.backend} over {', '.join(places)}"),
-        Finding("store", f"{1000 * slowest:.2f} ms for an answer", numbers={"seconds": slowest}),
+        Finding("store", f"answers in {1000 * slowest:.2f} ms", numbers={"seconds": slowest}),
     ]
 
 
 def sums(ranks: Ranks, accelerator: Accelerator) -> Finding:
-    """Whether whole numbers of all ranks add up exactly."""
+    """Whether integers of all ranks are summed exactly."""
     count, wrong = ranks.topology.world_size, ""
     for dtype in (torch.int64, torch.float64, torch.float32):
         values = torch.arange(1000, device=ranks.device).to(dtype)
@@ -51,18 +52,19 @@ def sums(ranks: Ranks, accelerator: Accelerator) -> Finding:
         bad = (total != values * (count * (count + 1) // 2)).sum().item()
         wrong = wrong or (f"{bad} of 1000 sums of {str(dtype).removeprefix('torch.')} are wrong" if bad else "")
     text = named_ranks(ranks.gather_text(wrong))
-    fix = f"gradients would be wrong as well; try another --backend, another version of torch or of {ranks.backend}"
-    return Finding("sums", text or "3000 whole numbers of each rank add up exactly", not text, fix)
+    fix = f"gradients would be wrong too; try another --backend, or another version of torch or {ranks.backend}"
+    return Finding("sums", text or "3000 integers of each rank are summed exactly", not text, fix)
 
 
 def bandwidth(ranks: Ranks, config: DoctorConfig) -> Finding:
-    """How fast gradients of several sizes are added up, in GB/s that each connection carries."""
-    count, numbers, left = ranks.topology.world_size, {}, _SECONDS
+    """How fast gradients of several sizes are summed, in GB/s over each connection."""
+    count, left = ranks.topology.world_size, _SECONDS
+    numbers: dict[int, float] = {}
     for size in _SIZES:
         values = torch.zeros(size // 4, device=ranks.device)
         rounds = 3 if size > 2**20 else 10
         begun = _now(ranks)
-        ranks.all_reduce(values)  # buffers and connections are made the first time
+        ranks.all_reduce(values)  # the first call makes buffers and connections
         first = _now(ranks) - begun
         begun = _now(ranks)
         for _ in range(rounds):
@@ -71,10 +73,11 @@ def bandwidth(ranks: Ranks, config: DoctorConfig) -> Finding:
         seconds, spent = json.loads(ranks.broadcast_text(json.dumps([took, first + took * rounds])))
         numbers[size] = 2 * (count - 1) / count * size / seconds / GB
         left -= spent
-        if left < 4 * spent:  # that the next size may take; all ranks know the main process's time
+        if left < 4 * spent:  # the next size may take that long; all ranks use the time of the main process
             break
     value = ", ".join(f"{rate:.2g} at {_bytes(size)}" for size, rate in numbers.items())
-    fix = f"less than --slow {config.slow}: training waits for gradients; see links, --interface and --comm_hook bf16"
+    fix = f"below --slow {config.slow} GB/s training waits for gradients; check the line links and --interface, or try "
+    fix += "--comm_hook bf16"
     return Finding("all-reduce", f"GB/s: {value}", max(numbers.values()) >= config.slow, fix, numbers)
 
 
@@ -92,24 +95,24 @@ def links(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding 
             mine[target] = 4 * len(values) / seconds / GB
     rates = [{int(target): rate for target, rate in json.loads(t).items()} for t in ranks.gather_text(json.dumps(mine))]
     far = [rates[a][b] for a, b in permutations(range(count), 2) if facts[a]["host"] != facts[b]["host"]]
-    # A tenth of what the other machines do is slow as well: the one bad cable.
+    # A connection at a tenth of the usual speed is slow too: it may have a bad cable.
     limit = max(config.slow, statistics.median(far) / 10) if far else config.slow
     slow = [(a, b) for a, b in permutations(range(count), 2) if rates[a][b] < limit]
-    lines = ["GB/s" + "".join(f"{f'to {b}':>7}" for b in range(count))]
+    lines = ["GB/s  " + "".join(f"{f'to {b}':>7}" for b in range(count))]
     for a in range(count):
         cells = "".join(f"{rates[a][b]:7.2f}" if a != b else f"{'-':>7}" for b in range(count))
-        lines.append(f"of {a}{cells}")
+        lines.append(f"from {a}{cells}")
     numbers = {f"{a} to {b}": rates[a][b] for a, b in permutations(range(count), 2)}
     pairs = ", ".join(f"{a} to {b} ({facts[a]['host']} to {facts[b]['host']})" for a, b in slow[:4])
-    fix = f"below {limit:.3g} GB/s: {pairs}; see cable, switch port and --interface, and what else uses them"
+    fix = f"below {limit:.3g} GB/s: {pairs}; check the cable, the switch port and --interface"
     return Finding("links", "\n".join(lines), not slow, fix, numbers)
 
 
 def _link(ranks: Ranks, values: Tensor, source: int, target: int) -> float:
-    """Seconds from one rank to another and for a word back, as the first of them sees it."""
-    word, begun = values[:1].clone(), _now(ranks)
+    """Seconds to send the values from one rank to another and one number back, as the first of them measures it."""
+    reply, begun = values[:1].clone(), _now(ranks)
     ranks.send_recv(values, source, target)
-    ranks.send_recv(word, target, source)
+    ranks.send_recv(reply, target, source)
     return _now(ranks) - begun
 
 
@@ -124,7 +127,7 @@ def _bytes(size: int) -> str:
 
 
 def clocks(ranks: Ranks) -> Finding:
-    """How far the ranks' clocks are apart: each answers the main process, whose question and answer frame its time."""
+    """How far the ranks' clocks differ: each sends its time when the main process asks for it."""
     rank, offsets = ranks.topology.rank, [(0.0, 0.0)]
     for other in range(1, ranks.topology.world_size):
         best = (0.0, float("inf"))
@@ -138,39 +141,39 @@ def clocks(ranks: Ranks) -> Finding:
             best = min(best, (stamp.item() - (begun + ended) / 2, (ended - begun) / 2), key=lambda pair: pair[1])
         offsets.append(best)
     offsets = json.loads(ranks.broadcast_text(json.dumps(offsets)))
-    apart, unsure = max(o for o, _ in offsets) - min(o for o, _ in offsets), max(u for _, u in offsets)
+    apart, within = max(o for o, _ in offsets) - min(o for o, _ in offsets), max(u for _, u in offsets)
     far = [f"{o:+.3f} s" if abs(o) > _CLOCKS / 2 else "" for o, _ in offsets]
-    value = f"{1000 * apart:.1f} ms apart, known to {1000 * unsure:.1f} ms"
-    late = named_ranks(far)
-    fix = f"against rank 0, {late}; times in logs and on shared files mislead: `timedatectl set-ntp true` everywhere"
+    value = f"{1000 * apart:.1f} ms apart, measured to within {1000 * within:.1f} ms"
+    fix = f"relative to rank 0: {named_ranks(far)}; times in logs and of shared files are wrong, run "
+    fix += "`timedatectl set-ntp true` on every machine"
     return Finding("clocks", value, apart <= _CLOCKS, fix, {"seconds": apart})
 
 
 class _Indices(Dataset):
-    """Gives back what it is asked for."""
+    """Returns the indices that it is asked for."""
 
     def __getitems__(self, microbatch: Microbatch) -> np.ndarray:
         return microbatch.indices
 
 
 def shards(ranks: Ranks, accelerator: Accelerator) -> Finding:
-    """Whether the ranks' loaders together give every sample of an epoch once, dealt out as in training."""
+    """Whether the ranks' loaders together give every sample of an epoch once, as in training."""
     count = ranks.topology.world_size
     plan = Plan(samples=30 * count + 7, global_batch_size=8 * count, microbatches=2 * count, seed=0)
-    sampler = UpdateSampler(plan, plan.updates_per_epoch)
+    sampler: Any = UpdateSampler(plan, plan.updates_per_epoch)  # DataLoader declares lists, but takes any batch
     loader = accelerator.prepare(DataLoader(_Indices(), batch_sampler=sampler, collate_fn=torch.as_tensor))
     mine = [index for batch in loader for index in batch.tolist()]
-    dealt = [index for text in ranks.gather_text(json.dumps(mine)) for index in json.loads(text)]
-    missing, twice = len(set(range(plan.samples)) - set(dealt)), len(dealt) - len(set(dealt))
-    value = f"{plan.samples}, each dealt out once"
-    if missing or twice:
-        value = f"of {plan.samples} dealt out {missing} are missing, and {twice} come again"
-    fix = "the ranks would not train on the data once an epoch; see versions (of accelerate) and code"
-    return Finding("samples", value, not missing and not twice, fix)
+    given = [index for text in ranks.gather_text(json.dumps(mine)) for index in json.loads(text)]
+    missing, repeated = len(set(range(plan.samples)) - set(given)), len(given) - len(set(given))
+    value = f"{plan.samples}, each given to one rank once"
+    if missing or repeated:
+        value = f"of {plan.samples} samples {missing} are missing and {repeated} are repeated"
+    fix = "an epoch would not train on each sample once; check the lines versions (accelerate) and code"
+    return Finding("samples", value, not missing and not repeated, fix)
 
 
 def gradients(ranks: Ranks, accelerator: Accelerator) -> Finding:
-    """Whether a step of a small model on all ranks has the gradient of its whole batch on one process."""
+    """Whether a training step on all ranks has the gradients of the same batch on one process, for a small model."""
     count, rank = ranks.topology.world_size, ranks.topology.rank
     random = torch.Generator().manual_seed(0)
     samples, targets = (torch.randn(4 * count + 3, size, generator=random).double() for size in (20, 5))
@@ -180,19 +183,22 @@ def gradients(ranks: Ranks, accelerator: Accelerator) -> Finding:
             parameter.copy_(torch.randn(parameter.shape, generator=random) / 4)
     module = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5)).double()
     module.load_state_dict(single.state_dict())
-    compile_model(accelerator, nn.Identity())  # else Accelerate would compile, for one step
+    compile_model(accelerator, nn.Identity())  # so that Accelerate does not compile for one step
     model = accelerator.prepare(module)
 
     ((single(samples) - targets) ** 2).sum().div(len(samples)).backward()
     mine, wanted = (values.tensor_split(count)[rank].to(ranks.device) for values in (samples, targets))
     ((model(mine) - wanted) ** 2).sum().mul(count / len(samples)).backward()  # DDP averages, see train.py
     pairs = zip(single.parameters(), module.parameters(), strict=True)
-    error = max(((a.grad - b.grad.cpu()).norm() / a.grad.norm()).item() for a, b in pairs)
+    error = max(_difference(a.grad, b.grad) for a, b in pairs)
     worst = max(map(float, ranks.gather_text(str(error if math.isfinite(error) else math.inf))))
-    fix = "it would not be the run of one process; see sums, versions and code"
-    value = (
-        f"of one step, those of one process to {worst:.0e}"
-        if worst < 1e-9
-        else f"differ from one process's by {worst:.0e}"
-    )
+    fix = "training would differ from that on one process; check the lines sums, versions and code"
+    value = f"differ from those of one process by {worst:.0e}"
+    if worst < 1e-9:
+        value = f"equal those of one process to within {worst:.0e}"
     return Finding("gradients", value, worst < 1e-9, fix, {"difference": worst})
+
+
+def _difference(expected: Tensor | None, found: Tensor | None) -> float:
+    assert expected is not None and found is not None
+    return ((expected - found.cpu()).norm() / expected.norm()).item()

@@ -1,4 +1,4 @@
-"""What a check found, how the findings of all ranks become one list, and how that is shown."""
+"""What a check found, one list of the findings of all ranks, and how it is printed."""
 
 import json
 import socket
@@ -17,9 +17,10 @@ _COLOURS = {"✓": "\033[32m✓\033[0m", "✗": "\033[31m✗\033[0m"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, what was found, whether it is well, and else what it means and what to do.
+    """What one check found.
 
-    One that is neither well nor wrong (None) merely informs. `numbers` are for programs that read the findings.
+    `ok` is True (green), False (red) or None (information only). `fix` says what a red finding means and how to fix it.
+    `numbers` are for programs that read the findings.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Finding:
     def of(cls, name: str, error: BaseException) -> "Finding":
         """A red finding from an error."""
         value, fix = problem_of(error), fix_of(error)
-        if not fix:  # an error that does not keep them apart
+        if not fix:  # not a UserError: its text may hold both
             value, _, fix = value.partition("; ")
         return cls(name, value, False, fix)
 
@@ -47,10 +48,11 @@ def red(findings: Sequence[Finding]) -> bool:
 
 
 def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
-    """The main process's findings, and those of other ranks that are red and new; collective."""
-    told = ranks.gather_text(json.dumps([socket.gethostname(), [asdict(finding) for finding in findings]]))
-    result, known = [], set()
-    for rank, (host, values) in enumerate(map(json.loads, told)):
+    """The main process's findings, and the red ones of other ranks that it does not have; collective."""
+    texts = ranks.gather_text(json.dumps([socket.gethostname(), [asdict(finding) for finding in findings]]))
+    result: list[Finding] = []
+    known: set[tuple[str, str, str]] = set()
+    for rank, (host, values) in enumerate(map(json.loads, texts)):
         for finding in (Finding(**value) for value in values):
             if rank and (not finding.red or (host, finding.name, finding.value) in known):
                 continue
@@ -63,7 +65,7 @@ def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
 
 
 def show(title: str, findings: Sequence[Finding], colours: bool = False) -> str:
-    """The findings as a table; below each red one stands what to do."""
+    """The findings as a table; each red one is followed by its fix."""
     rows = []
     for finding in findings:
         lines = [part for line in finding.value.split("\n") for part in textwrap.wrap(line, _WIDTH - 18) or [""]]
@@ -78,10 +80,7 @@ def show(title: str, findings: Sequence[Finding], colours: bool = False) -> str:
     return text
 
 
-def _told(finding: Finding) -> dict:
-    return asdict(finding) | {"fix": finding.fix if finding.red else ""}
-
-
 def as_json(findings: Sequence[Finding]) -> str:
-    """The findings for programs."""
-    return json.dumps({"healthy": not red(findings), "findings": [_told(f) for f in findings]}, indent=1) + "\n"
+    """The findings as JSON, for programs."""
+    entries = [asdict(finding) | {"fix": finding.fix if finding.red else ""} for finding in findings]
+    return json.dumps({"healthy": not red(findings), "findings": entries}, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""Whether this machine is fit for the launch: what can be seen before the processes meet."""
+"""What can be checked on one machine before the processes meet."""
 
 import errno
 import os
@@ -16,21 +16,22 @@ import psutil
 from utils.checks.findings import Finding, red
 from utils.config.settings import DoctorConfig
 from utils.data.workers import AHEAD, bytes_needed
+from utils.errors import problem_of
 from utils.files import expand
 from utils.launch.environment import Topology, is_launched, read_topology, threads_per_process
 from utils.launch.network import address_of, is_own, reason, set_interface, user_of
 from utils.launch.rendezvous import launcher_serves, leads_here
-from utils.memory import FIX, PLACE, free_memory
+from utils.memory import SHM, SHM_FIX, free_memory
 from utils.ranks.ranks import Ranks
 
 GB = 1e9
-_BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which workers hand over in /dev/shm
+_BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which loader processes write to /dev/shm
 
 
 def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None, bool]:
-    """What this machine says of the launch, the topology if there is one, and whether the processes may try to meet.
+    """Check this machine; returns (findings, the topology if it is valid, whether the processes may try to meet).
 
-    What is one for the whole machine, only its first rank looks at.
+    Only the first rank of a machine checks what its ranks share.
     """
     launch, topology = check_launch(config)
     if topology is None:
@@ -39,9 +40,9 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
     threads, on_machine = config.threads or threads_per_process(topology), topology.local_world_size
     needed = [launch]
     if not launch.red:
-        ways = check_meeting_point(config, topology), check_interface(config, topology)
-        needed += [finding for finding in ways if finding is not None]
-    others = []
+        found = check_meeting_point(config, topology), check_interface(config, topology)
+        needed += [finding for finding in found if finding is not None]
+    others: list[Finding] = []
     if topology.local_rank == 0:
         others = [
             check_host_name(),
@@ -55,14 +56,14 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
 
 
 def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
-    """What the launcher's environment says, if it makes sense, and whether there are the devices for it."""
+    """Whether the launcher's environment variables are consistent, and this machine has the devices for them."""
     before, topology = dict(os.environ), None
     try:
         topology = read_topology(init_method=config.init_method)
-        Ranks(topology, config, "doctor.py")  # refuses, in train.py's words, what the machine has not got
+        Ranks(topology, config, "doctor.py")  # raises what train.py would raise
     except ValueError as error:
         return Finding.of("launch", error), topology
-    finally:  # the topology is read again, from what the launcher said
+    finally:  # the topology is read again later, from what the launcher set
         os.environ.clear()
         os.environ.update(before)
     if topology.source == "nobody":
@@ -73,32 +74,38 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
 
 
 def check_host_name() -> Finding:
-    """Whether this machine's name leads to itself."""
+    """Whether this machine's name has an address of this machine."""
     name = socket.gethostname()
-    fix = f"other machines and libraries look this machine up by its name; enter `ADDRESS {name}` in /etc/hosts"
+    fix = f"other machines and libraries find this machine by its name; enter `ADDRESS {name}` in /etc/hosts"
     try:
-        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+        address = _address(name)
     except (OSError, UnicodeError) as error:
         return Finding("host name", f"{name} has no address ({reason(error)})", False, fix)
     if not is_own(address):
-        return Finding("host name", f"{name} is {address}, which is no address of this machine", False, fix)
+        return Finding("host name", f"{name} is {address}, which is not an address of this machine", False, fix)
     return Finding("host name", f"{name} is {address}", True)
 
 
+def _address(name: str) -> str:
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
 def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | None:
-    """Whether the address where the processes meet is known, and on rank 0's machine its port free."""
+    """Whether the meeting point of the processes has an address, and on rank 0's machine a free port."""
     kind, name = urlparse(config.init_method), "meeting point"
     if topology.world_size == 1:
         return None
     if kind.scheme == "file":
         folder = Path(kind.path).parent
         there, usable = os.path.isdir(folder), os.access(folder, os.W_OK | os.X_OK)
-        value = "in a folder that is not there" if not there else "" if usable else "where this user may not write"
-        fix = "name a file in a folder that all machines share, and where this user may write"
+        value = "in a folder that does not exist" if not there else "" if usable else "where this user may not write"
+        fix = "name a file in a folder that all machines share and this user may write to"
         return Finding(name, ", ".join(filter(None, [kind.path, value])), there and usable, fix)
-    address, port = (kind.hostname, kind.port) if kind.scheme == "tcp" else (topology.address, topology.port)
+    address, port = topology.address, topology.port
+    if kind.scheme == "tcp":
+        address, port = kind.hostname or "", kind.port or 0
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+        found = _address(address)
     except (OSError, UnicodeError) as error:
         fix = f"use the IP address of rank 0's machine as MASTER_ADDR, or enter {address} in /etc/hosts"
         return Finding(name, f"{address} has no address ({reason(error)})", False, fix)
@@ -107,34 +114,34 @@ def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | N
     if launcher_serves(address, port):
         return Finding(name, f"{address}:{port}, served by the launcher", True)
     if not leads_here(address, port):
-        fix = "MASTER_ADDR, or --init_method, must name the machine where rank 0 is started"
-        return Finding(name, f"{address} is no address of {socket.gethostname()}, rank 0's machine", False, fix)
+        fix = "MASTER_ADDR or --init_method must name the machine where rank 0 is started"
+        return Finding(name, f"{address} is not an address of {socket.gethostname()}, rank 0's machine", False, fix)
     with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((found if is_own(found) else "", port))
         except OSError as error:
-            fix = "choose another MASTER_PORT (--main_process_port, --master_port), or end what holds it"
+            fix = "choose another MASTER_PORT (--main_process_port, --master_port), or end the process that holds it"
             why = f"taken{user_of(port)}" if error.errno == errno.EADDRINUSE else error.strerror
             return Finding(name, f"port {port} of {address}: {why}", False, fix)
     return Finding(name, f"{address}:{port}, free", True)
 
 
 def check_interface(config: DoctorConfig, topology: Topology) -> Finding | None:
-    """Whether the network interface that was asked for is there; None when none was."""
+    """Whether the network interface that the user chose exists; None if the user chose none."""
     wanted = config.interface or os.environ.get("GLOO_SOCKET_IFNAME")
     if wanted is None or topology.world_size == 1:
         return None
     try:
         set_interface([], config.interface, topology.world_size > topology.local_world_size)
-        return Finding("interface", f"{wanted}, {address_of(wanted)}, as asked for", True)
+        return Finding("interface", f"{wanted}, {address_of(wanted)}", True)
     except ValueError as error:
-        fix = "give --interface (or GLOO_SOCKET_IFNAME) one that this machine has; leave it out, and it is found"
-        return Finding("interface", str(error), False, fix)
+        fix = "set --interface (or GLOO_SOCKET_IFNAME) to an interface of this machine, or leave it out"
+        return Finding("interface", problem_of(error), False, fix)
 
 
 def check_leftovers() -> Finding:
-    """Training processes of this user whose launcher is gone, or that hold memory of a GPU; none is touched."""
+    """Find training processes of this user whose launcher is gone, or that hold memory of a GPU; end none of them."""
     memory, found = _gpu_memory(), {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -153,12 +160,12 @@ def check_leftovers() -> Finding:
                 found[process.pid] = f"process {process.pid} ({script}, {age:.0f} min old): {', '.join(signs)}"
     if not found:
         return Finding("leftovers", "no training process of an earlier run", True)
-    fix = f"they slow this run down or take its memory; unless a run is to go on: kill {' '.join(map(str, found))}"
+    fix = f"they slow this run down or use its memory; unless they should continue, kill {' '.join(map(str, found))}"
     return Finding("leftovers", "\n".join(found.values()), False, fix, {"processes": list(found)})
 
 
 def _gpu_memory() -> dict[int, int]:
-    """Bytes of GPU memory of each process that has some, where nvidia-smi tells."""
+    """Bytes of GPU memory of each process that has some, as far as nvidia-smi reports it."""
     memory = {}
     for line in nvidia_smi("--query-compute-apps=pid,used_memory"):
         pid, _, mebibytes = line.partition(",")
@@ -168,7 +175,7 @@ def _gpu_memory() -> dict[int, int]:
 
 
 def nvidia_smi(query: str) -> list[str]:
-    """The lines that nvidia-smi answers; none where there is no such program, or it does not come back."""
+    """The lines that nvidia-smi prints; none if the program does not exist, fails or takes over ten seconds."""
     if shutil.which("nvidia-smi") is None:
         return []
     with suppress(OSError, subprocess.SubprocessError):
@@ -178,42 +185,42 @@ def nvidia_smi(query: str) -> list[str]:
 
 
 def check_open_files(processes: int) -> Finding:
-    """Whether a process may open enough files: connections to all others, and what its loaders hand over."""
+    """Whether a process may open enough files, for connections to all others and batches of its loaders."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = 512 + 4 * processes
     if limit == resource.RLIM_INFINITY or limit >= need:
         return Finding("open files", f"{'unlimited' if limit < 0 else limit} for each process", True)
-    fix = f"connections and loaders end in `Too many open files`; type `ulimit -n {need}` before the launch"
-    fix += f", which root must allow first (the hard limit is {hard})" if 0 <= hard < need else ""
+    fix = f"connections and loaders would fail with `Too many open files`; run `ulimit -n {need}` before the launch"
+    fix += f", which root must allow (the hard limit is {hard})" if 0 <= hard < need else ""
     return Finding("open files", f"{limit} for each process, {need} needed", False, fix)
 
 
-def check_shared_memory(threads: int, processes: int) -> Finding | None:
-    """Whether /dev/shm holds what loaders of photographs put there; None where the system has none."""
+def check_shared_memory(threads: int, processes: int) -> Finding:
+    """Whether /dev/shm is large enough for the loaders of photographs."""
     with suppress(OSError):
-        free = shutil.disk_usage(PLACE).free
+        free = shutil.disk_usage(SHM).free
         need = processes * bytes_needed([_BATCH], [(min(8, threads), AHEAD)])
         value = f"{free / GB:.2f} GB free, loaders of photographs need {need / GB:.2f} GB"
-        fix = f"loading will be slower, with fewer loader processes and fewer batches in advance; {FIX} "
+        fix = f"loading would be slower, with fewer loader processes and fewer batches in advance; {SHM_FIX} "
         fix += "(small images need no loaders)"
-        return Finding(PLACE, value, free >= need, fix)
-    return Finding(PLACE, "there is none")
+        return Finding(SHM, value, free >= need, fix)
+    return Finding(SHM, "does not exist")
 
 
 def check_memory(processes: int) -> Finding:
-    """Whether each process on this machine has a GB of memory to itself."""
+    """Whether each process on this machine has at least 1 GB of free memory."""
     free, total = free_memory()
-    fix = "the system kills a rank when memory runs out; end what else runs here, or start fewer processes"
+    fix = "the system kills a rank when memory runs out; end other programs, or start fewer processes"
     return Finding("memory", f"{free / GB:.1f} of {total / GB:.1f} GB free", free >= GB * processes, fix)
 
 
 def check_disk(config: DoctorConfig) -> Finding:
-    """Whether run folders can be made, and there is space for checkpoints."""
+    """Whether run folders can be made, and have space for checkpoints."""
     folder = expand(config.output_dir)
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        why = "not writable" if existing.is_dir() else "no folder"
-        return Finding("disk", f"{existing} is {why}", False, "give --output_dir a folder that this user may write to")
+        why = "not writable" if existing.is_dir() else "not a folder"
+        return Finding("disk", f"{existing} is {why}", False, "set --output_dir to a folder that you may write to")
     free = shutil.disk_usage(existing).free
-    fix = "a run ends when a checkpoint cannot be written; delete old runs, or give another --output_dir"
+    fix = "a run ends if a checkpoint cannot be written; delete old runs, or set another --output_dir"
     return Finding("disk", f"{free / GB:.1f} GB free for {folder}", free >= GB, fix)

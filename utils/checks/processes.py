@@ -1,6 +1,6 @@
-"""Whether the processes of a launch are the same run's: machines, versions, code, the output folder.
+"""Whether the processes of a launch fit together: machines, threads, versions, code, the output folder.
 
-What needs all ranks is collective, called by all of them or none.
+The functions that take `ranks` are collective, called by all ranks or none.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import platform
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from utils.launch.network import address_of
 from utils.memory import free_memory, usable_cores
 from utils.ranks.ranks import Ranks
 
-_PATIENCE = 5.0  # seconds until a file must be seen: NFS looks into a folder anew every few seconds
+_PATIENCE = 5.0  # seconds until a new file must be visible: NFS caches a folder's list for a few
 
 
 def named_ranks(texts: Sequence[str]) -> str:
@@ -35,7 +35,7 @@ def named_ranks(texts: Sequence[str]) -> str:
 
 
 def different(texts: Sequence[str]) -> str:
-    """Which ranks have what, when they do not all have the same."""
+    """Which ranks have which text, on a line each; empty if all have the same."""
     kinds = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
     if len(kinds) < 2:
         return ""
@@ -43,13 +43,13 @@ def different(texts: Sequence[str]) -> str:
 
 
 def facts_of_all(ranks: Ranks) -> list[dict]:
-    """What each rank is made of, in the order of the ranks; collective."""
+    """Machine, device, memory, threads, network and versions of each rank, in the order of the ranks; collective."""
     gpu, device = ranks.device.type == "cuda", ranks.device
     versions = {"python": platform.python_version(), "torch": torch.__version__, "accelerate": accelerate.__version__}
     if gpu:
         driver = next(iter(nvidia_smi("--query-gpu=driver_version")), "?")
         versions |= {"CUDA": str(torch.version.cuda), "driver": driver}
-        with suppress(AttributeError, ImportError):  # a build without it
+        with suppress(AttributeError, ImportError):  # a build without NCCL
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     facts = {
         "host": socket.gethostname(),
@@ -69,7 +69,7 @@ def facts_of_all(ranks: Ranks) -> list[dict]:
 
 def code_hash() -> str:
     """A short hash of train.py and everything in utils/."""
-    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in [root / "train.py", *sorted((root / "utils").rglob("*.py"))]:
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
@@ -81,7 +81,7 @@ def machines(facts: Sequence[dict]) -> list[Finding]:
     for host, members in _hosts(facts).items():
         mine = [facts[rank] for rank in members]
         span = f"rank{'s' * (len(members) > 1)} {members[0]}" + f" to {members[-1]}" * (len(members) > 1)
-        text = f"{host}: {span}, {_free([fact['memory'] for fact in mine[:1]])} memory free"
+        text = f"{host}: {span}, {_free([mine[0]['memory']])} memory free"
         for kind in dict.fromkeys(fact["kind"] for fact in mine):
             same = [fact for fact in mine if fact["kind"] == kind]
             if same[0]["gpu_memory"]:
@@ -106,7 +106,7 @@ def _free(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def threads(facts: Sequence[dict]) -> Finding:
-    """Whether there is a core for each thread of the processes on a machine."""
+    """Whether each machine has a core for each thread of its processes."""
     short, values = [], []
     for host, members in _hosts(facts).items():
         cores = len({core for rank in members for core in facts[rank]["cores"]})
@@ -114,56 +114,56 @@ def threads(facts: Sequence[dict]) -> Finding:
         values.append(f"{wanted} thread{'s' * (wanted > 1)} for {cores} core{'s' * (cores > 1)}")
         if wanted > cores:
             short.append(f"{host}: {values[-1]}")
-    fix = "they take turns, and others wait for them; start no more processes than there are cores, and leave out "
-    fix += "--threads: the cores are then shared out"
+    fix = "threads that share a core slow all ranks down; start at most one process for each core, and leave out "
+    fix += "--threads, so that each process gets an equal share of the cores"
     return Finding("threads", "; ".join(short[:4] or dict.fromkeys(values)), not short, fix)
 
 
 def versions(facts: Sequence[dict]) -> Finding:
-    """Whether all ranks run the same torch and accelerate; of the rest differences are only named."""
+    """Whether all ranks have the same torch and accelerate; other differences are listed, but not red."""
     texts = [", ".join(f"{name} {version}" for name, version in fact["versions"].items()) for fact in facts]
-    apart = {name for name in ("torch", "accelerate") if len({fact["versions"][name] for fact in facts}) > 1}
-    fix = "the processes may compute and send different things; `pip install -r requirements.txt` on every machine"
-    return Finding("versions", different(texts) or texts[0], not apart, fix, facts[0]["versions"])
+    differ = {name for name in ("torch", "accelerate") if len({fact["versions"][name] for fact in facts}) > 1}
+    fix = "the ranks may compute different numbers; run `pip install -r requirements.txt` on every machine"
+    return Finding("versions", different(texts) or texts[0], not differ, fix, facts[0]["versions"])
 
 
 def code(facts: Sequence[dict]) -> Finding:
-    """Whether train.py and utils/ are the same everywhere."""
+    """Whether all ranks have the same train.py and utils/."""
     hashes = [fact["code"] for fact in facts]
-    value = different(hashes) or f"train.py and utils/ are {hashes[0]}" + " on all ranks" * (len(hashes) > 1)
-    fix = "the ranks would not do the same; copy one tree to all machines, or `git pull` on each"
+    value = different(hashes) or f"train.py and utils/ have the hash {hashes[0]}" + " on all ranks" * (len(hashes) > 1)
+    fix = "the ranks would run different programs; copy the same code to all machines, or run `git pull` on each"
     return Finding("code", value, len(set(hashes)) == 1, fix)
 
 
 def folder(ranks: Ranks, config: DoctorConfig) -> Finding:
-    """Whether every rank can write to the output folder and sees there what the others wrote."""
+    """Whether every rank can write to the output folder and sees the files of the others there."""
     token, path = ranks.broadcast_text(uuid.uuid4().hex), expand(config.output_dir)
     made = [place for place in (path, *path.absolute().parents) if not os.path.exists(place)]
     own = path / f".doctor-{token}-{ranks.topology.rank}"
     try:
-        errors = ranks.gather_text(_try(lambda: (path.mkdir(parents=True, exist_ok=True), own.write_text(token))))
+        errors = ranks.gather_text(_write(own))
         writers = [rank for rank, error in enumerate(errors) if not error]
         unseen = ranks.gather_text(_unseen(path, token, writers) if all(not error for error in errors) else "")
     finally:
         with suppress(OSError):
             own.unlink(missing_ok=True)
-        ranks.gather_text("")  # the folder is empty for the rank that made it once all have taken theirs away
+        ranks.gather_text("")  # once all ranks have deleted their files, the folder is empty
         for place in made:
             with suppress(OSError):
                 place.rmdir()
     if text := named_ranks(errors):
-        return Finding(
-            "folder", text, False, "every rank writes to it; give --output_dir a folder where all of them may"
-        )
-    fix = "a run folder must be one for all machines; give --output_dir a folder on a disk that they share"
+        return Finding("folder", text, False, "set --output_dir to a folder where every rank may write")
+    fix = "all machines must use the same run folder; set --output_dir to a folder on a disk that they share"
     text = named_ranks(unseen)
-    seen = ", and sees what the others wrote" if ranks.topology.world_size > 1 else ""
-    return Finding("folder", text or f"every rank writes to {path}{seen}", not text, fix)
+    seen = " and sees the files of the others" if ranks.topology.world_size > 1 else ""
+    return Finding("folder", text or f"every rank can write to {path}{seen}", not text, fix)
 
 
-def _try(action: Callable) -> str:
+def _write(file: Path) -> str:
+    """Write a file in a folder, which is made if it does not exist; returns the error, if any."""
     try:
-        action()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     return ""
@@ -173,6 +173,7 @@ def _unseen(path: Path, token: str, writers: Sequence[int]) -> str:
     deadline = time.monotonic() + _PATIENCE
     while missing := [str(rank) for rank in writers if not (path / f".doctor-{token}-{rank}").exists()]:
         if time.monotonic() > deadline:
-            return f"does not see in {path} what rank{'s' * (len(missing) > 1)} {', '.join(missing)} wrote there"
+            plural = "s" * (len(missing) > 1)
+            return f"does not see the file{plural} of rank{plural} {', '.join(missing)} in {path}"
         time.sleep(0.1)
     return ""

@@ -1,7 +1,7 @@
-"""Batches on the device: float images, augmented when training, and labels."""
+"""Batches on the device: float images, augmented in training, and labels."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from utils.data.augment import row_starts, shift_and_flip, uniform
 from utils.data.spec import InputSpec
 from utils.waiting import awaited
 
-_CACHE = 2**18  # floats that stay in a processor's cache of 1 MiB
+_CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
 
 
 class Batch(NamedTuple):
@@ -25,28 +25,32 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The batches of a prepared loader as the model's float input on the device, augmented when training.
+    """The batches of a prepared loader as the model's float input on the device, augmented in training.
 
-    `left_out` counts the samples of the last pass that could not be read. `bad` maps the positions of newly found
-    ones to the reasons; `told` has those that all ranks have agreed on.
+    `error` is set if this rank could not read its samples. `left_out` counts unreadable samples in the last pass. `bad`
+    maps the positions of those found in this run to the reasons; `agreed_bad` has those that all ranks leave out.
     """
 
     def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):
-        self.loader, self.seed, self.device, self.error = loader, config.seed, device, None
-        self.left_out, self.bad, self.agreed_bad = 0, {}, set()
+        self.loader: Any = loader  # as Accelerate wraps it
+        self.seed, self.device, self.left_out = config.seed, device, 0
+        self.error: Exception | None = None
+        self.bad: dict[int, str] = {}
+        self.agreed_bad: set[int] = set()
         self.what = "a training batch" if training else "an evaluation batch"
-        loader.device = None  # Accelerate would copy in the stream that computes; here `_upload` does
+        self.loader.device = None  # Accelerate would copy in the stream that computes; `_upload` copies instead
         self.padding = config.crop_padding if training and spec.small else 0
         self.flip = training and spec.small and config.flip
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
         scale, shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
-        self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)  # of a row, as inner loops are long
+        # For a whole row of pixels, so that inner loops are long.
+        self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
 
     def check(self) -> None:
-        """Raise ValueError if a sample could not be read; its batch was then given as an empty one."""
+        """Raise the error of a sample that could not be read; its batch came out empty."""
         if self.error is not None:
-            raise ValueError(self.error)
+            raise self.error
 
     @property
     def labels(self) -> np.ndarray:
@@ -65,7 +69,7 @@ class Batches:
             yield self._without_agreed_bad(Batch(self._input(batch), batch["labels"], batch["indices"]))
 
     def _without_agreed_bad(self, batch: Batch) -> Batch:
-        """The batch without images that can be read again: left out once, they stay left out, as after a resume."""
+        """Leave out images that can be read again: once left out they stay left out, as after a resume."""
         if not self.agreed_bad:
             return batch
         kept = ~torch.isin(batch.indices, torch.tensor(sorted(self.agreed_bad), device=batch.indices.device))
@@ -74,16 +78,17 @@ class Batches:
 
     def _draw(self, batch: dict) -> dict:
         if self.padding or self.flip:
-            random, size = uniform(self.seed, batch["epoch"], batch["indices"].numpy(), 3), batch["images"].shape[1:3]
-            batch["mirrored"], batch["starts"] = row_starts(random, *size, self.padding, self.flip)
+            random = uniform(self.seed, batch["epoch"], batch["indices"].numpy(), 3)
+            _, height, width, _ = batch["images"].shape
+            batch["flipped"], batch["starts"] = row_starts(random, height, width, self.padding, self.flip)
         return batch
 
     def _input(self, batch: dict) -> Tensor:
         images = batch["images"]
         if "starts" in batch:
-            images = shift_and_flip(images, batch["mirrored"], batch["starts"], self.padding)
+            images = shift_and_flip(images, batch["flipped"], batch["starts"], self.padding)
         values = torch.empty(images.shape, device=images.device)
-        # On a processor few images at a time, whose floats stay in its cache between the two steps.
+        # On a CPU, few images at a time: their floats stay in its cache between the two steps.
         count = max(1, _CACHE // max(1, images[:1].numel())) if images.device.type == "cpu" else max(1, len(images))
         for pixels, result in zip(images.flatten(2).split(count), values.flatten(2).split(count), strict=True):
             torch.addcmul(self.shift, result.copy_(pixels), self.scale, out=result)
@@ -91,33 +96,33 @@ class Batches:
 
 
 def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:
-    """The batches with their tensors on the device; a GPU gets each while it computes on the one before."""
+    """The batches with their tensors on the device; each is copied to a GPU while it computes on the one before."""
     if device.type != "cuda":
         yield from (_to(batch, device) for batch in batches)
         return
-    stream, ready = torch.cuda.Stream(device), None
+    stream, previous = torch.cuda.Stream(device), None
     for batch in batches:
         with torch.cuda.stream(stream):
-            following = _to(batch, device), stream.record_event()
-        if ready is not None:
-            yield _hand_over(*ready)
-        ready = following
-    if ready is not None:
-        yield _hand_over(*ready)
+            current = _to(batch, device), stream.record_event()
+        if previous is not None:
+            yield _wait_for_copy(*previous)
+        previous = current
+    if previous is not None:
+        yield _wait_for_copy(*previous)
 
 
 def _to(batch: dict, device: torch.device) -> dict:
-    def move(value: Tensor) -> Tensor:  # from pinned memory the processor need not wait for the copy
+    def move(value: Tensor) -> Tensor:  # from pinned memory, so that the host need not wait for the copy
         return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
 
     return {name: move(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def _hand_over(batch: dict, copied: torch.cuda.Event) -> dict:
-    """Let the current stream use what another has copied, once that is done."""
+def _wait_for_copy(batch: dict, copied: torch.cuda.Event) -> dict:
+    """Let the current stream wait until another stream has copied the batch."""
     stream = torch.cuda.current_stream(batch["images"].device)
     stream.wait_event(copied)
     for value in batch.values():
         if isinstance(value, Tensor):
-            value.record_stream(stream)  # else its memory is reused as soon as Python lets go of it
+            value.record_stream(stream)  # else its memory is reused as soon as Python frees the tensor
     return batch

@@ -1,4 +1,4 @@
-"""A whole small data set decoded once, into one memory map in the cache that all ranks of a machine share."""
+"""The cache of small images: a data set is decoded once, into a memory map that all ranks of a machine share."""
 
 import math
 import shutil
@@ -7,29 +7,28 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from utils.data.decode import VERSION, BadImages, center, decode, shrink_to_center
 from utils.data.pixels import damage, open_pixels, remove_leftovers, write_pixels
 from utils.data.spec import SMALL
 from utils.data.splits import Split, whole_split
-from utils.data.worker_process import ShmFull, share, worker_processes
+from utils.data.worker_process import move_to_shared_memory, worker_processes
 from utils.data.workers import choose_workers, usable_shm
-from utils.errors import one_line
+from utils.errors import UserError, one_line
 from utils.files import expand
 from utils.launch.environment import on_this_machine, say_for_machine
 from utils.memory import free_memory, usable_cores
 from utils.waiting import awaited
 
-_CHUNK, _CHUNK_BYTES = 256, 2**19  # images decoded at once; some wait in /dev/shm, which may be as small as 64 MB
-_LEAST, _MOST = 2000, 32  # images for which a worker process pays, and the most of these
+_CHUNK, _CHUNK_BYTES = 256, 2**19  # most images and bytes of a chunk; several are in /dev/shm, sometimes only 64 MB
+_LEAST, _MOST = 2000, 32  # images per worker process for which it pays, and most worker processes
 
 
-class Shared:
-    """Few images that many samples share, fetched by the samples' positions as from an array."""
+class SharedImages:
+    """Images of which several samples share one, indexed by the samples' positions like an array."""
 
-    def __init__(self, images: np.ndarray, rows: np.ndarray):
+    def __init__(self, images: "np.ndarray | SharedImages", rows: np.ndarray):
         self.images, self.rows = images, rows
 
     def __getitem__(self, positions: np.ndarray) -> np.ndarray:
@@ -37,7 +36,7 @@ class Shared:
 
 
 class _Chunks(Dataset):
-    """Runs of consecutive samples: decoded, uint8 [n, H, W, C], or {position: error} if any is unreadable."""
+    """Chunks of consecutive samples: {"images": uint8 [n, H, W, C], "bad": {position: error}}."""
 
     def __init__(self, split: Split, shape: tuple[int, int, int]):
         self.split, self.shape, self.size = split, shape, max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape)))
@@ -45,13 +44,13 @@ class _Chunks(Dataset):
     def __len__(self) -> int:
         return -(-len(self.split) // self.size)
 
-    def __getitem__(self, number: int) -> Tensor | dict[int, str]:
+    def __getitem__(self, number: int) -> dict:
         height, width, channels = self.shape
         positions = range(number * self.size, min((number + 1) * self.size, len(self.split)))
-        pixels, shrink, broken = np.empty((len(positions), *self.shape), np.uint8), shrink_to_center(height, width), {}
+        pixels, shrink, bad = np.empty((len(positions), *self.shape), np.uint8), shrink_to_center(height, width), {}
         try:
             encoded = self.split.read_ahead(positions)
-        except Exception:  # a broken table; reading one by one finds the broken images
+        except Exception:  # a damaged table; reading images one by one finds the bad ones
             encoded = [None] * len(positions)
         for row, position in enumerate(positions):
             if not self.split.readable[position]:
@@ -60,26 +59,26 @@ class _Chunks(Dataset):
             try:
                 image = decode(self.split, position, channels, encoded[row], shrink)
                 pixels[row] = center(image, height, width).numpy()
-            except (ValueError, OSError) as error:  # as a value: a worker's exception would come with its traceback
-                broken[position] = one_line(error)
-        return broken or torch.from_numpy(pixels)
+            except (ValueError, OSError) as error:  # returned: an exception from a worker would carry its traceback
+                bad[position] = one_line(error)
+        return {"images": torch.from_numpy(pixels), "bad": bad}
 
 
 def decode_all(
     split: Split, height: int, width: int, channels: int, cache_dir: str, progress: Callable
-) -> np.ndarray | Shared:
-    """All samples as uint8 [N, H, W, C]: the split's own array where it is one, else a memory map kept in the cache.
+) -> np.ndarray | SharedImages:
+    """All samples as uint8 [N, H, W, C]: the split's own array if it has one, else a memory-mapped file in the cache.
 
-    The file is named by the data's fingerprint, which for image files includes their paths, sizes and times. The first
-    rank of a machine checks the pixels; a damaged file is deleted and rebuilt. If nothing can be cached, images that
-    fit are decoded into memory. `progress` wraps an iterable (tqdm). Raises BadImages, OSError if neither the cache nor
-    the memory has room, and ValueError for a damaged file that cannot be deleted.
+    The file's name has the data's fingerprint, which for image files includes their paths, sizes and times. The first
+    rank of a machine checks the pixels. A damaged file is deleted and made again. If nothing can be cached, the images
+    are decoded into memory if they fit. `progress` wraps an iterable (tqdm). Raises BadImages, and UserError
+    if neither the cache nor the memory has room or a damaged file cannot be deleted.
     """
     shape = (height, width, channels)
     if len(split) > len(split.images):  # samples share images
         whole = whole_split(split.name, split.images, np.zeros(len(split.images)), split.fingerprint)
         try:
-            return Shared(decode_all(whole, *shape, cache_dir, progress), split.rows)
+            return SharedImages(decode_all(whole, *shape, cache_dir, progress), split.rows)
         except BadImages as bad:
             found = {sample: bad.found[row] for sample, row in enumerate(split.rows.tolist()) if row in bad.found}
             raise BadImages(found or bad.found) from bad
@@ -92,7 +91,7 @@ def decode_all(
         if not _is_cached(path, (len(split), *shape)):
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(path.parent)
-            _check_room(path.parent, len(split) * math.prod(shape))
+            _check_free_space(path.parent, len(split) * math.prod(shape))
             write_pixels(path, (len(split), *shape), _decoded(split, shape, progress))
         return open_pixels(path)
     except OSError as error:
@@ -109,16 +108,16 @@ def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        fix = "delete it, or choose another --cache_dir"
-        raise ValueError(f"{path}: damaged ({wrong}) and cannot be deleted ({error.strerror}); {fix}") from error
+        problem = f"{path}: damaged ({wrong}) and cannot be deleted ({error.strerror})"
+        raise UserError(problem, "delete it, or choose another --cache_dir") from error
     say_for_machine(f"{path}: damaged ({wrong}); decoding the images again")
     return False
 
 
-def _check_room(folder: Path, size: int) -> None:
+def _check_free_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
-    if size > free:  # to be told now, not when the disk is full after long work
-        raise OSError(f"{folder}: {_size(size)} needed for the decoded images, {_size(free)} free")
+    if size > free:  # reported now, not after a long time when the disk is full
+        raise OSError(f"{folder}: {_bytes(size)} needed for the decoded images, {_bytes(free)} free")
 
 
 def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:
@@ -126,41 +125,31 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
 
     Raises BadImages after all images have been tried.
     """
-    # Processes, as threads wait for each other's Python here; forked like any loader's workers, as starting new ones
-    # takes longer than MNIST. They give tensors: arrays would come through a pipe, where an orphan would wait for ever.
+    # Processes, as threads would wait for each other's Python code; forked, as starting new ones takes longer than
+    # MNIST. They return tensors: arrays would go through a pipe, where a process without its rank would wait forever.
     workers = min(len(usable_cores()), _MOST, len(split) // _LEAST)
-    runs = _Chunks(split, shape)
-    [(workers, ahead)] = choose_workers([runs.size * math.prod(shape)], workers, 2, usable_shm())
+    chunks, bad = _Chunks(split, shape), dict[int, str]()
+    [(workers, ahead)] = choose_workers([chunks.size * math.prod(shape)], workers, 2, usable_shm())
     processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
-    chunks, broken = DataLoader(runs, batch_size=None, collate_fn=_hand_over, **processes), {}
-    for pixels in awaited(progress(chunks), "a decoded image"):
-        if isinstance(pixels, ShmFull):
-            raise pixels
-        if isinstance(pixels, dict):
-            broken |= pixels
-        elif not broken:
-            yield pixels.numpy()
-    if broken:
-        raise BadImages(broken)
-
-
-def _hand_over(pixels: Tensor | dict) -> Tensor | dict | ShmFull:
-    """In a worker, move the pixels to shared memory; returns the error if there is no room."""
-    try:
-        share([pixels] if isinstance(pixels, Tensor) else [])
-    except ShmFull as error:
-        return error
-    return pixels
+    loader = DataLoader(chunks, batch_size=None, collate_fn=move_to_shared_memory, **processes)
+    for chunk in awaited(progress(loader), "a decoded image"):
+        if "error" in chunk:
+            raise chunk["error"]
+        bad |= chunk["bad"]
+        if not bad:
+            yield chunk["images"].numpy()
+    if bad:
+        raise BadImages(bad)
 
 
 def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Callable, reason: str) -> np.ndarray:
-    """Decode images that could not be cached, for this reason, into memory if it is large enough."""
+    """Decode images into memory if it is large enough; `reason` says why they could not be cached."""
     (number, processes), size, (free, _) = on_this_machine(), len(split) * math.prod(shape), free_memory()
-    need = _size(size) + f" in each of {processes} processes" * (processes > 1)
+    need = _bytes(size) + f" in each of {processes} processes" * (processes > 1)
     if size * processes > free / 2 if number == 0 else size > free:  # the first process decides for all
-        raise OSError(
-            f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {_size(free)} free; "
-            f"choose another --cache_dir, or an --image_size above {SMALL} to decode images only when they are needed"
+        raise UserError(
+            f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {_bytes(free)} free",
+            f"choose another --cache_dir, or an --image_size above {SMALL}, which decodes each image when it is needed",
         )
     say_for_machine(
         f"decoded images cannot be cached ({reason}) and are kept in memory, {need}; "
@@ -173,7 +162,7 @@ def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Calla
     return pixels
 
 
-def _size(count: int) -> str:
+def _bytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 

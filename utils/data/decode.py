@@ -1,4 +1,4 @@
-"""From encoded bytes to uint8 pixels [H, W, C]."""
+"""Decode images from bytes to uint8 pixels [H, W, C], and resize them."""
 
 import io
 import re
@@ -15,43 +15,45 @@ from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional as F
 
 from utils.data.splits import Split
-from utils.errors import one_line
+from utils.errors import UserError, one_line
 
-EVAL_CROP = 0.875  # share of a photograph's shorter side that evaluation looks at, the field's custom since AlexNet
-LARGE = 200_000  # bytes of a file from which on it pays to see how large the image is, before it is decoded
+EVAL_CROP = 0.875  # share of a photograph's shorter side that evaluation uses, common since AlexNet
+LARGE = 200_000  # bytes; for a larger file it pays to read the image's size before decoding it
 BAD_IMAGE_FIX = "fix it, or leave it out with --bad_images skip"
-VERSION = 2  # of the pixels that this module makes; raised when they change, so that no cache keeps older ones
-Shrink = Callable[[int, int], float]  # how many times smaller an image of some (height, width) is going to be made
+VERSION = 2  # of the pixels that this module makes; raise it when they change, so that no cache keeps old ones
+Shrink = Callable[[int, int], float]  # how many times smaller an image of some (height, width) will be made
 
-with warnings.catch_warnings():  # once a process PyTorch tells that such a tensor must not be written to: none is here
+with warnings.catch_warnings():  # PyTorch warns once per process not to write to such a tensor; no code here does
     warnings.simplefilter("ignore")
     torch.frombuffer(b"JPEG", dtype=torch.uint8)
 
 
-class BadImages(ValueError):
+class BadImages(UserError):
     """Images that cannot be read; `found` maps each one's position in its split to its error."""
 
     def __init__(self, found: dict[int, str]):
         self.found = dict(sorted(found.items()))
         texts = list(self.found.values())
         more = f"; and {len(texts) - 10} more" * (len(texts) > 10)
-        several = f"{len(texts)} images cannot be read: {'; '.join(texts[:10])}{more}; fix them, or "
-        several += "leave them out with --bad_images skip"
-        super().__init__(several if len(texts) > 1 else f"{texts[0]}; {BAD_IMAGE_FIX}")
+        if len(texts) > 1:
+            problem = f"{len(texts)} images cannot be read: {'; '.join(texts[:10])}{more}"
+            super().__init__(problem, "fix them, or leave them out with --bad_images skip")
+        else:
+            super().__init__(texts[0], BAD_IMAGE_FIX)
 
-    def __reduce__(self):
+    def __reduce__(self):  # pickle would call BadImages(problem, fix)
         return BadImages, (self.found,)
 
 
 def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None) -> Tensor:
-    """Sample `position` as uint8 [H, W, C], from `raw` if it has been read; ValueError names it if it is unreadable.
+    """Decode sample `position` to uint8 [H, W, C]; ValueError names it if it cannot be read.
 
-    The orientation that EXIF data tell is applied. Transparency is dropped: the colours beneath it count. Where
-    `shrink` says at least 2, a large JPEG comes at a half, a quarter or an eighth of its sides, in less than the time.
+    `raw` has its encoded image if that has been read. The EXIF orientation is applied, transparency is dropped. If
+    `shrink` gives at least 2, a large JPEG is decoded at 1/2, 1/4 or 1/8 of its sides, which takes less time.
     """
     try:
         return _pixels(split.images[int(split.rows[position])] if raw is None else raw, channels, shrink)
-    except Exception as error:  # broken bytes make decoders raise anything
+    except Exception as error:  # decoders raise any type of error for damaged bytes
         raise ValueError(f"{split.describe(position)}: not a readable image ({_reason(error)})") from error
 
 
@@ -65,7 +67,7 @@ def why_unreadable(split: Split, position: int) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    return re.sub(r" <_io\.BytesIO[^>]*>", "", one_line(error))[:120]  # Pillow names the buffer, which tells nothing
+    return re.sub(r" <_io\.BytesIO[^>]*>", "", one_line(error))[:120]  # Pillow names its buffer, which helps nobody
 
 
 def _pixels(raw, channels: int, shrink: Shrink | None) -> Tensor:
@@ -86,7 +88,7 @@ def _pixels(raw, channels: int, shrink: Shrink | None) -> Tensor:
 
 
 def _jpeg(raw: bytes, channels: int, shrink: Shrink | None) -> Tensor | Image.Image:
-    """By torchvision, in half the time of Pillow's way. For other formats its functions crash on broken files."""
+    """Decode a JPEG with torchvision, twice as fast as Pillow; its decoders of other formats crash on damaged files."""
     image = _reduced(raw, "L" if channels == 1 else "RGB", shrink) if shrink and len(raw) >= LARGE else None
     if image is not None:
         return image
@@ -94,17 +96,17 @@ def _jpeg(raw: bytes, channels: int, shrink: Shrink | None) -> Tensor | Image.Im
     try:
         mode = "GRAY" if channels == 1 else "RGB"
         return torchvision.io.decode_jpeg(data, mode, apply_exif_orientation=True).permute(1, 2, 0)
-    except RuntimeError:  # Pillow reads more, or says what is wrong
+    except RuntimeError:  # Pillow reads more files, or says what is wrong
         return Image.open(io.BytesIO(raw))
 
 
 def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
-    """A JPEG image whose decoder is to average 2x2, 4x4 or 8x8 pixels, which is fast; None where it is not to."""
+    """A JPEG image set to be decoded at 1/2, 1/4 or 1/8 of its sides; None to decode it whole."""
     try:
         image = JpegImageFile(io.BytesIO(raw))
-        image.info.pop("xmp", None)  # Pillow would believe it where EXIF data are silent; torchvision does not
+        image.info.pop("xmp", None)  # without EXIF, Pillow would use it; torchvision does not
         turned = int(image.getexif().get(ExifTags.Base.Orientation, 1)) in (5, 6, 7, 8)
-    except Exception:  # of broken data; what decodes the whole image bears it, or says what is wrong
+    except Exception:  # damaged: decoding the whole image works, or raises an error that says why
         return None
     factor = int(shrink(*(image.size if turned else image.size[::-1])))
     if factor < 2:
@@ -114,34 +116,35 @@ def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    image.load()  # what a PNG tells after its pixels is known then
-    # The search for EXIF data takes an eighth of the time of an MNIST image, a PNG that tells nothing at all.
+    image.load()  # a PNG may have EXIF data after its pixels
+    # Searching for EXIF data takes an eighth of the time of an MNIST image, a PNG without any metadata.
     return image if image.format == "PNG" and not image.info else ImageOps.exif_transpose(image)
 
 
 def _eight_bit(image: Image.Image, file_format: str | None) -> Image.Image:
-    """16-bit grey, which Pillow's own conversion would clip to white instead of scaling."""
+    """Scale 16-bit grey to 8 bits; Pillow's own conversion would clip it to white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
         return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError(f"32-bit pixels (mode {image.mode}) have no fixed range; save it with 8 or 16 bits")
+        raise UserError(f"32-bit pixels (mode {image.mode}) have no fixed range", "save it with 8 or 16 bits")
     return image
 
 
 def peek(split: Split, count: int = 64, skip: bool = False) -> tuple[int, tuple[int, int] | None]:
-    """Look at some images: (1 if all are grey else 3, their common (height, width) or None).
+    """Decode some images; returns (1 if all are grey, else 3; their common (height, width), or None).
 
     With `skip`, images that cannot be read are skipped; otherwise the first one raises ValueError.
     """
-    sizes, grey, readable = set(), True, np.flatnonzero(split.readable)
+    sizes: set[tuple[int, int]] = set()
+    grey, readable = True, np.flatnonzero(split.readable)
     for position in readable[np.unique(np.linspace(0, len(readable) - 1, count).astype(int))]:
         try:
             pixels = decode(split, position, 3)
         except ValueError as error:
             if skip:
                 continue
-            raise ValueError(f"{error}; {BAD_IMAGE_FIX}") from error
-        sizes.add(tuple(pixels.shape[:2]))
+            raise UserError(str(error), BAD_IMAGE_FIX) from error
+        sizes.add((pixels.shape[0], pixels.shape[1]))
         grey = grey and bool((pixels[..., :1] == pixels).all())
     return (1 if grey else 3), (sizes.pop() if len(sizes) == 1 else None)
 
@@ -152,7 +155,7 @@ def shrink_to_center(height: int, width: int, share: float = 1.0) -> Shrink:
 
 
 def shrink_to_part(part: Callable[[int, int], tuple[int, int, int, int]], height: int, width: int) -> Shrink:
-    """How many times smaller an image's part (top, left, height, width) will be, `part` telling it from the sides."""
+    """How many times smaller a crop will be made; `part` gives (top, left, height, width) from an image's sides."""
 
     def shrink(whole_height: int, whole_width: int) -> float:
         _, _, part_height, part_width = part(whole_height, whole_width)
@@ -162,7 +165,7 @@ def shrink_to_part(part: Callable[[int, int], tuple[int, int, int, int]], height
 
 
 def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tensor:
-    """Scale an image so that its central `share` covers height x width, and cut that out; uint8 [H, W, C]."""
+    """Resize an image so that its central `share` covers height x width, and crop that; uint8 [H, W, C]."""
     if tuple(pixels.shape[:2]) == (height, width) and share == 1.0:
         return pixels
     scale = 1 / shrink_to_center(height, width, share)(*pixels.shape[:2])
@@ -172,7 +175,7 @@ def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tenso
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Scale to another size, bilinear and antialiased; uint8 [H, W, C]."""
-    # A batch of one is made before the channels are moved: only so PyTorch sees them last in memory, which is faster.
+    """Resize an image, bilinear and antialiased; uint8 [H, W, C]."""
+    # The batch dimension comes first: only then does PyTorch see that channels are last in memory, which is faster.
     planes = pixels[None].permute(0, 3, 1, 2)
     return interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0)

@@ -1,11 +1,11 @@
-"""Which sample is next: a pure function of (seed, epoch, position), the same for every number of processes.
+"""The order of the samples: a pure function of (seed, epoch, position), the same on every number of processes.
 
-One update takes the next `global_batch_size` samples of the epoch's permutation (fewer at its end) and deals them
-into processes x accumulation microbatches. Rank r computes microbatch `a * processes + r` in accumulation step a.
+An update takes the next `global_batch_size` samples of the epoch's permutation, fewer at its end, and divides them into
+processes x accumulation microbatches. Rank r computes microbatch `a * processes + r` in accumulation step a.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,21 +13,21 @@ import numpy as np
 
 
 def fold_in(*parts: int | str) -> int:
-    """Hash the parts into 64 bits. Seeds are never added: seed 1, epoch 0 must not be seed 0, epoch 1."""
+    """Hash the parts into 64 bits. Seeds are never added, as seed 1, epoch 0 would then equal seed 0, epoch 1."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """The epoch's order of all sample indices, int64 [samples].
+    """The epoch's random order of all sample indices, int64 [samples].
 
-    The random keys are Philox's raw output, which numpy promises never to change, sorted stably.
+    It is a stable sort of random keys. They are Philox's raw output, which numpy promises never to change.
     """
     keys = np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(samples)
     return np.argsort(keys, kind="stable")
 
 
 class Microbatch(NamedTuple):
-    """The samples of one forward pass of one rank: which epoch draws them, and their indices, int64 [n], n >= 0."""
+    """The samples of one forward pass of one rank: their epoch and their indices, int64 [n], n >= 0."""
 
     epoch: int
     indices: np.ndarray
@@ -49,7 +49,7 @@ class Plan:
         return full + (rest > 0 and not self.drop_last)
 
     def sizes(self, processes: int) -> dict[str, int]:
-        """How the global batch divides, for the log."""
+        """How the global batch is divided, for the log."""
         return {
             "processes": processes,
             "batch_size": self.global_batch_size // self.microbatches,
@@ -58,24 +58,22 @@ class Plan:
         }
 
     def describe(self, processes: int) -> str:
-        """How the global batch divides, for the reader."""
-        numbers = self.sizes(processes)
-        return "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}".format(
-            **numbers
-        )
+        """How the global batch is divided, as text."""
+        text = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
+        return text.format(**self.sizes(processes))
 
     def update_size(self, position: int) -> int:
-        """Samples of the update that starts after `position` samples of its epoch; 0 at the epoch's end."""
+        """Samples in the update that starts after `position` samples of its epoch; 0 at the epoch's end."""
         size = min(self.global_batch_size, self.samples - position)
         return 0 if self.drop_last and size < self.global_batch_size else size
 
     def advance(self, epoch: int, position: int) -> tuple[int, int]:
-        """Where the update after the one at (epoch, position) starts."""
+        """The epoch and position of the update after the one at (epoch, position)."""
         position += self.update_size(position)
         return (epoch, position) if self.update_size(position) else (epoch + 1, 0)
 
     def at(self, step: int) -> tuple[int, int]:
-        """The epoch and the position where update `step`, counted from 0, starts."""
+        """The epoch and position of update `step`, counted from 0."""
         epoch, update = divmod(step, self.updates_per_epoch)
         return epoch, update * self.global_batch_size
 
@@ -85,25 +83,27 @@ class Plan:
         return [small + (microbatch < larger) for microbatch in range(self.microbatches)]
 
 
-class UpdateSampler:
-    """Emits the microbatches of every update from (epoch, position) on, for `updates` updates, over all epochs.
+class MicrobatchSampler(Sized, Iterable):
+    """Emits microbatches of at most `largest` samples, for a DataLoader that `Accelerator.prepare` wraps.
 
-    Made for `Accelerator.prepare`, which gives rank r every microbatch whose number is r modulo the processes. That is
-    exact only because this has neither a `batch_size` nor a `set_epoch` attribute and `even_batches` is off.
+    Accelerate gives rank r every microbatch whose number is r modulo the number of processes. This is exact only
+    because a sampler has neither a `batch_size` nor a `set_epoch` attribute and `even_batches` is off.
     """
+
+    largest: int
+
+
+class UpdateSampler(MicrobatchSampler):
+    """Emits the microbatches of `updates` updates over all epochs, starting at (epoch, position)."""
 
     def __init__(self, plan: Plan, updates: int, epoch: int = 0, position: int = 0):
         self.plan, self.updates, self.epoch, self.position = plan, updates, epoch, position
-
-    @property
-    def largest(self) -> int:
-        """Samples of the largest microbatch."""
-        return -(-self.plan.global_batch_size // self.plan.microbatches)
+        self.largest = -(-plan.global_batch_size // plan.microbatches)
 
     def __len__(self) -> int:
         return self.updates * self.plan.microbatches
 
-    def __iter__(self) -> Iterator[Microbatch]:
+    def __iter__(self) -> Iterator:  # of Microbatch; PyTorch's type hints ask for lists
         plan, epoch, position, order = self.plan, self.epoch, self.position, None
         for _ in range(self.updates):
             if order is None:
@@ -112,27 +112,23 @@ class UpdateSampler:
             for size in plan.microbatch_sizes(position):
                 yield Microbatch(epoch, order[start : start + size])
                 start += size
-            following, position = plan.advance(epoch, position)
-            order, epoch = order if following == epoch else None, following
+            next_epoch, position = plan.advance(epoch, position)
+            order, epoch = order if next_epoch == epoch else None, next_epoch
 
 
-class BlockSampler:
-    """Cuts 0 .. samples - 1 into blocks of `block_size`; `prepare` deals whole blocks to the ranks in turn.
+class BlockSampler(MicrobatchSampler):
+    """Emits 0 .. samples - 1 in blocks of `block_size`, for evaluation.
 
-    A sample is computed in the same block on every topology, so its logits are the same too.
+    A sample is in the same block on every topology, so its logits are the same too.
     """
 
     def __init__(self, samples: int, block_size: int):
         self.samples, self.block_size = samples, block_size
-
-    @property
-    def largest(self) -> int:
-        """Samples of the largest block."""
-        return min(self.samples, self.block_size)
+        self.largest = min(samples, block_size)
 
     def __len__(self) -> int:
         return -(-self.samples // self.block_size)
 
-    def __iter__(self) -> Iterator[Microbatch]:
+    def __iter__(self) -> Iterator:
         for start in range(0, self.samples, self.block_size):
             yield Microbatch(0, np.arange(start, min(start + self.block_size, self.samples)))

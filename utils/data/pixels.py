@@ -1,4 +1,4 @@
-"""A file of decoded images: an array uint8 [N, H, W, C] in numpy's format, followed by a checksum of the pixels."""
+"""A file of decoded images: a uint8 array [N, H, W, C] in numpy's format, followed by a checksum of the pixels."""
 
 import fcntl
 import hashlib
@@ -29,15 +29,15 @@ def open_pixels(path: Path) -> np.memmap:
 
 
 def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
-    """What is wrong with a file of images of this shape; empty if nothing is. `thorough` also checks the pixels.
+    """What is wrong with a file of images of this shape, or "". `thorough` also checks the pixels.
 
-    Raises OSError when the file cannot be read.
+    Raises OSError if the file cannot be read.
     """
     try:
         mapped = open_pixels(path)
     except OSError:
         raise
-    except Exception as error:  # numpy raises anything for a broken header, which it never executes
+    except Exception as error:  # numpy raises any type of error for a damaged header
         return f"not an array: {one_line(error)[:100]}"
     if mapped.shape != shape or mapped.dtype != np.uint8 or not mapped.flags.c_contiguous:
         return f"{mapped.dtype} {list(mapped.shape)} instead of uint8 {list(shape)}"
@@ -46,27 +46,27 @@ def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
         size, checksum = os.fstat(file.fileno()).st_size, _checksum_at(file, end)
         if size != end + _END or not checksum:
             return "truncated, or written by an older version without a checksum"
-        if thorough and checksum != _content_of_file(file, start, shape):  # no map: a bad disk would raise SIGBUS
+        if thorough and checksum != _content_of_file(file, start, shape):  # not mapped: a bad disk would raise SIGBUS
             return "its pixels have changed since they were written"
     return ""
 
 
 def write_pixels(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
-    """Write chunks of images to the file in order; it appears whole or not at all. An OSError names the file."""
+    """Write chunks of images to the file, in order. It appears whole or not at all; an OSError names it."""
     with _whole_or_not_at_all(path) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
-        file.flush()  # an empty file may not be locked yet, see `remove_leftovers`
+        file.flush()  # only an empty file may have no lock yet, see `remove_leftovers`
         start = file.tell()
         for pixels in chunks:
-            file.write(pixels)  # not through a memory map, where a full disk would be a bus error
+            file.write(pixels.data)  # not through a memory map: a full disk would raise SIGBUS
         file.flush()
         file.write(_CHECKSUM % _content_of_file(file, start, shape).encode())
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the partial files of killed processes: their locks are gone.
+    """Delete the partial files of killed processes, which hold no lock any more.
 
-    A live process, on any machine, holds its lock before it writes the first byte.
+    A live process, on any machine, locks its file before it writes the first byte.
     """
     for partial in folder.glob("*.partial"):
         with suppress(OSError), partial.open("r+b") as file:
@@ -76,7 +76,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _content(shape: Sequence[int], read: Callable) -> str:
-    """SHA-256 of the SHA-256s of blocks of images, on all cores; `read(first, end)` returns the bytes of images."""
+    """SHA-256 of the SHA-256s of blocks of images, on all cores; `read(start, end)` returns the bytes of images."""
     rows = max(1, _BLOCK // max(1, math.prod(shape[1:])))
     with ThreadPoolExecutor(len(usable_cores())) as pool:
         starts = range(0, shape[0], rows)
@@ -90,19 +90,19 @@ def _content_of_file(file: BinaryIO, start: int, shape: Sequence[int]) -> str:
 
 
 def _checksum_at(file: BinaryIO, end: int) -> str:
-    """The checksum that follows the pixels; empty when there is none."""
+    """The checksum that follows the pixels, or ""."""
     found = re.fullmatch(rb"\ncontent ([0-9a-f]{64})\n", os.pread(file.fileno(), _END, end))
     return found[1].decode() if found else ""
 
 
 @contextmanager
 def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` at the end of the block, and is deleted if the block raises an error."""
+    """A file that becomes `path` at the end of the block, and is deleted if the block raises an error."""
     partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
         with named(path), partial.open("x+b") as file:
             with suppress(OSError):  # some network file systems have no locks
-                fcntl.lockf(file, fcntl.LOCK_EX)  # until it is closed, see below
+                fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -1,15 +1,15 @@
-"""The shape and normalisation of the images that a model takes."""
+"""The shape and normalisation of a model's input images."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-SMALL = 96  # pixels; data sets of images up to this side are decoded once and kept
+SMALL = 96  # pixels; images with sides up to this are decoded once and kept
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What the model is fed: image shape in pixels, and the mean and deviation per channel of pixels in 0..1."""
+    """The model's input: image shape in pixels, and the mean and standard deviation per channel of pixels in 0..1."""
 
     height: int
     width: int
@@ -19,7 +19,7 @@ class InputSpec:
 
     @classmethod
     def from_dict(cls, values: dict) -> "InputSpec":
-        """The spec that `asdict` wrote; ValueError when it is none."""
+        """Make a spec from the output of `asdict`; ValueError if the values are invalid."""
         try:
             spec = cls(**values)
             fits = all(type(n) is int and 0 < n < 2**16 for n in (spec.height, spec.width, spec.channels))

@@ -1,67 +1,73 @@
-"""/dev/shm, through which loader processes hand over their batches, and which is small in containers."""
+"""How loader processes start, which signals they take, and how they pass batches on through /dev/shm.
+
+/dev/shm is shared memory. In containers it is often small.
+"""
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from utils.memory import FIX, MB, PLACE, describe
+from utils.errors import UserError, one_line
+from utils.memory import MB, SHM, SHM_FIX, describe_shm
 
 
-class ShmFull(ValueError):
-    """A loader process could not put a batch into /dev/shm."""
+class ShmFull(UserError):
+    """A loader process could not write a batch to /dev/shm."""
 
 
-def share(tensors: Iterable[Tensor]) -> None:
-    """Move tensors to shared memory if this is a loader process; ShmFull if that fails.
+def move_to_shared_memory(batch: Any) -> dict:
+    """A `collate_fn` that moves the tensors of a batch, a dict, to shared memory if this is a loader process.
 
-    Otherwise a thread of the worker would do it, which only prints the error: the rank would wait for that batch
-    forever.
+    If there is no room, the tensors come back empty, with a ShmFull under "error". PyTorch would move them later, in a
+    thread that only prints an error, and the rank would wait for that batch forever.
     """
-    if get_worker_info() is None:
-        return
-    for tensor in tensors:
-        if not tensor.numel():  # takes no shared memory
-            continue
-        try:
-            tensor.share_memory_()
-        except RuntimeError as error:
-            reason, size = " ".join(str(error).split())[:160], tensor.nbytes / MB
-            raise ShmFull(
-                f"{PLACE}: a loader process could not hand over a batch of {size:.1f} MB ({describe()}; {reason}); "
-                f"{FIX}, or use --num_workers 0"
-            ) from error
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    try:
+        for tensor in tensors.values() if get_worker_info() is not None else ():
+            if tensor.numel():  # an empty tensor takes no shared memory
+                _share(tensor)
+    except ShmFull as error:
+        tensors, batch = {name: value[:0] for name, value in tensors.items()}, batch | {"error": error}
+    # PyTorch sends the whole memory of an empty view, but not that of a copy.
+    return batch | {name: value if value.numel() else value.clone() for name, value in tensors.items()}
 
 
-# How loaders start their workers. What Python 3.14 does by itself would import PyTorch anew in each of them, and put a
-# process between a worker and its rank, so that neither would notice the other's end.
+def _share(tensor: Tensor) -> None:
+    try:
+        tensor.share_memory_()
+    except RuntimeError as error:
+        problem = f"a loader process could not write a batch of {tensor.nbytes / MB:.1f} MB"
+        raise ShmFull(
+            f"{SHM}: {problem} ({describe_shm()}; {one_line(error)[:160]})", f"{SHM_FIX}, or use --num_workers 0"
+        ) from error
+
+
+# How workers start. Python 3.14's default would import PyTorch again in each worker, and put a process between the
+# worker and its rank, so that neither would notice when the other ends.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 def worker_processes(count: int, ahead: int = 2) -> dict:
-    """Keyword arguments of a DataLoader for `count` workers, each `ahead` batches ahead."""
+    """The keyword arguments of a DataLoader with `count` workers that each prepare `ahead` batches in advance."""
     return {
         "num_workers": count,
         "prefetch_factor": ahead if count else None,
         "multiprocessing_context": _START_METHOD if count else None,
-        "worker_init_fn": _start_worker,
-        "generator": torch.Generator(),  # of its own: starting workers must not draw from the global one
+        "worker_init_fn": _leave_signals_to_parent,
+        "generator": torch.Generator(),  # its own: starting workers must not draw from the global one
     }
 
 
-def _start_worker(number: int) -> None:
-    leave_signals_to_parent()
+def _leave_signals_to_parent(worker: int) -> None:
+    """Called in each worker: only its own rank may end it.
 
-
-def leave_signals_to_parent() -> None:
-    """Called in a loader's worker: only the rank itself may end it.
-
-    Ctrl-C in a terminal and scancel reach workers too, and without them the rank could not finish its update.
+    Ctrl-C in a terminal and scancel reach workers too, but the rank needs them to finish its update.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

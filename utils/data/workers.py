@@ -1,30 +1,31 @@
-"""Choose how many loader processes decode photographs, and how many batches in advance, to fit the machine."""
+"""Choose how many loader processes decode photographs, and how many batches they prepare in advance."""
 
 import math
 import os
 from collections.abc import Sequence
 
+from utils.errors import UserError
 from utils.launch.environment import on_this_machine, say_for_machine
-from utils.memory import FIX, MB, PLACE, room
+from utils.memory import MB, SHM, SHM_FIX, shm_space
 
 AHEAD = 4  # batches that each worker prepares in advance
-_IN_USE = 2  # batches that the rank holds: the current one and the next one, which Accelerate fetches early
+_IN_USE = 2  # batches that the rank holds: the current one and the next one, which Accelerate reads early
 _SMALL = 2**16  # bytes of a batch besides its images: labels, indices, rounding up to pages
-_USABLE = 0.9  # share of the free space to use: other programs need some too
-_PER_CORE = 8  # most loader processes for each core of a machine, far more than is useful
+_USABLE = 0.9  # share of the free space to use; other programs need some too
+_PER_CORE = 8  # most loader processes per core of a machine, far more than is useful
 
 Choice = tuple[int, int]  # worker processes of a loader, and batches that each prepares in advance
 
 
 def check_workers(count: int | None) -> None:
-    """Raise ValueError when `count`, from --num_workers, would start far more processes than this machine has cores."""
+    """Raise ValueError if --num_workers `count` starts far more processes than this machine has cores."""
     most = most_workers()
     if count is not None and count > most:
         _, processes = on_this_machine()
         total = f"{processes} x {count} loader processes" if processes > 1 else f"{count} loader processes"
-        raise ValueError(
-            f"--num_workers {count}: {total} are too many for the {os.cpu_count()} processor cores of this machine; "
-            f"give at most {most}, or leave it out"
+        raise UserError(
+            f"--num_workers {count}: {total} are too many for the {os.cpu_count()} processor cores of this machine",
+            f"give at most {most}, or leave it out",
         )
 
 
@@ -34,13 +35,13 @@ def most_workers() -> int:
 
 
 def bytes_needed(sizes: Sequence[int], choices: Sequence[Choice]) -> int:
-    """The most bytes of /dev/shm that a rank's loaders fill, with batches of `sizes` bytes."""
+    """The most bytes of /dev/shm that a rank's loaders use, with batches of `sizes` bytes."""
     pairs = zip(sizes, choices, strict=True)
     return sum((size + _SMALL) * (workers * ahead + _IN_USE) for size, (workers, ahead) in pairs if workers)
 
 
 def choose_workers(sizes: Sequence[int], workers: int, ahead: int, free: float) -> list[Choice]:
-    """Choose the workers and batches in advance of each loader of a rank, so that they fit into `free` bytes.
+    """Choose the workers and batches in advance of each loader of a rank so that they fit into `free` bytes.
 
     The batches in advance are reduced first, then the workers. If one worker per loader does not fit, the last loader
     gets none. Without workers the rank decodes in its own process.
@@ -53,35 +54,35 @@ def choose_workers(sizes: Sequence[int], workers: int, ahead: int, free: float) 
 
 
 def usable_shm() -> float:
-    """Bytes of /dev/shm that each rank of this machine may fill."""
-    found = room()
-    return math.inf if found is None else _USABLE * found[0] / on_this_machine()[1]
+    """Bytes of /dev/shm that each rank of this machine may use."""
+    space = shm_space()
+    return math.inf if space is None else _USABLE * space[0] / on_this_machine()[1]
 
 
 def workers_that_fit(sizes: dict[str, int], wanted: int) -> list[Choice]:
-    """`choose_workers` for this machine's /dev/shm; its first rank reports it if that is less than wanted.
+    """`choose_workers` for this machine's /dev/shm. Its first rank prints a line if that is less than `wanted`.
 
     `sizes` has the bytes of a batch by the name of its loader.
     """
-    found, (_, processes) = room(), on_this_machine()
-    if found is None or not sizes:
+    space, (_, processes) = shm_space(), on_this_machine()
+    if space is None or not sizes:
         return [(wanted, AHEAD)] * len(sizes)
-    free, size = found
+    free, size = space
     choices = choose_workers(list(sizes.values()), wanted, AHEAD, usable_shm())
     if any(choice != (wanted, AHEAD) for choice in choices) and wanted:
-        told = ", ".join(f"{_told(*choice)} for {name}" for name, choice in zip(sizes, choices, strict=True))
+        used = ", ".join(f"{_describe(*choice)} for {name}" for name, choice in zip(sizes, choices, strict=True))
         if len(set(choices)) == 1:
-            told = _told(*choices[0])
+            used = _describe(*choices[0])
         need = processes * bytes_needed(list(sizes.values()), [(wanted, AHEAD)] * len(sizes))
-        whose = f" in each of {processes} ranks" if processes > 1 else ""
+        ranks = f" in each of {processes} ranks" if processes > 1 else ""
         say_for_machine(
-            f"{PLACE}: {free / MB:.0f} of {size / MB:.0f} MB free, {need / MB:.0f} MB needed for "
-            f"{_told(wanted, AHEAD)}{whose}; using {told} instead, which is slower; {FIX}"
+            f"{SHM}: {free / MB:.0f} of {size / MB:.0f} MB free, {need / MB:.0f} MB needed for "
+            f"{_describe(wanted, AHEAD)}{ranks}; using {used} instead, which is slower; {SHM_FIX}"
         )
     return choices
 
 
-def _told(workers: int, ahead: int) -> str:
+def _describe(workers: int, ahead: int) -> str:
     if not workers:
         return "no loader process"
     processes = f"{workers} loader process{'es' * (workers > 1)}"

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from utils.errors import UserError, fix_of, one_line, problem_of
 from utils.launch.environment import claimed_ranks, is_launched
-from utils.memory import FIX, PLACE, describe
+from utils.memory import SHM, SHM_FIX, describe_shm
 
 _KNOWN = {  # a part of PyTorch's message: problem and fix
     "Expected to have finished reduction": (
@@ -67,8 +67,8 @@ def explain(error: Exception) -> Exception:
     if is_out_of_memory(error):
         return UserError(f"out of memory ({text[:120]})", "lower --batch_size, or raise --grad_accum")
     if is_killed_worker(error) and "Bus error" in f"{error} {error.__cause__}":
-        problem = f"a loader process found no room in {PLACE} ({describe()})"
-        return UserError(problem, f"{FIX}, or lower --num_workers")
+        problem = f"a loader process found no room in {SHM} ({describe_shm()})"
+        return UserError(problem, f"{SHM_FIX}, or lower --num_workers")
     if is_killed_worker(error):
         return UserError(f"a loader process was killed ({text[:100]})", "if memory is short, lower --num_workers")
     for sign, (problem, fix) in _KNOWN.items():

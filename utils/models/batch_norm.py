@@ -1,4 +1,4 @@
-"""Batch normalisation needs more than one sample in each batch."""
+"""Check that no batch normalisation takes its statistics from a single sample."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 from torch import nn
 
 from utils.data.order import Plan
+from utils.errors import UserError
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -13,9 +14,9 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
-    """Raise ValueError when batch statistics would be those of a single sample, with batch sizes that work.
+    """Raise ValueError if batch statistics would be those of a single sample; it names batch sizes that work.
 
-    `together` processes take them of all their samples.
+    With synchronised batch normalisation, `together` processes share their statistics.
     """
     sizes = partial(_sample_sizes, updates=updates, together=together)
     if 1 not in sizes(plan):
@@ -28,15 +29,15 @@ def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
     fixes = [f"--global_batch_size {size}" for size in sorted(works)]
     if 1 not in sizes(replace(plan, drop_last=True)):
         fixes.insert(0, "--drop_last")
-    raise ValueError(
+    raise UserError(
         f"batch normalisation needs more than one sample: {plan.samples} samples in global batches of "
-        f"{plan.global_batch_size} over {plan.microbatches} processes x accumulation leave one of them a single "
-        f"sample; use {' or '.join(fixes) or 'fewer processes'}"
+        f"{plan.global_batch_size} over {plan.microbatches} processes x accumulation leave one of them a single sample",
+        f"use {' or '.join(fixes) or 'fewer processes'}",
     )
 
 
 def _sample_sizes(plan: Plan, updates: int, together: int) -> set[int]:
-    """How many samples batch statistics are of, in a full update and in the epoch's last one."""
+    """How many samples batch statistics are computed over, in a full update and in the epoch's last one."""
     last = (plan.updates_per_epoch - 1) * plan.global_batch_size
     positions = (0, last) if updates >= plan.updates_per_epoch else (0,)
     microbatches = [plan.microbatch_sizes(position) for position in positions]

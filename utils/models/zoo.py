@@ -1,10 +1,11 @@
-"""Models by name: two small ones of our own, every torchvision classification model, and timm's."""
+"""Models by name: two small ones (small.py), every torchvision classification model, and timm's."""
 
 import importlib.util
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 import torchvision
@@ -12,39 +13,39 @@ from torch import nn
 
 from utils.config.settings import TrainConfig
 from utils.data.spec import SMALL, InputSpec
-from utils.errors import one_line
+from utils.errors import UserError, one_line
 from utils.models.small import MLP, MnistCNN
 
-MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to it; for other models it is 32
-STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling right after a stem, in ResNet, GoogLeNet, DenseNet
-
-
+MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to it; 32 for other models
+STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
 OWN_MODELS = {"mnist_cnn": MnistCNN, "mlp": MLP}
 
 
 def check_model(config: TrainConfig) -> None:
-    """Raise ValueError when no model has this name, or it has no pretrained weights; builds nothing."""
+    """Raise ValueError if there is no model of this name, or no pretrained weights for it; builds nothing."""
     name = config.model
     if name in OWN_MODELS:
         if config.pretrained:
-            raise ValueError(f"--pretrained: {name} has no published weights; use a torchvision model or timm/NAME")
+            raise UserError(f"--pretrained: {name} has no published weights", "use a torchvision model or timm/NAME")
     elif name.startswith("timm/"):
         if importlib.util.find_spec("timm") is None:
-            raise ValueError(f"--model {name}: timm is not installed; pip install timm")
+            raise UserError(f"--model {name}: timm is not installed", "pip install timm")
         import timm
 
         if not timm.is_model(name[5:]):
             near = [f"timm/{model}" for model in get_close_matches(name[5:], timm.list_models(), n=3)]
-            raise ValueError(f"--model {name}: timm has no such model{_did_you_mean(near)}")
+            raise UserError(f"--model {name}: timm has no such model", _did_you_mean(near))
         if config.pretrained and not timm.is_model_pretrained(name[5:]):
-            raise ValueError(f"--pretrained: timm has no weights for {name[5:]}; leave it out or take another model")
+            raise UserError(f"--pretrained: timm has no weights for {name[5:]}", "leave it out or use another model")
     elif name not in torchvision_models():
         near = get_close_matches(name, [*OWN_MODELS, *torchvision_models()], n=3)
-        raise ValueError(f"--model {name}: no such model{_did_you_mean(near)}")
+        raise UserError(f"--model {name}: no such model", _did_you_mean(near))
 
 
 def _did_you_mean(names: list[str]) -> str:
-    return f"; did you mean {' or '.join(names)}" if names else ""
+    if names:
+        return f"did you mean {' or '.join(names)}"
+    return f"use {', '.join(OWN_MODELS)}, a torchvision model or timm/NAME"
 
 
 def torchvision_models() -> list[str]:
@@ -53,11 +54,14 @@ def torchvision_models() -> list[str]:
 
 
 def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, int] | None) -> InputSpec:
-    """What the model is to be fed, from the flags, its pretrained weights, and a look at the data."""
-    own = _pretrained_input(config.model) if config.pretrained else {}
-    channels = config.channels or own.get("channels") or seen_channels
-    if config.image_size or own.get("size"):
-        height = width = config.image_size or own["size"]
+    """The model's input, from the flags, its pretrained weights, and the channels and size of the images.
+
+    `seen_size` is None if the images differ in size.
+    """
+    weights = _pretrained_input(config.model) if config.pretrained else {}
+    channels = config.channels or weights.get("channels") or seen_channels
+    if config.image_size or weights.get("size"):
+        height = width = config.image_size or weights["size"]
     elif seen_size is not None and max(seen_size) <= SMALL:
         enlarge = max(1.0, MINIMUM_SIZE.get(config.model, 32) / min(seen_size))
         height, width = (round(side * enlarge) for side in seen_size)
@@ -66,22 +70,21 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
     given = {"mean": config.mean, "std": config.std}
     for flag, values in given.items():
         if values and len(values) not in (1, channels):
-            raise ValueError(f"--{flag} has {len(values)} values for {channels} channels; give one or {channels}")
-    mean, std = (_per_channel(given[key] or own.get(key) or [0.5], channels) for key in given)
+            raise UserError(f"--{flag} has {len(values)} values for {channels} channels", f"give one or {channels}")
+    mean, std = (_per_channel(given[key] or weights.get(key) or [0.5], channels) for key in given)
     return InputSpec(height, width, channels, mean, std)
 
 
 def _per_channel(values: Sequence[float], channels: int) -> list[float]:
-    """The values, or for another number of channels their mean for each."""
+    """The values; for another number of channels, their mean for each channel."""
     return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
 def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool = True) -> nn.Module:
-    """The model that takes [n, C, H, W] images and gives [n, classes] logits.
+    """The model, from images [n, C, H, W] to logits [n, classes].
 
-    Its weights are random, or with --pretrained the published ones; `load=False` leaves out their download.
-
-    Raises ValueError when --model_args do not fit or the model cannot take the images.
+    Its weights are random, or with --pretrained the published ones; `load=False` does not load these. Raises ValueError
+    if --model_args are invalid or the model cannot take the images.
     """
     name = config.model
     try:
@@ -92,14 +95,14 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
         else:
             model = _torchvision(config, spec, classes, load)
     except (TypeError, RuntimeError) as error:
-        raise ValueError(f"--model_args for {name}: {one_line(error)}") from error
-    _try(model, name, spec, classes)
+        raise UserError(f"--model_args for {name}: {one_line(error)}", "change or remove these arguments") from error
+    _check_output(model, name, spec, classes)
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
 def seed_layers(device: torch.device, seed: int) -> None:
-    """Start the layers' random numbers (dropout) afresh: they then depend on no history, so resuming needs no state."""
-    # torch.manual_seed would do, but takes 100 us; a CPU generator uses only the low 32 bits.
+    """Seed the random numbers of layers (dropout). They then depend on no history, so a resume needs no state."""
+    # torch.manual_seed does the same in 100 us; a CPU generator uses only the low 32 bits.
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed % 2**32)
     torch.default_generator.manual_seed(seed % 2**32)
@@ -121,8 +124,8 @@ def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.
     import timm
 
     if "checkpoint_path" in config.model_args:
-        raise ValueError("--model_args checkpoint_path: timm would unpickle that file; use --pretrained")
-    arguments = {"num_classes": classes, "in_chans": spec.channels, **config.model_args}
+        raise UserError("--model_args checkpoint_path: timm would unpickle that file", "use --pretrained")
+    arguments: dict[str, Any] = {"num_classes": classes, "in_chans": spec.channels, **config.model_args}
     with _weights_of(config.model) if config.pretrained and load else nullcontext():
         return timm.create_model(config.model[5:], pretrained=config.pretrained and load, **arguments)
 
@@ -131,14 +134,14 @@ def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool)
     name, arguments = config.model, dict(config.model_args)
     if name in ("googlenet", "inception_v3"):
         if "aux_logits" in arguments:
-            raise ValueError(f"--model_args aux_logits: the extra heads of {name} are not trained here; leave it out")
-        # What loading weights implies has to be said where they are left out, for the same network to come of both.
+            raise UserError(f"--model_args aux_logits: the extra heads of {name} are not trained here", "leave it out")
+        # Loading weights sets these arguments; set them without it too, so that the network is the same.
         arguments = {"transform_input": config.pretrained, "init_weights": not config.pretrained, **arguments}
     if name.startswith("vit_"):
         arguments = {"image_size": spec.height, **arguments}
     if config.pretrained:
         if spec.channels != 3:
-            raise ValueError("--pretrained weights of torchvision take colour images; leave out --channels 1")
+            raise UserError("--pretrained weights of torchvision take colour images", "leave out --channels 1")
         with _weights_of(name) if load else nullcontext():
             model = torchvision.models.get_model(name, weights="DEFAULT" if load else None, **arguments)
         _replace_head(model, classes)
@@ -146,74 +149,76 @@ def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool)
         model = torchvision.models.get_model(name, num_classes=classes, **arguments)
         _fit_stem(model, spec)
     if name in ("googlenet", "inception_v3"):
-        model.aux_logits = False  # in training, the extra heads would give three outputs for one
+        model.aux_logits = False  # in training, the extra heads would give three outputs
         model.aux1 = model.aux2 = model.AuxLogits = None
     return model
 
 
 @contextmanager
 def _weights_of(name: str) -> Iterator[None]:
-    """Turn what goes wrong when weights are downloaded and loaded into one ValueError."""
+    """Turn any error of downloading or loading weights into one UserError."""
     try:
         yield
     except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         where = "the Hugging Face cache" if name.startswith("timm/") else f"{torch.hub.get_dir()}/checkpoints"
-        raise ValueError(
-            f"--pretrained: the weights of {name} cannot be loaded ({one_line(error)[:200]}); leave out --image_size "
-            f"and --model_args, delete a damaged file, or without a network put the file into {where}"
+        raise UserError(
+            f"--pretrained: the weights of {name} cannot be loaded ({one_line(error)[:200]})",
+            f"leave out --image_size and --model_args, delete a damaged file, or without a network put the file into "
+            f"{where}",
         ) from error
 
 
 def _replace_head(model: nn.Module, classes: int) -> None:
-    """Put a new layer of `classes` outputs in the place of the last linear one (or 1x1 convolution)."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
-    name, head = list(layers.items())[-1]
+    """Replace the last linear layer (or 1x1 convolution) by a new one with `classes` outputs."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    name, head = layers[-1]
     bias = head.bias is not None
     if isinstance(head, nn.Linear):
         model.set_submodule(name, nn.Linear(head.in_features, classes, bias))
     else:
-        model.set_submodule(name, nn.Conv2d(head.in_channels, classes, head.kernel_size, bias=bias))
+        model.set_submodule(name, nn.Conv2d(head.in_channels, classes, kernel_size=1, bias=bias))
 
 
 def _fit_stem(model: nn.Module, spec: InputSpec) -> None:
-    """Let the first convolution take the images' channels, and keep it from shrinking small images.
+    """Replace the first convolution by one with the images' channels that does not shrink small images.
 
-    For small images an overlapping stem (kernel larger than stride) becomes 3x3 with stride 1 and its pooling goes, as
-    in the CIFAR networks of He et al., 2016; patch stems stay as they are.
+    For small images an overlapping stem (kernel larger than stride) becomes 3x3 with stride 1 and its pooling is
+    removed, as in the CIFAR networks of He et al., 2016. Patch stems keep their kernel and stride.
     """
-    name, conv = next((n, m) for n, m in model.named_modules() if isinstance(m, nn.Conv2d))
-    kernel, stride, padding = conv.kernel_size, conv.stride, conv.padding
-    if spec.small and max(stride) > 1 and max(kernel) > max(stride):
-        kernel, stride, padding = 3, 1, 1
+    name, conv = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
+    geometry: dict[str, Any] = {"kernel_size": conv.kernel_size, "stride": conv.stride, "padding": conv.padding}
+    if spec.small and max(conv.stride) > 1 and max(conv.kernel_size) > max(conv.stride):
+        geometry = {"kernel_size": 3, "stride": 1, "padding": 1}
         for pool in STEM_POOLS:
             if pool in dict(model.named_modules()):
                 model.set_submodule(pool, nn.Identity())
     elif conv.in_channels == spec.channels:
         return
-    new = nn.Conv2d(spec.channels, conv.out_channels, kernel, stride, padding, bias=conv.bias is not None)
+    new = nn.Conv2d(spec.channels, conv.out_channels, **geometry, bias=conv.bias is not None)
     nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
     model.set_submodule(name, new)
 
 
-def _try(model: nn.Module, name: str, spec: InputSpec, classes: int) -> None:
-    """One image through the model, and none, so that a misfit is found before training."""
+def _check_output(model: nn.Module, name: str, spec: InputSpec, classes: int) -> None:
+    """Run the model on one image and on an empty batch, to find errors before training."""
     training = model.training
     model.eval()
-    for count in (1, 0):  # a rank without a sample runs an empty batch
+    for count in (1, 0):  # a rank without samples runs an empty batch
         try:
             with torch.no_grad():
                 logits = model(torch.zeros(count, spec.channels, spec.height, spec.width))
         except (RuntimeError, AssertionError, ValueError) as error:
             what = f"{spec.height}x{spec.width}x{spec.channels} images" if count else "an empty batch"
-            fix = f"try --image_size {_usual_size(name)}" if count else "which some ranks need; take another model"
-            raise ValueError(f"{name} cannot take {what} ({one_line(error)[:100]}); {fix}") from error
+            fix = f"try --image_size {_usual_size(name)}" if count else "some ranks need it: take another model"
+            raise UserError(f"{name} cannot take {what} ({one_line(error)[:100]})", fix) from error
         if logits.shape != (count, classes):
-            raise ValueError(f"{name} gives an output of shape {list(logits.shape)}, not one score per class")
+            problem = f"{name} gives an output of shape {list(logits.shape)}, not one score per class"
+            raise UserError(problem, "leave out --model_args, or use another model")
     model.train(training)
 
 
 def _usual_size(name: str) -> int:
-    """A side length in pixels that the model is known to take."""
+    """A side length in pixels that the model accepts."""
     if name.startswith("timm/"):
         return _pretrained_input(name).get("size", 224)
     return MINIMUM_SIZE.get(name, 224)

@@ -1,4 +1,4 @@
-"""Accelerate on top of our ranks: what it wraps, and the parts of it that need care."""
+"""Accelerate on top of the process group that `Ranks` makes: its settings, and what is done around it."""
 
 import os
 import warnings
@@ -14,31 +14,32 @@ from accelerate.utils import (
 from torch import Tensor, nn
 
 from utils.config.settings import EvalConfig, TrainConfig
+from utils.errors import UserError
 from utils.ranks.ranks import Ranks
 
 
 def check_precision(config: TrainConfig | EvalConfig, ranks: Ranks) -> None:
-    """Raise ValueError for fp16 on the CPU, which Accelerate would silently train in fp32."""
+    """Raise UserError for fp16 on the CPU, where Accelerate would silently train in fp32."""
     asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     if ranks.device.type == "cpu" and asked == "fp16":
-        raise ValueError("mixed precision fp16 needs a GPU; use --mixed_precision bf16 or no")
+        raise UserError("mixed precision fp16 needs a GPU", "use --mixed_precision bf16 or no")
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16; without them it is slower than float32."""
+    """Whether the device has instructions for bfloat16; without them bfloat16 is slower than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    abilities = getattr(torch.cpu, "get_capabilities", dict)()  # younger than the oldest PyTorch that will do
-    return any(abilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    capabilities: dict = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of PyTorch lack it
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelerator:
-    """Accelerate on top of our process group; collective.
+    """An Accelerator on top of the process group of `ranks`; collective.
 
-    Raises ValueError when it sees another number of processes than we do.
+    Raises UserError if Accelerate finds another number of processes than were launched.
     """
     precision = config.mixed_precision
-    if precision == "auto":  # the same on all ranks, or it would not be one run
+    if precision == "auto":  # must be the same on all ranks
         precision = "no" if ranks.any_rank(not has_native_bf16(ranks.device)) else "bf16"
     return ranks.run_on_all(lambda: _accelerator(ranks, config, precision))
 
@@ -48,17 +49,17 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     cpu = ranks.device.type == "cpu"
     if not cpu:
-        torch.set_float32_matmul_precision("high")  # TF32; on some processors it would mean less than float32 as well
+        torch.set_float32_matmul_precision("high")  # TF32; on some CPUs this would reduce the precision as well
         torch.backends.cudnn.allow_tf32 = True
     if getattr(config, "deterministic", False):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
         torch.use_deterministic_algorithms(True)
     else:
-        torch.backends.cudnn.benchmark = True  # image shapes do not change, so trying the kernels out pays
+        torch.backends.cudnn.benchmark = True  # image shapes do not change, so timing the kernels pays
     # Only evaluation uses the running batch statistics, and it first broadcasts those of the main process
-    # (`Ranks.broadcast_buffers`). DDP would do so in each update.
+    # (`Ranks.broadcast_buffers`). DDP would broadcast them in each update.
     hook = DDPCommunicationHookType(getattr(config, "comm_hook", "no"))
-    # Accelerate does not know yet what comes after it.
+    # PyTorch has deprecated this argument of DDP; Accelerate does not have its successor yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     wrapping = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
@@ -71,28 +72,28 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         cpu=cpu,
         mixed_precision=precision,
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales a partial window wrongly
-        # The samplers cut exact batches; Accelerate must deal them out as they are.
+        # The samplers cut exact batches; Accelerate must deal them to the ranks as they are.
         dataloader_config=DataLoaderConfiguration(even_batches=False),
         kwargs_handlers=[wrapping],
     )
     if accelerator.num_processes != ranks.topology.world_size:
-        raise ValueError(
-            f"{ranks.topology.world_size} processes were launched but Accelerate made a run of "
-            f"{accelerator.num_processes}; start with one of accelerate_configs/"
+        raise UserError(
+            f"{ranks.topology.world_size} processes were launched, but Accelerate uses {accelerator.num_processes}",
+            "launch with one of accelerate_configs/",
         )
     return accelerator
 
 
 def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
-    """Compile the module as the accelerate config says (`dynamo_config`), in place.
+    """Compile the module in place, as the accelerate config says (`dynamo_config`).
 
-    Accelerate would compile around DDP and call the result `_orig_mod`; so the keys of a checkpoint stay as they are,
-    the bare module that is evaluated is compiled too, and DDP overlaps its exchange as always.
+    Accelerate would compile the DDP wrapper, whose keys begin with `_orig_mod`. Compiled in place, the module keeps the
+    keys of its checkpoints, evaluation uses the compiled module too, and DDP still overlaps communication.
     """
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO:
         if plugin.use_regional_compilation and accelerator.is_main_process:
-            print("dynamo_use_regional_compilation has no effect: the whole model is compiled")
+            print("dynamo_use_regional_compilation is ignored: the whole model is compiled")
         module.compile(**plugin.to_kwargs())
         plugin.backend = DynamoBackend.NO  # done
 
@@ -103,18 +104,18 @@ def sum_over_ranks(accelerator: Accelerator, values: Tensor) -> Tensor:
 
 
 def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> None:
-    """One backward on an empty batch, after which DDP keeps its gradient buckets as they are; collective.
+    """Run one backward pass on an empty batch, so that DDP rebuilds its gradient buckets now; collective.
 
-    It rearranges them after its first backward. Three or more ranks would then add gradients in another order in a
-    resumed run than in one that went on. `no_images` is [0, C, H, W]; the module's buffers are put back.
+    DDP rebuilds them after its first backward pass. Three or more ranks then add gradients in another order, so that a
+    resumed run would differ from an uninterrupted one. `no_images` is [0, C, H, W]; the module's buffers are restored.
     """
     if model is module:
         return
-    # DDP copies a gradient of another layout than the parameter's. Those of a grey image's first layer count as that,
-    # and are not: the strides of a dimension of size 1 mean nothing.
+    # DDP warns if a gradient has another layout than its parameter. For the first layer of a model of grey images the
+    # warning is wrong: the stride of a dimension of size 1 has no meaning.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     buffers = [buffer.clone() for buffer in module.buffers()]
-    with torch.compiler.set_stance("force_eager"):  # nothing is compiled for the sake of no images
+    with torch.compiler.set_stance("force_eager"):  # compile nothing for an empty batch
         model(no_images).sum().backward()
     model.zero_grad()
     with torch.no_grad():

@@ -1,34 +1,37 @@
-"""Batch statistics over all processes (--sync_batchnorm), on CPUs too, for which PyTorch's layer is not made."""
+"""Batch statistics over all processes (--sync_batchnorm), on CPUs too, which PyTorch's own layer does not support."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from utils.errors import UserError
+
 
 def convert_batch_norm(module: nn.Module) -> nn.Module:
-    """The module with its batch normalisation over all processes; parameters, buffers and their names stay.
+    """Make the module's batch normalisation use all processes, in place; parameters, buffers and their names stay.
 
-    Raises ValueError for a layer that does more than PyTorch's (timm's apply an activation as well).
+    Raises UserError for a layer that does more than PyTorch's (some of timm's also apply an activation).
     """
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     for layer in layers:
         if type(layer).forward is not _BatchNorm.forward:
-            raise ValueError(f"--sync_batchnorm: {type(layer).__name__} is no plain batch normalisation; leave it out")
+            name = type(layer).__name__
+            raise UserError(f"--sync_batchnorm: {name} is not plain batch normalisation", "leave the flag out")
     for layer in layers:
         layer.__class__ = _SyncBatchNorm
     return module
 
 
 class _SyncBatchNorm(_BatchNorm):
-    """Batch normalisation with sums over the ranks, and autograd for the rest.
+    """Batch normalisation of [N, C, ...] with sums over the ranks; autograd differentiates the rest.
 
-    Not nn.SyncBatchNorm, for which a rank without samples sends numbers of another type under autocast. Sums are in
-    float64 on CPUs, and in float32 on GPUs, where float64 is slow.
+    It is not nn.SyncBatchNorm, where under autocast a rank without samples sends another dtype than the others. Sums
+    are in float64 on CPUs, and in float32 on GPUs, where float64 is slow.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Any number of dimensions will do, the channels in the second."""
+        """Accept any number of dimensions; the second holds the channels."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -43,7 +46,7 @@ class _SyncBatchNorm(_BatchNorm):
         count = values.new_tensor([input.numel() // channels])
         *sums, total = sum_with_gradient(torch.cat([values.sum(dims), count])).split([channels, 1])
         total = total.detach()
-        mean = sums[0] / total.clamp(min=1)  # a step of accumulation may have no samples on any rank
+        mean = sums[0] / total.clamp(min=1)  # a microbatch may have no samples on any rank
         centred = values - mean.view(shape)
         variance = sum_with_gradient(centred.square().sum(dims)) / total.clamp(min=1)
         if self.track_running_stats:
@@ -54,10 +57,11 @@ class _SyncBatchNorm(_BatchNorm):
         return result.to(input.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor, any_samples: Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(any_samples.to(torch.int64).squeeze())
         share = 1 / self.num_batches_tracked.clamp(min=1) if self.momentum is None else self.momentum
         for statistic, value in ((self.running_mean, mean), (self.running_var, variance)):
-            # What it was where there are no samples, without asking a GPU.
+            # Without samples the statistic stays; an `if` would have to wait for the GPU.
             statistic.add_((share * any_samples * (value - statistic)).to(statistic.dtype))
 
 

@@ -1,8 +1,7 @@
-"""How a script's main function gets its place among the processes of a launch, and how it ends there."""
+"""How a script joins the processes of its launch, and how it ends: with one line on one rank if there is an error."""
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,24 +14,27 @@ from utils.launch.environment import Topology, is_launched, read_topology
 from utils.launch.exits import exit_with_error, explain, reports_for_machine, with_rank
 from utils.ranks.data_watch import DataWatch
 from utils.ranks.ranks import Ranks
+from utils.ranks.watching import print_error
 
 
 def _topology(launch: LaunchConfig) -> Topology:
-    """Where this process stands, also in a function that Accelerate's debug_launcher has started."""
+    """This process's rank among those launched, also in a function that Accelerate's debug_launcher has started."""
     if not (dist.is_initialized() and "ACCELERATE_DEBUG_RDV_FILE" in os.environ):
         return read_topology(init_method=launch.init_method)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()  # ours has timeouts and a store
+    dist.destroy_process_group()  # Ranks makes its own, with timeouts and a store
     meeting = Path(os.environ["ACCELERATE_DEBUG_RDV_FILE"])
-    meeting.touch()  # the last to leave the old group has deleted it, and the launcher expects it
+    meeting.touch()  # the last rank to leave the old group has deleted it, and the launcher expects it
     launch.init_method = f"file://{meeting}.lockstep"
     return Topology(rank, world_size, rank, world_size, source="debug_launcher")
 
 
 @contextmanager
 def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
-    """This process's place among those launched; an error inside ends it with one line on one rank and code 2."""
-    ranks = topology = watch = None
+    """The ranks of this launch; an error inside ends this process with code 2, and one rank prints it on one line."""
+    topology: Topology | None = None
+    ranks: Ranks | None = None
+    watch: DataWatch | None = None
     try:
         topology = _topology(launch)
         ranks = Ranks(topology, launch, prog)
@@ -42,7 +44,7 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
     except KeyboardInterrupt as interrupt:
         if ranks is None or ranks.is_main:
             text = str(interrupt) or "interrupted"
-            sys.stderr.write(f"\n{prog}: {text}; --run_name NAME --resume auto goes on from the last checkpoint\n")
+            print_error(prog, f"{text}; resume from the last checkpoint with --run_name NAME --resume auto")
         if ranks is not None:
             ranks.record_end(interrupt)
         raise SystemExit(getattr(interrupt, "code", 130)) from None
@@ -50,15 +52,16 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
         with suppress(ValueError):  # only the main thread may do this
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise here for the next dead worker
         error = explain(error)
-        if isinstance(error, AgreedError):
+        if ranks is not None and isinstance(error, AgreedError):
             ranks.finish()
-        # What is wrong with variables that were exported by hand may be wrong in this shell alone.
+        # Variables that were exported by hand may be wrong in this shell only.
         by_hand = topology is None and "RANK" in os.environ and not is_launched()
-        speaks = ranks.should_report(error) if ranks else by_hand or reports_for_machine()
-        told = ranks.record_end(error) if ranks else error
-        if not isinstance(told, USER_ERRORS):
+        reports = ranks.should_report(error) if ranks else by_hand or reports_for_machine()
+        final = ranks.record_end(error) if ranks else error
+        if not isinstance(final, USER_ERRORS):
             raise  # a bug: its traceback is what helps
-        exit_with_error(told if ranks and ranks.meets else with_rank(told), prog, speaks, launch.traceback)
+        known = ranks is not None and ranks.expects_peers
+        exit_with_error(final if known else with_rank(final), prog, reports, launch.traceback)
     finally:
         if watch is not None:
             watch.end()

@@ -1,6 +1,7 @@
-"""List unreadable images in the run folder, and agree across ranks on those that are found during a run."""
+"""Images that turn out to be unreadable during a run: agree on them across ranks, list them in the run folder."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,17 @@ from utils.files import write_file
 from utils.ranks.ranks import Ranks
 
 LIST = "bad_images.json"
+_REASON = "could not be read earlier in this run"
 
 
-def write_list(folder: Path, images: dict[str, str]) -> None:
-    """Write the list, {path or index: reason}, to the run folder if there is anything to list. Call on one rank."""
+def write_list(folder: Path, images: Mapping[str, str]) -> None:
+    """Write {path or index: reason} to the run folder if there are bad images. Call on one rank."""
     if images:
-        write_file(folder / LIST, json.dumps(images, indent=1) + "\n")
+        write_file(folder / LIST, json.dumps(dict(images), indent=1) + "\n")
 
 
 def found_by_all(ranks: Ranks, batches: Batches) -> dict[int, str]:
-    """The positions of images that any rank newly found to be unreadable, with the reasons; collective."""
+    """Positions and reasons of the images that any rank newly found to be unreadable; collective."""
     own = {str(position): reason for position, reason in batches.bad.items() if position not in batches.agreed_bad}
     found = {int(k): reason for text in ranks.gather_text(json.dumps(own)) for k, reason in json.loads(text).items()}
     batches.agreed_bad |= found.keys()
@@ -33,36 +35,39 @@ def found_by_all(ranks: Ranks, batches: Batches) -> dict[int, str]:
 
 
 def agree_on_bad(run: Any, split: Split, batches: Batches) -> list[int]:
-    """Log and list the images that any rank of a run (train.py's) newly found to be unreadable; collective.
+    """Log and list the images that any rank of a run (see train.py) newly found to be unreadable; collective.
 
-    Returns their positions. They add nothing to the updates that they belong to, on any number of processes.
+    Returns their positions. They add nothing to their updates, on any number of processes.
     """
     found = found_by_all(run.ranks, batches)
-
-    def tell() -> None:
-        for reason in found.values():
-            run.log.say(f"{reason}; left out from now on")
-        named = {split.describe(position): reason for position, reason in found.items()}
-        run.log.write("bad_images", step=run.state.step, split=split.name, images=list(named))
-        run.data.bad_images.update(named)
-        write_list(run.start.folder, run.data.bad_images)
-
-    run.ranks.run_on_all(lambda: found and run.ranks.is_main and tell())
+    if found:
+        run.ranks.run_on_all(lambda: _report(run, split, found))
     return list(found)
 
 
+def _report(run: Any, split: Split, found: dict[int, str]) -> None:
+    if not run.ranks.is_main:
+        return
+    for reason in found.values():
+        run.log.say(f"{reason}; left out from now on")
+    reasons = {split.describe(position): reason for position, reason in found.items()}
+    run.log.write("bad_images", step=run.state.step, split=split.name, images=list(reasons))
+    run.data.bad_images.update(reasons)
+    write_list(run.start.folder, run.data.bad_images)
+
+
 def without_bad(split: Split, positions: list[int], config: TrainConfig) -> Split:
-    """The split without these samples, which could not be read earlier; ValueError with --bad_images refuse."""
+    """The split without samples that could not be read before a resume; ValueError with --bad_images refuse."""
     rows = split.rows[np.asarray(positions, np.int64)].tolist()
-    split = replace(split, bad={**split.bad, **dict.fromkeys(rows, "could not be read earlier in this run")})
+    split = replace(split, bad={**split.bad, **dict.fromkeys(rows, _REASON)})
     if config.bad_images == "refuse":
         refuse_bad(split)
     return split
 
 
 def still_bad(data: Data, positions: list[int]) -> list[str]:
-    """Add images that were found to be unreadable before a resume to the list; one line about them if there are any."""
-    named = [data.train.describe(position) for position in positions]
-    data.bad_images.update(dict.fromkeys(named, "could not be read earlier in this run"))
-    text = f"{len(named)} images could not be read earlier in this run and stay left out: {join_names(named, 3)}"
-    return [text] if named else []
+    """Add images that could not be read before a resume to `data.bad_images`; returns a line about them, if any."""
+    names = [data.train.describe(position) for position in positions]
+    data.bad_images.update(dict.fromkeys(names, _REASON))
+    text = f"{len(names)} images {_REASON} and stay left out: {join_names(names, 3)}"
+    return [text] if names else []

@@ -1,14 +1,16 @@
-"""The one evaluation loop: exact numbers of a split, each sample counted once, on any number of processes."""
+"""The evaluation loop of train.py and eval.py: exact on any number of processes, as each sample is counted once."""
 
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from utils.config.settings import TrainConfig
 from utils.data.batches import Batches
+from utils.errors import UserError
 from utils.ranks.accelerator import sum_over_ranks
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
@@ -28,16 +30,16 @@ def evaluate_split(
 ) -> dict | None:
     """Loss, accuracy, top-5 accuracy and count of a split, and with --metrics macro scores and per-class accuracy.
 
-    Collective. `model` is the bare module, not DDP's wrapper, as ranks may have unequal numbers of blocks. About once a
-    second the ranks agree whether to end early: when one could not read a sample or, with `stopping`, was told to stop.
-    After a stop the result is None. The metrics are computed on the main process and missing from the others' result.
-    The result has `left_out` if images were skipped. Raises ValueError for images that cannot be read, and RuntimeError
-    when a sample was missed or counted twice.
+    Collective. `model` is the bare module, not DDP's wrapper, as ranks may have different numbers of blocks. About once
+    a second the ranks agree whether to end early: because a rank could not read a sample or, with `stopping`, was asked
+    to stop. After a stop the result is None. Only the main process's result has the metrics. The result has `left_out`
+    if images were skipped. Raises ValueError if images cannot be read, and RuntimeError if a sample was missed or
+    counted twice.
     """
     start, samples, count = time.perf_counter(), len(batches.labels), 0
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, hits, top-5 hits
-    # Each rank adds its predictions, plus 1, to zeros: the sum over ranks has all of them, and 0 where one is missing.
-    found = torch.zeros(samples, dtype=torch.int64, device=accelerator.device)
+    # Each rank adds its predictions, plus 1, to zeros: the sum over ranks has all of them, and 0 for missing ones.
+    predicted = torch.zeros(samples, dtype=torch.int64, device=accelerator.device)
     was_training = model.training
     model.eval()
     pace, stopped, shared_blocks = Pace(), False, -(-samples // config.eval_batch_size) // accelerator.num_processes
@@ -48,11 +50,11 @@ def evaluate_split(
         ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices
         hits = ranked == labels[:, None]
         sums += torch.stack([loss_sum(config, logits, labels).double(), hits[:, 0].sum(), hits.sum()])
-        found[indices] += ranked[:, 0] + 1
+        predicted[indices] += ranked[:, 0] + 1
         count += len(labels)
         if block <= shared_blocks and pace.due(block):
-            wish = batches.error is not None or (stopping is not None and stopping.requested)
-            stopped = _any_wants_to_stop(ranks, accelerator, wish, pace, block)
+            wants_to_stop = batches.error is not None or (stopping is not None and stopping.requested)
+            stopped = _any_wants_to_stop(ranks, accelerator, wants_to_stop, pace, block)
             if stopped:
                 break
     model.train(was_training)
@@ -60,15 +62,8 @@ def evaluate_split(
     if stopped and stopping is not None:
         stopping.agreed = True
         return None
-    own = torch.tensor([count, batches.left_out], dtype=torch.float64, device=accelerator.device)
-    loss, correct, top5, count, left_out = sum_over_ranks(accelerator, torch.cat([sums, own])).tolist()
-    predictions = sum_over_ranks(accelerator, found).cpu().numpy() - 1
-    if count + left_out != samples or (predictions < 0).sum() != left_out:
-        raise RuntimeError(f"evaluation counted {int(count)} of {samples} samples; please report this")
-    if not count:
-        raise ValueError(f"no image to evaluate on can be read ({samples} tried); give another --eval_split or --data")
-    result = {"loss": loss / count, "accuracy": correct / count, "top5": top5 / count, "count": int(count)}
-    result |= {"left_out": int(left_out)} if left_out else {}
+    counts = torch.tensor([count, batches.left_out], dtype=torch.float64, device=accelerator.device)
+    result, predictions = _result(accelerator, torch.cat([sums, counts]), predicted)
     if config.metrics and accelerator.is_main_process:
         from utils.training.metrics import label_metrics  # its imports take a second
 
@@ -77,11 +72,24 @@ def evaluate_split(
     return result | {"seconds": time.perf_counter() - start}
 
 
-def _any_wants_to_stop(ranks: Ranks, accelerator: Accelerator, wish: bool, pace: Pace, block: int) -> bool:
-    ranks.enter(f"block {block} of the evaluation")
-    own = [wish, time.perf_counter() - pace.time]
-    own = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
-    stops, seconds = sum_over_ranks(accelerator, own).tolist()
-    ranks.at("evaluating")
+def _result(accelerator: Accelerator, sums: Tensor, predicted: Tensor) -> tuple[dict, np.ndarray]:
+    """The numbers over all ranks, and the predicted classes, int64 [N], -1 for samples that were left out."""
+    loss, correct, top5, count, left_out = sum_over_ranks(accelerator, sums).tolist()
+    predictions = sum_over_ranks(accelerator, predicted).cpu().numpy() - 1
+    samples = len(predictions)
+    if count + left_out != samples or (predictions < 0).sum() != left_out:
+        raise RuntimeError(f"evaluation counted {int(count)} of {samples} samples; please report this")
+    if not count:
+        raise UserError(f"none of the {samples} images to evaluate can be read", "set another --eval_split or --data")
+    result = {"loss": loss / count, "accuracy": correct / count, "top5": top5 / count, "count": int(count)}
+    return result | ({"left_out": int(left_out)} if left_out else {}), predictions
+
+
+def _any_wants_to_stop(ranks: Ranks, accelerator: Accelerator, wants_to_stop: bool, pace: Pace, block: int) -> bool:
+    ranks.mark_waiting(f"block {block} of the evaluation")
+    own = [wants_to_stop, time.perf_counter() - pace.time]
+    values = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
+    stops, seconds = sum_over_ranks(accelerator, values).tolist()
+    ranks.mark("evaluating")
     pace.synced(block, seconds / accelerator.num_processes)
     return stops > 0

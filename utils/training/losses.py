@@ -1,4 +1,7 @@
-"""Losses, each the sum over the samples, so that they can be divided by the true global batch."""
+"""Loss functions. Each is a sum over samples, which train.py divides by the size of the global batch.
+
+To add a loss, such as a focal loss, add its name to `loss` in config/settings.py and its sum to `loss_sum`.
+"""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -7,10 +10,10 @@ from utils.config.settings import TrainConfig
 
 
 def loss_sum(config: TrainConfig, logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Sum over the samples of the loss of `logits` [n, classes] against `labels` [n] int64; n may be 0.
+    """The loss of `logits` [n, classes] with `labels` [n] int64, summed over the samples; n may be 0.
 
-    Cross-entropy, or the binary cross-entropy of each class against the rest averaged over the classes (as in
-    "ResNet strikes back", Wightman et al., 2021). Label smoothing spreads that share of the target over all classes.
+    Cross-entropy, or the mean over classes of the binary cross-entropy of each class against the rest (as in "ResNet
+    strikes back", Wightman et al., 2021). Label smoothing distributes that share of the target over all classes.
     """
     if config.loss == "cross_entropy":
         return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)

@@ -1,4 +1,4 @@
-"""Training loss, accuracy and time over all ranks, gathered on the device and read only when the ranks meet."""
+"""Training loss, accuracy and time over all ranks: added up on the device, and read only when the ranks meet."""
 
 import math
 import time
@@ -23,15 +23,15 @@ class Pace:
         return step >= self.next
 
     def synced(self, step: int, seconds: float) -> None:
-        """The steps since the last meeting took `seconds`, a number that all ranks share."""
+        """The steps since the last meeting took `seconds`, the same number on all ranks."""
         self.step, self.next = step, step + max(1, int((step - self.step) / max(seconds, 1e-6)))
         self.time = time.perf_counter()
 
 
 class Reduced(NamedTuple):
-    """What all ranks know after a meeting: sums, mean seconds since the last one and the last save, wishes.
+    """What all ranks know after a meeting. `seconds` since the last meeting and `since_save` are means over the ranks.
 
-    `bad` counts the images that ranks have found to be unreadable since the last meeting.
+    `bad` is the number of images that ranks have found to be unreadable since the last meeting.
     """
 
     totals: Totals
@@ -43,7 +43,7 @@ class Reduced(NamedTuple):
 
 
 class Meter:
-    """Adds up on this rank between two train records, and over the ranks when they meet."""
+    """The sums of this rank since the last train record, which `reduce` adds up over the ranks."""
 
     def __init__(self, device: torch.device, start: Totals):
         self.sums = torch.tensor([start.loss, start.correct], dtype=torch.float64, device=device)
@@ -52,9 +52,9 @@ class Meter:
         self.started = self.saved = time.perf_counter()
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor, wait: float, where: tuple[int, int]) -> None:
-        """Count one batch, known by `where`: its summed loss, its logits [n, classes] against `labels` [n].
+        """Add one batch: its summed loss, its logits [n, classes] and `labels` [n], and the seconds waited for it.
 
-        Does not wait for the GPU.
+        `where` is its update and microbatch. Does not wait for the GPU.
         """
         self.sums += torch.stack([loss.detach().double(), (logits.detach().argmax(1) == labels).sum()])
         self.losses.append((where, loss.detach()))
@@ -62,35 +62,32 @@ class Meter:
         self.wait += wait
 
     def reduce(self, accelerator: Accelerator, failed: bool, stop: bool, bad: int) -> Reduced:
-        """The totals, whether any rank `failed` or wants to `stop`, and how many images were `bad`; collective.
+        """Add up over the ranks, and agree whether any rank `failed` or wants to `stop`; collective.
 
-        This is the one place where the loop waits for the device. All ranks get the same numbers, seconds their mean
-        over the ranks.
+        This is the only place where the loop waits for the device. All ranks get the same numbers.
         """
         if self.sums.is_cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
         own = [self.count, self.wait, now - self.started, now - self.saved, failed, stop, bad]
         self.started = now
-        own = torch.tensor(own, dtype=torch.float64).to(self.sums.device)
-        *totals, seconds, since_save, failures, stops, found = sum_over_ranks(
-            accelerator, torch.cat([self.sums, own])
-        ).tolist()
-        processes, totals = accelerator.num_processes, Totals(*totals)
+        values = torch.cat([self.sums, torch.tensor(own, dtype=torch.float64).to(self.sums.device)])
+        *sums, seconds, since_save, failures, stops, found = sum_over_ranks(accelerator, values).tolist()
+        processes, totals = accelerator.num_processes, Totals(*sums)
         if math.isfinite(totals.loss):
             self.losses.clear()
         return Reduced(totals, seconds / processes, since_save / processes, failures > 0, stops > 0, int(found))
 
     def first_bad(self) -> tuple[int, int] | None:
-        """`where` the first batch of this rank since the last meeting was whose loss is no number."""
+        """`where` of this rank's first batch since the last meeting with a NaN or infinite loss."""
         return next((where for where, loss in self.losses if not loss.isfinite()), None)
 
     def restart(self) -> None:
-        """Leave out the time since the last meeting, which was spent on something else than training."""
+        """Do not count the time since the last meeting, which was not spent on training."""
         self.started = time.perf_counter()
 
     def restart_save_clock(self) -> None:
-        """Count the time to the next checkpoint from now on."""
+        """Count the time since the last save from now on."""
         self.saved = time.perf_counter()
 
     def reset(self) -> None:

@@ -1,4 +1,7 @@
-"""`evaluate` metrics of the predictions gathered from all ranks, computed without a network."""
+"""Metrics of the predictions gathered from all ranks, with the `evaluate` library, without a network.
+
+To add a metric, write a class as below and add it to `label_metrics`.
+"""
 
 import tempfile
 
@@ -17,11 +20,10 @@ class _LabelMetric(evaluate.Metric):
 
 
 class MacroScores(_LabelMetric):
-    """Precision, recall and F1, each averaged with equal weight over the classes that have samples or are predicted.
+    """Macro precision, recall and F1: means over the classes that have samples or are predicted.
 
-    These are the numbers of scikit-learn's `average="macro"`: a class that has samples and is never predicted, or is
-    predicted and has no samples, scores 0; a class with neither is left out. `classes_evaluated` is the number of
-    classes with samples.
+    They equal scikit-learn's `average="macro"`. A class that has samples but is never predicted, or is predicted but
+    has no samples, scores 0. `classes_evaluated` is the number of classes with samples.
     """
 
     def _compute(self, predictions, references, classes: int) -> dict:
@@ -33,7 +35,7 @@ class MacroScores(_LabelMetric):
 
 
 class PerClassAccuracy(_LabelMetric):
-    """The share of each class's samples that was recognised; None for a class without samples."""
+    """The accuracy within each class; None for a class without samples."""
 
     def _compute(self, predictions, references, classes: int) -> dict:
         matrix = confusion_matrix(references, predictions, labels=range(classes))
@@ -42,11 +44,11 @@ class PerClassAccuracy(_LabelMetric):
 
 
 def label_metrics(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict:
-    """All of the above for predicted and true classes, int64 [N] each."""
-    result = {}
-    with tempfile.TemporaryDirectory() as folder:  # `evaluate` writes its inputs to disk whatever it is told
+    """All metrics above, from predicted and true classes, int64 [N] each."""
+    result: dict = {}
+    with tempfile.TemporaryDirectory() as folder:  # `evaluate` always writes its inputs to disk
         for metric in (MacroScores, PerClassAccuracy):
             module = metric(cache_dir=folder)
             result |= module.compute(predictions=predictions, references=labels, classes=classes)
-            del module  # closes its file before the folder goes
+            del module  # closes its file before the folder is deleted
     return result

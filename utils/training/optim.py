@@ -1,4 +1,7 @@
-"""Optimizers, and the learning rate as a pure function of the update."""
+"""Optimizers.
+
+To add an optimizer, add its name to `optimizer` in config/settings.py and make it in `build_optimizer`.
+"""
 
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from utils.config.settings import TrainConfig
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum or AdamW; vectors (biases, normalisation) are in a group without weight decay."""
+    """SGD with Nesterov momentum, or AdamW; vectors (biases, normalisation) have no weight decay."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -20,9 +23,9 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter its momentum, 0, now; the updates are the same.
+    """Set the momentum of every parameter to 0, which does not change the updates.
 
-    PyTorch's fused SGD fails when a parameter gets its first gradient in a later update than others.
+    PyTorch's fused SGD fails if a parameter gets its first gradient in a later update than others.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("momentum") else ():

@@ -1,28 +1,30 @@
-"""Where the time of an update goes: a trace of a few of them, when --profile asks for it."""
+"""Where the time of an update goes: with --profile, a trace of a few updates."""
 
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from utils.console import table
 from utils.errors import one_line
 
-WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates left alone, recorded and thrown away, and kept
+WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates not recorded, recorded and discarded, recorded and kept
 
 
 class Profile:
-    """Around the loop, whose every update calls `step`: records ten of the first twenty, or nothing at all."""
+    """A context around the loop, which calls `step` after each update. Records ten updates if `enabled`."""
 
-    def __init__(self, wanted: bool, folder: Path, rank: int, say: Callable[[str], None]):
+    def __init__(self, enabled: bool, folder: Path, rank: int, say: Callable[[str], None]):
         self.path, self.say = folder / f"trace-rank{rank}.json.gz", say
-        self._wanted, self._written, self._profiler = wanted, False, nullcontext()
-        if wanted:
+        self._enabled, self._written = enabled, False
+        self._profiler: Any = nullcontext()
+        if enabled:
             schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
             self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
-        self.step = self._profiler.step if wanted else lambda: None
+        self.step = self._profiler.step if enabled else lambda: None
 
     def __enter__(self) -> "Profile":
         self._profiler.__enter__()
@@ -30,25 +32,25 @@ class Profile:
 
     def __exit__(self, *exception) -> None:
         self._profiler.__exit__(*exception)
-        if self._wanted and not self._written:
-            self.say(f"--profile: the run ended before update {WAIT + WARM_UP + 1}, where its trace begins")
+        if self._enabled and not self._written:
+            self.say(f"--profile: the run ended before update {WAIT + WARM_UP + 1}, where the trace starts")
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        partial = self.path.with_name(f".partial-{self.path.name}")  # the ending says how it is packed
+        partial = self.path.with_name(f".partial-{self.path.name}")  # the ending selects the compression
         self._written = True
         try:
             profiler.export_chrome_trace(str(partial))
             os.replace(partial, self.path)
-        except (OSError, RuntimeError) as error:  # no reason to leave the others alone
+        except (OSError, RuntimeError) as error:  # no reason to end the run
             self.say(f"--profile: {self.path} cannot be written ({one_line(error)[:120]})")
             return
         self.say(f"{_summary(profiler)}\ntrace: {self.path} (open it at https://ui.perfetto.dev)")
 
 
 def _summary(profiler: torch.profiler.profile, most: int = 12) -> str:
-    """The operations that took longest, in milliseconds of an update, on the GPU if there is one.
+    """The operations that took longest, in milliseconds per update, on the GPU if there is one.
 
-    What was evaluated or saved between the updates counts.
+    Evaluations and saves between the updates are included.
     """
     events = profiler.key_averages()
     on_gpu = any(event.self_device_time_total for event in events)
@@ -58,4 +60,4 @@ def _summary(profiler: torch.profiler.profile, most: int = 12) -> str:
     total = sum(times.values())
     longest = sorted(times.items(), key=lambda item: -item[1])[:most]
     rows = [(name[:50], f"{ms:8.3f} ms  {ms / total:4.0%}") for name, ms in longest]
-    return table(f"An update's {total:.1f} ms on the {'GPU' if on_gpu else 'processor'}", rows)
+    return table(f"An update's {total:.1f} ms on the {'GPU' if on_gpu else 'CPU'}", rows)

@@ -16,7 +16,7 @@ def save(run: Run) -> None:
     more = {"input": asdict(run.spec), "scaler": scaler and scaler.state_dict()}
     files = metadata_files(config, state, run.plan, ranks, run.data, more)
     folder, step, saved = run.folder.checkpoints, state.step, False
-    ranks.at(f"after update {step}, saving")
+    ranks.mark(f"after update {step}, saving")
     ranks.run_on_all(partial(check_weights, run.module, run.plan, run.data.train, step))
 
     def check_folder_and_log() -> None:

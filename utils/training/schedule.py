@@ -1,4 +1,8 @@
-"""What happens at which update: the learning rate, evaluations, checkpoints, the end."""
+"""What happens at which update: the learning rate, evaluations, checkpoints, the end of the run.
+
+To add a schedule, such as cosine with restarts, add its name to `lr_schedule` in config/settings.py and its formula to
+`learning_rate`.
+"""
 
 import math
 from typing import NamedTuple
@@ -7,11 +11,12 @@ import torch
 
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan
+from utils.errors import UserError
 from utils.runs.state import TrainState
 
 
 class Due(NamedTuple):
-    """What follows an update."""
+    """What to do after an update."""
 
     log: bool
     evaluate: bool
@@ -19,7 +24,7 @@ class Due(NamedTuple):
 
 
 def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
-    """What is due now that `state.step` of all `updates` are done; --save_seconds comes on top."""
+    """What is due after update `state.step` of `updates`; --save_seconds is decided elsewhere."""
     last, epoch_ends = state.step == updates, state.position == 0
     save = state.step % config.save_every == 0 if config.save_every else epoch_ends and not config.save_seconds
     return Due(
@@ -30,28 +35,29 @@ def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
 
 
 def total_updates(config: TrainConfig, plan: Plan) -> int:
-    """Updates of the whole run; ValueError when --drop_last leaves none."""
+    """The number of updates of the whole run; ValueError if --drop_last leaves none."""
     if not plan.updates_per_epoch:
-        raise ValueError(
+        raise UserError(
             f"--drop_last leaves no update: {plan.samples} samples do not fill a global batch of "
-            f"{plan.global_batch_size}; lower --global_batch_size"
+            f"{plan.global_batch_size}",
+            "lower --global_batch_size",
         )
     return config.max_steps or config.epochs * plan.updates_per_epoch
 
 
 def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
-    """The learning rate of update `update` (from 0) of `updates`, on any topology.
+    """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology.
 
-    After a linear warm-up of --warmup_steps, constant, linear and cosine go from --lr to 0 at the run's end; onecycle
-    rises from lr/25 to lr and falls to lr/250000 by half cosines, the defaults of torch's OneCycleLR (Smith and Topin,
-    2017), its momentum kept constant.
+    After a linear warm-up of --warmup_steps, `constant` stays at --lr, and `linear` and `cosine` decay from --lr to 0
+    at the end of the run. `onecycle` rises from lr/25 to lr and decays to lr/250000 in half cosines, which are the
+    defaults of torch's OneCycleLR (Smith and Topin, 2017), but with constant momentum.
     """
     if config.lr_schedule == "onecycle":
         return _one_cycle(config, update, updates)
     warmup = config.warmup_steps or 0
     if update < warmup:
         return config.lr * (update + 1) / warmup
-    done = (update - warmup) / max(1, updates - warmup)
+    done = (update - warmup) / max(1, updates - warmup)  # share of the run after the warm-up
     if config.lr_schedule == "cosine":
         return config.lr * (1 + math.cos(math.pi * done)) / 2
     return config.lr * (1 - done) if config.lr_schedule == "linear" else config.lr

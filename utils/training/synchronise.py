@@ -20,7 +20,7 @@ def synchronise(run: Run, pace: Pace) -> float:
     Returns the seconds since the last save.
     """
     state, batches = run.state, run.train_batches
-    run.ranks.enter(f"after update {state.step}, adding up losses")
+    run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
     failed = batches.error is not None
     failed = failed or (run.log.error is not None and run.config.if_save_fails == "stop")
     new_bad = len(batches.bad.keys() - batches.agreed_bad)
