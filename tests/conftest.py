@@ -52,6 +52,17 @@ def pytest_deselected(items):
                 _LEFT_OUT[marker] = _LEFT_OUT.get(marker, 0) + 1
 
 
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist reports it to the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = _LEFT_OUT
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    _LEFT_OUT.update(getattr(node, "workeroutput", {}).get("left_out", {}))  # every worker has the same
+
+
 def pytest_terminal_summary(terminalreporter):
     for marker, count in _LEFT_OUT.items():
         terminalreporter.write_line(f"not run: {count} tests marked {marker}; python -m pytest -m {marker}")

@@ -3,12 +3,11 @@
 import hashlib
 import io
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers.make_data import encoded, image_folder, pictures, smooth
+from helpers.make_data import CPU, encoded, image_folder, pictures, smooth
 from PIL import Image
 
 from utils.config.settings import TrainConfig
@@ -24,7 +23,6 @@ from utils.data.splits import whole_split
 
 N = 1 << 16
 INDICES = np.arange(N)
-CPU = SimpleNamespace(device=torch.device("cpu"), threads=1)  # what a loader asks of the ranks
 
 
 def plain_uniform(seed, epoch, index, draw):
@@ -184,11 +182,13 @@ def test_evaluation_takes_the_centre_of_a_photograph_whatever_epoch_and_seed():
         assert (images.int() - torch.stack(wanted).int()).abs().max() <= 1
 
 
-def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none_in_evaluation():
-    split, microbatch, config = photographs(40), Microbatch(3, np.arange(40)), TrainConfig(flip=True, seed=5)
-    plain = EncodedImages(split, SPEC, 5, 0.08).__getitems__(microbatch)["images"]
+@pytest.mark.parametrize("min_scale", [0.08, 1.0])
+def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none_in_evaluation(min_scale):
+    split, order = photographs(40), np.random.default_rng(0).permutation(40)
+    microbatch, config = Microbatch(3, order), TrainConfig(flip=True, seed=5, min_scale=min_scale)
+    plain = EncodedImages(split, SPEC, 5, min_scale).__getitems__(microbatch)["images"]
     training, evaluating = (make_dataset(split, SPEC, config, is_training, iter) for is_training in (True, False))
-    is_mirrored = [plain_uniform(5, 3, index, 2) < 0.5 for index in range(40)]
+    is_mirrored = [plain_uniform(5, 3, int(index), 2) < 0.5 for index in order]
     assert 10 < sum(is_mirrored) < 30
     expected = [image.flip(1) if flip else image for image, flip in zip(plain, is_mirrored, strict=True)]
     assert torch.equal(training.__getitems__(microbatch)["images"], torch.stack(expected))

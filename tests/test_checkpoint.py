@@ -86,18 +86,12 @@ def test_a_resumed_log_has_no_hole_and_no_repeated_update():
     assert [r["accuracy"] for r in found] == [r["accuracy"] for r in expected]
 
 
-def test_a_run_that_is_past_its_end_says_so_and_ends_well():
+@pytest.mark.parametrize(("processes", "max_steps"), [(1, "6"), (1, "4"), (2, "4")])
+def test_a_run_that_is_at_its_end_or_past_it_says_so_and_ends_well(processes, max_steps):
     train_run(1, "run", *FLAGS, "--max_steps", "6")
-    for processes in (1, 2):
-        flags = ["--run_name", "run", "--resume", "auto", *FLAGS, "--max_steps", "4"]
-        outcomes = run_ranks(processes, train.main, flags)
-        assert [o.code for o in outcomes] == [0] * processes and "6 updates were done before" in outcomes[0].out
-
-
-def test_a_finished_run_says_so_and_ends_well():
-    train_run(1, "run", *FLAGS)
-    (again,) = run_ranks(1, train.main, ["--run_name", "run", "--resume", "auto", *FLAGS])
-    assert again.code == 0 and "12 updates were done before" in again.out
+    flags = ["--run_name", "run", "--resume", "auto", *FLAGS, "--max_steps", max_steps]
+    outcomes = run_ranks(processes, train.main, flags)
+    assert [o.code for o in outcomes] == [0] * processes and "6 updates were done before" in outcomes[0].out
 
 
 def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():

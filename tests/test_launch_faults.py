@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers.launched_runs import LAUNCHERS, begin, ranks_of
-from helpers.training_runs import BIN, records, weights
+from helpers.launched_runs import FLAGS, LAUNCHERS, begin, ranks_of
+from helpers.training_runs import BIN, records, train_run, weights
 from helpers.waiting import PATIENCE, has_logged, newest, records_so_far, until
 
-pytestmark = pytest.mark.slow
 UPDATES = 1200  # of a run that is killed: the last is seconds after the kill, on a fast machine too
+LOG = Path("runs/run/log.jsonl")
 BIG = ["--model_args", "{hidden: 20000}"]  # a checkpoint of 130 MB
 
 
@@ -25,6 +25,37 @@ def wait_for_all(process, ranks, seconds=PATIENCE):
     _, alive = psutil.wait_procs(ranks, timeout=seconds)
     assert not alive, "a rank is still there"
     return code
+
+
+def command_to_resume(text):
+    (line,) = [line for line in text.splitlines() if line.startswith("resume with: ")]
+    return shlex.split(line.removeprefix("resume with: "))
+
+
+def trains_again():
+    kinds = [record["kind"] for record in records_so_far(LOG)]
+    return kinds.count("start") == 2 and kinds[-1] == "train"
+
+
+def test_torchrun_restarts_killed_ranks_and_a_sigterm_then_saves_and_ends_them_within_30_seconds():
+    """The other launchers, signals and moments are in the slow tests below."""
+    flags = ["--threads", "1", "--lr_schedule", "constant", "--max_steps", str(UPDATES)]
+    process = begin("torchrun, 2 processes", *flags, restarts=1)
+    until(has_logged(25))
+    ranks = ranks_of(process)
+    ranks[1].kill()
+    _, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
+    until(trains_again)
+    ranks, signalled = ranks_of(process), time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert wait_for_all(process, ranks) != 0 and time.monotonic() - signalled < 30 and not alive
+    steps = [record["step"] for record in records("run", "train")]
+    restarted_at = records("run", "start")[-1]["step"]
+    assert steps == list(range(1, newest() + 1)) and 20 <= restarted_at < newest() < UPDATES
+    command = command_to_resume(Path("out.txt").read_text())
+    assert Path(command[0]).name == "torchrun" and command[-2:] == ["--resume", "auto"]
+    train_run(2, "whole", *FLAGS, *flags, "--max_steps", str(steps[-1]), "--run_name", "whole")
+    assert all(torch.equal(weights("run")[name], tensor) for name, tensor in weights("whole").items())
 
 
 MOMENTS = {
@@ -49,6 +80,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_sigterm_to_what_was_started_saves_and_ends_all_ranks_within_30_seconds(launcher, moment):
@@ -64,10 +96,9 @@ def test_sigterm_to_what_was_started_saves_and_ends_all_ranks_within_30_seconds(
     assert seconds < 30 and code == (75 if launcher == "python" else code) != 0
     steps = [record["step"] for record in records("run", "train")]
     assert newest() == steps[-1], "something was lost"
-    (line,) = [line for line in text.splitlines() if line.startswith("resume with: ")]
-    assert "--resume auto" in line and Path(LAUNCHERS[launcher][0]).name in line
+    command = command_to_resume(text)
+    assert command[-2:] == ["--resume", "auto"] and Path(LAUNCHERS[launcher][0]).name in command[0]
     # what it says to type goes on from there
-    command = shlex.split(line.removeprefix("resume with: "))
     more = ["--model_args", BIG[1] if moment == "saving" else "{}", "--eval_batch_size", "1000"]
     again = subprocess.run([str(BIN / command[0]), *command[1:], "--max_steps", str(steps[-1] + 1), *more],
                            capture_output=True, text=True)  # fmt: skip
@@ -77,6 +108,7 @@ def test_sigterm_to_what_was_started_saves_and_ends_all_ranks_within_30_seconds(
         assert [record["step"] for record in records("run", "eval")] == [30, 31]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["a rank", "all ranks", "the launcher"])
 def test_a_kill_under_accelerate_launch_ends_all_and_the_run_goes_on(whom):
     process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES))
@@ -87,7 +119,7 @@ def test_a_kill_under_accelerate_launch_ends_all_and_the_run_goes_on(whom):
     assert wait_for_all(process, ranks) != 0
     print(f"\n| kill -9 of {whom} | {time.monotonic() - told:.1f} s |")
     # the kill may have cut off the last line
-    reached = max(record["step"] for record in records_so_far(Path("runs/run/log.jsonl")) if record["kind"] == "train")
+    reached = max(record["step"] for record in records_so_far(LOG) if record["kind"] == "train")
     process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES), "--resume", "auto")
     assert process.wait(timeout=2 * PATIENCE) == 0
     start = records("run", "start")[-1]["step"]
@@ -95,6 +127,7 @@ def test_a_kill_under_accelerate_launch_ends_all_and_the_run_goes_on(whom):
     check_against_a_whole_run()
 
 
+@pytest.mark.slow
 def test_max_restarts_goes_on_by_itself_each_time():
     """Three kills at random moments, one command, no --resume."""
     process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES), restarts=3)

@@ -1,34 +1,21 @@
-"""What a loader's batches are: mirrored photographs, pixels scaled like torchvision's, uploads in order."""
+"""What a loader's batches are: pixels scaled like torchvision's, uploads in order."""
 
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from helpers.make_data import encoded, pictures, smooth
-from test_augment import CPU, SPEC, photographs
+from helpers.make_data import CPU, encoded, pictures, smooth
 from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import uniform
 from utils.data.batches import Batches
-from utils.data.datasets import DecodedImages, EncodedImages
+from utils.data.datasets import DecodedImages
 from utils.data.decode import decode, resize
 from utils.data.order import Microbatch
 from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
-
-
-@pytest.mark.parametrize("min_scale", [0.08, 1.0])
-def test_photographs_are_mirrored_as_their_draws_say(min_scale):
-    order = np.random.default_rng(0).permutation(12)
-    plain = EncodedImages(photographs(), SPEC, 5, min_scale).__getitems__(Microbatch(3, order))["images"]
-    flipped = EncodedImages(photographs(), SPEC, 5, min_scale, flip=True).__getitems__(Microbatch(3, order))["images"]
-    chosen = uniform(5, 3, order, 3)[:, 2] < 0.5
-    assert 0 < chosen.sum() < 12
-    for image, mirrored, changed in zip(plain, flipped, chosen, strict=True):
-        assert torch.equal(mirrored, image.flip(1) if changed else image)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

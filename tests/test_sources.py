@@ -101,9 +101,10 @@ def test_data_that_do_not_exist_are_refused_before_anything_is_opened(name):
         check_source(TrainConfig(data=name))
 
 
-def test_data_that_may_exist_pass_the_first_check(tmp_path):
+def test_data_that_may_exist_pass_the_first_check_which_opens_nothing(tmp_path):
     for name in ("digits", "synthetic/3x3x3", "torchvision/MNIST", "someone/something", str(tmp_path)):
         check_source(TrainConfig(data=name))
+    assert not any(Path().iterdir())  # nothing was downloaded or written
 
 
 def test_a_hub_name_that_cannot_be_loaded_is_one_line_that_names_it():

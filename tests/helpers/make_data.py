@@ -4,9 +4,13 @@ import io
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import torch
 from PIL import Image
+
+CPU = SimpleNamespace(device=torch.device("cpu"), threads=1)  # what a loader asks of the ranks
 
 
 def pictures(count: int, size: tuple[int, int] = (8, 8), channels: int = 3, seed: int = 0) -> np.ndarray:
