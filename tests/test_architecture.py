@@ -9,7 +9,7 @@ import pytest
 from helpers.training_runs import ROOT
 
 # A module imports only from its own package and from earlier entries.
-FILES = ["errors", "output", "waiting", "memory", "files", "console"]
+FILES = ["output", "version", "errors", "waiting", "memory", "files", "console"]
 PACKAGES = ["launch", "config", "ranks", "data", "models", "runs", "training", "checks"]
 FORBIDDEN = {("data", "ranks"), ("models", "ranks")}  # both work without processes
 MOST_PACKAGES = 9
