@@ -123,7 +123,8 @@ def versions(facts: Sequence[dict]) -> Finding:
     """Whether all ranks have the same torch and accelerate; other differences are listed, but not red."""
     texts = [", ".join(f"{name} {version}" for name, version in fact["versions"].items()) for fact in facts]
     differ = {name for name in ("torch", "accelerate") if len({fact["versions"][name] for fact in facts}) > 1}
-    fix = "the ranks may compute different numbers; run `pip install -r requirements.txt` on every machine"
+    install = "pip install -r requirements.txt -c constraints.txt"
+    fix = f"the ranks may compute different numbers; run `{install}` on every machine"
     return Finding("versions", different(texts) or texts[0], not differ, fix, facts[0]["versions"])
 
 
