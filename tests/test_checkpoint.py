@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from helpers.training_runs import records, train_run, weights
 
 import eval
 import train
+from utils import version
 from utils.config.cli import read_config
 from utils.runs.manifest import find_checkpoint
+from utils.version import VERSION
 
 FLAGS = ("--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "1", "--global_batch_size", "120")
 FLAGS += ("--max_train_samples", "480", "--threads", "1", "--lr", "0.02", "--epochs", "3")  # 4 updates an epoch
@@ -33,11 +36,35 @@ def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_pat
     }  # fmt: skip
     assert json.loads((checkpoint / "labels.json").read_text()) == [str(i) for i in range(10)]
     assert read_config(checkpoint / "config.yaml").crop_padding == 1
+    versions = json.loads((checkpoint / "state.json").read_text())["versions"]
+    assert versions == records("run", "start")[0]["versions"]
+    assert versions["lockstep"] == VERSION and versions["torch"] == torch.__version__
     there = returned(1, eval.main, ["--ckpt", "runs/run"])[0]
     shutil.move(checkpoint, tmp_path / "elsewhere")
     shutil.rmtree("runs")
     moved = returned(1, eval.main, ["--ckpt", str(tmp_path / "elsewhere")])[0]
     assert (moved["loss"], moved["accuracy"]) == (there["loss"], there["accuracy"])
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_code_and_a_changed_file_makes_it_dirty(tmp_path, monkeypatch):
+    def git(*words):
+        author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        command = ["git", "-C", str(tmp_path), *author, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(version, "_ROOT", tmp_path.resolve())
+    assert version.code_commit() == ""
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("one")
+    git("add", "code.py")
+    git("commit", "-qm", "one")
+    assert version.code_commit() == git("rev-parse", "HEAD")
+    (tmp_path / "code.py").write_text("another")
+    assert version.code_commit() == git("rev-parse", "HEAD") + "-dirty"
+    monkeypatch.setattr(version, "_ROOT", tmp_path.resolve() / "copy")  # inside another repository
+    (tmp_path / "copy").mkdir()
+    assert version.code_commit() == ""
 
 
 def test_only_the_newest_checkpoints_and_the_best_are_kept():

@@ -108,7 +108,7 @@ def metadata_files(
         "processes": ranks.topology.world_size,
         "threads": ranks.threads,
         "device": ranks.device.type,
-        "versions": versions(),
+        "versions": versions() if ranks.is_main else {},  # only the main process writes the file
     }
     return {
         "state.json": json.dumps(values | more, indent=1, allow_nan=False),

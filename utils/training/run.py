@@ -60,7 +60,8 @@ def announce(run: Run) -> None:
     config, ranks, folder = run.config, run.ranks, run.folder.path
     processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
-    run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
+    if ranks.is_main:
+        run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
     lines = ranks.run_on_all(lambda: remarks(run.data, config, run.spec.channels) if ranks.is_main else [])
     lines += still_bad(run.data, run.state.bad_images) + advice(config, run.spec.small, processes)
