@@ -1,16 +1,16 @@
-# Read by the job scripts, on the job's first node.
+# Sourced by the job scripts, on the first node of the job.
 
-# The job keeps its number when it is put back into the queue, so its run has the same name again. The tasks of an array
-# have numbers like 17_3; the number 17 alone would mean all of them.
+# A requeued job keeps its number, so its run keeps its name. The tasks of an array have numbers such as 17_3; 17 alone
+# would mean all of them.
 job=$SLURM_JOB_ID
 [ -z "$SLURM_ARRAY_JOB_ID" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 run_name=job-$job
 
 [ -f .venv/bin/activate ] && . .venv/bin/activate
-[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun no longer asks the job for it
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun no longer reads it from the job
 
-# End the job with a code of slurm/task.sh. A job that was told to stop (75) asks for another turn: the time limit was
-# near, or a more urgent job came. A job that scancel has ended is not RUNNING any more, and stays ended.
+# End the job with a code of slurm/task.sh. A job that was stopped (75) is requeued for another turn: its time limit was
+# near, or it was preempted. A job that scancel has ended is no longer RUNNING, and is not requeued.
 end_job() {
     local code=$1 turns=${SLURM_RESTART_COUNT:-0}
     ((code > 100 && code < 128)) && code=$((code - 100))

@@ -19,8 +19,8 @@ import utils.data.cache
 import utils.data.datasets
 import utils.waiting
 from utils.data.order import permutation
-from utils.launch.exits import explain
-from utils.ranks import data_watch, stopping, watching
+from utils.launch.exits import with_known_fix
+from utils.ranks import data_watch, stopping
 from utils.ranks.data_watch import DataWatch
 from utils.ranks.stopping import Stopping
 from utils.waiting import awaited
@@ -50,7 +50,7 @@ class Clock:
 
     def __init__(self, monkeypatch, looks):
         self.now, self.looks = 0.0, iter(looks)
-        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("utils.ranks.watch.time", SimpleNamespace(monotonic=lambda: self.now))
 
     def wait(self, tick):
         step = next(self.looks, None)
@@ -167,7 +167,7 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
     monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=told))
     with pytest.raises(RuntimeError, match="killed by signal") as caught:
         list(awaited(broken(), "a batch"))
-    assert "/dev/shm" in str(explain(caught.value)) and data_watch.CurrentWait.what == ""
+    assert "/dev/shm" in str(with_known_fix(caught.value)) and data_watch.CurrentWait.what == ""
 
 
 # Real runs whose data comes from a dead disk: a pipe that nobody writes to

@@ -275,7 +275,7 @@ def test_without_a_good_checkpoint_nothing_is_trained_and_nothing_changes(proces
         DAMAGES[number](random.Random(number), CHECKPOINTS / name)
     before = contents(RUN)
     outcomes = run_ranks(processes, train.main, RESUME)
-    refused(outcomes[0], f"{NEWEST}/", "no checkpoint is good: begin the run anew under another --run_name")
+    refused(outcomes[0], f"{NEWEST}/", "no checkpoint is good; start a new run under another --run_name")
     assert all(outcome.code == 2 and outcome.err == "" for outcome in outcomes[1:])
     assert contents(RUN) == before
 
@@ -317,7 +317,7 @@ def test_all_is_verified_before_anything_is_loaded():
 
 def _order_of_events(main, flags):
     """What main verifies, reads and loads, in that order."""
-    import utils.runs.checkpoint as checkpoint
+    from utils.runs import checkpoint, loading, manifest
 
     events = []
 
@@ -331,8 +331,9 @@ def _order_of_events(main, flags):
 
         setattr(owner, name, watched)
 
-    watch(checkpoint, "damage_of", lambda folder, damage: ("verified", folder, damage is None))
-    watch(checkpoint, "load_file", lambda path, _: ("read", path))
+    for module in (manifest, checkpoint):  # to find a checkpoint, and to put damaged ones aside
+        watch(module, "damage_of", lambda folder, damage: ("verified", folder, damage is None))
+    watch(loading, "load_file", lambda path, _: ("read", path))
     watch(torch, "load", lambda path, _: ("read", path))
     watch(torch.nn.Module, "load_state_dict", lambda *_: ("loaded", "Module"))
     watch(torch.optim.Optimizer, "load_state_dict", lambda optimizer, _: ("loaded", type(optimizer).__name__))

@@ -528,7 +528,7 @@ def test_of_two_starts_of_one_name_at_the_same_time_exactly_one_gets_the_folder(
 
 def _train_when_both_are_ready(flags):
     """Both have found no such folder when the first makes it."""
-    name = "find_start" if "auto" in flags else "make_run_folder"
+    name = "find_start" if "auto" in flags else "open_run_folder"
     take = getattr(train, name)
 
     def together(*arguments):

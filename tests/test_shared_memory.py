@@ -18,7 +18,7 @@ import eval
 import train
 from utils.data import workers
 from utils.data.workers import AHEAD, bytes_needed, choose_workers
-from utils.launch.exits import explain
+from utils.launch.exits import with_known_fix
 
 MB = 2**20
 FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
@@ -186,7 +186,7 @@ def _one_dead_worker_after_the_other(flags):
     """While the death of the training loader's is explained, that of the evaluation's dies."""
     from utils.ranks import session
 
-    explain = session.explain
+    with_known_fix = session.with_known_fix
 
     def interrupted(error):
         others = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
@@ -194,9 +194,9 @@ def _one_dead_worker_after_the_other(flags):
         for worker in others:
             worker.kill()
         until(lambda: all(worker.status() == psutil.STATUS_ZOMBIE for worker in others))
-        return explain(error)
+        return with_known_fix(error)
 
-    session.explain = interrupted
+    session.with_known_fix = interrupted
     update = train.train_update
 
     def killing(run, batches):
@@ -215,7 +215,7 @@ def test_workers_of_two_loaders_that_die_one_after_the_other_are_one_line(photos
 
 
 def test_another_death_of_a_worker_is_not_blamed_on_shared_memory():
-    error = explain(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+    error = with_known_fix(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
     assert isinstance(error, ValueError) and "/dev/shm" not in str(error)
 
 

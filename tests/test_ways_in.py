@@ -206,7 +206,7 @@ def test_what_contradicts_itself_is_refused_by_name(env, text):
 def test_who_holds_a_port_of_another_user_is_not_guessed(monkeypatch):
     held = SimpleNamespace(laddr=SimpleNamespace(port=29500), status=psutil.CONN_LISTEN, pid=None)
     monkeypatch.setattr(network.psutil, "net_connections", lambda kind: [held])
-    assert network.user_of(29500) == ""
+    assert network.port_owner(29500) == ""
 
 
 def test_a_name_that_is_none_is_told_with_the_mend():
@@ -226,10 +226,10 @@ def test_a_port_is_called_taken_only_if_it_is(reason, told, monkeypatch):
 
 
 def test_an_address_that_is_translated_leads_here_as_far_as_can_be_told(monkeypatch):
-    monkeypatch.setattr(rendezvous, "is_own", lambda address: False)  # as a cloud's outer address
+    monkeypatch.setattr(rendezvous, "is_own_address", lambda address: False)  # as a cloud's outer address
     with socket.create_server(("", 0)) as holder:
-        assert rendezvous.leads_here("127.0.0.1", holder.getsockname()[1])  # it is taken, which is to be said
-    assert rendezvous.leads_here("127.0.0.1", free_port())
+        assert rendezvous.leads_to_this_machine("127.0.0.1", holder.getsockname()[1])  # taken: nothing can be seen
+    assert rendezvous.leads_to_this_machine("127.0.0.1", free_port())
 
 
 @pytest.mark.parametrize("method", ["tcp://host", "file://", "file://host/path", "http://a:1", "tcp://host:x"])

@@ -27,7 +27,7 @@ def read_text(path: Path, max_bytes: int) -> str:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise UserError(f"{path}: is not a regular file", "write its contents to a file and use that")
-    with path.open("rb") as file, named(path):
+    with path.open("rb") as file, naming_file(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise UserError(f"{path}: is larger than {max_bytes >> 10} KiB, the limit for such a file", "use another one")
@@ -47,7 +47,7 @@ def read_json(path: Path):
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def naming_file(path: Path) -> Iterator[None]:
     """Add `path` to an OSError raised inside: the system names a file that it opens, but not one that it writes."""
     try:
         yield
@@ -62,7 +62,7 @@ def write_file(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():  # replacing /dev/null would break the machine
         raise OSError(errno.EEXIST, "exists and is not a regular file", str(path))
     partial = path.with_name(f".{path.name}.partial")
-    with named(path), partial.open("w", encoding="utf-8") as file:
+    with naming_file(path), partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -79,7 +79,7 @@ def sync(path: Path) -> None:
     """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with named(path):
+        with naming_file(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -109,7 +109,7 @@ def lock(folder: Path, patience: float) -> TextIO:
             print(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to end")
             printed = True
         time.sleep(0.1)
-    with named(folder / ".lock"):
+    with naming_file(folder / ".lock"):
         file.truncate(0)
         file.write(holder_text())
         file.flush()

@@ -19,8 +19,8 @@ from utils.data.workers import AHEAD, bytes_needed
 from utils.errors import problem_of
 from utils.files import expand
 from utils.launch.environment import Topology, is_launched, read_topology, threads_per_process
-from utils.launch.network import address_of, is_own, reason, set_interface, user_of
-from utils.launch.rendezvous import launcher_serves, leads_here
+from utils.launch.network import address_of, is_own_address, port_owner, set_interface, system_text
+from utils.launch.rendezvous import launcher_serves, leads_to_this_machine
 from utils.memory import SHM, SHM_FIX, free_memory
 from utils.ranks.ranks import Ranks
 
@@ -80,8 +80,8 @@ def check_host_name() -> Finding:
     try:
         address = _address(name)
     except (OSError, UnicodeError) as error:
-        return Finding("host name", f"{name} has no address ({reason(error)})", False, fix)
-    if not is_own(address):
+        return Finding("host name", f"{name} has no address ({system_text(error)})", False, fix)
+    if not is_own_address(address):
         return Finding("host name", f"{name} is {address}, which is not an address of this machine", False, fix)
     return Finding("host name", f"{name} is {address}", True)
 
@@ -108,21 +108,21 @@ def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | N
         found = _address(address)
     except (OSError, UnicodeError) as error:
         fix = f"use the IP address of rank 0's machine as MASTER_ADDR, or enter {address} in /etc/hosts"
-        return Finding(name, f"{address} has no address ({reason(error)})", False, fix)
+        return Finding(name, f"{address} has no address ({system_text(error)})", False, fix)
     if not topology.is_main:
         return None
     if launcher_serves(address, port):
         return Finding(name, f"{address}:{port}, served by the launcher", True)
-    if not leads_here(address, port):
+    if not leads_to_this_machine(address, port):
         fix = "MASTER_ADDR or --init_method must name the machine where rank 0 is started"
         return Finding(name, f"{address} is not an address of {socket.gethostname()}, rank 0's machine", False, fix)
     with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((found if is_own(found) else "", port))
+            probe.bind((found if is_own_address(found) else "", port))
         except OSError as error:
             fix = "choose another MASTER_PORT (--main_process_port, --master_port), or end the process that holds it"
-            why = f"taken{user_of(port)}" if error.errno == errno.EADDRINUSE else error.strerror
+            why = f"taken{port_owner(port)}" if error.errno == errno.EADDRINUSE else error.strerror
             return Finding(name, f"port {port} of {address}: {why}", False, fix)
     return Finding(name, f"{address}:{port}, free", True)
 

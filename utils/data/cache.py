@@ -17,7 +17,7 @@ from utils.data.worker_process import move_to_shared_memory, worker_processes
 from utils.data.workers import choose_workers, usable_shm
 from utils.errors import UserError, one_line
 from utils.files import expand
-from utils.launch.environment import on_this_machine, say_for_machine
+from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import free_memory, usable_cores
 from utils.waiting import awaited
 
@@ -102,7 +102,7 @@ def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
     """Whether the file exists and is valid; a damaged file is deleted."""
     if not path.exists():
         return False
-    wrong = damage(path, shape, thorough=on_this_machine()[0] == 0)  # the other ranks come after the first
+    wrong = damage(path, shape, thorough=local_rank_and_size()[0] == 0)  # the other ranks come after the first
     if not wrong:
         return True
     try:
@@ -110,7 +110,7 @@ def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
     except OSError as error:
         problem = f"{path}: damaged ({wrong}) and cannot be deleted ({error.strerror})"
         raise UserError(problem, "delete it, or choose another --cache_dir") from error
-    say_for_machine(f"{path}: damaged ({wrong}); decoding the images again")
+    print_for_machine(f"{path}: damaged ({wrong}); decoding the images again")
     return False
 
 
@@ -144,14 +144,14 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
 
 def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Callable, reason: str) -> np.ndarray:
     """Decode images into memory if it is large enough; `reason` says why they could not be cached."""
-    (number, processes), size, (free, _) = on_this_machine(), len(split) * math.prod(shape), free_memory()
+    (number, processes), size, (free, _) = local_rank_and_size(), len(split) * math.prod(shape), free_memory()
     need = _bytes(size) + f" in each of {processes} processes" * (processes > 1)
     if size * processes > free / 2 if number == 0 else size > free:  # the first process decides for all
         raise UserError(
             f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {_bytes(free)} free",
             f"choose another --cache_dir, or an --image_size above {SMALL}, which decodes each image when it is needed",
         )
-    say_for_machine(
+    print_for_machine(
         f"decoded images cannot be cached ({reason}) and are kept in memory, {need}; "
         "choose another --cache_dir to cache them"
     )

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from utils.errors import one_line
-from utils.files import named
+from utils.files import naming_file
 from utils.memory import usable_cores
 
 _BLOCK = 2**24  # bytes that one thread hashes at once
@@ -42,7 +42,7 @@ def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
     if mapped.shape != shape or mapped.dtype != np.uint8 or not mapped.flags.c_contiguous:
         return f"{mapped.dtype} {list(mapped.shape)} instead of uint8 {list(shape)}"
     start, end = mapped.offset, mapped.offset + mapped.nbytes
-    with named(path), path.open("rb", buffering=0) as file:
+    with naming_file(path), path.open("rb", buffering=0) as file:
         size, checksum = os.fstat(file.fileno()).st_size, _checksum_at(file, end)
         if size != end + _END or not checksum:
             return "truncated, or written by an older version without a checksum"
@@ -100,7 +100,7 @@ def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
     """A file that becomes `path` at the end of the block, and is deleted if the block raises an error."""
     partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
-        with named(path), partial.open("x+b") as file:
+        with naming_file(path), partial.open("x+b") as file:
             with suppress(OSError):  # some network file systems have no locks
                 fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
             yield file

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 
 from utils.errors import UserError
-from utils.launch.environment import on_this_machine, say_for_machine
+from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import MB, SHM, SHM_FIX, shm_space
 
 AHEAD = 4  # batches that each worker prepares in advance
@@ -21,7 +21,7 @@ def check_workers(count: int | None) -> None:
     """Raise ValueError if --num_workers `count` starts far more processes than this machine has cores."""
     most = most_workers()
     if count is not None and count > most:
-        _, processes = on_this_machine()
+        _, processes = local_rank_and_size()
         total = f"{processes} x {count} loader processes" if processes > 1 else f"{count} loader processes"
         raise UserError(
             f"--num_workers {count}: {total} are too many for the {os.cpu_count()} processor cores of this machine",
@@ -31,7 +31,7 @@ def check_workers(count: int | None) -> None:
 
 def most_workers() -> int:
     """The highest --num_workers that this machine allows."""
-    return max(1, _PER_CORE * (os.cpu_count() or 1) // on_this_machine()[1])
+    return max(1, _PER_CORE * (os.cpu_count() or 1) // local_rank_and_size()[1])
 
 
 def bytes_needed(sizes: Sequence[int], choices: Sequence[Choice]) -> int:
@@ -56,7 +56,7 @@ def choose_workers(sizes: Sequence[int], workers: int, ahead: int, free: float) 
 def usable_shm() -> float:
     """Bytes of /dev/shm that each rank of this machine may use."""
     space = shm_space()
-    return math.inf if space is None else _USABLE * space[0] / on_this_machine()[1]
+    return math.inf if space is None else _USABLE * space[0] / local_rank_and_size()[1]
 
 
 def workers_that_fit(sizes: dict[str, int], wanted: int) -> list[Choice]:
@@ -64,7 +64,7 @@ def workers_that_fit(sizes: dict[str, int], wanted: int) -> list[Choice]:
 
     `sizes` has the bytes of a batch by the name of its loader.
     """
-    space, (_, processes) = shm_space(), on_this_machine()
+    space, (_, processes) = shm_space(), local_rank_and_size()
     if space is None or not sizes:
         return [(wanted, AHEAD)] * len(sizes)
     free, size = space
@@ -75,7 +75,7 @@ def workers_that_fit(sizes: dict[str, int], wanted: int) -> list[Choice]:
             used = _describe(*choices[0])
         need = processes * bytes_needed(list(sizes.values()), [(wanted, AHEAD)] * len(sizes))
         ranks = f" in each of {processes} ranks" if processes > 1 else ""
-        say_for_machine(
+        print_for_machine(
             f"{SHM}: {free / MB:.0f} of {size / MB:.0f} MB free, {need / MB:.0f} MB needed for "
             f"{_describe(wanted, AHEAD)}{ranks}; using {used} instead, which is slower; {SHM_FIX}"
         )

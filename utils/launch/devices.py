@@ -8,7 +8,7 @@ from utils.errors import UserError
 from utils.launch.environment import Topology
 
 
-def cpu_was_asked_for(flag: bool) -> bool:
+def cpu_is_requested(flag: bool) -> bool:
     """Whether --cpu, the accelerate config or the environment selects the CPU."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")  # as accelerate_configs/2cpu.yaml does
     return flag or hidden or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
@@ -16,7 +16,7 @@ def cpu_was_asked_for(flag: bool) -> bool:
 
 def choose_device(topology: Topology, cpu: bool) -> torch.device:
     """This rank's GPU; the CPU if there is no GPU or the user has selected the CPU."""
-    if not torch.cuda.is_available() or cpu_was_asked_for(cpu):
+    if not torch.cuda.is_available() or cpu_is_requested(cpu):
         return torch.device("cpu")
     gpus, number = torch.cuda.device_count(), topology.local_rank
     if gpus == 1 and topology.source in ("SLURM", "Open MPI", "MPICH"):

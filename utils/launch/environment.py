@@ -181,16 +181,16 @@ def _port_of_job(env: Mapping[str, str], one_machine: bool) -> str | None:
     return None if job is None else str(10_000 + zlib.crc32(job.encode()) % 20_000)
 
 
-def on_this_machine() -> tuple[int, int]:
+def local_rank_and_size() -> tuple[int, int]:
     """Local rank and local world size, from the variables that `Topology.export` has set."""
     if "LOCAL_RANK" not in os.environ:
         return 0, 1
     return int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def say_for_machine(text: str) -> None:
+def print_for_machine(text: str) -> None:
     """Print a message about the machine in its first process, with the host name unless that is rank 0's machine."""
-    if on_this_machine()[0] == 0:
+    if local_rank_and_size()[0] == 0:
         where = "" if os.environ.get("RANK", "0") == "0" else f"{socket.gethostname()}: "
         print(f"{where}{text}", flush=True)
 
@@ -215,7 +215,7 @@ def is_launched(env: Mapping[str, str] | None = None) -> bool:
     return "TORCHELASTIC_RUN_ID" in env or "ACCELERATE_DYNAMO_BACKEND" in env
 
 
-def restarts_are_possible() -> bool:
+def can_be_restarted() -> bool:
     """Whether the launcher of this process can restart it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 

@@ -61,7 +61,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error)) is not None
 
 
-def explain(error: Exception) -> Exception:
+def with_known_fix(error: Exception) -> Exception:
     """A PyTorch error with a known cause as a UserError with the fix; any other error unchanged."""
     text = one_line(error)
     if is_out_of_memory(error):

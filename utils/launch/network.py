@@ -67,7 +67,7 @@ def is_loopback(interface: str) -> bool:
     return _is_loopback(address_of(interface))
 
 
-def is_own(address: str) -> bool:
+def is_own_address(address: str) -> bool:
     """Whether the IP address belongs to this machine."""
     return _is_loopback(address) or interface_of(address) is not None
 
@@ -104,12 +104,12 @@ def resolve(name: str) -> str:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise UserError(
-            f"{name}: {socket.gethostname()} cannot find its address ({reason(error)})",
+            f"{name}: {socket.gethostname()} cannot find its address ({system_text(error)})",
             "use the IP address of rank 0's machine as MASTER_ADDR, or enter the name in /etc/hosts",
         ) from error
 
 
-def reason(error: Exception) -> str:
+def system_text(error: Exception) -> str:
     """The system's text for a name that was not resolved, or an address that cannot be used."""
     return getattr(error, "strerror", None) or str(error)
 
@@ -118,7 +118,7 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def user_of(port: int) -> str:
+def port_owner(port: int) -> str:
     """The process that listens on a port of this machine, as words to append; empty if that is hidden."""
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):

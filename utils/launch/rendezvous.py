@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from utils.errors import UserError, one_line
 from utils.launch.environment import Topology, restart_count
-from utils.launch.network import address_of, free_port, is_own, outward_address, resolve, user_of
+from utils.launch.network import address_of, free_port, is_own_address, outward_address, port_owner, resolve
 from utils.waiting import call_with_timeout
 
 _POLL = 0.02, 0.25  # seconds between two reads of the store, at first and at most
@@ -154,7 +154,7 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
 def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> dist.TCPStore:
     """The store at an address; rank 0 serves it unless its launcher does."""
     serves = topology.is_main and not launcher_serves(address, port)
-    if serves and not leads_here(address, port):
+    if serves and not leads_to_this_machine(address, port):
         raise UserError(
             f"{address} does not lead to {socket.gethostname()}, where rank 0 was started",
             "MASTER_ADDR or --init_method must name the machine of rank 0",
@@ -167,13 +167,13 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
         if "EADDRINUSE" not in str(error):
             problem = f"port {port} of {socket.gethostname()} cannot be used ({one_line(error)[:160]})"
             raise UserError(problem, _OTHER_PORT) from error
-        problem = f"port {port} is taken on {socket.gethostname()}{user_of(port)}"
+        problem = f"port {port} is taken on {socket.gethostname()}{port_owner(port)}"
         raise UserError(problem, f"{_OTHER_PORT}, or end the process that holds it") from error
 
 
-def leads_here(address: str, port: int) -> bool:
+def leads_to_this_machine(address: str, port: int) -> bool:
     """Whether the address leads to this machine, directly or through a cloud's address translation."""
-    if is_own(resolve(address)):
+    if is_own_address(resolve(address)):
         return True
     try:
         with socket.create_server(("", port)):
@@ -206,7 +206,7 @@ def _listens(address: str, port: int) -> bool:
     return False
 
 
-def launchers_store(timeout: float) -> dist.Store | None:
+def launcher_store(timeout: float) -> dist.Store | None:
     """The store of torchrun or accelerate, which survives restarts; None if the launcher has none."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return _reach(address, int(port), time.monotonic() + timeout) if launcher_serves(address, port) else None

@@ -58,13 +58,12 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         torch.backends.cudnn.benchmark = True  # image shapes do not change, so timing the kernels pays
     # Only evaluation uses the running batch statistics, and it first broadcasts those of the main process
     # (`Ranks.broadcast_buffers`). DDP would broadcast them in each update.
-    hook = DDPCommunicationHookType(getattr(config, "comm_hook", "no"))
     # PyTorch has deprecated this argument of DDP; Accelerate does not have its successor yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     wrapping = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
-        comm_hook=hook,
+        comm_hook=DDPCommunicationHookType(getattr(config, "comm_hook", "no")),
         find_unused_parameters=getattr(config, "find_unused_parameters", False),
         static_graph=getattr(config, "static_graph", False),
     )

@@ -10,7 +10,7 @@ import psutil
 
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import EXIT_RESUME, Stopping
-from utils.ranks.watching import TICK, RunningClock, print_error
+from utils.ranks.watch import TICK, RunningClock, print_error
 from utils.waiting import CurrentWait, call_with_timeout
 
 PATIENCE = 10.0  # seconds in which data must arrive after a request to stop

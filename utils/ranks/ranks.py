@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from utils.config.settings import LaunchConfig
 from utils.errors import LostRank, UserError, is_lost_rank, lost_rank_text, one_line
 from utils.launch.command import launcher
-from utils.launch.devices import choose_backend, choose_device, cpu_was_asked_for, gpu_id, why_cpu
-from utils.launch.environment import Topology, is_launched, restarts_are_possible, threads_per_process
+from utils.launch.devices import choose_backend, choose_device, cpu_is_requested, gpu_id, why_cpu
+from utils.launch.environment import Topology, can_be_restarted, is_launched, threads_per_process
 from utils.launch.network import address_of, set_interface
-from utils.launch.rendezvous import Member, check_init_method, check_own_gpus, launchers_store, meet
+from utils.launch.rendezvous import Member, check_init_method, check_own_gpus, launcher_store, meet
 from utils.memory import keep_freed_memory
 from utils.ranks.group import Group
 from utils.ranks.watch import Watch
@@ -75,12 +75,12 @@ class Ranks:
         hold the main thread for longer. It must end the process (default: print the error, exit with code 2).
         """
         topology, launch = self.topology, self.launch
-        if self.is_main and self.device.type == "cpu" and not cpu_was_asked_for(launch.cpu):
+        if self.is_main and self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
             several = topology.world_size > 1
             print(f"{why_cpu()}: running on the CPU" + f", {topology.world_size} processes over gloo" * several)
         self.expects_peers = topology.world_size > 1
-        if restarts_are_possible():
-            self._launchers_store = launchers_store(launch.timeout)
+        if can_be_restarted():
+            self._launchers_store = launcher_store(launch.timeout)
         if topology.world_size == 1:
             return
         store, self.members = meet(topology, launch.init_method, launch.timeout, launch.interface, gpu_id(self.device))

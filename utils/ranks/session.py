@@ -11,10 +11,10 @@ import torch.distributed as dist
 from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError
 from utils.launch.environment import Topology, is_launched, read_topology
-from utils.launch.exits import exit_with_error, explain, reports_for_machine, with_rank
+from utils.launch.exits import exit_with_error, reports_for_machine, with_known_fix, with_rank
 from utils.ranks.data_watch import DataWatch
 from utils.ranks.ranks import Ranks
-from utils.ranks.watching import print_error
+from utils.ranks.watch import print_error
 
 
 def _topology(launch: LaunchConfig) -> Topology:
@@ -51,7 +51,7 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
     except Exception as error:
         with suppress(ValueError):  # only the main thread may do this
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise here for the next dead worker
-        error = explain(error)
+        error = with_known_fix(error)
         if ranks is not None and isinstance(error, AgreedError):
             ranks.finish()
         # Variables that were exported by hand may be wrong in this shell only.

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -14,14 +15,36 @@ import torch.distributed as dist
 
 from utils.launch.rendezvous import Member
 from utils.ranks.stopping import EXIT_RESUME
-from utils.ranks.watching import TICK, RunningClock, print_error
 from utils.waiting import call_with_timeout
 
+TICK = 0.5  # seconds between two looks of a watching thread
+_LATE = 1.0  # seconds that a tick may be late; if it is later, the process was paused
 _ANSWER = 3.0  # seconds that the store may take to answer
 _SILENT = 5.0  # seconds without a new heartbeat after which a rank is reported as silent
 _LATER = 3.0  # seconds after the timeout: at the timeout gloo raises an error in the main thread
 _GRACE = 5.0  # seconds that the main thread has to notice that another rank has ended
 _STOPPED = "stopped: "  # begins the message of a rank that was told to stop and could not wait for the others
+
+
+class RunningClock:
+    """The seconds that this process has run, without pauses. `tick` must be called every TICK seconds.
+
+    If all ranks are paused (SIGSTOP, a suspended job), none of them waits for another.
+    """
+
+    def __init__(self):
+        self._ticked = 0.0, time.monotonic()  # seconds until the last tick, and the time of that tick
+
+    def __call__(self) -> float:
+        seconds, last = self._ticked
+        return seconds + min(time.monotonic() - last, TICK + _LATE)
+
+    def tick(self) -> None:
+        self._ticked = self(), time.monotonic()
+
+    def tick_until(self, stop: threading.Event) -> None:
+        while not stop.wait(TICK):
+            self.tick()
 
 
 @dataclass
@@ -186,3 +209,9 @@ class Watch:
         """End this process, whose main thread waits where no exception reaches it."""
         print_error(self.prog, f"error: {text}")
         os._exit(2)
+
+
+def print_error(prog: str, text: str) -> None:
+    """Print a line on stderr, below what is left of a progress bar."""
+    sys.stderr.write(f"\n{prog}: {text}\n")
+    sys.stderr.flush()

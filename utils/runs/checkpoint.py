@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from utils.errors import AgreedError, one_line
-from utils.files import named, sync, write_file
+from utils.files import naming_file, sync, write_file
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import MANIFEST, checkpoints_of, damage_of, manifest_text, read_pointer, sha256_of, step_of
 
@@ -40,7 +40,7 @@ def save_checkpoint(
     def publish() -> None:
         if ranks.is_main:
             for name, text in texts.items():
-                with named(partial / name):
+                with naming_file(partial / name):
                     (partial / name).write_bytes(text if isinstance(text, bytes) else text.encode())
             _write_manifest(partial)
             _put_in_place(partial, final)

@@ -12,7 +12,7 @@ from typing import TextIO
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
 from utils.files import expand, holder_text, is_taken_over, lock
-from utils.launch.environment import restarts_are_possible
+from utils.launch.environment import can_be_restarted
 from utils.ranks.ranks import Ranks
 from utils.runs.checkpoint import clean_up
 from utils.runs.manifest import find_checkpoint, newest_good, verify
@@ -51,7 +51,7 @@ def check_run_folder(config: TrainConfig, after_meeting: bool = False) -> None:
     After a restart by the launcher the existing folder may be the run's own, so it is checked `after_meeting`: the
     launcher of a machine does not count a restart that another machine's launcher began.
     """
-    if restarts_are_possible() and not after_meeting:
+    if can_be_restarted() and not after_meeting:
         return
     folder, parent = _named_folder(config), expand(config.output_dir)
     if config.resume not in (None, "auto"):

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.console import clock
-from utils.files import named, write_file
+from utils.files import naming_file, write_file
 from utils.runs.state import TrainState
 
 
@@ -49,7 +49,7 @@ class RunLog:
         if self.is_main:
             self._flush()
             self.check()
-            with named(self.path):
+            with naming_file(self.path):
                 os.fsync(self.file)
 
     def check(self) -> None:
