@@ -14,6 +14,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 ARGS ?=
+# Tests wait for other processes more than they compute, so two workers pay even on two cores.
+WORKERS ?= -n 2 --dist worksteal
 
 .PHONY: train doctor test test-all lint types coverage
 train: $(VENV)/.train
@@ -23,10 +25,10 @@ doctor: $(VENV)/.train
 	$(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml doctor.py $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow and not machines and not slurm" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not machines and not slurm" $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

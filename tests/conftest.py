@@ -1,4 +1,7 @@
-"""Ranks are forked from this process, so everything they need is imported here, once, and no thread is started."""
+"""Ranks are forked from this process, so everything they need is imported here, once, and no thread is started.
+
+A worker of pytest-xdist has one thread, which only waits for the name of the next test.
+"""
 
 import os
 

@@ -209,7 +209,14 @@ def begin(processes, *flags, halves=(0, 1), launcher=False):
 
 
 @pytest.mark.parametrize(
-    ("processes", "workers", "halves"), [(1, "0", [0]), (1, "2", [1]), (2, "1", [0, 1]), (2, "1", [1]), (2, "0", [0])]
+    ("processes", "workers", "halves"),
+    [
+        (1, "0", [0]),
+        (1, "2", [1]),
+        pytest.param(2, "1", [0, 1], marks=pytest.mark.full),
+        (2, "1", [1]),
+        pytest.param(2, "0", [0], marks=pytest.mark.full),
+    ],
 )
 def test_a_run_that_is_told_to_stop_exits_though_no_batch_arrives(photos, capfd, processes, workers, halves):
     launch = begin(processes, "--num_workers", workers, halves=halves)
@@ -221,7 +228,7 @@ def test_a_run_that_is_told_to_stop_exits_though_no_batch_arrives(photos, capfd,
     until(all_gone)
 
 
-@pytest.mark.parametrize(("processes", "workers"), [(1, "0"), (2, "1")])
+@pytest.mark.parametrize(("processes", "workers"), [pytest.param(1, "0", marks=pytest.mark.full), (2, "1")])
 def test_a_run_whose_data_does_not_arrive_ends_after_the_timeout(photos, capfd, processes, workers):
     launch = begin(processes, "--num_workers", workers, "--timeout", "4")
     assert [outcome.code for outcome in launch.finish()] == [2] * processes
@@ -231,7 +238,7 @@ def test_a_run_whose_data_does_not_arrive_ends_after_the_timeout(photos, capfd, 
     until(all_gone)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_ranks_whose_launcher_was_killed_exit_though_no_batch_arrives(photos, capfd, processes):
     launch = begin(processes, "--num_workers", "1", launcher=True)
     os.kill(launch.launcher, signal.SIGKILL)
@@ -240,7 +247,7 @@ def test_ranks_whose_launcher_was_killed_exit_though_no_batch_arrives(photos, ca
     until(all_gone)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_images_to_decode_before_training_that_do_not_arrive_end_the_run(photos, capfd, processes):
     flags = ["--data", "photos", "--image_size", "32", "--timeout", "2", "--model", "mlp", "--run_name", "run"]
     outcomes = run_ranks(processes, _dead_disk, train.main, flags, utils.data.cache, [7])
@@ -248,7 +255,7 @@ def test_images_to_decode_before_training_that_do_not_arrive_end_the_run(photos,
     assert capfd.readouterr().err.count(f"train.py: error: a decoded image {NO_LINE}") == 1
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.full), "1"])
 def test_an_evaluation_whose_data_does_not_arrive_ends_after_the_timeout(photos, capfd, workers):
     (trained,) = run_ranks(1, train.main, [*FLAGS, "--max_steps", "1", "--num_workers", "0"])
     assert trained.code == 0, trained.err

@@ -327,7 +327,7 @@ def _train_and_repair(flags):
             spoil(path)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_data_folder_that_goes_away_ends_the_run_and_costs_no_image(skipped, processes):
     outcomes = run_ranks(processes, _train_and_lose_the_data, [*SKIP, "--run_name", "run", "--log_every", "2"])
     assert all(outcome.code == 2 for outcome in outcomes)

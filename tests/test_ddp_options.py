@@ -72,6 +72,7 @@ def test_a_step_of_one_sample_on_all_processes_together_is_refused():
     check_batch_norm(Plan(samples=22, global_batch_size=8, microbatches=2, seed=0), 3, together=2)
 
 
+@pytest.mark.full
 def test_a_run_with_synchronised_batch_statistics_has_the_losses_of_one_process():
     flags = ["--model", "resnet18", "--global_batch_size", "14", "--max_steps", "5", "--log_every", "1"]
     flags += ["--threads", "1", "--lr", "0.0005", "--max_train_samples", "61", "--max_eval_samples", "20"]

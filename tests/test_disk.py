@@ -115,7 +115,7 @@ def check_log(expected: Path, run=Path("runs/run")) -> None:
 # A full disk, which a limit on the size of files stands for
 
 
-@pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("processes", "rank"), [pytest.param(1, 0, marks=pytest.mark.full), (2, 0), (2, 1)])
 def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(processes, rank, whole, capfd):
     outcomes = run_ranks(processes, train_with, {4: limit_files(SMALL, rank)}, FLAGS)
     check_failed(outcomes, str(CHECKPOINTS), "full?")
@@ -128,7 +128,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older
     check_log(whole(processes))
 
 
-@pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("processes", "rank"), [pytest.param(1, 0, marks=pytest.mark.full), (2, 0), (2, 1)])
 def test_a_run_told_to_continue_says_what_it_could_not_save_and_saves_again_when_it_can(processes, rank, whole):
     outcomes = run_ranks(processes, train_with, {4: limit_files(SMALL, rank), 10: limit_files()}, GO_ON)
     assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
@@ -161,7 +161,7 @@ def limit_log(run):
     resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 50, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize(("processes", "update"), [(1, 7), (1, 11), (2, 4)])
+@pytest.mark.parametrize(("processes", "update"), [pytest.param(1, 7, marks=pytest.mark.full), (1, 11), (2, 4)])
 def test_a_log_that_cannot_be_written_ends_the_run_by_its_name(processes, update, whole):
     event = {update: lambda run: run.ranks.is_main and limit_log(run)}
     check_failed(run_ranks(processes, train_with, event, FLAGS), "runs/run/log.jsonl: File too large")
@@ -189,8 +189,15 @@ def test_no_checkpoint_is_newer_than_the_log_so_that_a_resumed_log_has_no_hole(w
     check_log(whole(1))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("cause", ["full", "gone"])
+@pytest.mark.parametrize(
+    ("processes", "cause"),
+    [
+        (2, "full"),
+        (1, "gone"),
+        pytest.param(1, "full", marks=pytest.mark.full),
+        pytest.param(2, "gone", marks=pytest.mark.full),
+    ],
+)
 def test_a_stop_while_nothing_can_be_saved_leaves_all_the_same(processes, cause, whole):
     trouble = limit_files(SMALL) if cause == "full" else on_main(lambda: shutil.rmtree("runs/run"))
     told = {7: lambda run: run.ranks.topology.rank == processes - 1 and os.kill(os.getpid(), signal.SIGTERM)}
@@ -349,7 +356,7 @@ def as_nobody(function, *arguments):
     return function(*arguments)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_folder_whose_rights_change_while_a_run_trains(processes, anyones_folder, whole):
     lock, unlock = (on_main(lambda mode=mode: CHECKPOINTS.chmod(mode)) for mode in (0o555, 0o755))
     outcomes = run_ranks(processes, as_nobody, train_with, {4: lock, 10: unlock}, GO_ON)
@@ -395,7 +402,7 @@ def test_a_vanished_folder_is_said_and_not_made_again(folder, processes):
     assert not Path(folder).exists()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_whose_folder_was_deleted_leaves_a_new_run_of_that_name_alone(processes, whole):
     old = start_ranks(processes, train_with, {4: hold}, [*GO_ON, "--seed", "1"])
     until(Path("held-0").exists)
@@ -467,7 +474,7 @@ def _train_beside(workers, flags):
     return len(alive)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_start_waits_for_ranks_without_a_launcher_to_save_and_leave(processes, whole):
     first = start_ranks(processes, _train_and_leave_slowly, FLAGS, launcher=True)
     until((CHECKPOINTS / "step-00000003").exists)
@@ -562,7 +569,9 @@ def unblock(name):
     return on_main(lambda: shutil.rmtree(CHECKPOINTS / name))
 
 
-@pytest.mark.parametrize(("processes", "name"), [(1, "latest"), (2, "latest"), (1, "best")])
+@pytest.mark.parametrize(
+    ("processes", "name"), [pytest.param(1, "latest", marks=pytest.mark.full), (2, "latest"), (1, "best")]
+)
 def test_a_pointer_that_cannot_be_moved_costs_no_checkpoint_and_lets_none_pile_up(processes, name):
     flags = [*GO_ON, "--keep", "2", "--save_every", "1", "--eval_every", "1", "--lr", "0.05"]
     seen = []

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
+from helpers.training_runs import train_run, working_in
 
 import eval
 import train
@@ -78,8 +80,22 @@ BAD_DATA = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with all that the cases name."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with working_in(folder):
+        _write_files()
+    shutil.rmtree(folder / "huggingface", ignore_errors=True)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def files():
+def files(own_folders, prepared):
+    shutil.copytree(prepared, ".", dirs_exist_ok=True)
+
+
+def _write_files():
     Path("key.yaml").write_text("epoch: 3\n")
     Path("value.yaml").write_text("lr: fast\n")
     Path("broken.yaml").write_text("lr: [\n")
@@ -102,8 +118,23 @@ def _table(label):
     return datasets.Dataset.from_dict({"image": [image] * 6, "label": [label, 0, 1, 0, 1, 1]}, features=features)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("case", BAD_SETTINGS + BAD_DATA, ids=lambda case: case[0])
+# What each rank may find by itself, what rank 0 finds alone, and what shows only in training.
+QUICK_ON_TWO = {"unknown flag", "no such recipe", "run that exists", "output that cannot be made", "no such checkpoint"}
+QUICK_ON_TWO |= {"undecodable", "model arguments", "images too small", "loss that is no number"}
+
+
+def cases_on_one_and_two_processes():
+    for processes in (1, 2):
+        for case in BAD_SETTINGS + BAD_DATA:
+            marks = [pytest.mark.full] * (processes == 2 and case[0] not in QUICK_ON_TWO)
+            yield pytest.param(case, processes, marks=marks, id=f"{case[0]}-{processes}")
+
+
+def test_the_cases_that_are_quick_on_two_processes_are_cases():
+    assert {case[0] for case in BAD_SETTINGS + BAD_DATA} >= QUICK_ON_TWO
+
+
+@pytest.mark.parametrize(("case", "processes"), cases_on_one_and_two_processes())
 def test_bad_input_is_one_line_from_rank_0_and_code_2_from_each(case, processes):
     _, flags, text = case
     outcomes = run_ranks(processes, train.main, [*TINY, *flags])
@@ -188,6 +219,17 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
         Ranks(Topology(0, 2, 0, 2), LaunchConfig())
 
 
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """A folder with the run `run` and the run `other`, whose settings describe another model."""
+    folder = tmp_path_factory.mktemp("two_runs")
+    with working_in(folder):
+        train_run(1, "run", *TINY)
+        shutil.copytree("runs/run", "runs/other")
+        _replace_setting("other", "model_args: {}", "model_args: {hidden: 17}")
+    return folder / "runs"
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -200,10 +242,8 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
         (("--cpkt", "runs/run"), "unknown flag --cpkt; did you mean --ckpt?"),
     ],
 )
-def test_eval_says_what_is_wrong(flags, text):
-    for name in ("run", "other"):
-        assert run_ranks(1, train.main, [*TINY, "--run_name", name])[0].code == 0
-    _replace_setting("other", "model_args: {}", "model_args: {hidden: 17}")
+def test_eval_says_what_is_wrong(flags, text, two_runs):
+    shutil.copytree(two_runs, "runs", dirs_exist_ok=True)
     for processes in (1, 2):
         outcomes = run_ranks(processes, eval.main, flags)
         assert [outcome.code for outcome in outcomes] == [2] * processes

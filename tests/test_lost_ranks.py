@@ -76,8 +76,15 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
     assert "another process of this run left or stopped answering" in outcomes[0].err
 
 
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("processes", "named"),
+    [
+        (2, True),
+        (1, False),
+        pytest.param(2, False, marks=pytest.mark.full),
+        pytest.param(1, True, marks=pytest.mark.full),
+    ],
+)
 def test_a_restart_by_the_launcher_goes_on_in_the_folder_of_the_attempt_before(processes, named, store):
     """With and without --run_name, and without --resume: the launcher types the same command again."""
     flags = [*FLAGS, "--max_steps", "80", "--save_every", "10", *(["--run_name", "run"] if named else [])]

@@ -31,7 +31,13 @@ def check_stopped(outcomes: list[Outcome], reason: str) -> None:
 
 @pytest.mark.parametrize(
     ("processes", "number"),
-    [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGUSR1), (3, signal.SIGINT)],
+    [
+        (1, signal.SIGTERM),
+        pytest.param(1, signal.SIGINT, marks=pytest.mark.full),
+        pytest.param(2, signal.SIGTERM, marks=pytest.mark.full),
+        (2, signal.SIGUSR1),
+        (3, signal.SIGINT),
+    ],
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_update_and_loses_nothing(processes, number):
     flags = [*FLAGS, "--max_steps", "150"]
@@ -83,7 +89,7 @@ def _train_under_nohup(flags):
     slow_train(flags, 0.01, 120)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run(processes):
     flags = [*FLAGS, "--max_steps", "50", "--eval_batch_size", "4"]
     launch = start_ranks(processes, _train_and_evaluate_slowly, flags)

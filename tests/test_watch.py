@@ -38,7 +38,7 @@ def waited(line: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])  # rank 0 has the store
 def test_a_stopped_rank_is_named_by_one_that_waits_and_again_in_the_last_line(victim):
     timeout = 15  # a rank whose store is stopped too says so after some seven seconds
     launch = start_ranks(3, to_file, slow_train, [*ENDLESS, str(timeout)])
@@ -81,7 +81,7 @@ def stuck(where: str, rank: str):
     to_file(slow_train, [*ENDLESS, str(TIMEOUT)])
 
 
-@pytest.mark.parametrize("victim", ["0", "1"])
+@pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.full), "1"])
 def test_a_rank_that_never_comes_back_is_named_with_its_place_and_ends_too(victim):
     outcomes = run_ranks(2, stuck, "reading", victim)
     other = 1 - int(victim)
