@@ -336,7 +336,7 @@ def test_what_was_found_is_told_when_a_rank_is_lost_meanwhile():
     outcomes = look(2, dies, "--timeout", str(PATIENCE))
     assert time.monotonic() - begun < PATIENCE / 2
     assert outcomes[0].code == 1 and red_lines() == {"clocks"}
-    assert findings()["versions"]["ok"] and "left or stopped answering" in findings()["clocks"]["value"]
+    assert findings()["versions"]["ok"] and "exited or stopped answering" in findings()["clocks"]["value"]
 
 
 def test_what_was_found_is_told_when_a_rank_breaks_a_check_off():

@@ -194,9 +194,9 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
         (("--ckpt", "runs/nope"), "runs/nope: no such checkpoint or run folder"),
         (("--ckpt", "runs/taken"), "runs/taken: holds no checkpoint"),
         (("--ckpt", "runs/run", "--split", "nope"), "--split nope: no such split; there are train"),
-        (("--ckpt", "runs/run", "--json", "nope/x.json"), "there is no folder"),
+        (("--ckpt", "runs/run", "--json", "nope/x.json"), "does not exist"),
         (("--ckpt", "runs/run", "--data", "photos"), "the checkpoint does not know the class 'class0'"),
-        (("--ckpt", "runs/other"), "holds another model (hidden.weight"),
+        (("--ckpt", "runs/other"), "holds a different model (hidden.weight"),
         (("--cpkt", "runs/run"), "unknown flag --cpkt; did you mean --ckpt?"),
     ],
 )

@@ -223,7 +223,7 @@ def test_a_link_lost_for_good_ends_both_machines_after_the_timeout(machines, how
     report(f"link lost: {how}", seconds, *(error_of(job) for job in jobs))
     assert 10 < seconds < 20 + SOON
     assert "waited for rank 1 (ls-b, process" in error_of(jobs[0]) and "silent for" in error_of(jobs[0])
-    assert "another process of this run left or stopped answering" in error_of(jobs[1])
+    assert "another process of this run exited or stopped answering" in error_of(jobs[1])
 
 
 @pytest.mark.machines

@@ -33,7 +33,7 @@ def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None) 
 
 
 def read_config(path: Path) -> TrainConfig:
-    """The settings in a --config file; UserError if it is not valid."""
+    """The settings in a --config file. Raises UserError if it is not valid."""
     try:
         return _fill(TrainConfig, "train.py", [str(path)], [])
     except Exception as error:

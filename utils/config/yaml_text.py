@@ -14,7 +14,7 @@ _MAX_DEPTH = 40
 
 
 def read_yaml(path: Path) -> Any:
-    """The value in a settings file; UserError names the file if it is not valid or too large."""
+    """The value in a settings file. Raises UserError, which names the file, if it is not valid or too large."""
     try:
         return load_yaml(read_text(path, _MAX_BYTES))
     except yaml.YAMLError as error:
@@ -22,7 +22,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML text; yaml.YAMLError if the text is not valid."""
+    """The value of a YAML text. Raises yaml.YAMLError if the text is not valid."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`, a number too long

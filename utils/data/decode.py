@@ -46,7 +46,7 @@ class BadImages(UserError):
 
 
 def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None) -> Tensor:
-    """Decode sample `position` to uint8 [H, W, C]; ValueError names it if it cannot be read.
+    """Decode sample `position` to uint8 [H, W, C]. Raises ValueError, which names it, if it cannot be read.
 
     `raw` has its encoded image if that has been read. The EXIF orientation is applied, transparency is dropped. If
     `shrink` gives at least 2, a large JPEG is decoded at 1/2, 1/4 or 1/8 of its sides, which takes less time.

@@ -36,7 +36,7 @@ class _Layout:
 
 
 def image_folder(path: Path, config: TrainConfig) -> Source:
-    """The splits of an image folder; ValueError if it holds no images or is ambiguous."""
+    """The splits of an image folder. Raises ValueError if it holds no images or is ambiguous."""
     if not path.is_dir():
         raise UserError(f"{path}: is neither a folder nor a regular file", "give a folder of images or of tables")
     layout = _layout(path, config)
@@ -121,7 +121,7 @@ def _split_layout(path: Path, folders: list[str], config: TrainConfig) -> _Layou
 
 
 def _class_layout(path: Path, children: dict[str, Path], others: list[str]) -> _Layout:
-    """Use the folders as classes; ValueError if some are named like splits and all hold the same classes."""
+    """Use the folders as classes. Raises ValueError if some are named like splits and all hold the same classes."""
     words = {word for words in _WORDS.values() for word in words}
     if len(others) > 1 and any(words & set(re.split("[^a-z]+", name.lower())) for name in others):
         classes_in = [class_names_in(children[name]) for name in others]

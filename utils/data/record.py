@@ -126,7 +126,7 @@ def _choices(config: TrainConfig) -> dict:
 
 
 def read_record(path: Path) -> Record:
-    """The record in a file of a verified checkpoint; ValueError if it is invalid."""
+    """The record in a file of a verified checkpoint. Raises ValueError if it is invalid."""
     try:
         packed = path.read_bytes()
         largest = min(_LARGEST, _MOST_PACKED * len(packed) + 2**16)

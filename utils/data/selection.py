@@ -20,7 +20,7 @@ SILENT = Terminal(False)
 
 
 def load_data(config: TrainConfig, record: Record | None = None, terminal: Terminal = SILENT) -> Data:
-    """Open the data set and choose its two splits; ValueError or OSError if that fails.
+    """Open the data set and choose its two splits. Raises ValueError or OSError if that fails.
 
     A resumed run passes the `record` of its checkpoint, to continue with the same samples. All images are checked.
     `terminal` shows progress and messages.
@@ -240,7 +240,7 @@ def _eval_name(source: Source, train_name: str, wanted: str | None) -> str | Non
 
 
 def _existing(source: Source, name: str, flag: str) -> str:
-    """The name of a split, which users may give by an alias; ValueError that begins with `flag` if there is none."""
+    """The name of a split, which users may give by an alias. Raises ValueError, which begins with `flag`, if there is none."""
     name = source.aliases.get(name, name)
     if name not in source.openers:
         raise UserError(f"{flag} {name}: no such split", f"there are {join_names(source.openers)}")

@@ -37,7 +37,7 @@ def _check_names(config: TrainConfig) -> None:
 
 
 def open_source(config: TrainConfig) -> Source:
-    """The source that --data names; ValueError or OSError if it cannot be read."""
+    """The source that --data names. Raises ValueError or OSError if it cannot be read."""
     name = config.data
     kind, _, rest = name.partition("/")
     if name == "digits":

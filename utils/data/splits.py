@@ -135,7 +135,7 @@ class Files:
             return file.read()
 
     def stamp(self, row: int) -> tuple[int, int, int]:
-        """Size in bytes, modification and change time in ns of a file; OSError if it is missing or a special file."""
+        """Size in bytes, modification and change time in ns of a file. Raises OSError if it is missing or a special file."""
         status = os.stat(self.paths[row])
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", self.paths[row])
@@ -164,7 +164,7 @@ class Source:
         return list(self._opened.values())
 
     def split(self, name: str) -> Split:
-        """The split of this name, which must exist; ValueError if it is empty or a label is out of range."""
+        """The split of this name, which must exist. Raises ValueError if it is empty or a label is out of range."""
         if name not in self._opened:
             split = self.openers[name]()
             check_labels(split, len(self.class_names))
@@ -226,7 +226,7 @@ def random_subset(split: Split, count: int | None, seed: int) -> Split:
 
 
 def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
-    """Change labels from indices into `class_names` to indices into `wanted`; ValueError if a class is not in it."""
+    """Change labels from indices into `class_names` to indices into `wanted`. Raises ValueError if a class is not in it."""
     if class_names == wanted:
         return split
     number = {name: index for index, name in enumerate(wanted)}

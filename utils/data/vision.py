@@ -60,7 +60,7 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
 
 
 def torchvision_class(name: str) -> type:
-    """The class `torchvision.datasets.NAME`; ValueError if there is none."""
+    """The class `torchvision.datasets.NAME`. Raises ValueError if there is none."""
     known = {n.lower(): n for n in torchvision.datasets.__all__ if _is_dataset(getattr(torchvision.datasets, n))}
     if name not in known.values():
         near = [known[n] for n in difflib.get_close_matches(name.lower(), known, n=3)]
@@ -101,7 +101,7 @@ def _open_dataset(cls: type, arguments: Mapping[str, Any], root: str):
 
 
 def _labels(dataset) -> np.ndarray:
-    """The labels of all samples, int64 [N]; ValueError if the data set has none."""
+    """The labels of all samples, int64 [N]. Raises ValueError if the data set has none."""
     try:
         for attribute in ("targets", "labels", "_labels"):
             values = getattr(dataset, attribute, None)
