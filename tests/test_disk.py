@@ -389,7 +389,7 @@ def test_a_vanished_folder_is_said_and_not_made_again(folder, processes):
     assert not Path(folder).exists()
     shutil.rmtree("runs", ignore_errors=True)
     outcomes = run_ranks(processes, train_with, gone, GO_ON)
-    check_failed(outcomes, f"{CHECKPOINTS} no longer exists")  # the last save, after which nothing is left to go on with
+    check_failed(outcomes, f"{CHECKPOINTS} no longer exists")  # the last save, after which the run ends
     said = unsaved(outcomes[0])
     assert [line.split()[1] for line in said] == ["6", "9"] and all("no longer exists" in line for line in said)
     assert not Path(folder).exists()

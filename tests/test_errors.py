@@ -51,7 +51,7 @@ BAD_SETTINGS = [
     ("fp16 without a GPU", ("--mixed_precision", "fp16"), "fp16 needs a GPU"),
 ]  # fmt: skip
 BAD_DATA = [
-    ("column", ("--data", "photos", "--train_split", "test"), "--train_split test: no such split; there are train"),
+    ("column", ("--data", "photos", "--train_split", "test"), "--train_split test: no such split; use one of train"),
     ("no classes", ("--data", "flat"), "flat: no images in it; an image folder holds CLASS/IMAGE.jpg"),
     ("no images", ("--data", "empty"), "no images in it"),
     ("undecodable", ("--data", "broken"), "000.png (cannot identify image file)"),
@@ -193,9 +193,9 @@ def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
     [
         (("--ckpt", "runs/nope"), "runs/nope: no such checkpoint or run folder"),
         (("--ckpt", "runs/taken"), "runs/taken: holds no checkpoint"),
-        (("--ckpt", "runs/run", "--split", "nope"), "--split nope: no such split; there are train"),
+        (("--ckpt", "runs/run", "--split", "nope"), "--split nope: no such split; use one of train"),
         (("--ckpt", "runs/run", "--json", "nope/x.json"), "does not exist"),
-        (("--ckpt", "runs/run", "--data", "photos"), "the checkpoint does not know the class 'class0'"),
+        (("--ckpt", "runs/run", "--data", "photos"), "the checkpoint does not have the class 'class0'"),
         (("--ckpt", "runs/other"), "holds a different model (hidden.weight"),
         (("--cpkt", "runs/run"), "unknown flag --cpkt; did you mean --ckpt?"),
     ],

@@ -48,7 +48,7 @@ def read_json(path: Path):
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError raised inside. The system names the file if opening it fails, but not if writing fails."""
+    """Add `path` to an OSError raised inside. The system names the file if opening fails, but not if writing fails."""
     try:
         yield
     except OSError as error:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SMALL = 96  # pixels; images with sides up to this are decoded once and kept
+SMALL = 96  # pixels; images with sides up to this are decoded once and cached
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,7 @@ def _load_scale(scale: Any, scaler: torch.amp.GradScaler, path: Path) -> None:
     try:
         scaler.load_state_dict(scale)
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}: 'scaler' is malformed ({one_line(error)[:120]})", "use another checkpoint"
-        ) from error
+        raise UserError(f"{path}: 'scaler' is malformed ({one_line(error)[:120]})", "use another checkpoint") from error
 
 
 def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, plan: Plan, ranks: Ranks) -> list[str]:
