@@ -178,7 +178,7 @@ def test_a_bus_error_of_a_worker_is_explained_by_shared_memory(photos):
     until(has_logged(1))
     Path("now").touch()
     (outcome,) = launch.finish()
-    assert outcome.code == 2 and "found no room in /dev/shm (" in outcome.err and "--shm-size" in outcome.err
+    assert outcome.code == 2 and "found no space in /dev/shm (" in outcome.err and "--shm-size" in outcome.err
     assert outcome.err.count("train.py: error: ") == 1
 
 

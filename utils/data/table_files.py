@@ -152,7 +152,7 @@ def _unreadable_file(path: Path) -> Path:
 
 
 def _files_by_split(files: list[Path]) -> dict[str, list[str]]:
-    """Group files by the split in their names: train-00000-of-00002.parquet, as on the Hub, val.parquet, test_1.parquet."""
+    """Group files by the split in their names, such as train-00000-of-00002.parquet (of the Hub) or val.parquet."""
     groups: dict[str, list[str]] = {}
     for file in files:
         shard = re.fullmatch(r"(?:.*-)?(\w+)-\d+-of-\d+(-\w+)?", file.stem)
