@@ -1,10 +1,10 @@
-"""Check whether a topology is healthy: the machines, their connections, and a training step across them.
+"""Check whether a topology is healthy: the machines, the connections between them, and a training step across them.
 
     python doctor.py                                                             this machine
-    accelerate launch --config_file accelerate_configs/2gpu.yaml doctor.py       as train.py would be launched
+    accelerate launch --config_file accelerate_configs/2gpu.yaml doctor.py       the same launch as for train.py
     srun --ntasks 16 --gpus-per-task 1 python doctor.py --output_dir /shared/runs --json doctor.json
 
-Launch it exactly like train.py. The exit code is 0 if all checks are green and 1 if one is red. Each red line is
+Launch it exactly like train.py. The exit code is 0 if all checks are green, and 1 if any is red. Each red line is
 followed by its fix. `python doctor.py --help` lists the settings.
 """
 
@@ -39,14 +39,14 @@ Check = tuple[str, Callable[[], Finding | list[Finding] | None]]  # its name, an
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Check this machine, then all processes together; print the findings; exit with code 1 if any is red."""
+    """Check this machine, then all processes together, and print the findings. Exits with code 1 if any is red."""
     guard_output()
     config = parse_args(DoctorConfig, "doctor.py", argv)
     findings, topology, may_meet = check_machine(config)
     if topology is None or not may_meet:
         report_alone(findings, topology, config)
         raise SystemExit(1)
-    if topology.is_main and is_launched():  # a launcher that sees another rank end ends this one: print first
+    if topology.is_main and is_launched():  # if another rank exits, the launcher ends this one: print first
         signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(3))
 
     def report_unmet(error: Exception) -> None:
@@ -65,17 +65,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         findings, broken = check_run(ranks, config, findings)
         if ranks.is_main:
             report(describe(ranks), findings, config.json)
-        if broken:  # other ranks may be gone: do not wait for them
+        if broken:  # other ranks may have exited: do not wait for them
             raise SystemExit(1)
     if red(findings):
         raise SystemExit(1)
 
 
 def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tuple[list[Finding], bool]:
-    """Run the checks that need the process group, after those of each rank alone; collective.
+    """Merge the findings of all ranks, then run the checks that need the process group; collective.
 
-    All ranks call every check, whatever the one before it found. If a check breaks off because a rank is gone, the
-    findings so far are kept. Returns (the findings, whether a check broke off).
+    All ranks call every check, whatever the earlier checks found. If a check fails because a rank has exited, the
+    earlier findings are kept. Returns (the findings, whether a check failed in this way).
     """
     place = "machines"
     try:
@@ -84,19 +84,19 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tu
             ranks.mark_waiting(f"checking {place}")
             try:
                 found = check()
-            except AgreedError as error:  # all ranks raise it, and continue
+            except AgreedError as error:  # raised on all ranks, which can continue
                 found = Finding.of(place, error)
             findings += found if isinstance(found, list) else [found] if found else []
     except Exception as error:
         text = one_line(ranks.record_end(error))
-        if not ranks.is_main and not is_lost_rank(error):  # the main process only sees that this rank ends
+        if not ranks.is_main and not is_lost_rank(error):  # the main process only sees that this rank exits
             sys.stderr.write(f"doctor.py: rank {ranks.topology.rank}, checking {place}: {text}\n")
         return [*findings, Finding(place, text, False, "the checks after this one did not run")], True
     return findings, False
 
 
 def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
-    """The checks in their order: a fault that one finds is the reason for faults in later ones."""
+    """The checks in order: a fault found by one check can cause faults in later checks."""
     facts = health.facts_of_all(ranks)
 
     @cache
@@ -132,9 +132,9 @@ def describe(ranks: Ranks) -> str:
 
 
 def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:
-    """Print the findings if the processes did not meet: the first rank of each machine prints its table.
+    """Print the findings if the processes did not connect: the first rank of each machine prints its table.
 
-    Any other rank that was started by hand prints its red findings, since no other rank knows them.
+    Any other rank that was started by hand prints its own red findings, because no other rank has them.
     """
     by_hand = not is_launched() and (topology is None or topology.source == "the environment")
     rank = os.environ.get("RANK", "0") if topology is None else topology.rank
@@ -144,11 +144,11 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
     elif by_hand:
         sys.stderr.write("".join(f"doctor.py: rank {rank}, {f.name}: {f.value}\n" for f in findings if f.red))
     else:
-        time.sleep(5)  # a launcher that sees this rank end ends the one that prints: let it finish
+        time.sleep(5)  # if this rank exits, the launcher ends the rank that prints: wait for it
 
 
 def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
-    """Print the table and the verdict, and write them to `file`, if any, as JSON."""
+    """Print the table and the verdict; if `file` is set, also write the findings to it as JSON."""
     error = None
     if file:
         try:

@@ -3,7 +3,7 @@
     python eval.py --ckpt runs/NAME                                              the run's best checkpoint
     accelerate launch --config_file accelerate_configs/2gpu.yaml eval.py --ckpt runs/NAME --split test --json test.json
 
-The numbers are the same on any number of processes. `python eval.py --help` lists the settings.
+The metrics are the same on any number of processes. `python eval.py --help` lists the settings.
 """
 
 from utils.output import guard_output  # the first import: see its docstring
@@ -55,11 +55,11 @@ OVERRIDES = (  # settings of the run that a flag of eval.py replaces
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Evaluate with these arguments and return the numbers."""
+    """Evaluate with these arguments and return the metrics."""
     guard_output()
     flags = parse_args(EvalConfig, "eval.py", argv)
     with distributed_session("eval.py", flags) as ranks:
-        # Mistakes that one process can find alone are reported before the processes meet.
+        # Errors that one process can detect alone are reported before the processes connect.
         find_checkpoint(expand(flags.ckpt))
         check_workers(flags.num_workers)
         if flags.json:
@@ -86,25 +86,25 @@ def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
         verify(checkpoint, FOR_EVALUATION)
         return str(checkpoint)
 
-    # Only the main process looks for it: a training run may move `best` between two looks.
+    # Only the main process searches: a training run could move `best` between two searches.
     own = ranks.run_on_all(lambda: find() if ranks.is_main else "", main_first=True)
     path = Path(ranks.broadcast_text(own))
     return ranks.run_on_all(lambda: read_checkpoint(path))
 
 
 def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
-    """The run's settings with the given flags in their place, and whether the data is the run's own."""
+    """The run's settings, overridden by the given flags, and whether the data is that of the run."""
     own_data = not flags.data or absolute_data(flags.data) == saved.settings.data
     given: dict[str, Any] = {name: getattr(flags, name) for name in OVERRIDES}
     given = {name: value for name, value in given.items() if value is not None}
-    if not own_data:  # the run's splits mean nothing in other data
+    if not own_data:  # other data has other splits
         given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
     given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
     return replace(saved.settings, **given), own_data
 
 
 def check(config: TrainConfig, ranks: Ranks) -> None:
-    """Raise ValueError for settings that cannot work here."""
+    """Raise ValueError for settings that do not work on this machine."""
     check_precision(config, ranks)
     check_model(config)
     check_source(config)
@@ -119,16 +119,16 @@ def check_output_file(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise UserError(f"--json {path}: is not a regular file", "give another path")
     if not folder.is_dir():
-        raise UserError(f"--json {path}: there is no folder {folder}", "create it, or give another path")
+        raise UserError(f"--json {path}: the folder {folder} does not exist", "create it, or give another path")
     if not os.access(folder, os.W_OK):
         raise UserError(f"--json {path}: {folder} is not writable", "give another path")
 
 
 def evaluate(saved: SavedRun, config: TrainConfig, split_name: str | None, own_data: bool, ranks: Ranks) -> dict:
-    """The numbers of one split; collective."""
+    """The metrics of one split; collective."""
     accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
     spec, class_names = saved.spec, saved.class_names
-    # The checkpoint's image size counts, also if the run took it from its images.
+    # Use the checkpoint's image size, even if the run derived it from its images.
     sized = replace(config, image_size=max(spec.height, spec.width))
     load = partial(load_split, sized, split_name, class_names, own_data, saved.record, terminal)
     split = ranks.run_on_all(load, main_first=True, place="loading the data")
@@ -157,7 +157,7 @@ def evaluate(saved: SavedRun, config: TrainConfig, split_name: str | None, own_d
 
 
 def show(record: dict, saved: SavedRun) -> None:
-    """Print the numbers as a table, and the accuracy of the classes from worst to best."""
+    """Print the metrics as a table, then the accuracy of the ten worst classes, worst first."""
     names, class_names = ("accuracy", "top5", "loss", "macro_f1", "macro_precision", "macro_recall"), saved.class_names
     rows = [(name, f"{record[name]:.4f}") for name in names] + [("count", record["count"])]
     if "left_out" in record:

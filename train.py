@@ -4,7 +4,7 @@
     accelerate launch --config_file accelerate_configs/2gpu.yaml train.py   one process per GPU
     torchrun --nproc_per_node 2 train.py --config recipes/mnist.yaml        the same with torchrun
 
-This file is the whole run: main starts it, build makes its parts, train is the loop.
+This file is the whole run: `main` starts it, `build` creates its parts, and `train` is the loop.
 `python train.py --help` lists the settings.
 """
 
@@ -73,14 +73,14 @@ from utils.training.synchronise import log_training, synchronise
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
-    """Train and return the last evaluation; exits with code 75 if it was stopped early."""
+    """Train and return the last evaluation. Exits with code 75 if the run was stopped early."""
     guard_output()
     config, command = parse_args(TrainConfig, "train.py", argv), typed_command(argv)
     with (
         distributed_session("train.py", config) as ranks,
         Stopping(lambda: ranks.orphaned) as stopping,
     ):
-        # Mistakes that one process can find alone are reported before the processes meet.
+        # Errors that one process can detect alone are reported before the processes connect.
         check_precision(config, ranks)
         check_model(config)
         check_source(config)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 
 
 def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Accelerator) -> Run:
-    """Load the data, build the model, and restore the checkpoint if the run resumes; collective."""
+    """Load the data, build the model, and restore the checkpoint of a resumed run; collective."""
     start = find_start(config, ranks)
     data = find_data(config, start, ranks)
     processes, samples = ranks.topology.world_size, len(data.train)
@@ -121,7 +121,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         ranks.run_on_all(lambda: check_batch_norm(plan, updates, sharing))
     run_folder = open_run_folder(config, start, ranks)
 
-    # Accelerate deals microbatches, and blocks of the evaluation split, to the ranks in turn.
+    # Accelerate assigns microbatches, and blocks of the evaluation split, to the ranks in turn.
     order = UpdateSampler(plan, max(0, updates - state.step), state.epoch, state.position)
     blocks = BlockSampler(len(data.evaluation), config.eval_batch_size)
     loaders = make_loaders(
@@ -173,7 +173,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
 
 
 def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
-    """Load and check the data; a resumed run keeps the samples that it began with."""
+    """Load and check the data. A resumed run keeps its original samples."""
     record = start.saved.record if start.saved else None
     load = partial(load_data, config, record, Terminal(ranks.is_main))
     data = ranks.run_on_all(load, main_first=True, place="loading the data")
@@ -182,7 +182,7 @@ def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
 
 
 def make_datasets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) -> list[ImageDataset]:
-    """The training and the evaluation set: small images are decoded here, others by loaders."""
+    """The training and the evaluation set. Small images are decoded here, larger ones in loader processes."""
     bar, made = Terminal(ranks.is_main).progress("decoding"), []
     for split, training in ((data.train, True), (data.evaluation, False)):
         make = partial(make_dataset, split, spec, config, training, bar)
@@ -199,7 +199,7 @@ def make_module(config: TrainConfig, spec: InputSpec, classes: int, ranks: Ranks
 
 
 def train(run: Run) -> dict | None:
-    """Update until the run is complete or told to stop; returns the last evaluation, if any."""
+    """Train until the run is complete or asked to stop; returns the last evaluation, if any."""
     config, state, result = run.config, run.state, None
     batches = iter(run.train_batches)
     run.model.train()
@@ -230,11 +230,11 @@ def train(run: Run) -> dict | None:
 
 
 def train_update(run: Run, batches: Iterator[Batch]) -> None:
-    """One update: forward and backward of this rank's microbatches, then one optimizer step."""
+    """One update: forward and backward passes of this rank's microbatches, then one optimizer step."""
     config, state, plan, accelerator = run.config, run.state, run.plan, run.accelerator
     set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates))
-    # DDP averages gradients over the ranks. Scaled like this, the summed losses of the microbatches
-    # give the gradient of the mean loss over the global batch, whatever the microbatches' sizes.
+    # DDP averages gradients over the ranks. With this scale, the summed losses of the microbatches give
+    # the gradient of the mean loss over the global batch, even if the microbatches differ in size.
     scale = accelerator.num_processes / plan.update_size(state.position)
     grad_accum = plan.microbatches // accelerator.num_processes
     for step in range(grad_accum):
@@ -258,7 +258,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
 
 
 def evaluate(run: Run) -> dict | None:
-    """Evaluate the current weights, log and return the numbers; None if told to stop meanwhile."""
+    """Evaluate the current weights, then log and return the metrics; None if asked to stop meanwhile."""
     state = run.state
     state.owes_evaluation = True
     if run.stopping.agreed:

@@ -162,7 +162,7 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. ")
 
     monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=lambda seconds: None))
-    with pytest.raises(ValueError, match=r"^a loader process ended while it handed over a batch"):
+    with pytest.raises(ValueError, match=r"^a loader process exited while it was sending a batch"):
         list(awaited(broken(), "a batch"))
     monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=told))
     with pytest.raises(RuntimeError, match="killed by signal") as caught:

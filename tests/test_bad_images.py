@@ -253,7 +253,7 @@ def test_files_that_were_repaired_stay_left_out_of_the_run(skipped):
         Image.fromarray(smooth(SIDE, SIDE)).save(name)
     assert "changed: " in refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto")
     (outcome,) = run_ranks(1, train.main, [*SKIP, "--run_name", "run", "--resume", "auto"])
-    assert outcome.code == 0 and "(changed since the run began)" in outcome.out
+    assert outcome.code == 0 and "(changed since the run started)" in outcome.out
     assert losses("run") == losses("on1")
 
 

@@ -118,7 +118,7 @@ def test_a_run_that_is_at_its_end_or_past_it_says_so_and_ends_well(processes, ma
     train_run(1, "run", *FLAGS, "--max_steps", "6")
     flags = ["--run_name", "run", "--resume", "auto", *FLAGS, "--max_steps", max_steps]
     outcomes = run_ranks(processes, train.main, flags)
-    assert [o.code for o in outcomes] == [0] * processes and "6 updates were done before" in outcomes[0].out
+    assert [o.code for o in outcomes] == [0] * processes and "all 6 updates were already done" in outcomes[0].out
 
 
 def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():
@@ -183,7 +183,7 @@ def test_a_checkpoint_of_another_run_starts_a_run_of_its_own():
     assert [record["step"] for record in records("new", "start")] == [4]
     assert Path("runs/new/checkpoints/best").read_text() == "step-00000006\n"
     (outcome,) = run_ranks(1, train.main, ["--run_name", "new", *FLAGS, "--resume", "runs/old"])
-    assert outcome.code == 2 and "is another run than runs/old" in outcome.err
+    assert outcome.code == 2 and "is not the run of runs/old" in outcome.err
 
 
 def test_a_run_without_an_evaluation_yet_can_be_found_finished():

@@ -243,10 +243,10 @@ def test_only_a_regular_file_is_read_as_settings():
 
 @pytest.mark.parametrize("name", ["..", ".", ".hidden", "-x", "a/b", "/a", "a\nb", "a\0b", "a" * 256, "é" * 128, ""])
 def test_a_run_name_that_cannot_name_a_folder_is_refused(name, capsys):
-    assert "--run_name" in (line := refusal(capsys, f"--run_name={name}")) and "give a plain name" in line
+    assert "--run_name" in (line := refusal(capsys, f"--run_name={name}")) and "use a plain name" in line
     Path("recipe.yaml").write_text(dump_yaml({"run_name": name}))
-    assert "give a plain name" in refusal(capsys, "--config", "recipe.yaml")
-    with pytest.raises(ValueError, match="give a plain name"):
+    assert "use a plain name" in refusal(capsys, "--config", "recipe.yaml")
+    with pytest.raises(ValueError, match="use a plain name"):
         TrainConfig(run_name=name)
 
 

@@ -275,7 +275,7 @@ def test_without_a_good_checkpoint_nothing_is_trained_and_nothing_changes(proces
         DAMAGES[number](random.Random(number), CHECKPOINTS / name)
     before = contents(RUN)
     outcomes = run_ranks(processes, train.main, RESUME)
-    refused(outcomes[0], f"{NEWEST}/", "no checkpoint is good; start a new run under another --run_name")
+    refused(outcomes[0], f"{NEWEST}/", "all checkpoints are damaged; start a new run with another --run_name")
     assert all(outcome.code == 2 and outcome.err == "" for outcome in outcomes[1:])
     assert contents(RUN) == before
 

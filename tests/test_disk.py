@@ -327,7 +327,7 @@ def test_a_disk_that_is_away_for_a_while_is_written_to_when_it_is_back(disk, who
     outcomes = run_ranks(2, train_with, {4: away, 10: back}, GO_ON)
     assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * 2
     said = unsaved(outcomes[0])
-    assert [line.split()[1] for line in said] == ["6", "9"] and all("has vanished" in line for line in said)
+    assert [line.split()[1] for line in said] == ["6", "9"] and all("no longer exists" in line for line in said)
     check_intact(whole(2), 3, 12)
     check_log(whole(2))
 
@@ -392,13 +392,13 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(any
 @pytest.mark.parametrize(("folder", "processes"), [("runs", 1), ("runs/run", 2), ("runs/run/checkpoints", 1)])
 def test_a_vanished_folder_is_said_and_not_made_again(folder, processes):
     gone = {4: on_main(lambda: shutil.rmtree(folder))}
-    check_failed(run_ranks(processes, train_with, gone, FLAGS), f"{CHECKPOINTS} has vanished")
+    check_failed(run_ranks(processes, train_with, gone, FLAGS), f"{CHECKPOINTS} no longer exists")
     assert not Path(folder).exists()
     shutil.rmtree("runs", ignore_errors=True)
     outcomes = run_ranks(processes, train_with, gone, GO_ON)
-    check_failed(outcomes, f"{CHECKPOINTS} has vanished")  # the last save, after which nothing is left to go on with
+    check_failed(outcomes, f"{CHECKPOINTS} no longer exists")  # the last save, after which the run ends
     said = unsaved(outcomes[0])
-    assert [line.split()[1] for line in said] == ["6", "9"] and all("has vanished" in line for line in said)
+    assert [line.split()[1] for line in said] == ["6", "9"] and all("no longer exists" in line for line in said)
     assert not Path(folder).exists()
 
 
@@ -410,7 +410,7 @@ def test_a_run_whose_folder_was_deleted_leaves_a_new_run_of_that_name_alone(proc
     train_run(processes, "run", *FLAGS)
     Path("go").touch()
     outcomes = old.finish()
-    check_failed(outcomes, "runs/run was deleted and is another run's now")
+    check_failed(outcomes, "runs/run was deleted and now belongs to another run")
     assert [line.split()[1] for line in unsaved(outcomes[0])] == ["6", "9"]
     check_intact(whole(processes), 3, 6, 9, 12)
     check_log(whole(processes))

@@ -176,7 +176,7 @@ FAULTS = [
     (host_without_address, {"host name"}, "nowhere.invalid has no address", "in /etc/hosts"),
     (host_of_another, {"host name"}, "elsewhere is 192.0.2.7, which is not an address of this", "in /etc/hosts"),
     (another_folder, {"folder"}, "rank 0: does not see the file of rank 1 in runs-0", "a disk that they share"),
-    (file_for_folder, {"folder"}, "rank 1: taken", "a folder where every rank may write"),
+    (file_for_folder, {"folder"}, "rank 1: taken", "a folder where every rank can write"),
     (another_version, {"versions"}, "accelerate 1.2.3 on rank 1", "pip install -r requirements.txt"),
     (other_code, {"code"}, "111111111111 on rank 1", "copy the same code to all machines"),
     (few_files, {"open files"}, "300 for each process, 520 needed", "ulimit -n 520"),
@@ -189,9 +189,9 @@ FAULTS = [
     (full_disk, {"disk"}, "0.0 GB free for runs", "delete old runs"),
     (no_memory, {"memory"}, "0.1 of 10.0 GB free", "start fewer processes"),
     (wrong_sum, {"sums"}, "rank 1: 1000 of 1000 sums of int64 are wrong", "try another --backend"),
-    (same_shards, {"samples"}, "are missing", "check the lines versions"),
-    (unshared_gradients, {"gradients"}, "differ from those of one process by", "check the lines sums"),
-    (bad_gradients, {"gradients"}, "differ from those of one process by inf", "check the lines sums"),
+    (same_shards, {"samples"}, "are missing", "check the lines `versions`"),
+    (unshared_gradients, {"gradients"}, "differ from those of one process by", "check the lines `sums`"),
+    (bad_gradients, {"gradients"}, "differ from those of one process by inf", "check the lines `sums`"),
     (clock_ahead, {"clocks"}, " ms apart", "rank 1: +7."),
     (greedy_threads, {"threads"}, f"{2 * os.cpu_count()} threads for", "leave out --threads"),
     (no_limit_passed, {"all-reduce", "links"}, "to 1", "0 to 1"),
@@ -292,7 +292,7 @@ def test_a_rank_that_does_not_come_is_named():
 
     outcomes = look(2, absent)
     assert outcomes[0].code == 1 and red_lines() == {"meeting"}
-    assert "rank 1 did not come to 127.0.0.1:" in findings()["meeting"]["value"]
+    assert "rank 1 did not connect to 127.0.0.1:" in findings()["meeting"]["value"]
 
 
 def test_ranks_that_meet_and_cannot_connect_are_told_in_the_table():
@@ -336,7 +336,7 @@ def test_what_was_found_is_told_when_a_rank_is_lost_meanwhile():
     outcomes = look(2, dies, "--timeout", str(PATIENCE))
     assert time.monotonic() - begun < PATIENCE / 2
     assert outcomes[0].code == 1 and red_lines() == {"clocks"}
-    assert findings()["versions"]["ok"] and "left or stopped answering" in findings()["clocks"]["value"]
+    assert findings()["versions"]["ok"] and "exited or stopped answering" in findings()["clocks"]["value"]
 
 
 def test_what_was_found_is_told_when_a_rank_breaks_a_check_off():
@@ -513,7 +513,7 @@ def test_where_machines_cannot_meet_each_prints_its_own_table(tmp_path):
     with network(tmp_path) as places:
         codes, texts = by_hand(places, ["--timeout", "12"], ["--timeout", "12", "--interface", "eth7"])
         assert codes == [1, 1] and red_lines() == {"meeting"}
-        assert "rank 1 did not come" in texts[0] and "✗ --interface eth7: " in texts[1], texts
+        assert "rank 1 did not connect" in texts[0] and "✗ --interface eth7: " in texts[1], texts
         places[0].firewall("drop")
         codes, texts = by_hand(places, ["--timeout", "12"], ["--timeout", "12"])
-        assert codes == [1, 1] and "rank 1 did not come" in texts[0] and "✗ nobody answered at " in texts[1], texts
+        assert codes == [1, 1] and "rank 1 did not connect" in texts[0] and "✗ no answer from " in texts[1], texts

@@ -49,11 +49,11 @@ BAD_SETTINGS = [
     ("threads", ("--threads", "100000"), "--threads 100000: this machine has"),
     ("too many steps", ("--max_steps", "1" + "0" * 26), "--max_steps must be at most 2147483647"),
     ("too long a timeout", ("--timeout", "1e300"), "--timeout must be at most 604800 seconds (a week)"),
-    ("run name of another folder", ("--run_name", ".."), "--run_name '..' begins with a dot; give a plain name"),
+    ("run name of another folder", ("--run_name", ".."), "--run_name '..' begins with a dot; use a plain name"),
     ("fp16 without a GPU", ("--mixed_precision", "fp16"), "fp16 needs a GPU"),
 ]  # fmt: skip
 BAD_DATA = [
-    ("column", ("--data", "photos", "--train_split", "test"), "--train_split test: no such split; there are train"),
+    ("column", ("--data", "photos", "--train_split", "test"), "--train_split test: no such split; use one of train"),
     ("no classes", ("--data", "flat"), "flat: no images in it; an image folder holds CLASS/IMAGE.jpg"),
     ("no images", ("--data", "empty"), "no images in it"),
     ("undecodable", ("--data", "broken"), "000.png (cannot identify image file)"),
@@ -69,7 +69,7 @@ BAD_DATA = [
     ("too many synthetic classes", ("--data", "synthetic/99999999x32x10"), "CLASSES must be at most 1048576"),
     ("one class", ("--data", "single"), "has one class, class0"),
     ("loss that is no number", ("--lr", "1e30", "--max_steps", "9"), "the training loss is NaN or infinite at update"),
-    ("images too small", ("--model", "alexnet", "--image_size", "8"), "alexnet cannot take 8x8"),
+    ("images too small", ("--model", "alexnet", "--image_size", "8"), "alexnet does not accept 8x8"),
     ("no update", ("--drop_last", "--global_batch_size", "9999998"), "--drop_last leaves no update"),
     ("mean of two", ("--mean", "[0.1, 0.2]"), "--mean has 2 values for 1 channels; give one or 1"),
     (
@@ -235,10 +235,10 @@ def two_runs(tmp_path_factory):
     [
         (("--ckpt", "runs/nope"), "runs/nope: no such checkpoint or run folder"),
         (("--ckpt", "runs/taken"), "runs/taken: holds no checkpoint"),
-        (("--ckpt", "runs/run", "--split", "nope"), "--split nope: no such split; there are train"),
-        (("--ckpt", "runs/run", "--json", "nope/x.json"), "there is no folder"),
-        (("--ckpt", "runs/run", "--data", "photos"), "the checkpoint does not know the class 'class0'"),
-        (("--ckpt", "runs/other"), "holds another model (hidden.weight"),
+        (("--ckpt", "runs/run", "--split", "nope"), "--split nope: no such split; use one of train"),
+        (("--ckpt", "runs/run", "--json", "nope/x.json"), "does not exist"),
+        (("--ckpt", "runs/run", "--data", "photos"), "the checkpoint does not have the class 'class0'"),
+        (("--ckpt", "runs/other"), "holds a different model (hidden.weight"),
         (("--cpkt", "runs/run"), "unknown flag --cpkt; did you mean --ckpt?"),
     ],
 )

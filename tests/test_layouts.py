@@ -117,13 +117,13 @@ def test_a_split_folder_inside_a_split_folder_of_the_same_name_is_used():
 def test_of_two_folders_for_the_same_split_none_is_chosen_silently():
     for name, count in (("Train", 3), ("training", 4), ("test", 2)):
         image_folder(f"folder/{name}", dict.fromkeys(PETS, count))
-    refused("Train, training may each be the training split", "--train_split")
+    refused("each of Train, training may be the training split", "--train_split")
     assert sizes(load(train_split="training")) == (8, "test", 4)
     for name, count in (("train", 5), ("val", 2), ("Dev", 3)):
         image_folder(f"other/{name}", dict.fromkeys(PETS, count))
     assert sizes(load("other")) == (10, "val", 4)
     assert any(
-        "val is the evaluation split (found: Dev, val); --eval_split chooses another" in note
+        "val is the evaluation split (found: Dev, val); --eval_split selects another" in note
         for note in load("other").train.notes
     )
     assert sizes(load("other", eval_split="Dev")) == (10, "Dev", 6) and not load("other", eval_split="Dev").train.notes
@@ -131,14 +131,14 @@ def test_of_two_folders_for_the_same_split_none_is_chosen_silently():
 
 def test_a_folder_of_only_a_test_split_is_evaluated_and_not_trained_on_unless_asked():
     image_folder("folder/test", PETS)
-    refused("no split called train", "--train_split out of test")
+    refused("no split called train", "set --train_split to one of test")
     assert sizes(load(train_split="test")) == (18, "hold-out of test", 2)
     assert len(load_split(TrainConfig(data="folder", cache_dir="cache"), None, ["cat", "dog"], own_data=False)) == 20
 
 
 def test_an_evaluation_split_without_a_training_split_is_refused():
     image_folder("folder", {"cat": 4, "dog": 4, "later/cat": 4, "later/dog": 4})
-    refused("--eval_split later: there is no train folder beside it", "--train_split", eval_split="later")
+    refused("--eval_split later: there is no train folder next to it", "--train_split", eval_split="later")
 
 
 # -- classes or splits -----------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_folders_beside_splits_of_the_same_classes_are_left_out_and_named():
     Path("folder/annotations").mkdir()
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 20)
-    assert data.train.notes == ("folder: folders beside the splits are not used: unlabelled",)
+    assert data.train.notes == ("folder: folders next to the splits are not used: unlabelled",)
 
 
 def test_folders_named_like_parts_that_hold_the_same_classes_are_refused_until_named():
@@ -205,7 +205,7 @@ def test_images_without_a_class_folder_are_reported_or_refused_if_there_is_nothi
     image_folder("folder", {"train": 2})
     data = load(eval_fraction=0.5)
     assert data.train.notes == (
-        "folder/train: images beside the class folders have no class and are left out (2 found)",
+        "folder/train: images next to the class folders have no class and are left out (2 found)",
     )
     image_folder(".", {"flat": 4})
     refused("flat: has images but no class folders (4 found)", "CLASS/IMAGE.jpg", data="flat")

@@ -73,7 +73,7 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
     outcomes = launch.finish()
     # The other may have waited for it before it was stopped, but not half of the timeout.
     assert 5 < waited < SOON and outcomes[0].code == 2
-    assert "another process of this run left or stopped answering" in outcomes[0].err
+    assert "another process of this run exited or stopped answering" in outcomes[0].err
 
 
 @pytest.mark.parametrize(

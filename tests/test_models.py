@@ -323,7 +323,7 @@ def test_extra_heads_are_refused():
     "name, size, fix", [("mnist_cnn", 8, 28), ("maxvit_t", 32, 224), ("timm/vit_tiny_patch16_384", 32, 384)]
 )
 def test_images_that_do_not_fit_are_refused_with_a_size_that_does(name, size, fix):
-    with pytest.raises(ValueError, match=rf"{name} cannot take {size}x{size}x3 images .*; try --image_size {fix}$"):
+    with pytest.raises(ValueError, match=rf"{name} does not accept {size}x{size}x3 images .*; try --image_size {fix}$"):
         build(name, spec_of(size, 3))
     config = TrainConfig(model=name, image_size=fix)
     spec = input_spec(config, 3, (size, size))
@@ -331,10 +331,10 @@ def test_images_that_do_not_fit_are_refused_with_a_size_that_does(name, size, fi
 
 
 def test_a_model_that_cannot_take_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match=r"cannot take an empty batch .*take another model"):
+    with pytest.raises(ValueError, match=r"does not accept an empty batch .*use another model"):
         build("timm/swin_tiny_patch4_window7_224", spec_of(224, 3), model_args={"depths": [1, 1, 1, 1]})
 
 
 def test_a_model_that_gives_no_scores_is_refused():
-    with pytest.raises(ValueError, match=r"gives an output of shape \[1, 512, 7, 7\], not one score per class"):
+    with pytest.raises(ValueError, match=r"has an output of shape \[1, 512, 7, 7\], not one score per class"):
         build("timm/resnet10t", spec_of(224, 3), model_args={"num_classes": 0, "global_pool": ""})

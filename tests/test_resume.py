@@ -47,7 +47,7 @@ def test_a_number_of_processes_that_cannot_keep_it_is_refused_with_those_that_ca
     train_run(2, "run", *FLAGS, "--max_steps", "2")
     outcomes = run_ranks(3, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "3"])
     assert [outcome.code for outcome in outcomes] == [2, 2, 2]
-    assert "the global batch of 128 does not divide by 3 processes; resume with 1, 2 or 4 processes" in outcomes[0].err
+    assert "the global batch of 128 is not divisible by 3 processes; resume with 1, 2 or 4 processes" in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1
 
 
@@ -147,7 +147,7 @@ def test_batch_flags_that_cannot_be_kept_are_said_aloud():
         (outcome,) = run_ranks(1, train.main, [*FLAGS, *flags, "--resume", "auto", "--max_steps", str(step)])
         assert outcome.code == 0, outcome.err
         assert batch_of(records("run", "start")[-1]) == batch
-        assert ("cannot make the run's global batch of 240" in outcome.out) == said
+        assert ("does not give the run's global batch of 240" in outcome.out) == said
 
 
 def test_machines_that_do_not_share_the_run_folder_are_refused():

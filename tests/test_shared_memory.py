@@ -178,7 +178,7 @@ def test_a_bus_error_of_a_worker_is_explained_by_shared_memory(photos):
     until(has_logged(1))
     Path("now").touch()
     (outcome,) = launch.finish()
-    assert outcome.code == 2 and "found no room in /dev/shm (" in outcome.err and "--shm-size" in outcome.err
+    assert outcome.code == 2 and "found no space in /dev/shm (" in outcome.err and "--shm-size" in outcome.err
     assert outcome.err.count("train.py: error: ") == 1
 
 
@@ -229,7 +229,7 @@ def test_thousands_of_workers_are_refused_before_anything_is_begun(photos, proce
     error, *others = [outcome.err for outcome in outcomes]
     most = 8 * os.cpu_count() // processes
     assert f"--num_workers 3000: {'2 x ' * (processes == 2)}3000 loader processes are too many" in error
-    assert f"the {os.cpu_count()} processor cores" in error and f"give at most {most}" in error
+    assert f"the {os.cpu_count()} processor cores" in error and f"use at most {most}" in error
     assert error.count("\n") == 1 and not any(others) and not Path("runs").exists()
 
 

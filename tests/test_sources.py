@@ -398,18 +398,18 @@ def test_columns_are_found_by_type_or_by_name():
     coarse = ([label // 2 for label in labels_of(count)], ClassLabel(names=["fur", "feather"]))
     second = (list(pictures(count, seed=5)), Image())
     table(labels_of(count), NAMED, coarse=coarse).save_to_disk("two labels")
-    refused("two labels", "label, coarse may each be the label column", "--label_column")
+    refused("two labels", "each of label, coarse may be the label column", "--label_column")
     assert load("two labels", label_column="coarse").class_names == ["fur", "feather"]
     table(labels_of(count), NAMED, other=second).save_to_disk("two images")
-    refused("two images", "image, other may each be the image column", "--image_column")
+    refused("two images", "each of image, other may be the image column", "--image_column")
     data = load("two images", image_column="other")
     assert same_images(data.train, pictures(count, seed=5)[data.train.rows])
 
 
 def test_columns_that_do_not_fit_are_refused():
     table(labels_of(30), NAMED, weight=([0.5] * 30, Value("float32"))).save_to_disk("tables")
-    refused("tables", "--image_column photo: no such column; there are image, label, weight", image_column="photo")
-    refused("tables", "--label_column kind: no such column; there are image, label, weight", label_column="kind")
+    refused("tables", "--image_column photo: no such column; use one of image, label, weight", image_column="photo")
+    refused("tables", "--label_column kind: no such column; use one of image, label, weight", label_column="kind")
     refused("tables", "--image_column label: holds no images", image_column="label")
     refused("tables", "--label_column image: labels must be integers or strings", label_column="image")
     refused("tables", "--label_column weight: labels must be integers or strings", label_column="weight")
@@ -516,8 +516,8 @@ def test_splits_are_chosen_by_name_and_by_custom():
     assert sizes_with(train_split="validation") == (6, "test", 9)
     assert sizes_with(eval_fraction=0.5) == (15, "hold-out of train", 15)
     assert sizes_with(train_split="extra", eval_fraction=0.25) == (9, "hold-out of extra", 3)
-    refused("tables", "--train_split day: no such split; there are train, validation, test, extra", train_split="day")
-    refused("tables", "--eval_split day: no such split; there are train, validation, test, extra", eval_split="day")
+    refused("tables", "--train_split day: no such split; use one of train, validation, test, extra", train_split="day")
+    refused("tables", "--eval_split day: no such split; use one of train, validation, test, extra", eval_split="day")
     DatasetDict(one=splits["train"], two=splits["test"]).save_to_disk("others")
     refused("others", "no split called train", "--train_split", "one, two")
     assert len(load("others", train_split="one").train) == 27
@@ -590,7 +590,7 @@ def test_eval_gets_the_split_that_was_evaluated_or_trained_on_or_any_other():
     }.items():
         split = load_split(config, name, ANIMALS)
         assert (split.name, len(split)) == (expected, size)
-    with pytest.raises(ValueError, match="--split day: no such split; there are train, validation, test"):
+    with pytest.raises(ValueError, match="--split day: no such split; use one of train, validation, test"):
         load_split(config, "day", ANIMALS)
     config = TrainConfig(data="tables", eval_fraction=0.2, max_eval_samples=4)
     data = load_data(config)
@@ -605,7 +605,7 @@ def test_eval_counts_classes_as_the_checkpoint_does():
     config = TrainConfig(data="tables", eval_fraction=0.5)
     split = load_split(config, "train", ["emu", "ant", "cat", "dog"])
     assert split.labels.tolist() == [[2, 3, 0][row % 3] for row in split.rows]
-    with pytest.raises(ValueError, match="does not know the class 'dog', only cat, emu"):
+    with pytest.raises(ValueError, match="does not have the class 'dog', only cat, emu"):
         load_split(config, "train", ["cat", "emu"])
     only_cats = split.select(np.flatnonzero(split.labels == 2))
     assert set(renumber(only_cats, ["emu", "ant", "cat", "dog"], ["cat"]).labels) == {0}

@@ -45,7 +45,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_update_and_loses_nothing(
     until(has_logged(50))
     os.kill(launch.pids[-1], number)
     Path("go").touch()
-    check_stopped(launch.finish(), number.name if processes == 1 else "another rank was told to")
+    check_stopped(launch.finish(), number.name if processes == 1 else "another rank was asked to")
     stopped = newest()
     assert 50 <= stopped < 150
     train_run(processes, "run", *flags, "--resume", "auto")

@@ -159,7 +159,7 @@ FAULTS = {
         {"flags": ["--interface", "eth9"]}, 0, "--interface eth9: ls-a has docker0, eth0, lo",
     ),
     "the loopback interface": (
-        {"GLOO_SOCKET_IFNAME": "lo"}, 1, "interface lo does not leave ls-b, but the run has several machines",
+        {"GLOO_SOCKET_IFNAME": "lo"}, 1, "interface lo is only for ls-b itself, but the run has several machines",
     ),
     "the address of the other machine": (
         {"MASTER_ADDR": "ls-b"}, 0, "ls-b does not lead to ls-a, where rank 0 was started; MASTER_ADDR",
@@ -189,7 +189,7 @@ def test_a_port_that_another_program_holds_is_named_with_it_on_both_machines(mac
     seconds = ended(jobs, 2, began)
     report("a port that is taken", seconds, *(error_of(job) for job in jobs))
     assert f"port 29500 is taken on ls-a by process {server.process.pid}" in error_of(jobs[0])
-    assert "what listens at ls-a:29500 is not rank 0 of this run" in error_of(jobs[1])
+    assert "the process that listens at ls-a:29500 is not rank 0 of this run" in error_of(jobs[1])
 
 
 @pytest.mark.machines
@@ -198,7 +198,7 @@ def test_a_machine_that_never_comes_is_named_by_the_other(machines, missing):
     began, job = time.monotonic(), begin(1 - missing, machines, *SHORT, *IMPATIENT)
     seconds = ended([job], 2, began)
     report(f"rank {missing} never comes", seconds, error_of(job))
-    assert ("nobody answered at ls-a:29500 within 15 s", "rank 1 did not come to ls-a:29500")[missing] in error_of(job)
+    assert ("no answer from ls-a:29500 within 15 s", "rank 1 did not connect to ls-a:29500")[missing] in error_of(job)
 
 
 @pytest.mark.machines
@@ -223,7 +223,7 @@ def test_a_link_lost_for_good_ends_both_machines_after_the_timeout(machines, how
     report(f"link lost: {how}", seconds, *(error_of(job) for job in jobs))
     assert 10 < seconds < 20 + SOON
     assert "waited for rank 1 (ls-b, process" in error_of(jobs[0]) and "silent for" in error_of(jobs[0])
-    assert "another process of this run left or stopped answering" in error_of(jobs[1])
+    assert "another process of this run exited or stopped answering" in error_of(jobs[1])
 
 
 @pytest.mark.machines

@@ -15,7 +15,7 @@ class Terminal:
         self.is_main = is_main
 
     def progress(self, description: str) -> Callable[[Iterable], Iterable]:
-        """A function that wraps an iterable in a progress bar, which is removed at the end."""
+        """A function that wraps an iterable in a progress bar. The bar is removed at the end."""
         hidden = not (self.is_main and sys.stderr.isatty())
         return lambda items: tqdm(items, desc=description, leave=False, disable=hidden)
 
@@ -38,11 +38,11 @@ def clock(seconds: float) -> str:
 
 
 def join_names(names: Iterable, most: int = 12) -> str:
-    """The first `most` names in one line, and how many there are if that is more."""
+    """The first `most` names on one line, and the total number if there are more."""
     texts = [printable(str(name)) for name in names]
     return ", ".join(texts[:most]) + (f", ... ({len(texts)} in all)" if len(texts) > most else "")
 
 
 def printable(name: str) -> str:
-    """The name on one line, with a replacement for bytes that are not valid UTF-8."""
+    """The name on one line. Bytes that are not valid UTF-8 are replaced."""
     return " ".join(name.split()).encode("utf-8", "replace").decode()

@@ -6,11 +6,11 @@ _LOST_RANK = (
     *("closed by peer", "connection reset", "broken pipe", "timed out", "connectfullmesh", "socket closed"),
     *("ncclremoteerror", "nccl communicator was aborted"),
 )
-USER_ERRORS = (ValueError, OSError, ImportError)  # their cause is outside this code; any other error is a bug
+USER_ERRORS = (ValueError, OSError, ImportError)  # caused by the input or the system; any other error is a bug
 
 
 class UserError(ValueError):
-    """A problem that the user can fix. `problem` and `fix` are each a part of one line."""
+    """A problem that the user can fix. It is printed on one line: `problem`, then `fix`."""
 
     def __init__(self, problem: str, fix: str = ""):
         super().__init__(problem, fix)
@@ -21,13 +21,13 @@ class UserError(ValueError):
 
 
 class AgreedError(UserError):
-    """An error of one rank that all ranks raise. They are still in step, so they can also continue."""
+    """An error of one rank that is raised on all ranks. The ranks are still in step, so they can continue."""
 
 
 class LostRank(UserError):
-    """A collective failed because another process of the run has ended or does not answer."""
+    """A collective failed because another process of the run has exited or does not answer."""
 
-    def __init__(self, problem: str, fix: str = "read its output, which is empty if it was killed, as for memory"):
+    def __init__(self, problem: str, fix: str = "read its output, which is empty if it was killed (out of memory)"):
         super().__init__(problem, fix)
 
 
@@ -44,12 +44,12 @@ def problem_of(error: BaseException) -> str:
 
 
 def fix_of(error: BaseException) -> str:
-    """How to fix it, on one line; empty if the error does not say."""
+    """How to fix it, on one line; empty if the error has no fix."""
     return " ".join(error.fix.split()) if isinstance(error, UserError) else ""
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective failed because a peer ended, hangs or cannot be reached (in gloo's or NCCL's words)."""
+    """Whether this is a message of gloo or NCCL that a peer has exited, hangs or cannot be reached."""
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
@@ -60,4 +60,4 @@ def lost_rank_text(error: BaseException, place: str = "", waited_for: str = "") 
     """The problem of a `LostRank`: the error, where this rank was, and for which rank it waited, if known."""
     what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]  # gloo puts its source file first
     where = f", at: {place}; waited for {waited_for}" if waited_for else f", at: {place}" if place else ""
-    return f"another process of this run left or stopped answering ({what[:160]}){where}"
+    return f"another process of this run exited or stopped answering ({what[:160]}){where}"

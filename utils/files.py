@@ -1,4 +1,4 @@
-"""Small files that appear whole or not at all, and a lock on a folder."""
+"""Small files that are written completely or not at all, and a lock on a folder."""
 
 import errno
 import fcntl
@@ -18,19 +18,19 @@ _MAX_JSON = 2**23  # bytes; the names of a hundred thousand classes need four mi
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a UTF-8 file of at most `max_bytes`; UserError if it is anything else.
+    """The text of a UTF-8 file of at most `max_bytes`. Raises UserError for any other file.
 
-    A FIFO or a device could block all ranks forever, and a large file could fill the memory.
+    Reading a FIFO or a device could block all ranks forever, and a large file could fill the memory.
     """
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise UserError(f"{path}: is not a regular file", "write its contents to a file and use that")
+        raise UserError(f"{path}: is not a regular file", "write its contents to a regular file")
     with path.open("rb") as file, naming_file(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise UserError(f"{path}: is larger than {max_bytes >> 10} KiB, the limit for such a file", "use another one")
+        raise UserError(f"{path}: is larger than {max_bytes >> 10} KiB, the limit for such a file", "use a smaller one")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -38,17 +38,17 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def read_json(path: Path):
-    """The value in a JSON file; UserError names the file if it is not valid JSON or is too large."""
+    """The value in a JSON file. Raises UserError, which names the file, if it is not valid JSON or is too large."""
     text = read_text(path, _MAX_JSON)
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
+    except (ValueError, RecursionError) as error:  # not JSON, a number that is too long, or nested too deeply
         raise UserError(f"{path}: not valid JSON ({one_line(error)})") from None
 
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError raised inside: the system names a file that it opens, but not one that it writes."""
+    """Add `path` to an OSError raised inside. The system names the file if opening fails, but not if writing fails."""
     try:
         yield
     except OSError as error:
@@ -58,7 +58,7 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a small UTF-8 file whole or not at all; OSError if `path` exists and is not a regular file."""
+    """Write a small UTF-8 file completely or not at all. Raises OSError if `path` exists and is not a regular file."""
     if path.exists() and not path.is_file():  # replacing /dev/null would break the machine
         raise OSError(errno.EEXIST, "exists and is not a regular file", str(path))
     partial = path.with_name(f".{path.name}.partial")
@@ -71,12 +71,12 @@ def write_file(path: Path, text: str) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Like `write_file`, for a path that the user gave: follows a link."""
+    """Like `write_file`, but follows a link, for a path given by the user."""
     write_file(path.resolve() if path.is_symlink() else path, text)
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
+    """Flush a file, or the list of names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming_file(path):
@@ -86,44 +86,44 @@ def sync(path: Path) -> None:
 
 
 def lock(folder: Path, patience: float) -> TextIO:
-    """Lock `folder` until the returned file is closed or this process ends in any way.
+    """Lock `folder` until the returned file is closed or this process exits, even if it is killed.
 
-    Waits up to `patience` seconds for another process to release it; then raises UserError with its host and number.
+    Waits up to `patience` seconds for another process to release it, then raises UserError with its host and ID.
     """
     file = (folder / ".lock").open("a+")
     deadline, printed = time.monotonic() + patience, False
     while True:
         try:
-            # Unlike flock's, a POSIX lock is not inherited by loader workers, which may outlive a killed rank.
+            # Unlike a lock of flock, a POSIX lock is not inherited by loader workers, which may outlive a killed rank.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                print(f"{folder}: this file system has no locks ({error.strerror}); let no other run write there")
+                print(f"{folder}: this file system has no locks ({error.strerror}); do not let another run write there")
                 break
         file.seek(0)
         holder = file.read().strip() or "another process"
         if time.monotonic() > deadline:
             raise UserError(f"{folder} is in use by {holder}", "stop it, or choose another --run_name")
         if not printed:
-            print(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to end")
+            print(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to exit")
             printed = True
         time.sleep(0.1)
     with naming_file(folder / ".lock"):
         file.truncate(0)
         file.write(holder_text())
         file.flush()
-        os.fsync(file.fileno())  # ranks on other machines look for it to check that they share the folder
+        os.fsync(file.fileno())  # ranks on other machines read it to check that they share the folder
     return file
 
 
 def holder_text() -> str:
-    """The text that a lock file of this process holds."""
+    """The contents of a lock file that this process holds."""
     return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def is_taken_over(folder: Path, held: TextIO) -> bool:
-    """Whether the locked folder was deleted and another run has made a new one."""
+    """Whether the locked folder was deleted and another run has created a new one."""
     try:
         return (folder / ".lock").stat().st_ino != os.fstat(held.fileno()).st_ino
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Memory and processor cores: how much there is, and how a process keeps memory management out of its loop."""
+"""Memory and processor cores: how much is available, and how to avoid memory management in the training loop."""
 
 import ctypes
 import gc
@@ -19,19 +19,19 @@ MB = 1e6
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep freed memory, so that the next update can use it again; does nothing without glibc.
+    """Let glibc's malloc keep freed memory for the next update. Does nothing without glibc.
 
-    By default large buffers return to the system at once, and each update takes page faults for its activations again.
+    By default glibc returns large buffers to the system at once, so each update has page faults for its activations.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # The second call alone would be slower than neither. Before about 2.36, glibc accepts at most 32 MiB in the first.
+    # The second call alone is slower than no call. Before about 2.36, glibc accepts at most 32 MiB in the first call.
     if mallopt is not None and (mallopt(_M_MMAP_THRESHOLD, _LARGEST) or mallopt(_M_MMAP_THRESHOLD, 2**25)):
         mallopt(_M_TRIM_THRESHOLD, _LARGEST)
 
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Exclude all objects made so far from garbage collection, so that full collections stay short."""
+    """Exclude all objects created so far from garbage collection, so that full collections stay short."""
     gc.collect()
     gc.freeze()
     try:
@@ -44,7 +44,7 @@ def free_memory() -> tuple[int, int]:
     """Free and total memory in bytes, of this machine or of the container that this process runs in."""
     system = psutil.virtual_memory()
     group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError, KeyError):  # no container, no limit, or another version of cgroups
+    with suppress(OSError, ValueError, KeyError):  # no container, no limit, or a different version of cgroups
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return min(system.available, limit - used + int(kept["inactive_file"])), min(system.total, limit)
@@ -59,7 +59,7 @@ def usable_cores() -> set[int]:
 
 
 def shm_space() -> tuple[int, int] | None:
-    """Free and total bytes of /dev/shm; (0, 0) where it cannot be used, None where shared memory has no limit."""
+    """Free and total bytes of /dev/shm; (0, 0) if it cannot be used, None if shared memory has no limit."""
     if sys.platform != "linux":
         return None
     if not os.access(SHM, os.W_OK | os.X_OK):

@@ -1,8 +1,8 @@
-"""Keep a run alive if its output cannot be printed: closed descriptors, broken pipes, full disks, other encodings.
+"""Keep a run alive if its output cannot be printed: closed descriptors, broken pipes, full disks, limited encodings.
 
-Import this module before any other. While descriptor 1 is closed, the next file or socket that is opened becomes
-standard output, and printed text (also from C++ code) goes into it. On a system without POSIX file locks, such as
-Windows, the import ends the process with one line and code 2: later imports would end it with a traceback.
+Import this module before any other. If descriptor 1 is closed, the next file or socket that is opened becomes standard
+output, and printed text, including that of C++ code, is written to it. On a system without POSIX file locks, such as
+Windows, the import exits with one line and code 2, because later imports would fail with a traceback.
 """
 
 import codecs
@@ -17,10 +17,10 @@ _ASCII = {"─": "-", "×": "x", "→": ">", "✓": "+", "✗": "x"}  # printed 
 
 
 def guard_output() -> None:
-    """Replace sys.stdout and sys.stderr by streams to the same place that never raise.
+    """Replace sys.stdout and sys.stderr with streams to the same place that never raise.
 
     Characters that the encoding lacks are replaced. Output that cannot be written is dropped. The streams of tests and
-    notebooks, which are not plain text files, stay as they are.
+    notebooks, which are not plain text files, are not replaced.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -35,7 +35,7 @@ def _text(raw: "_Guarded | io.FileIO", encoding: str) -> io.TextIOWrapper:
 
 
 class _Guarded(io.RawIOBase):
-    """Writes bytes to the file of a text stream. Keeps the stream, which would close its file when it is deleted."""
+    """Writes bytes to the file of a text stream. Keeps the stream, because deleting it would close its file."""
 
     def __init__(self, stream: io.TextIOWrapper):
         self._stream = stream
@@ -78,7 +78,7 @@ def _open_what_is_closed() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # the system assigns the lowest free number, which is `descriptor`
             os.set_inheritable(descriptor, True)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -86,7 +86,7 @@ def _open_what_is_closed() -> None:
 
 
 def _check_system() -> None:
-    """Exit with code 2 where POSIX file locks are missing, as on Windows; one process of each machine prints why."""
+    """Exit with code 2 if POSIX file locks are missing, as on Windows; one process per machine prints why."""
     try:
         import fcntl  # noqa: F401
     except ImportError:

@@ -8,7 +8,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def code_commit() -> str:
-    """The Git commit of this code, with "-dirty" if files were changed since; empty without Git."""
+    """The Git commit of this code, with "-dirty" if files have changed since; empty without Git."""
     try:
         if Path(_git("rev-parse", "--show-toplevel")) != _ROOT:  # a copy inside another repository
             return ""

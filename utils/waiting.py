@@ -11,18 +11,18 @@ from utils.errors import UserError, one_line
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_SECONDS_TO_END = 2.0  # a worker that loses its connection has ended by then
+_SECONDS_TO_END = 2.0  # after this time, a worker that lost its connection has exited
 
 
 class CurrentWait:
-    """What the main thread waits for (empty if it does not wait), and how many waits there have been."""
+    """What the main thread is waiting for (empty if nothing), and the number of waits so far."""
 
     what = ""
     number = 0
 
 
 def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
-    """Yield the items while `DataWatch` measures how long each takes to arrive. `what` names one of them."""
+    """Yield the items while `DataWatch` measures how long each takes to arrive. `what` names an item."""
     iterator = None
     while True:
         CurrentWait.number += 1
@@ -32,19 +32,19 @@ def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
             item = next(iterator)
         except StopIteration:
             return
-        except (ConnectionError, EOFError) as error:  # a worker ended while it handed over an item
-            time.sleep(_SECONDS_TO_END)  # PyTorch's SIGCHLD handler raises the reason here, if it knows it
-            problem = f"a loader process ended while it handed over {what} ({one_line(error)})"
-            raise UserError(problem, "lower --num_workers if memory was short") from error
+        except (ConnectionError, EOFError) as error:  # a worker exited while it was sending an item
+            time.sleep(_SECONDS_TO_END)  # if PyTorch's SIGCHLD handler knows the reason, it raises it here
+            problem = f"a loader process exited while it was sending {what} ({one_line(error)})"
+            raise UserError(problem, "if memory ran out, lower --num_workers") from error
         finally:
             CurrentWait.what = ""
         yield item
 
 
 def _started(items: Iterable[Item]) -> Iterator[Item]:
-    """The iterator of the items. Its workers start with SIGTERM blocked, so that only their own rank can end them.
+    """The iterator of the items. Its workers start with SIGTERM blocked, so that only their own rank can stop them.
 
-    A worker has threads before our code runs in it, and each of them would receive the signal.
+    A worker already has threads when our code starts in it, and any of them could receive the signal.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -54,7 +54,7 @@ def _started(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
-    """What `action` returns; RuntimeError if it takes longer. A store waits forever on a dead connection."""
+    """Return the result of `action`; RuntimeError after `seconds`. A store waits forever on a dead connection."""
     results: list[Result] = []
     errors: list[Exception] = []
 

@@ -1,6 +1,6 @@
-"""Whether data between the processes arrives, how fast, and whether a training step is right.
+"""Check that data arrives between the processes, how fast, and that a training step is correct.
 
-Every public function here is collective, called by all ranks or none.
+All public functions are collective and must be called by all ranks or none.
 """
 
 import json
@@ -25,9 +25,9 @@ from utils.data.order import Microbatch, Plan, UpdateSampler
 from utils.ranks.accelerator import compile_model, sum_over_ranks
 from utils.ranks.ranks import Ranks
 
-_SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes that are summed
-_SECONDS = 1.5  # for all of them
-_CLOCKS = 1.0  # seconds by which clocks may differ
+_SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes of the tensors that are summed
+_SECONDS = 1.5  # for all sizes together
+_CLOCKS = 1.0  # seconds by which the clocks may differ
 
 
 def network(ranks: Ranks, facts: Sequence[dict]) -> list[Finding]:
@@ -44,7 +44,7 @@ def network(ranks: Ranks, facts: Sequence[dict]) -> list[Finding]:
 
 
 def sums(ranks: Ranks, accelerator: Accelerator) -> Finding:
-    """Whether integers of all ranks are summed exactly."""
+    """Check that integers of all ranks are summed exactly."""
     count, wrong = ranks.topology.world_size, ""
     for dtype in (torch.int64, torch.float64, torch.float32):
         values = torch.arange(1000, device=ranks.device).to(dtype)
@@ -57,14 +57,14 @@ def sums(ranks: Ranks, accelerator: Accelerator) -> Finding:
 
 
 def bandwidth(ranks: Ranks, config: DoctorConfig) -> Finding:
-    """How fast gradients of several sizes are summed, in GB/s over each connection."""
+    """Measure how fast gradients of several sizes are summed, in GB/s over each connection."""
     count, left = ranks.topology.world_size, _SECONDS
     numbers: dict[int, float] = {}
     for size in _SIZES:
         values = torch.zeros(size // 4, device=ranks.device)
         rounds = 3 if size > 2**20 else 10
         begun = _now(ranks)
-        ranks.all_reduce(values)  # the first call makes buffers and connections
+        ranks.all_reduce(values)  # the first call creates buffers and connections
         first = _now(ranks) - begun
         begun = _now(ranks)
         for _ in range(rounds):
@@ -76,13 +76,13 @@ def bandwidth(ranks: Ranks, config: DoctorConfig) -> Finding:
         if left < 4 * spent:  # the next size may take that long; all ranks use the time of the main process
             break
     value = ", ".join(f"{rate:.2g} at {_bytes(size)}" for size, rate in numbers.items())
-    fix = f"below --slow {config.slow} GB/s training waits for gradients; check the line links and --interface, or try "
+    fix = f"below --slow {config.slow} GB/s, training waits for gradients; check line `links` and --interface, or try "
     fix += "--comm_hook bf16"
     return Finding("all-reduce", f"GB/s: {value}", max(numbers.values()) >= config.slow, fix, numbers)
 
 
 def links(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding | None:
-    """GB/s from each rank to each other; None with more than eight ranks."""
+    """Measure GB/s from each rank to each other rank; None with more than eight ranks."""
     count = ranks.topology.world_size
     if count > 8:
         return None
@@ -109,7 +109,7 @@ def links(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding 
 
 
 def _link(ranks: Ranks, values: Tensor, source: int, target: int) -> float:
-    """Seconds to send the values from one rank to another and one number back, as the first of them measures it."""
+    """Seconds to send the values from one rank to another and one number back, measured by the first of them."""
     reply, begun = values[:1].clone(), _now(ranks)
     ranks.send_recv(values, source, target)
     ranks.send_recv(reply, target, source)
@@ -127,7 +127,7 @@ def _bytes(size: int) -> str:
 
 
 def clocks(ranks: Ranks) -> Finding:
-    """How far the ranks' clocks differ: each sends its time when the main process asks for it."""
+    """Measure how far the clocks of the ranks differ: each sends its time when the main process asks for it."""
     rank, offsets = ranks.topology.rank, [(0.0, 0.0)]
     for other in range(1, ranks.topology.world_size):
         best = (0.0, float("inf"))
@@ -144,23 +144,23 @@ def clocks(ranks: Ranks) -> Finding:
     apart, within = max(o for o, _ in offsets) - min(o for o, _ in offsets), max(u for _, u in offsets)
     far = [f"{o:+.3f} s" if abs(o) > _CLOCKS / 2 else "" for o, _ in offsets]
     value = f"{1000 * apart:.1f} ms apart, measured to within {1000 * within:.1f} ms"
-    fix = f"relative to rank 0: {named_ranks(far)}; times in logs and of shared files are wrong, run "
+    fix = f"relative to rank 0: {named_ranks(far)}; times in logs and of shared files are wrong; run "
     fix += "`timedatectl set-ntp true` on every machine"
     return Finding("clocks", value, apart <= _CLOCKS, fix, {"seconds": apart})
 
 
 class _Indices(Dataset):
-    """Returns the indices that it is asked for."""
+    """Returns the requested indices."""
 
     def __getitems__(self, microbatch: Microbatch) -> np.ndarray:
         return microbatch.indices
 
 
 def shards(ranks: Ranks, accelerator: Accelerator) -> Finding:
-    """Whether the ranks' loaders together give every sample of an epoch once, as in training."""
+    """Check that the loaders of all ranks together return each sample of an epoch once, as in training."""
     count = ranks.topology.world_size
     plan = Plan(samples=30 * count + 7, global_batch_size=8 * count, microbatches=2 * count, seed=0)
-    sampler: Any = UpdateSampler(plan, plan.updates_per_epoch)  # DataLoader declares lists, but takes any batch
+    sampler: Any = UpdateSampler(plan, plan.updates_per_epoch)  # DataLoader's type hint requires lists
     loader = accelerator.prepare(DataLoader(_Indices(), batch_sampler=sampler, collate_fn=torch.as_tensor))
     mine = [index for batch in loader for index in batch.tolist()]
     given = [index for text in ranks.gather_text(json.dumps(mine)) for index in json.loads(text)]
@@ -168,12 +168,12 @@ def shards(ranks: Ranks, accelerator: Accelerator) -> Finding:
     value = f"{plan.samples}, each given to one rank once"
     if missing or repeated:
         value = f"of {plan.samples} samples {missing} are missing and {repeated} are repeated"
-    fix = "an epoch would not train on each sample once; check the lines versions (accelerate) and code"
+    fix = "an epoch would not train on each sample once; check the lines `versions` (accelerate) and `code`"
     return Finding("samples", value, not missing and not repeated, fix)
 
 
 def gradients(ranks: Ranks, accelerator: Accelerator) -> Finding:
-    """Whether a training step on all ranks has the gradients of the same batch on one process, for a small model."""
+    """Check that a training step of a small model on all ranks has the gradients of one process with the same batch."""
     count, rank = ranks.topology.world_size, ranks.topology.rank
     random = torch.Generator().manual_seed(0)
     samples, targets = (torch.randn(4 * count + 3, size, generator=random).double() for size in (20, 5))
@@ -183,7 +183,7 @@ def gradients(ranks: Ranks, accelerator: Accelerator) -> Finding:
             parameter.copy_(torch.randn(parameter.shape, generator=random) / 4)
     module = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5)).double()
     module.load_state_dict(single.state_dict())
-    compile_model(accelerator, nn.Identity())  # so that Accelerate does not compile for one step
+    compile_model(accelerator, nn.Identity())  # so that Accelerate does not compile the model for one step
     model = accelerator.prepare(module)
 
     ((single(samples) - targets) ** 2).sum().div(len(samples)).backward()
@@ -192,7 +192,7 @@ def gradients(ranks: Ranks, accelerator: Accelerator) -> Finding:
     pairs = zip(single.parameters(), module.parameters(), strict=True)
     error = max(_difference(a.grad, b.grad) for a, b in pairs)
     worst = max(map(float, ranks.gather_text(str(error if math.isfinite(error) else math.inf))))
-    fix = "training would differ from that on one process; check the lines sums, versions and code"
+    fix = "training would differ from that on one process; check the lines `sums`, `versions` and `code`"
     value = f"differ from those of one process by {worst:.0e}"
     if worst < 1e-9:
         value = f"equal those of one process to within {worst:.0e}"

@@ -1,4 +1,4 @@
-"""What a check found, one list of the findings of all ranks, and how it is printed."""
+"""Findings of the checks: merge those of all ranks, and show them as a table or as JSON."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ _COLOURS = {"✓": "\033[32m✓\033[0m", "✗": "\033[31m✗\033[0m"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     `ok` is True (green), False (red) or None (information only). `fix` says what a red finding means and how to fix it.
     `numbers` are for programs that read the findings.
@@ -37,18 +37,18 @@ class Finding:
     def of(cls, name: str, error: BaseException) -> "Finding":
         """A red finding from an error."""
         value, fix = problem_of(error), fix_of(error)
-        if not fix:  # not a UserError: its text may hold both
+        if not fix:  # not a UserError: its text may contain both
             value, _, fix = value.partition("; ")
         return cls(name, value, False, fix)
 
 
 def red(findings: Sequence[Finding]) -> bool:
-    """Whether any of them is red."""
+    """Whether any finding is red."""
     return any(finding.red for finding in findings)
 
 
 def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
-    """The main process's findings, and the red ones of other ranks that it does not have; collective."""
+    """The main process's findings, and the red findings of other ranks that it lacks; collective."""
     texts = ranks.gather_text(json.dumps([socket.gethostname(), [asdict(finding) for finding in findings]]))
     result: list[Finding] = []
     known: set[tuple[str, str, str]] = set()
@@ -65,7 +65,7 @@ def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
 
 
 def show(title: str, findings: Sequence[Finding], colours: bool = False) -> str:
-    """The findings as a table; each red one is followed by its fix."""
+    """The findings as a table. Each red one is followed by its fix."""
     rows = []
     for finding in findings:
         lines = [part for line in finding.value.split("\n") for part in textwrap.wrap(line, _WIDTH - 18) or [""]]

@@ -1,4 +1,4 @@
-"""What can be checked on one machine before the processes meet."""
+"""Checks of one machine, before the processes connect."""
 
 import errno
 import os
@@ -29,9 +29,9 @@ _BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which loader pro
 
 
 def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None, bool]:
-    """Check this machine; returns (findings, the topology if it is valid, whether the processes may try to meet).
+    """Check this machine; returns (findings, the topology if it is valid, whether the processes may try to connect).
 
-    Only the first rank of a machine checks what its ranks share.
+    Resources that the ranks of a machine share are checked by its first rank only.
     """
     launch, topology = check_launch(config)
     if topology is None:
@@ -56,25 +56,25 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
 
 
 def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
-    """Whether the launcher's environment variables are consistent, and this machine has the devices for them."""
+    """Check that the launcher's environment variables are consistent, and that this machine has the devices."""
     before, topology = dict(os.environ), None
     try:
         topology = read_topology(init_method=config.init_method)
-        Ranks(topology, config, "doctor.py")  # raises what train.py would raise
+        Ranks(topology, config, "doctor.py")  # raises the same errors as in train.py
     except ValueError as error:
         return Finding.of("launch", error), topology
-    finally:  # the topology is read again later, from what the launcher set
+    finally:  # the topology is read again later, from the launcher's variables
         os.environ.clear()
         os.environ.update(before)
     if topology.source == "nobody":
         return Finding("launch", "one process, no launcher", True), topology
     machines = "" if topology.local_world_size == topology.world_size else f", {topology.local_world_size} on this one"
-    value = f"{topology.world_size} process{'es' * (topology.world_size > 1)}{machines}, as {topology.source} says"
+    value = f"{topology.world_size} process{'es' * (topology.world_size > 1)}{machines}, according to {topology.source}"
     return Finding("launch", value, True), topology
 
 
 def check_host_name() -> Finding:
-    """Whether this machine's name has an address of this machine."""
+    """Check that the name of this machine has an address of this machine."""
     name = socket.gethostname()
     fix = f"other machines and libraries find this machine by its name; enter `ADDRESS {name}` in /etc/hosts"
     try:
@@ -91,15 +91,15 @@ def _address(name: str) -> str:
 
 
 def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | None:
-    """Whether the meeting point of the processes has an address, and on rank 0's machine a free port."""
+    """Check that the meeting point of the processes has an address and, on rank 0's machine, a free port."""
     kind, name = urlparse(config.init_method), "meeting point"
     if topology.world_size == 1:
         return None
     if kind.scheme == "file":
         folder = Path(kind.path).parent
         there, usable = os.path.isdir(folder), os.access(folder, os.W_OK | os.X_OK)
-        value = "in a folder that does not exist" if not there else "" if usable else "where this user may not write"
-        fix = "name a file in a folder that all machines share and this user may write to"
+        value = "in a folder that does not exist" if not there else "" if usable else "where this user cannot write"
+        fix = "name a file in a folder that all machines share and where this user can write"
         return Finding(name, ", ".join(filter(None, [kind.path, value])), there and usable, fix)
     address, port = topology.address, topology.port
     if kind.scheme == "tcp":
@@ -121,14 +121,14 @@ def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | N
         try:
             probe.bind((found if is_own_address(found) else "", port))
         except OSError as error:
-            fix = "choose another MASTER_PORT (--main_process_port, --master_port), or end the process that holds it"
+            fix = "choose another MASTER_PORT (--main_process_port, --master_port), or stop the process that uses it"
             why = f"taken{port_owner(port)}" if error.errno == errno.EADDRINUSE else error.strerror
             return Finding(name, f"port {port} of {address}: {why}", False, fix)
     return Finding(name, f"{address}:{port}, free", True)
 
 
 def check_interface(config: DoctorConfig, topology: Topology) -> Finding | None:
-    """Whether the network interface that the user chose exists; None if the user chose none."""
+    """Check that the network interface that the user chose exists; None if the user chose none."""
     wanted = config.interface or os.environ.get("GLOO_SOCKET_IFNAME")
     if wanted is None or topology.world_size == 1:
         return None
@@ -141,7 +141,7 @@ def check_interface(config: DoctorConfig, topology: Topology) -> Finding | None:
 
 
 def check_leftovers() -> Finding:
-    """Find training processes of this user whose launcher is gone, or that hold memory of a GPU; end none of them."""
+    """Find training processes of this user whose launcher has exited, or that use GPU memory. Stops none of them."""
     memory, found = _gpu_memory(), {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -165,7 +165,7 @@ def check_leftovers() -> Finding:
 
 
 def _gpu_memory() -> dict[int, int]:
-    """Bytes of GPU memory of each process that has some, as far as nvidia-smi reports it."""
+    """Bytes of GPU memory of each process that nvidia-smi reports."""
     memory = {}
     for line in nvidia_smi("--query-compute-apps=pid,used_memory"):
         pid, _, mebibytes = line.partition(",")
@@ -175,7 +175,7 @@ def _gpu_memory() -> dict[int, int]:
 
 
 def nvidia_smi(query: str) -> list[str]:
-    """The lines that nvidia-smi prints; none if the program does not exist, fails or takes over ten seconds."""
+    """The lines that nvidia-smi prints; none if it does not exist, fails or takes over ten seconds."""
     if shutil.which("nvidia-smi") is None:
         return []
     with suppress(OSError, subprocess.SubprocessError):
@@ -185,7 +185,7 @@ def nvidia_smi(query: str) -> list[str]:
 
 
 def check_open_files(processes: int) -> Finding:
-    """Whether a process may open enough files, for connections to all others and batches of its loaders."""
+    """Check that a process may open enough files, for its connections and the batches of its loaders."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = 512 + 4 * processes
     if limit == resource.RLIM_INFINITY or limit >= need:
@@ -196,7 +196,7 @@ def check_open_files(processes: int) -> Finding:
 
 
 def check_shared_memory(threads: int, processes: int) -> Finding:
-    """Whether /dev/shm is large enough for the loaders of photographs."""
+    """Check that /dev/shm is large enough for the loaders of photographs."""
     with suppress(OSError):
         free = shutil.disk_usage(SHM).free
         need = processes * bytes_needed([_BATCH], [(min(8, threads), AHEAD)])
@@ -208,19 +208,19 @@ def check_shared_memory(threads: int, processes: int) -> Finding:
 
 
 def check_memory(processes: int) -> Finding:
-    """Whether each process on this machine has at least 1 GB of free memory."""
+    """Check that there is at least 1 GB of free memory for each process on this machine."""
     free, total = free_memory()
-    fix = "the system kills a rank when memory runs out; end other programs, or start fewer processes"
+    fix = "the system kills a rank when memory runs out; stop other programs, or start fewer processes"
     return Finding("memory", f"{free / GB:.1f} of {total / GB:.1f} GB free", free >= GB * processes, fix)
 
 
 def check_disk(config: DoctorConfig) -> Finding:
-    """Whether run folders can be made, and have space for checkpoints."""
+    """Check that run folders can be created, and have space for checkpoints."""
     folder = expand(config.output_dir)
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = "not writable" if existing.is_dir() else "not a folder"
-        return Finding("disk", f"{existing} is {why}", False, "set --output_dir to a folder that you may write to")
+        return Finding("disk", f"{existing} is {why}", False, "set --output_dir to a folder where you can write")
     free = shutil.disk_usage(existing).free
     fix = "a run ends if a checkpoint cannot be written; delete old runs, or set another --output_dir"
     return Finding("disk", f"{free / GB:.1f} GB free for {folder}", free >= GB, fix)

@@ -1,6 +1,6 @@
-"""Whether the processes of a launch fit together: machines, threads, versions, code, the output folder.
+"""Check that the processes of a launch fit together: machines, threads, versions, code, and the output folder.
 
-The functions that take `ranks` are collective, called by all ranks or none.
+The functions that take `ranks` are collective and must be called by all ranks or none.
 """
 
 import hashlib
@@ -25,17 +25,17 @@ from utils.launch.network import address_of
 from utils.memory import free_memory, usable_cores
 from utils.ranks.ranks import Ranks
 
-_PATIENCE = 5.0  # seconds until a new file must be visible: NFS caches a folder's list for a few
+_PATIENCE = 5.0  # seconds until a new file must be visible; NFS caches the list of a folder for a few seconds
 
 
 def named_ranks(texts: Sequence[str]) -> str:
-    """The ranks' texts that are not empty, each with its rank."""
+    """The texts that are not empty, each with its rank."""
     parts = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     return "; ".join(parts[:4]) + f"; and {len(parts) - 4} more" * (len(parts) > 4)
 
 
 def different(texts: Sequence[str]) -> str:
-    """Which ranks have which text, on a line each; empty if all have the same."""
+    """A line for each different text, with its ranks; empty if all ranks have the same text."""
     kinds = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
     if len(kinds) < 2:
         return ""
@@ -76,7 +76,7 @@ def code_hash() -> str:
 
 
 def machines(facts: Sequence[dict]) -> list[Finding]:
-    """A line for each machine: its ranks, devices and free memory."""
+    """A line for each machine, with its ranks, devices and free memory."""
     findings = []
     for host, members in _hosts(facts).items():
         mine = [facts[rank] for rank in members]
@@ -106,7 +106,7 @@ def _free(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def threads(facts: Sequence[dict]) -> Finding:
-    """Whether each machine has a core for each thread of its processes."""
+    """Check that each machine has a core for each thread of its processes."""
     short, values = [], []
     for host, members in _hosts(facts).items():
         cores = len({core for rank in members for core in facts[rank]["cores"]})
@@ -120,7 +120,7 @@ def threads(facts: Sequence[dict]) -> Finding:
 
 
 def versions(facts: Sequence[dict]) -> Finding:
-    """Whether all ranks have the same torch and accelerate; other differences are listed, but not red."""
+    """Check that all ranks have the same torch and accelerate. Other differences are listed, but not red."""
     texts = [", ".join(f"{name} {version}" for name, version in fact["versions"].items()) for fact in facts]
     differ = {name for name in ("torch", "accelerate") if len({fact["versions"][name] for fact in facts}) > 1}
     install = "pip install -r requirements.txt -c constraints.txt"
@@ -129,7 +129,7 @@ def versions(facts: Sequence[dict]) -> Finding:
 
 
 def code(facts: Sequence[dict]) -> Finding:
-    """Whether all ranks have the same train.py and utils/."""
+    """Check that all ranks have the same train.py and utils/."""
     hashes = [fact["code"] for fact in facts]
     value = different(hashes) or f"train.py and utils/ have the hash {hashes[0]}" + " on all ranks" * (len(hashes) > 1)
     fix = "the ranks would run different programs; copy the same code to all machines, or run `git pull` on each"
@@ -137,7 +137,7 @@ def code(facts: Sequence[dict]) -> Finding:
 
 
 def folder(ranks: Ranks, config: DoctorConfig) -> Finding:
-    """Whether every rank can write to the output folder and sees the files of the others there."""
+    """Check that every rank can write to the output folder and sees the files of the other ranks there."""
     token, path = ranks.broadcast_text(uuid.uuid4().hex), expand(config.output_dir)
     made = [place for place in (path, *path.absolute().parents) if not os.path.exists(place)]
     own = path / f".doctor-{token}-{ranks.topology.rank}"
@@ -148,12 +148,12 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding:
     finally:
         with suppress(OSError):
             own.unlink(missing_ok=True)
-        ranks.gather_text("")  # once all ranks have deleted their files, the folder is empty
+        ranks.gather_text("")  # after this, all ranks have deleted their files
         for place in made:
             with suppress(OSError):
                 place.rmdir()
     if text := named_ranks(errors):
-        return Finding("folder", text, False, "set --output_dir to a folder where every rank may write")
+        return Finding("folder", text, False, "set --output_dir to a folder where every rank can write")
     fix = "all machines must use the same run folder; set --output_dir to a folder on a disk that they share"
     text = named_ranks(unseen)
     seen = " and sees the files of the others" if ranks.topology.world_size > 1 else ""
@@ -161,7 +161,7 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding:
 
 
 def _write(file: Path) -> str:
-    """Write a file in a folder, which is made if it does not exist; returns the error, if any."""
+    """Write a file in a folder, which is created if it does not exist; returns the error, if any."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")

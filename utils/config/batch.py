@@ -5,9 +5,9 @@ from utils.errors import UserError
 
 
 def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
-    """Return (batch_size, grad_accum, global_batch_size); the last is the product of the first two and `processes`.
+    """Return (batch_size, grad_accum, global_batch_size). The last is the product of the first two and `processes`.
 
-    Raises UserError, with numbers that work, if the settings contradict each other or do not divide.
+    Raises UserError, with values that work, if the settings contradict each other or are not divisible.
     """
     batch, accum, total = config.batch_size, config.grad_accum, config.global_batch_size
     if batch is None:
@@ -19,7 +19,7 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
             raise UserError(
                 f"--global_batch_size {total} is not divisible by {processes} processes x {accum or 1} accumulation "
                 "steps",
-                f"use {works}, or another number of processes",
+                f"use {works}, or a different number of processes",
             )
         return total // parts, accum or 1, total
     if total is None:
@@ -31,6 +31,6 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
         raise UserError(
             f"--batch_size {batch} x {processes} processes x {accum or 1} accumulation steps is {product}, not "
             f"--global_batch_size {total}",
-            "leave out --batch_size, and it is computed from the others",
+            "leave out --batch_size to compute it from the others",
         )
     return batch, accum, total

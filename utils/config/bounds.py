@@ -1,4 +1,4 @@
-"""Bounds of the settings; a value outside them raises UserError."""
+"""Bounds of the settings. A value outside them raises UserError."""
 
 import math
 import os
@@ -17,11 +17,11 @@ _ABOVE = dict.fromkeys(("lr", "std", "min_scale", "eval_fraction", "save_seconds
 _BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction"), 1)
 _AT_MOST = {"min_scale": 1, "crop_padding": 1024, "grad_accum": 2**16, "image_size": 2**16 - 1, "seed": 2**63 - 1}
 _AT_MOST |= {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
-_LARGEST_INTEGER = 2**31 - 1  # where nothing else is given
+_LARGEST_INTEGER = 2**31 - 1  # if there is no other limit
 
 
 def check_ranges(config: Any) -> None:
-    """Raise UserError for a number, or an element of a list of numbers, that is not finite or outside its bounds."""
+    """Raise UserError for a number, alone or in a list, that is not finite or is outside its bounds."""
     for name, value in vars(config).items():
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not isinstance(number, bool):
@@ -43,7 +43,7 @@ def _check_number(name: str, number: int | float) -> None:
 
 
 def check_run_name(name: str | None) -> None:
-    """Raise UserError unless the name is a valid folder name that is easy to type and to print."""
+    """Raise UserError unless the name is a valid folder name that can be typed and printed easily."""
     if name is None:
         return
     problems = {
@@ -52,10 +52,10 @@ def check_run_name(name: str | None) -> None:
         "begins with a dot": name.startswith("."),
         "begins with a dash": name.startswith("-"),
         "has characters that cannot be printed": not name.isprintable(),
-        "is longer than 200 bytes": len(os.fsencode(name)) > 200,  # 255 is the limit; longer names derive from it
+        "is longer than 200 bytes": len(os.fsencode(name)) > 200,  # the limit is 255; longer names are derived from it
     }
     for problem, applies in problems.items():
-        require(not applies, f"--run_name {name[:60]!r} {problem}", "give a plain name, such as mnist-1")
+        require(not applies, f"--run_name {name[:60]!r} {problem}", "use a plain name, such as mnist-1")
 
 
 def require(condition: bool, problem: str, fix: str = "") -> None:

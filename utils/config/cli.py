@@ -1,4 +1,4 @@
-"""Fill a settings dataclass from --config FILE, then from the flags; a mistake is reported in one line."""
+"""Fill a settings dataclass from --config FILE, then from the flags. An error is reported on one line."""
 
 import difflib
 import re
@@ -21,19 +21,19 @@ Config = TypeVar("Config", bound=LaunchConfig)
 
 
 def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None) -> Config:
-    """Fill `cls` from --config FILE, then from the flags; a mistake ends the process with one line and code 2."""
+    """Fill `cls` from --config FILE, then from the flags. An error prints one line and exits with code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     # torch.distributed.launch adds this flag.
     argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]
     try:
         files, flags = _split_config_files(argv)
         return _fill(cls, prog, files, _normalise_flags(flags, [f.name for f in fields(cls)], cls))
-    except Exception as error:  # jsonargparse raises errors of many classes; each of them means an invalid setting
+    except Exception as error:  # jsonargparse raises errors of many classes, all for invalid settings
         exit_with_error(with_rank(UserError(_simplify(one_line(error)))), prog, reports_for_machine())
 
 
 def read_config(path: Path) -> TrainConfig:
-    """The settings in a --config file; UserError if it is not valid."""
+    """The settings in a --config file. Raises UserError if it is not valid."""
     try:
         return _fill(TrainConfig, "train.py", [str(path)], [])
     except Exception as error:
@@ -64,14 +64,14 @@ def _parser(cls: type, prog: str):
     if cls is TrainConfig:
         parser.add_argument("--config", action="config", help="YAML file of settings, applied before all flags.")
     own = set(cls.__annotations__)  # includes settings of LaunchConfig for which `cls` has another default
-    launch = {f.name for f in fields(LaunchConfig)} - own  # the help lists them last, although a base class is first
+    launch = {f.name for f in fields(LaunchConfig)} - own  # the help lists these last, although their class is first
     parser.add_class_arguments(cls, as_group=False, skip=launch)
     parser.add_class_arguments(LaunchConfig, as_group=False, skip=own)
     return parser
 
 
 def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Separate every `--config FILE` from the flags, so that flags override files in any order on the command line."""
+    """Separate `--config FILE` from the flags, so that flags override files in any order on the command line."""
     files, flags, position = [], [], 0
     while position < len(argv):
         argument = argv[position]
@@ -89,7 +89,7 @@ def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
-    """Refuse unknown flags; write a boolean flag without a value as true, and the numbers after a list flag as YAML."""
+    """Reject unknown flags, set boolean flags without a value to true, and write numbers after a list flag as YAML."""
     booleans = {f.name for f in fields(cls) if f.type is bool}
     lists = {f.name for f in fields(cls) if f.type == list[float] | None}
     result: list[str] = []
@@ -126,7 +126,7 @@ def _is_number(word: str) -> bool:
 def _read_config_file(path: str, names: list[str]) -> dict:
     values = read_yaml(Path(path))
     if not isinstance(values, dict):
-        raise UserError(f"{path}: is not a file of settings", "write one 'name: value' per line")
+        raise UserError(f"{path}: is not a file of settings", "write one 'name: value' on each line")
     for name in values:
         if name not in names:
             raise UserError(f"{path}: unknown setting {name!r}", _suggestion(str(name), names, prefix=""))
@@ -139,7 +139,7 @@ def _suggestion(name: str, names: list[str], prefix: str = "--") -> str:
 
 
 def _simplify(text: str) -> str:
-    """A message of jsonargparse without Python's names of types."""
+    """A message of jsonargparse without the names of Python types."""
     text = text.replace("arguments are required: ", "arguments are required: --")
     found = re.search(r'Parser key "([\w.]+)":\s*(.*)', text)
     if not found or found[1] == "config":

@@ -1,4 +1,4 @@
-"""The settings of train.py, eval.py and doctor.py, and which of them have no effect in a run."""
+"""The settings of train.py, eval.py and doctor.py, and warnings about settings without effect."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -17,8 +17,8 @@ class LaunchConfig:
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication backend of the process group; auto is nccl on GPUs and gloo on CPUs."""
     init_method: str = "env://"
-    """Where the processes connect: env:// uses the launcher's MASTER_ADDR and MASTER_PORT, tcp://HOST:PORT names the
-    machine of rank 0, file:///PATH names a file on a disk that all machines share."""
+    """Where the processes connect: env:// uses the launcher's MASTER_ADDR and MASTER_PORT, tcp://HOST:PORT is a port on
+    the machine of rank 0, file:///PATH is a file on a disk that all machines share."""
     interface: str | None = None
     """Network interface between the machines, such as eth0 (default: the one that reaches rank 0's machine)."""
     threads: int | None = None
@@ -117,19 +117,19 @@ class TrainConfig(LaunchConfig):
     label_smoothing: float = 0.0
     """Fraction of the target to spread evenly over all classes in training."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
-    """Precision of the model: no is float32 (TF32 on GPUs), auto is bf16 where all devices support it natively
+    """Precision of the model: no is float32 (TF32 on GPUs), auto is bf16 if all devices support it natively
     (default: as in the accelerate config, else no)."""
     channels_last: bool = True
     """Store images with the channels last, the fastest layout for convolutions."""
     comm_hook: Literal["no", "fp16", "bf16"] = "no"
-    """Round gradients to this type before the exchange between processes; bf16 halves the traffic, but runs on
+    """Convert gradients to this type before the exchange between processes; bf16 halves the traffic, but runs on
     different numbers of processes then differ by more than float32 rounding."""
     sync_batchnorm: bool = False
-    """Compute batch statistics over all processes; slower, for few samples per process."""
+    """Compute batch statistics over all processes, for few samples per process; slower."""
     find_unused_parameters: bool = False
     """Allow a model that does not use all parameters in each forward pass; slower."""
     static_graph: bool = False
-    """Declare that each forward pass uses the same parameters, so that DDP searches unused ones only once."""
+    """Declare that each forward pass uses the same parameters, so that DDP looks for unused ones only once."""
     seed: int = 0
     """Seed of the initial weights, sample order, augmentation, dropout and hold-out."""
     deterministic: bool = False
@@ -141,12 +141,12 @@ class TrainConfig(LaunchConfig):
     """Name of the run folder (default: DATA-MODEL-TIME)."""
     resume: str | None = None
     """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is none; the path of a
-    checkpoint or run resumes from it in a new run folder, or in its own if --run_name names it."""
+    checkpoint or run resumes from it in a new run folder, or in the same one if --run_name names it."""
     save_every: int | None = None
     """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last update and a new
     best are always saved."""
     save_seconds: float | None = None
-    """Seconds between checkpoints, checked about once a second; with --save_every, whichever comes first."""
+    """Seconds between checkpoints, checked about once a second; with --save_every, whichever is due first."""
     if_save_fails: Literal["stop", "continue"] = "stop"
     """If a checkpoint or the log cannot be written: stop, or continue with a warning and try again at the next save."""
     keep: int = 2
@@ -168,14 +168,14 @@ class TrainConfig(LaunchConfig):
         check_run_name(self.run_name)
         require(self.channels in (None, 1, 3), f"--channels must be 1 or 3, got {self.channels}")
         exclusive = self.eval_fraction is not None and self.eval_split is not None
-        require(not exclusive, "--eval_split and --eval_fraction exclude each other", "give one")
-        require(self.mean != [], "--mean has no values", "give one, or one for each channel")
-        require(self.std != [], "--std has no values", "give one, or one for each channel")
-        require(self.data != "", "--data is empty", "give a data set, such as digits")
+        require(not exclusive, "--eval_split and --eval_fraction exclude each other", "use only one")
+        require(self.mean != [], "--mean has no values", "give one value, or one for each channel")
+        require(self.std != [], "--std has no values", "give one value, or one for each channel")
+        require(self.data != "", "--data is empty", "name a data set, such as digits")
         names = all(isinstance(name, str) for name in self.model_args)
         require(names, "--model_args must map names to values", "for example '{dropout: 0.2}'")
         exclusive = self.static_graph and self.find_unused_parameters
-        require(not exclusive, "--static_graph and --find_unused_parameters exclude each other", "give one")
+        require(not exclusive, "--static_graph and --find_unused_parameters exclude each other", "use only one")
         if self.resume == "auto":
             require(self.run_name is not None, "--resume auto needs --run_name", "give the name of the run to resume")
 
@@ -187,7 +187,7 @@ class EvalConfig(LaunchConfig):
     ckpt: str
     """Run folder (its best checkpoint, else its latest) or checkpoint folder to evaluate."""
     split: str | None = None
-    """Split to evaluate (default: that of training; for other data its validation or test split, else all)."""
+    """Split to evaluate (default: as in the run; for other data its validation or test split, else all)."""
     data: str | None = None
     """Other data to evaluate on, named as in train.py (default: the data of the run)."""
     data_subset: str | None = None
@@ -201,10 +201,10 @@ class EvalConfig(LaunchConfig):
     eval_batch_size: int | None = None
     """Samples per process and batch (default: as in the run)."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
-    """Precision of the model; auto is bf16 where all devices support it natively (default: as in the run)."""
+    """Precision of the model; auto is bf16 if all devices support it natively (default: as in the run)."""
     bad_images: Literal["refuse", "skip"] | None = None
-    """What to do about unreadable images: refuse lists them and ends, skip evaluates the others (default: as in the
-    run)."""
+    """What to do about unreadable images: refuse lists them and exits, skip evaluates the others (default: as in
+    the run)."""
     check_images: Literal["quick", "full"] | None = None
     """How to check images: quick reads both ends of each image, full decodes it (default: as in the run)."""
     json: str | None = None
@@ -222,7 +222,7 @@ class EvalConfig(LaunchConfig):
 
 @dataclass(kw_only=True)
 class DoctorConfig(LaunchConfig):
-    """Check whether this machine, and the processes launched on it and on others, are ready to train."""
+    """Check whether this machine, and the processes launched on it and on other machines, are ready to train."""
 
     output_dir: str = "runs"
     """Folder that contains the run folders; it must be writable, and the same on all machines."""
@@ -238,16 +238,16 @@ class DoctorConfig(LaunchConfig):
 
 
 def advice(config: TrainConfig, small_images: bool, processes: int) -> list[str]:
-    """A line for each setting that the user changed and that has no effect in this run, or does not fit its data."""
+    """A line for each changed setting that has no effect in this run or does not suit its data."""
     no_table = config.data.split("/")[0] in ("digits", "synthetic", "torchvision")
     unused = (
-        ("momentum", config.optimizer == "adamw", "adamw has none"),
+        ("momentum", config.optimizer == "adamw", "adamw has no momentum"),
         ("crop_padding", not small_images, "photographs are cropped, see --min_scale"),
         ("min_scale", small_images, "small images are shifted, see --crop_padding"),
-        ("comm_hook", processes == 1, "one process exchanges no gradients"),
-        ("sync_batchnorm", processes == 1, "one process has all samples"),
-        ("find_unused_parameters", processes == 1, "one process exchanges no gradients"),
-        ("static_graph", processes == 1, "one process exchanges no gradients"),
+        ("comm_hook", processes == 1, "a single process exchanges no gradients"),
+        ("sync_batchnorm", processes == 1, "a single process has all samples"),
+        ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
+        ("static_graph", processes == 1, "a single process exchanges no gradients"),
         ("num_workers", small_images, "small images are decoded once, before training"),
         ("image_column", no_table, f"{config.data} has no columns"),
         ("label_column", no_table, f"{config.data} has no columns"),
@@ -268,6 +268,6 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def absolute_data(name: str) -> str:
-    """The value of --data for use from any folder: an absolute path, or a name that is not a path unchanged."""
+    """The value of --data with an absolute path, for use from any folder; other names are unchanged."""
     is_path = name.split("/")[0] not in ("digits", "synthetic", "torchvision") and expand(name).exists()
     return str(expand(name).resolve()) if is_path else name

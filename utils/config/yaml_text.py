@@ -1,4 +1,4 @@
-"""Read and write settings as YAML: no aliases, no duplicate keys, `no` and `on` are strings, nothing is executed."""
+"""Read and write settings as YAML, without aliases and duplicate keys. `no` and `on` are strings. Executes nothing."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ _MAX_DEPTH = 40
 
 
 def read_yaml(path: Path) -> Any:
-    """The value in a settings file; UserError names the file if it is not valid or too large."""
+    """The value in a settings file. Raises UserError, which names the file, if it is not valid or too large."""
     try:
         return load_yaml(read_text(path, _MAX_BYTES))
     except yaml.YAMLError as error:
@@ -22,10 +22,10 @@ def read_yaml(path: Path) -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML text; yaml.YAMLError if the text is not valid."""
+    """The value of a YAML text. Raises yaml.YAMLError if the text is not valid."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except (ValueError, LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`, a number too long
+    except (ValueError, LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`, a number that is too long
         raise yaml.YAMLError(one_line(error)) from None
 
 
@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012  as in PyYAML's classes; filled below
 
     def compose_node(self, parent, index):
-        """Refuse aliases, which can expand to more values than fit in memory, and nesting too deep for recursion."""
+        """Reject aliases, which can expand to more values than fit in memory, and nesting too deep for recursion."""
         if self.check_event(yaml.AliasEvent):
             raise _error("aliases (*) are not allowed; write the value out", self.peek_event())
         self._depth = getattr(self, "_depth", 0) + 1
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node, deep=False):
-        """Refuse duplicate keys; PyYAML would use the last value."""
+        """Reject duplicate keys, of which PyYAML would use the last value."""
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:

@@ -1,10 +1,11 @@
 """Random changes to training images: shifts, flips and crops.
 
-The random numbers of an image depend only on (seed, epoch, sample index). So every worker and rank, and a resumed run,
-changes the image in the same way.
+The random numbers of an image depend only on (seed, epoch, sample index). So an image is changed in the same way on
+every worker and rank, and in a resumed run.
 
-To add an augmentation, draw its numbers with `uniform`. Change photographs one by one in `EncodedImages._image`
-(data/datasets.py), and batches of small images, or both, in `Batches` (data/batches.py); Mixup belongs there.
+To add an augmentation, draw its random numbers with `uniform`. Change single photographs in `EncodedImages._image`
+(data/datasets.py). Change batches, of small images or of both kinds, in `Batches` (data/batches.py), for example for
+Mixup.
 """
 
 import math
@@ -38,14 +39,14 @@ def _scramble(x: np.ndarray) -> np.ndarray:
 def row_starts(random: np.ndarray, height: int, width: int, padding: int, flip: bool) -> tuple[Tensor, Tensor]:
     """Arguments of `shift_and_flip`: (the samples to flip, int64 [m]; where each row of the result starts, [n * H]).
 
-    `random` is [n, 3] in [0, 1): vertical shift, horizontal shift, flip. This runs on the CPU, where the numbers are
-    drawn, so that the host need not wait for a GPU to know how many images are flipped.
+    `random` is [n, 3] in [0, 1): vertical shift, horizontal shift, flip. This runs on the CPU, so that the host knows
+    the number of flipped images without waiting for a GPU.
     """
     n, padded_height, padded_width = len(random), height + 2 * padding, width + 2 * padding
     top, left = (random[:, :2] * (2 * padding + 1)).astype(np.int64).T
     flipped = np.flatnonzero(random[:, 2] < (0.5 if flip else 0))
     image, step = np.arange(n), np.full(n, padded_width)
-    # Flipped images follow the others, with their pixels in reverse order: they are read from last row to first.
+    # Flipped images come after the others, with all pixels in reverse order, so rows are read from last to first.
     image[flipped], step[flipped] = n + np.arange(len(flipped)), -padded_width
     top[flipped], left[flipped] = padded_height - 1 - top[flipped], 2 * padding - left[flipped]
     first = (image * padded_height + top) * padded_width + left
@@ -63,7 +64,7 @@ def shift_and_flip(images: Tensor, flipped: Tensor, starts: Tensor, padding: int
     inner = sources[:, padding : padding + height, padding : padding + width]
     inner[:n] = images
     inner[n:] = images.index_select(0, flipped).flip(1, 2)
-    # Each row of the result is contiguous in `sources`, so one copy of all these runs of bytes makes the result.
+    # Each row of the result is contiguous in `sources`, so one indexed copy of all rows gives the result.
     runs = sources.as_strided((max(0, sources.numel() // channels - width + 1), width * channels), (channels, 1))
     return runs.index_select(0, starts).view(n, height, width, channels)
 
@@ -71,8 +72,8 @@ def shift_and_flip(images: Tensor, flipped: Tensor, starts: Tensor, padding: int
 def crop_box(height: int, width: int, random: Sequence[float], min_scale: float) -> tuple[int, int, int, int]:
     """A random crop, (top, left, height, width), with `min_scale` to 1 of an image's area and an aspect of 3:4 to 4:3.
 
-    This is the crop of Inception training (Szegedy et al., 2014). Unlike torchvision's RandomResizedCrop it draws once,
-    and shrinks a box that does not fit. `random`: area, aspect, top, left, each in [0, 1).
+    This is the crop of Inception training (Szegedy et al., 2014). Unlike torchvision's RandomResizedCrop, it draws only
+    once, and shrinks a box that does not fit. `random`: area, aspect, top, left, each in [0, 1).
     """
     scale, shape, top, left = random
     area = height * width * (min_scale + (1 - min_scale) * scale)

@@ -27,8 +27,9 @@ class Batch(NamedTuple):
 class Batches:
     """The batches of a prepared loader as the model's float input on the device, augmented in training.
 
-    `error` is set if this rank could not read its samples. `left_out` counts unreadable samples in the last pass. `bad`
-    maps the positions of those found in this run to the reasons; `agreed_bad` has those that all ranks leave out.
+    `error` is set if this rank could not read its samples. `left_out` is the number of unreadable samples in the last
+    pass. `bad` maps the positions of those found in this run to the reasons. `agreed_bad` has the positions that all
+    ranks have agreed to leave out.
     """
 
     def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):
@@ -38,17 +39,17 @@ class Batches:
         self.bad: dict[int, str] = {}
         self.agreed_bad: set[int] = set()
         self.what = "a training batch" if training else "an evaluation batch"
-        self.loader.device = None  # Accelerate would copy in the stream that computes; `_upload` copies instead
+        self.loader.device = None  # Accelerate would copy on the compute stream; `_upload` copies instead
         self.padding = config.crop_padding if training and spec.small else 0
         self.flip = training and spec.small and config.flip
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
         scale, shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
-        # For a whole row of pixels, so that inner loops are long.
+        # One value for each channel of a whole row of pixels, so that inner loops are long.
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
 
     def check(self) -> None:
-        """Raise the error of a sample that could not be read; its batch came out empty."""
+        """Raise the error of a sample that could not be read, whose batch was left empty."""
         if self.error is not None:
             raise self.error
 
@@ -69,7 +70,7 @@ class Batches:
             yield self._without_agreed_bad(Batch(self._input(batch), batch["labels"], batch["indices"]))
 
     def _without_agreed_bad(self, batch: Batch) -> Batch:
-        """Leave out images that can be read again: once left out they stay left out, as after a resume."""
+        """Leave out the images of `agreed_bad` even if they can be read again, as a resumed run would."""
         if not self.agreed_bad:
             return batch
         kept = ~torch.isin(batch.indices, torch.tensor(sorted(self.agreed_bad), device=batch.indices.device))
@@ -88,7 +89,7 @@ class Batches:
         if "starts" in batch:
             images = shift_and_flip(images, batch["flipped"], batch["starts"], self.padding)
         values = torch.empty(images.shape, device=images.device)
-        # On a CPU, few images at a time: their floats stay in its cache between the two steps.
+        # On a CPU, a few images at a time, whose floats stay in its cache between the two steps.
         count = max(1, _CACHE // max(1, images[:1].numel())) if images.device.type == "cpu" else max(1, len(images))
         for pixels, result in zip(images.flatten(2).split(count), values.flatten(2).split(count), strict=True):
             torch.addcmul(self.shift, result.copy_(pixels), self.scale, out=result)
@@ -96,7 +97,7 @@ class Batches:
 
 
 def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:
-    """The batches with their tensors on the device; each is copied to a GPU while it computes on the one before."""
+    """The batches with their tensors on the device. A GPU receives each batch while it computes the previous one."""
     if device.type != "cuda":
         yield from (_to(batch, device) for batch in batches)
         return
@@ -112,14 +113,14 @@ def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:
 
 
 def _to(batch: dict, device: torch.device) -> dict:
-    def move(value: Tensor) -> Tensor:  # from pinned memory, so that the host need not wait for the copy
+    def move(value: Tensor) -> Tensor:  # from pinned memory, so that the host does not wait for the copy
         return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
 
     return {name: move(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _wait_for_copy(batch: dict, copied: torch.cuda.Event) -> dict:
-    """Let the current stream wait until another stream has copied the batch."""
+    """Make the current stream wait until another stream has copied the batch."""
     stream = torch.cuda.current_stream(batch["images"].device)
     stream.wait_event(copied)
     for value in batch.values():

@@ -1,4 +1,4 @@
-"""The data sets that need no files of the user: digits and synthetic."""
+"""The data sets that need no files from the user: digits and synthetic."""
 
 import re
 from functools import partial
@@ -17,7 +17,7 @@ SYNTHETIC_IMAGES = 1024  # distinct images of a synthetic data set; samples abov
 
 def open_digits() -> Source:
     """The handwritten digits of scikit-learn, 1,797 images of 8x8 pixels."""
-    # The file that load_digits reads. Only PyTorch takes longer to import than scikit-learn.
+    # The file that load_digits reads, without the slow import of scikit-learn.
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise UserError("--data digits needs scikit-learn", "install it: pip install scikit-learn")
@@ -43,7 +43,7 @@ def open_synthetic(numbers: str) -> Source:
         random = np.random.Generator(np.random.Philox(fold_in("synthetic", name)))
         distinct = min(count, SYNTHETIC_IMAGES)
         pixels = random.integers(0, 128, (distinct, 3, size, size), np.uint8)
-        # Each class has a brighter band at another height, so that a network can learn to tell the classes.
+        # Each class has a brighter band at a different height, so that a network can learn the classes.
         for row in range(distinct):
             band = row % classes * size // classes
             pixels[row, :, band : band + max(1, size // classes)] += 100

@@ -1,4 +1,4 @@
-"""The cache of small images: a data set is decoded once, into a memory map that all ranks of a machine share."""
+"""The cache of small images. A data set is decoded once, into a memory map that all ranks of a machine share."""
 
 import math
 import shutil
@@ -21,12 +21,12 @@ from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import free_memory, usable_cores
 from utils.waiting import awaited
 
-_CHUNK, _CHUNK_BYTES = 256, 2**19  # most images and bytes of a chunk; several are in /dev/shm, sometimes only 64 MB
-_LEAST, _MOST = 2000, 32  # images per worker process for which it pays, and most worker processes
+_CHUNK, _CHUNK_BYTES = 256, 2**19  # most images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several
+_LEAST, _MOST = 2000, 32  # fewest images per worker process, and most worker processes
 
 
 class SharedImages:
-    """Images of which several samples share one, indexed by the samples' positions like an array."""
+    """An array-like of images, indexed by sample; several samples can share one image."""
 
     def __init__(self, images: "np.ndarray | SharedImages", rows: np.ndarray):
         self.images, self.rows = images, rows
@@ -54,12 +54,12 @@ class _Chunks(Dataset):
             encoded = [None] * len(positions)
         for row, position in enumerate(positions):
             if not self.split.readable[position]:
-                pixels[row] = 0  # never used
+                pixels[row] = 0  # these pixels are never used
                 continue
             try:
                 image = decode(self.split, position, channels, encoded[row], shrink)
                 pixels[row] = center(image, height, width).numpy()
-            except (ValueError, OSError) as error:  # returned: an exception from a worker would carry its traceback
+            except (ValueError, OSError) as error:  # returned: a worker's exception would include its traceback
                 bad[position] = one_line(error)
         return {"images": torch.from_numpy(pixels), "bad": bad}
 
@@ -69,13 +69,14 @@ def decode_all(
 ) -> np.ndarray | SharedImages:
     """All samples as uint8 [N, H, W, C]: the split's own array if it has one, else a memory-mapped file in the cache.
 
-    The file's name has the data's fingerprint, which for image files includes their paths, sizes and times. The first
-    rank of a machine checks the pixels. A damaged file is deleted and made again. If nothing can be cached, the images
-    are decoded into memory if they fit. `progress` wraps an iterable (tqdm). Raises BadImages, and UserError
-    if neither the cache nor the memory has room or a damaged file cannot be deleted.
+    The name of the file contains the fingerprint of the data. For image files, the fingerprint includes their paths,
+    sizes and times. The first rank of a machine checks the pixels. A damaged file is deleted and written again. If the
+    images cannot be cached, they are decoded into memory if they fit. `progress` wraps an iterable (tqdm). Raises
+    BadImages for unreadable images, and UserError if the images fit neither in the cache nor in memory, or if a damaged
+    file cannot be deleted.
     """
     shape = (height, width, channels)
-    if len(split) > len(split.images):  # samples share images
+    if len(split) > len(split.images):  # several samples share an image
         whole = whole_split(split.name, split.images, np.zeros(len(split.images)), split.fingerprint)
         try:
             return SharedImages(decode_all(whole, *shape, cache_dir, progress), split.rows)
@@ -99,10 +100,10 @@ def decode_all(
 
 
 def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
-    """Whether the file exists and is valid; a damaged file is deleted."""
+    """Whether the file exists and is valid. Deletes a damaged file."""
     if not path.exists():
         return False
-    wrong = damage(path, shape, thorough=local_rank_and_size()[0] == 0)  # the other ranks come after the first
+    wrong = damage(path, shape, thorough=local_rank_and_size()[0] == 0)  # the other ranks run this after the first one
     if not wrong:
         return True
     try:
@@ -116,17 +117,18 @@ def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
 
 def _check_free_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
-    if size > free:  # reported now, not after a long time when the disk is full
+    if size > free:  # reported now, and not much later when the disk is full
         raise OSError(f"{folder}: {_bytes(size)} needed for the decoded images, {_bytes(free)} free")
 
 
 def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:
-    """Yield all images in order, in chunks, decoded on all processor cores while the machine's other ranks wait.
+    """Yield all images in order, in chunks. All processor cores decode, as the machine's other ranks wait.
 
     Raises BadImages after all images have been tried.
     """
-    # Processes, as threads would wait for each other's Python code; forked, as starting new ones takes longer than
-    # MNIST. They return tensors: arrays would go through a pipe, where a process without its rank would wait forever.
+    # Processes, because threads would wait for each other's Python code. They are forked, because starting new ones
+    # takes longer than decoding MNIST. They return tensors, because arrays would be sent through a pipe, which would
+    # block a process forever if its rank has exited.
     workers = min(len(usable_cores()), _MOST, len(split) // _LEAST)
     chunks, bad = _Chunks(split, shape), dict[int, str]()
     [(workers, ahead)] = choose_workers([chunks.size * math.prod(shape)], workers, 2, usable_shm())
@@ -143,10 +145,10 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
 
 
 def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Callable, reason: str) -> np.ndarray:
-    """Decode images into memory if it is large enough; `reason` says why they could not be cached."""
+    """Decode images into memory if it is large enough; `reason` is why they could not be cached."""
     (number, processes), size, (free, _) = local_rank_and_size(), len(split) * math.prod(shape), free_memory()
     need = _bytes(size) + f" in each of {processes} processes" * (processes > 1)
-    if size * processes > free / 2 if number == 0 else size > free:  # the first process decides for all
+    if size * processes > free / 2 if number == 0 else size > free:  # the first process checks for all
         raise UserError(
             f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {_bytes(free)} free",
             f"choose another --cache_dir, or an --image_size above {SMALL}, which decodes each image when it is needed",

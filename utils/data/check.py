@@ -19,9 +19,9 @@ from utils.files import expand, write_file
 from utils.memory import usable_cores
 from utils.waiting import awaited
 
-_VERSION = 1  # of the cached results; increase it when they change, so that older ones are not used
-_CHUNK, _LEAST, _MOST = 256, 4000, 32  # images in a chunk, images for which a worker pays, most workers
-_HEAD, _TAIL = 1024, 4096  # bytes of each end that are read
+_VERSION = 1  # of the cached results; increase it when their meaning changes, so that old ones are not used
+_CHUNK, _LEAST, _MOST = 256, 4000, 32  # images per chunk, fewest images per worker, most workers
+_HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
 _SHOWN = 8  # images named in an error
 
 
@@ -29,8 +29,8 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     """The split with the errors of its unreadable images (`bad`) and a checksum of both ends of each image (`ends`).
 
     An image passes if it begins and ends as its format requires. Any other image, or every image if `full`, is
-    decoded. The result is cached until the size or a time of a file changes. Arrays and images that a torchvision
-    data set decodes by itself are not checked.
+    decoded. The result is cached until the size or a time of a file changes. Arrays, and images that a torchvision
+    data set decodes itself, are not checked.
     """
     if not isinstance(split.images, Files) and not hasattr(split.images, "many"):
         return split
@@ -41,7 +41,7 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     found = _cached_result(path, len(rows))
     if found is None:
         found = _check_all(present, full, progress)
-        with suppress(OSError):  # without the cache, the next check takes as long as this one
+        with suppress(OSError):  # without the cached result, the next check takes as long as this one
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(found))
     ends = np.zeros(len(split.images), np.int64)
@@ -50,7 +50,7 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
 
 
 def refuse_bad(split: Split) -> None:
-    """Raise ValueError if a split has unreadable images; it counts and names them."""
+    """Raise ValueError, with the number and the names of the unreadable images, if a split has any."""
     positions = np.flatnonzero(~split.readable)
     if not len(positions):
         return
@@ -64,7 +64,7 @@ def refuse_bad(split: Split) -> None:
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
-    """Values to hash, which change when an image changes; and {row: error} for missing files and special files.
+    """Return values to hash, which change when an image changes, and {row: error} for missing and special files.
 
     Special files must not be opened: reading a pipe would block forever.
     """
@@ -82,7 +82,7 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
 
 
 def _cached_result(path: Path, count: int) -> dict | None:
-    """The result of an earlier check of the same files; None if there is none or its file is damaged."""
+    """The result of an earlier check of the same files; None if it does not exist or its file is damaged."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         found = json.loads(path.read_text())
         ends, bad = np.asarray(found["ends"], np.int64), found["bad"]
@@ -94,7 +94,7 @@ def _cached_result(path: Path, count: int) -> dict | None:
 def _check_all(split: Split, full: bool, progress: Callable) -> dict:
     """Check the readable images on all cores.
 
-    Returns {"ends": a checksum of each of them, "bad": {index among them, as text: error}}.
+    Returns {"ends": a checksum of each readable image, "bad": {its index among them, as text: error}}.
     """
     positions = np.flatnonzero(split.readable)
     workers = min(len(usable_cores()), _MOST, len(positions) * (10 if full else 1) // _LEAST)
@@ -111,7 +111,7 @@ def _check_all(split: Split, full: bool, progress: Callable) -> dict:
 class _Chunks(Dataset):
     """Chunks of images: (a checksum of each image, {index in the chunk: error}).
 
-    These are lists and not tensors, as tensors would need room in /dev/shm.
+    These are lists and not tensors, because tensors would need space in /dev/shm.
     """
 
     def __init__(self, split: Split, positions: np.ndarray, full: bool):
@@ -136,14 +136,14 @@ class _Chunks(Dataset):
         return sums, bad
 
     def _ends(self, positions: np.ndarray) -> Iterator[tuple[int, bytes, bytes] | str]:
-        """The size, the first and the last bytes of each image, or the reason why it cannot be read."""
+        """The size, the first bytes and the last bytes of each image, or the reason why it cannot be read."""
         if isinstance(self.split.images, Files):
             for row in self.split.rows[positions]:
                 yield _ends_of_file(self.split.images.paths[row])
             return
         for position, raw in zip(positions, self.split.read_ahead(positions.tolist()), strict=True):
             try:
-                if raw is None:  # the table may have only the path of a file
+                if raw is None:  # some tables have only the path of a file
                     raw = self.split.images[int(self.split.rows[position])]
                 yield "there is no image" if raw is None else (len(raw), raw[:_HEAD], raw[-_TAIL:])
             except (OSError, ValueError) as error:
@@ -163,7 +163,7 @@ def _ends_of_file(path: str) -> tuple[int, bytes, bytes] | str:
 
 
 def _looks_whole(size: int, head: bytes, tail: bytes) -> bool:
-    """Whether an image begins and ends as a JPEG, PNG, GIF or WebP file does; other formats must be decoded."""
+    """Whether an image begins and ends like a JPEG, PNG, GIF or WebP file; other formats must be decoded."""
     if head.startswith(b"\xff\xd8"):
         return b"\xff\xd9" in tail  # some cameras append a few bytes
     if head.startswith(b"\x89PNG\r\n\x1a\n"):

@@ -1,4 +1,4 @@
-"""Find colour images in a data set that `peek` took for grey, by the headers of more images than `peek` decodes."""
+"""Find colour images in a data set that `peek` classified as grey. Reads the headers of more images than `peek`."""
 
 import io
 
@@ -11,22 +11,22 @@ from utils.data.decode import decode
 from utils.data.splits import Data, Files, Split
 
 _HEADERS = 4096  # images whose headers are read: 0.1 s for MNIST
-_BYTES = 2**28  # most bytes that are read, as a table gives whole images
-_DECODED = 64  # images stored in colour that are decoded, as their pixels may be grey; `peek` decodes as many
+_BYTES = 2**28  # most bytes that are read, because a table returns whole images
+_DECODED = 64  # images stored in colour that are decoded, because their pixels may be grey; as many as in `peek`
 
 
 def remarks(data: Data, config: TrainConfig, channels: int) -> list[str]:
-    """Lines to print about the data at the start of a run; `channels` are those of the model's input."""
+    """Lines to print about the data at the start of a run; `channels` is the number of input channels of the model."""
     lines = [*data.train.notes, *data.evaluation.notes]
-    if channels == 1 and config.channels is None:  # otherwise the user chose
+    if channels == 1 and config.channels is None:  # otherwise the user has chosen
         lines += [text for split in (data.train, data.evaluation) if (text := colour_lost(split))]
     return [printable(line) for line in dict.fromkeys(lines)]
 
 
 def colour_lost(split: Split) -> str | None:
-    """A line to print if a split for a model with grey input has colour images; None if it has none.
+    """A line to print if a split for a model with grey input has colour images, else None.
 
-    At most 4,096 images are checked, evenly spread; of those stored in colour, at most 64 are decoded.
+    At most 4,096 evenly spread images are checked. Of those stored in colour, at most 64 are decoded.
     """
     stored, checked = _stored_in_colour(split)
     decoded = [stored[index] for index in _spread(len(stored), _DECODED)]
@@ -41,12 +41,12 @@ def colour_lost(split: Split) -> str | None:
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """At most `most` of the numbers below `count`, evenly spread."""
+    """At most `most` evenly spread numbers below `count`."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
 def _stored_in_colour(split: Split) -> tuple[list[int], int]:
-    """The positions of images whose headers do not say grey, and how many images were checked."""
+    """The positions of images whose headers do not declare grey, and the number of images that were checked."""
     positions = _spread(len(split), _HEADERS)
     np.random.default_rng(0).shuffle(positions)  # evenly spread even if the byte limit ends the loop early
     stored: list[int] = []
@@ -63,7 +63,7 @@ def _stored_in_colour(split: Split) -> tuple[list[int], int]:
 
 
 def _headers(split: Split, positions: np.ndarray) -> list:
-    """What shows whether each image is in colour: its path, its bytes or its array; None if it must be decoded."""
+    """Something that shows if an image is in colour: its path, bytes or array; None if it must be decoded."""
     images, rows = split.images, split.rows[positions].tolist()
     if isinstance(images, Files):
         return [images.paths[row] for row in rows]
@@ -73,7 +73,7 @@ def _headers(split: Split, positions: np.ndarray) -> list:
 
 
 def _may_be_colour(image) -> bool:
-    """False if the header of an image (a path, the bytes of a file or an array) says grey or cannot be read."""
+    """False if the header of an image (a path, the bytes of a file or an array) declares grey or cannot be read."""
     if isinstance(image, np.ndarray):
         return image.ndim == 3 and image.shape[0] > 1
     if image is None:
@@ -85,7 +85,7 @@ def _may_be_colour(image) -> bool:
                 return head[25] not in (0, 4)
             with Image.open(file) as opened:
                 return opened.mode not in ("1", "L", "LA", "La") and not opened.mode.startswith(("I", "F"))
-    except Exception:  # Pillow raises anything for damaged images, which are reported when they are decoded
+    except Exception:  # Pillow raises errors of any class for damaged images, which are reported later
         return False
 
 

@@ -1,4 +1,4 @@
-"""Datasets that return one microbatch at a time: of decoded small images, or of photographs."""
+"""Datasets that return one microbatch at a time, of decoded small images or of photographs."""
 
 from functools import partial
 
@@ -34,9 +34,9 @@ class DecodedImages(Dataset):
 
 
 class EncodedImages(Dataset):
-    """Photographs, decoded and cropped for each batch: at random with `min_scale` (see `crop_box`), else at the centre.
+    """Photographs, decoded for each batch. The crop is random with `min_scale` (see `crop_box`), else at the centre.
 
-    A batch leaves out images that are known to be unreadable, and with `skip` also those found while it is made.
+    A batch leaves out images that are known to be unreadable. With `skip` it also leaves out those that turn out to be.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class EncodedImages(Dataset):
                     images[len(kept)] = self._image(position, encoded[place], random[place])
                     kept.append(place)
                 except ValueError as error:
-                    # Only what cannot be decoded is skipped: a disk that fails for a while must not cost its images.
+                    # Skip only images that cannot be decoded: a temporary disk error must not remove images.
                     if not self.skip or getattr(error.__cause__, "errno", None):
                         raise
                     bad[position] = one_line(error)
-        except (ValueError, OSError) as error:  # returned: an exception from a worker would carry its traceback
+        except (ValueError, OSError) as error:  # returned: a worker's exception would include its traceback
             nothing = Microbatch(microbatch.epoch, indices[:0])
-            fix = "restore it, or resume: missing files are then left out" if self.skip else BAD_IMAGE_FIX
+            fix = "restore it, or resume the run, which leaves out missing files" if self.skip else BAD_IMAGE_FIX
             return _batch(nothing, images[:0], self.labels, requested) | {"error": UserError(one_line(error), fix)}
         if bad:
             indices, images = indices[kept], images[: len(kept)]
@@ -89,7 +89,7 @@ class EncodedImages(Dataset):
 
 
 def _batch(microbatch: Microbatch, images: Tensor, labels: np.ndarray, requested: int) -> dict:
-    """The batch of a microbatch, which has those of `requested` samples that can be read."""
+    """The batch of the `requested` samples that can be read."""
     return {
         "left_out": requested - len(images),
         "images": images,

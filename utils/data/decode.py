@@ -17,19 +17,19 @@ from torchvision.transforms.v2 import functional as F
 from utils.data.splits import Split
 from utils.errors import UserError, one_line
 
-EVAL_CROP = 0.875  # share of a photograph's shorter side that evaluation uses, common since AlexNet
-LARGE = 200_000  # bytes; for a larger file it pays to read the image's size before decoding it
+EVAL_CROP = 0.875  # fraction of a photograph's shorter side that evaluation uses, as is common since AlexNet
+LARGE = 200_000  # bytes; for a larger file, reading the image's size first saves time
 BAD_IMAGE_FIX = "fix it, or leave it out with --bad_images skip"
-VERSION = 2  # of the pixels that this module makes; raise it when they change, so that no cache keeps old ones
-Shrink = Callable[[int, int], float]  # how many times smaller an image of some (height, width) will be made
+VERSION = 2  # of the decoded pixels; raise it when they change, so that old caches are not used
+Shrink = Callable[[int, int], float]  # from an image's (height, width): how many times smaller it will become
 
-with warnings.catch_warnings():  # PyTorch warns once per process not to write to such a tensor; no code here does
+with warnings.catch_warnings():  # PyTorch warns not to write to such a tensor, and this code does not
     warnings.simplefilter("ignore")
     torch.frombuffer(b"JPEG", dtype=torch.uint8)
 
 
 class BadImages(UserError):
-    """Images that cannot be read; `found` maps each one's position in its split to its error."""
+    """Images that cannot be read; `found` maps their positions in the split to their errors."""
 
     def __init__(self, found: dict[int, str]):
         self.found = dict(sorted(found.items()))
@@ -46,10 +46,10 @@ class BadImages(UserError):
 
 
 def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None) -> Tensor:
-    """Decode sample `position` to uint8 [H, W, C]; ValueError names it if it cannot be read.
+    """Decode sample `position` to uint8 [H, W, C]. Raises ValueError, which names it, if it cannot be read.
 
-    `raw` has its encoded image if that has been read. The EXIF orientation is applied, transparency is dropped. If
-    `shrink` gives at least 2, a large JPEG is decoded at 1/2, 1/4 or 1/8 of its sides, which takes less time.
+    `raw` is its encoded image, if that has already been read. The EXIF orientation is applied, and transparency is
+    dropped. If `shrink` returns at least 2, a large JPEG is decoded at 1/2, 1/4 or 1/8 of its sides, which is faster.
     """
     try:
         return _pixels(split.images[int(split.rows[position])] if raw is None else raw, channels, shrink)
@@ -58,7 +58,7 @@ def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink 
 
 
 def why_unreadable(split: Split, position: int) -> str | None:
-    """The error of the image of sample `position`; None if it can be decoded."""
+    """The error in decoding the image of sample `position`; None if it can be decoded."""
     try:
         _pixels(split.images[int(split.rows[position])], 3, None)
     except Exception as error:
@@ -67,7 +67,7 @@ def why_unreadable(split: Split, position: int) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    return re.sub(r" <_io\.BytesIO[^>]*>", "", one_line(error))[:120]  # Pillow names its buffer, which helps nobody
+    return re.sub(r" <_io\.BytesIO[^>]*>", "", one_line(error))[:120]  # Pillow names its buffer
 
 
 def _pixels(raw, channels: int, shrink: Shrink | None) -> Tensor:
@@ -88,7 +88,7 @@ def _pixels(raw, channels: int, shrink: Shrink | None) -> Tensor:
 
 
 def _jpeg(raw: bytes, channels: int, shrink: Shrink | None) -> Tensor | Image.Image:
-    """Decode a JPEG with torchvision, twice as fast as Pillow; its decoders of other formats crash on damaged files."""
+    """Decode a JPEG with torchvision, twice as fast as Pillow. Its decoders of other formats crash on damaged files."""
     image = _reduced(raw, "L" if channels == 1 else "RGB", shrink) if shrink and len(raw) >= LARGE else None
     if image is not None:
         return image
@@ -96,7 +96,7 @@ def _jpeg(raw: bytes, channels: int, shrink: Shrink | None) -> Tensor | Image.Im
     try:
         mode = "GRAY" if channels == 1 else "RGB"
         return torchvision.io.decode_jpeg(data, mode, apply_exif_orientation=True).permute(1, 2, 0)
-    except RuntimeError:  # Pillow reads more files, or says what is wrong
+    except RuntimeError:  # Pillow reads more files, and its errors are clearer
         return Image.open(io.BytesIO(raw))
 
 
@@ -104,9 +104,9 @@ def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
     """A JPEG image set to be decoded at 1/2, 1/4 or 1/8 of its sides; None to decode it whole."""
     try:
         image = JpegImageFile(io.BytesIO(raw))
-        image.info.pop("xmp", None)  # without EXIF, Pillow would use it; torchvision does not
+        image.info.pop("xmp", None)  # Pillow would use it if there is no EXIF data; torchvision does not
         turned = int(image.getexif().get(ExifTags.Base.Orientation, 1)) in (5, 6, 7, 8)
-    except Exception:  # damaged: decoding the whole image works, or raises an error that says why
+    except Exception:  # damaged: decoding the whole image works, or raises a clear error
         return None
     factor = int(shrink(*(image.size if turned else image.size[::-1])))
     if factor < 2:
@@ -117,7 +117,7 @@ def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
 
 def _upright(image: Image.Image) -> Image.Image:
     image.load()  # a PNG may have EXIF data after its pixels
-    # Searching for EXIF data takes an eighth of the time of an MNIST image, a PNG without any metadata.
+    # A search for EXIF data would take an eighth of the decoding time of MNIST's PNG images, which have no metadata.
     return image if image.format == "PNG" and not image.info else ImageOps.exif_transpose(image)
 
 
@@ -126,12 +126,12 @@ def _eight_bit(image: Image.Image, file_format: str | None) -> Image.Image:
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
         return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise UserError(f"32-bit pixels (mode {image.mode}) have no fixed range", "save it with 8 or 16 bits")
+        raise UserError(f"32-bit pixels (mode {image.mode}) have no fixed range", "save the image with 8 or 16 bits")
     return image
 
 
 def peek(split: Split, count: int = 64, skip: bool = False) -> tuple[int, tuple[int, int] | None]:
-    """Decode some images; returns (1 if all are grey, else 3; their common (height, width), or None).
+    """Decode some images; returns (1 if all are grey, else 3; their (height, width), or None if they differ).
 
     With `skip`, images that cannot be read are skipped; otherwise the first one raises ValueError.
     """
@@ -150,12 +150,12 @@ def peek(split: Split, count: int = 64, skip: bool = False) -> tuple[int, tuple[
 
 
 def shrink_to_center(height: int, width: int, share: float = 1.0) -> Shrink:
-    """How many times smaller `center` makes an image."""
+    """A function that computes how many times smaller `center` makes an image."""
     return lambda whole_height, whole_width: share * min(whole_height / height, whole_width / width)
 
 
 def shrink_to_part(part: Callable[[int, int], tuple[int, int, int, int]], height: int, width: int) -> Shrink:
-    """How many times smaller a crop will be made; `part` gives (top, left, height, width) from an image's sides."""
+    """The same for a crop: `part` computes its (top, left, height, width) from an image's (height, width)."""
 
     def shrink(whole_height: int, whole_width: int) -> float:
         _, _, part_height, part_width = part(whole_height, whole_width)
@@ -165,7 +165,7 @@ def shrink_to_part(part: Callable[[int, int], tuple[int, int, int, int]], height
 
 
 def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tensor:
-    """Resize an image so that its central `share` covers height x width, and crop that; uint8 [H, W, C]."""
+    """Resize an image so that its central `share` is height x width, and crop to that; uint8 [H, W, C]."""
     if tuple(pixels.shape[:2]) == (height, width) and share == 1.0:
         return pixels
     scale = 1 / shrink_to_center(height, width, share)(*pixels.shape[:2])
@@ -175,7 +175,7 @@ def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tenso
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Resize an image, bilinear and antialiased; uint8 [H, W, C]."""
-    # The batch dimension comes first: only then does PyTorch see that channels are last in memory, which is faster.
+    """Resize an image with bilinear interpolation and antialiasing; uint8 [H, W, C]."""
+    # The batch dimension is added first: PyTorch only then detects the channels-last layout, which is faster.
     planes = pixels[None].permute(0, 3, 1, 2)
     return interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0)

@@ -1,8 +1,8 @@
 """Image folders, CLASS/IMAGE.jpg or SPLIT/CLASS/IMAGE.jpg: which folders are splits and which are classes.
 
-A name alone does not decide. A folder `train` beside `car` and `bus` is a class if it holds images directly. It is a
-split if nothing beside it holds images, or if it shares classes with another split. Anything else is an error that
-names the flag to set. A folder that --train_split or --eval_split names is always a split.
+The name alone is not enough. A folder `train` next to `car` and `bus` is a class if it holds images directly. It is a
+split if no folder next to it holds images, or if it has classes in common with another split. Any other case is an
+error that names the flag to set. A folder that --train_split or --eval_split names is always a split.
 """
 
 import os
@@ -36,9 +36,9 @@ class _Layout:
 
 
 def image_folder(path: Path, config: TrainConfig) -> Source:
-    """The splits of an image folder; ValueError if it holds no images or is ambiguous."""
+    """The splits of an image folder. Raises ValueError if it holds no images or is ambiguous."""
     if not path.is_dir():
-        raise UserError(f"{path}: is neither a folder nor a regular file", "give a folder of images or of tables")
+        raise UserError(f"{path}: is neither a folder nor a regular file", "give a folder of images or tables")
     layout = _layout(path, config)
     wanted = config.train_split and layout.aliases.get(config.train_split, config.train_split)
     class_names = class_names_in(layout.folders[split_that_defines_classes(layout.folders, wanted)])
@@ -51,14 +51,14 @@ def image_folder(path: Path, config: TrainConfig) -> Source:
 
 
 def split_word(name: str) -> str | None:
-    """The kind of split that a folder's name means: train, as in `Training` and `train_set`, validation or test."""
+    """The kind of split that a folder name stands for: train (as `Training` and `train_set`), validation or test."""
     found = re.fullmatch(r"([a-z]+?)[ _-]?(set|data|dataset|split|images)?", name.lower())
     return next((split for split, words in _WORDS.items() if found and found[1] in words), None)
 
 
 def _layout(path: Path, config: TrainConfig) -> _Layout:
-    """Decide which folders in `path` are splits; a folder without splits is the split train."""
-    if config.train_split == ".":  # as errors below suggest
+    """Decide which folders in `path` are splits. If there are none, `path` itself is the split train."""
+    if config.train_split == ".":  # as the errors below suggest
         return _Layout({"train": path}, {".": "train"})
     children = {child.name: Path(child.path) for child in folders_in(path)}
     splits = [name for name in children if split_word(name)]
@@ -67,7 +67,7 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
         used = list(dict.fromkeys(name for name in (*splits, train, evaluation) if name))
         if not train and not any(split_word(name) == "train" for name in used):
             raise UserError(
-                f"--eval_split {config.eval_split}: there is no train folder beside it, only {join_names(children)}",
+                f"--eval_split {config.eval_split}: there is no train folder next to it, only {join_names(children)}",
                 "name the folder to train on with --train_split",
             )
         return _split_layout(path, used, config)
@@ -80,7 +80,7 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
         if not _share_a_class(with_classes):
             raise _ambiguous(path, with_classes, others)
         layout = _split_layout(path, splits, config)
-        note = f"{path}: folders beside the splits are not used: {join_names(others)}"
+        note = f"{path}: folders next to the splits are not used: {join_names(others)}"
         return replace(layout, notes=(*layout.notes, note))
     images_in = [name for name in splits if holds_image(children[name])]
     if len(images_in) > 1 or (images_in and len(others) < 2):
@@ -89,7 +89,7 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
 
 
 def _split_layout(path: Path, folders: list[str], config: TrainConfig) -> _Layout:
-    """Name each split: usual names are kept, others become train, validation or test if that name is free."""
+    """Name each split. Usual names are kept; other names become train, validation or test if that name is free."""
     usual = [name for name in folders if name in ("train", *EVAL_NAMES)]
     folder_of = {name: name for name in usual}
     aliases: dict[str, str] = {}
@@ -105,14 +105,14 @@ def _split_layout(path: Path, folders: list[str], config: TrainConfig) -> _Layou
     groups = {word: [name for name in folders if split_word(name) == word] for word in _WORDS}
     if len(groups["train"]) > 1 and not config.train_split:
         raise UserError(
-            f"{path}: {join_names(groups['train'])} may each be the training split",
+            f"{path}: each of {join_names(groups['train'])} may be the training split",
             f"choose with --train_split, or give the folder itself, --data {path / groups['train'][0]}",
         )
     notes = []
     if len(groups["validation"]) > 1 and config.eval_split is None and config.eval_fraction is None:
         used = next(name for name in EVAL_NAMES if name in folder_of)
         found = join_names(groups["validation"])
-        notes = [f"{path}: {folder_of[used]} is the evaluation split (found: {found}); --eval_split chooses another"]
+        notes = [f"{path}: {folder_of[used]} is the evaluation split (found: {found}); --eval_split selects another"]
     return _Layout(
         {name: _inner(path / folder) for name, folder in folder_of.items()},
         {alias: name for alias, name in aliases.items() if alias not in folder_of},
@@ -121,7 +121,7 @@ def _split_layout(path: Path, folders: list[str], config: TrainConfig) -> _Layou
 
 
 def _class_layout(path: Path, children: dict[str, Path], others: list[str]) -> _Layout:
-    """Use the folders as classes; ValueError if some are named like splits and all hold the same classes."""
+    """Use the folders as classes. Raises ValueError if some are named like splits and all hold the same classes."""
     words = {word for words in _WORDS.values() for word in words}
     if len(others) > 1 and any(words & set(re.split("[^a-z]+", name.lower())) for name in others):
         classes_in = [class_names_in(children[name]) for name in others]
@@ -145,7 +145,7 @@ def _inner_layout(path: Path, children: dict[str, Path], others: list[str], conf
 
 
 def _asked_for(path: Path, children: dict[str, Path], wanted: str | None) -> str | None:
-    """The folder that a flag names, by its own name or as train, validation or test."""
+    """The folder that a flag names, by its own name or by train, validation or test."""
     if wanted is None or wanted in children:
         return wanted
     found = next((name for name in children if split_word(name) == wanted), None)
@@ -164,14 +164,14 @@ def _share_a_class(classes_in: Mapping[str, list[str]]) -> bool:
 def _ambiguous(path: Path, classes_in: Mapping[str, list[str]], others: list[str]) -> UserError:
     seen = [f"{n} (with the folders {join_names(inner, 4)})" if inner else n for n, inner in classes_in.items()]
     return UserError(
-        f"{path}: cannot tell splits from classes: {' and '.join(seen)} beside {join_names(others)}",
+        f"{path}: cannot tell splits from classes: {' and '.join(seen)} next to {join_names(others)}",
         f"give --train_split {next(iter(classes_in))} to train on one of them, "
         "or --train_split . to use all folders as classes",
     )
 
 
 def _inner(folder: Path) -> Path:
-    """The folder, or its only subfolder if that names the same split, as in training_set/training_set/cat."""
+    """The folder, or its only subfolder if that stands for the same split, as in training_set/training_set/cat."""
     word = split_word(folder.name)
     same = [Path(child.path) for child in folders_in(folder) if word and split_word(child.name) == word]
     if not same or len(class_names_in(folder)) != 1 or loose_images(folder) or loose_images(same[0]):

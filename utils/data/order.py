@@ -1,4 +1,4 @@
-"""The order of the samples: a pure function of (seed, epoch, position), the same on every number of processes.
+"""The order of the samples, a pure function of (seed, epoch, position), which is the same on any number of processes.
 
 An update takes the next `global_batch_size` samples of the epoch's permutation, fewer at its end, and divides them into
 processes x accumulation microbatches. Rank r computes microbatch `a * processes + r` in accumulation step a.
@@ -13,14 +13,14 @@ import numpy as np
 
 
 def fold_in(*parts: int | str) -> int:
-    """Hash the parts into 64 bits. Seeds are never added, as seed 1, epoch 0 would then equal seed 0, epoch 1."""
+    """Hash the parts into 64 bits. Unlike a sum, it differs for seed 1, epoch 0 and seed 0, epoch 1."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
     """The epoch's random order of all sample indices, int64 [samples].
 
-    It is a stable sort of random keys. They are Philox's raw output, which numpy promises never to change.
+    It is a stable sort of random keys. The keys are the raw output of Philox, which numpy guarantees not to change.
     """
     keys = np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(samples)
     return np.argsort(keys, kind="stable")
@@ -86,8 +86,8 @@ class Plan:
 class MicrobatchSampler(Sized, Iterable):
     """Emits microbatches of at most `largest` samples, for a DataLoader that `Accelerator.prepare` wraps.
 
-    Accelerate gives rank r every microbatch whose number is r modulo the number of processes. This is exact only
-    because a sampler has neither a `batch_size` nor a `set_epoch` attribute and `even_batches` is off.
+    Accelerate assigns microbatch i to rank i modulo the number of processes. It does so without changing the batches
+    only because a sampler has neither a `batch_size` nor a `set_epoch` attribute, and `even_batches` is off.
     """
 
     largest: int

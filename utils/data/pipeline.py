@@ -20,7 +20,7 @@ ImageDataset = DecodedImages | EncodedImages
 def make_dataset(
     split: Split, spec: InputSpec, config: TrainConfig, training: bool, progress: Callable
 ) -> ImageDataset:
-    """Decode small images now, or take them from the cache; photographs are decoded batch by batch."""
+    """Decode small images now, or load them from the cache. Photographs are decoded batch by batch."""
     if spec.small:
         pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
         return DecodedImages(pixels, split.labels, split.readable)
@@ -38,12 +38,12 @@ def make_loader(
 def make_loaders(
     parts: Mapping[str, tuple[ImageDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
 ) -> list[DataLoader]:
-    """The loaders of a rank, for `Accelerator.prepare`. They are made together, as they share /dev/shm."""
+    """The loaders of a rank, for `Accelerator.prepare`. They are created together, because they share /dev/shm."""
     wanted = min(8, threads) if config.num_workers is None else config.num_workers
-    wanted = min(wanted, most_workers())  # settings may come from a larger machine
+    wanted = min(wanted, most_workers())  # the settings may come from a larger machine
     sizes = {}  # bytes of the images in the largest batch, by name of the loader
     for name, (dataset, sampler) in parts.items():
-        # A batch of small images is one copy. Passing it between processes would take longer.
+        # A batch of small images is one copy, which is faster than passing it between processes.
         if isinstance(dataset, EncodedImages):
             sizes[name] = sampler.largest * dataset.spec.height * dataset.spec.width * dataset.spec.channels
     choices = dict(zip(sizes, workers_that_fit(sizes, wanted), strict=True))

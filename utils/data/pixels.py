@@ -29,7 +29,7 @@ def open_pixels(path: Path) -> np.memmap:
 
 
 def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
-    """What is wrong with a file of images of this shape, or "". `thorough` also checks the pixels.
+    """The damage of a file of images of this shape, or "" if there is none. `thorough` also checks the pixels.
 
     Raises OSError if the file cannot be read.
     """
@@ -37,7 +37,7 @@ def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
         mapped = open_pixels(path)
     except OSError:
         raise
-    except Exception as error:  # numpy raises any type of error for a damaged header
+    except Exception as error:  # numpy raises errors of any class for a damaged header
         return f"not an array: {one_line(error)[:100]}"
     if mapped.shape != shape or mapped.dtype != np.uint8 or not mapped.flags.c_contiguous:
         return f"{mapped.dtype} {list(mapped.shape)} instead of uint8 {list(shape)}"
@@ -52,19 +52,19 @@ def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
 
 
 def write_pixels(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
-    """Write chunks of images to the file, in order. It appears whole or not at all; an OSError names it."""
+    """Write chunks of images to the file, in order, completely or not at all. An OSError names the file."""
     with _whole_or_not_at_all(path) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
-        file.flush()  # only an empty file may have no lock yet, see `remove_leftovers`
+        file.flush()  # a file that is not empty has a lock, see `remove_leftovers`
         start = file.tell()
         for pixels in chunks:
-            file.write(pixels.data)  # not through a memory map: a full disk would raise SIGBUS
+            file.write(pixels.data)  # not to a memory map, because a full disk would raise SIGBUS
         file.flush()
         file.write(_CHECKSUM % _content_of_file(file, start, shape).encode())
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the partial files of killed processes, which hold no lock any more.
+    """Delete the partial files of killed processes, which are no longer locked.
 
     A live process, on any machine, locks its file before it writes the first byte.
     """
@@ -76,7 +76,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _content(shape: Sequence[int], read: Callable) -> str:
-    """SHA-256 of the SHA-256s of blocks of images, on all cores; `read(start, end)` returns the bytes of images."""
+    """SHA-256 of the SHA-256s of blocks of images, computed on all cores; `read(start, end)` returns their bytes."""
     rows = max(1, _BLOCK // max(1, math.prod(shape[1:])))
     with ThreadPoolExecutor(len(usable_cores())) as pool:
         starts = range(0, shape[0], rows)

@@ -1,7 +1,7 @@
 """Record in checkpoints which samples a run trains and evaluates on, find them again later, and report changes.
 
-Image files are recorded by name, so new files do not move other samples, and missing files are noticed. The rows of a
-table have no names: of a table, only the whole split is compared.
+Image files are recorded by name, so new files do not move other samples, and missing files are detected. The rows of a
+table have no names, so tables are only compared as a whole.
 """
 
 import gzip
@@ -23,17 +23,17 @@ from utils.data.splits import Files, Split
 from utils.errors import UserError
 
 FILE = "samples.json.gz"
-_MOST_PACKED = 100  # most bytes that a byte of the file unpacks to: about ten in real records
-_LARGEST = 2**30  # most bytes of an unpacked file: enough for ten million samples with long names
+_MOST_PACKED = 100  # most bytes that one byte of the file may unpack to; about ten in real records
+_LARGEST = 2**30  # most bytes of the unpacked file; enough for ten million samples with long names
 _CHOICES = ("train_split", "eval_split", "eval_fraction", "seed")  # settings that decide which samples are in a split
 
 
 @dataclass(frozen=True)
 class RecordedSplit:
-    """One split of a run: the split `source` of the data set that it was taken from, and its samples in order.
+    """One split of a run: its samples in order, and `source`, the split of the data set that they were taken from.
 
-    For a table, `count`, `labels` and `content` describe the whole split `source`; for files, they describe these
-    samples. Each file also has a name, a checksum of both ends, and a class.
+    For a table, `count`, `labels` and `content` describe the whole split `source`. For files, they describe these
+    samples, and each file also has a name, a checksum of both ends, and a class.
     """
 
     name: str
@@ -68,7 +68,7 @@ class RecordedSplit:
             raise ValueError("malformed")
 
     def files(self) -> tuple[list[str], list[int], list[int]]:
-        """The names, checksums and classes of the files; empty for a table, and without checksums if none are known."""
+        """The names, checksums and classes of the files. All are empty for a table; checksums are empty if unknown."""
         return self.names or [], self.ends or [], self.classes or []
 
 
@@ -102,12 +102,12 @@ class Record:
             part.check(len(names))
 
     def has_same_choices(self, config: TrainConfig) -> bool:
-        """Whether these settings split the data set as the recorded ones do."""
+        """Whether these settings split the data set in the same way as the recorded ones."""
         return self.choices == _choices(config)
 
     @cached_property
     def data(self) -> bytes:
-        """The content of the file in a checkpoint, made once; equal records give equal bytes."""
+        """The contents of the file in a checkpoint, computed once. Equal records give equal bytes."""
         parts = {"train": vars(self.train), "evaluation": vars(self.evaluation)}
         values = {"format": 1, **parts, "class_names": self.class_names, "choices": self.choices}
         text = json.dumps(values, separators=(",", ":"))
@@ -117,7 +117,7 @@ class Record:
 def make_record(
     config: TrainConfig, class_names: list[str], train: tuple[Split, Split], evaluation: tuple[Split, Split]
 ) -> Record:
-    """Describe both splits, each given with the whole split that it was taken from."""
+    """Describe both splits. Each is passed together with the whole split that it was taken from."""
     return Record(RecordedSplit.of(*train), RecordedSplit.of(*evaluation), list(class_names), _choices(config))
 
 
@@ -126,7 +126,7 @@ def _choices(config: TrainConfig) -> dict:
 
 
 def read_record(path: Path) -> Record:
-    """The record in a file of a verified checkpoint; ValueError if it is invalid."""
+    """The record in a file of a verified checkpoint. Raises ValueError if it is invalid."""
     try:
         packed = path.read_bytes()
         largest = min(_LARGEST, _MOST_PACKED * len(packed) + 2**16)
@@ -143,11 +143,11 @@ def read_record(path: Path) -> Record:
         record.check()
         return record
     except (ValueError, TypeError, KeyError, OSError, EOFError, RecursionError, OverflowError, zlib.error) as error:
-        raise UserError(f"{path}: damaged ({str(error)[:80]})", "take another checkpoint") from None
+        raise UserError(f"{path}: damaged ({str(error)[:80]})", "use another checkpoint") from None
 
 
 class MatchedFiles(NamedTuple):
-    """A recorded split as it is now, the positions of images that changed, and lines to print about the changes."""
+    """The current state of a recorded split, the positions of changed images, and lines to print about the changes."""
 
     split: Split
     changed: np.ndarray
@@ -157,9 +157,9 @@ class MatchedFiles(NamedTuple):
 
 
 def match_files(record: Record, part: RecordedSplit, whole: Split, class_names: Sequence[str]) -> MatchedFiles:
-    """Find the files of a recorded split in `whole`, the split that they were taken from, as it is now.
+    """Find the files of a recorded split in `whole`, the current state of the split that they were taken from.
 
-    Labels are indices into `class_names`, the classes of `whole`. Missing files keep their place and count as
+    Labels are indices into `class_names`, the classes of `whole`. Missing files keep their positions and are marked
     unreadable.
     """
     names, recorded_ends, classes = part.files()
@@ -195,7 +195,7 @@ def match_files(record: Record, part: RecordedSplit, whole: Split, class_names: 
 
 
 def _count_and_names(part: RecordedSplit, positions: np.ndarray, what: str) -> list[str]:
-    """A line that counts and names the files at these positions; none if there are no positions."""
+    """A line with the number and the names of the files at these positions; no line if there are none."""
     if not len(positions):
         return []
     names = ", ".join(part.files()[0][position] for position in positions[:3]) + ", ..." * (len(positions) > 3)
@@ -225,10 +225,10 @@ def is_same(part: RecordedSplit, whole: Split) -> bool:
 
 
 def differences(part: RecordedSplit, fresh: RecordedSplit, whole: Split) -> list[str]:
-    """Lines about how the training samples that these settings choose differ from the recorded ones."""
+    """Lines about the differences between the recorded training samples and those that these settings select."""
     if part.names is None or fresh.names is None:
         if (part.names, fresh.names) != (None, None) or part.source != fresh.source:
-            return [f"the run used split {part.source!r} of another data set"]
+            return [f"the run used split {part.source!r} of a different data set"]
         return table_changes(part, whole)
     (names, ends, _), (fresh_names, fresh_ends, _) = part.files(), fresh.files()
     gone, new = set(names) - set(fresh_names), set(fresh_names) - set(names)

@@ -1,4 +1,4 @@
-"""Find the class folders and the image files of a split, and what is left out."""
+"""Find the class folders and the image files of a split, and list what is left out."""
 
 import os
 import stat
@@ -12,20 +12,20 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from utils.console import join_names
 from utils.errors import UserError
 
-# Folders that systems and tools add, besides hidden ones whose names begin with a dot.
+# Folders that systems and tools add. Folders whose names begin with a dot are hidden too.
 _JUNK = ("__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information", "__pycache__")
 _SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 @dataclass
 class LeftOut:
-    """What a split's folder holds besides its samples."""
+    """The contents of a split's folder that are not used as samples."""
 
     hidden_folders: Counter = field(default_factory=Counter)  # by name, such as .ipynb_checkpoints
     hidden_files: int = 0
-    not_images: Counter = field(default_factory=Counter)  # other files by the end of their names, such as .heic
+    not_images: Counter = field(default_factory=Counter)  # other files by their extension, such as .heic
     empty_classes: list[str] = field(default_factory=list)
-    loose: int = 0  # images beside the class folders, which have no class
+    loose: int = 0  # images next to the class folders, which have no class
     linked: list[str] = field(default_factory=list)  # links to folders that are already included
 
     def notes(self, folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ class LeftOut:
             kinds = [f"{kind or 'no extension'} ({count})" for kind, count in self.not_images.most_common()]
             lines.append(f"files of types that are not read are left out: {join_names(kinds, 6)}")
         if self.loose:
-            lines.append(f"images beside the class folders have no class and are left out ({self.loose} found)")
+            lines.append(f"images next to the class folders have no class and are left out ({self.loose} found)")
         if self.linked:
             lines.append(f"links to folders that are already included are left out: {join_names(self.linked, 3)}")
         return [f"{folder}: {line}" for line in lines]
@@ -47,7 +47,7 @@ class Scan:
     """One pass over all files of a split, given its folder and its class folders."""
 
     def __init__(self, folder: Path, children: list[os.DirEntry]):
-        self.bad: dict[str, str] = {}  # paths that are named like images and are not files, with the reason
+        self.bad: dict[str, str] = {}  # paths with names of images that are not files, with the reason
         self.left_out = LeftOut()
         # The class of each folder that is entered, so that no image is read twice; "" for the split and its parents.
         self.class_of = dict.fromkeys(_with_parents(folder), "")
@@ -61,7 +61,7 @@ class Scan:
         found: list[str] = []
         for entry in sorted(os.scandir(folder), key=attrgetter("name")):
             is_image = _looks_like_image(entry.name)
-            if is_image and _is_file(entry):  # tested first, as there may be millions
+            if is_image and _is_file(entry):  # tested first, because there may be millions
                 found.append(entry.path)
             elif is_folder(entry):
                 if self._enters(entry, class_name):
@@ -74,7 +74,7 @@ class Scan:
         return found
 
     def count_beside_classes(self, folder: Path) -> None:
-        """Count the hidden folders and the files beside the class folders."""
+        """Count the hidden folders and the files next to the class folders."""
         for entry in os.scandir(folder):
             if is_folder(entry):
                 if _is_hidden(entry.name):
@@ -126,7 +126,7 @@ def class_names_in(folder: Path) -> list[str]:
 
 
 def holds_image(folder: str | Path, entered: set | None = None) -> bool:
-    """Whether a file in or below a folder is named like an image; stops at the first one."""
+    """Whether any file in or below a folder is named like an image."""
     entered = entered or _with_parents(Path(folder))
     below = []
     with os.scandir(folder) as entries:
@@ -183,7 +183,7 @@ def _kind_of(entry: os.DirEntry) -> str:
 
 
 def _identity(path: str | Path) -> tuple[int, int]:
-    """The device and inode of a folder, which are the same through any link."""
+    """The device and inode of a folder, which do not depend on the link that leads to it."""
     found = os.stat(path)
     return found.st_dev, found.st_ino
 
@@ -195,5 +195,5 @@ def _with_parents(folder: Path) -> set[tuple[int, int]]:
 
 
 def class_name_of(entry: os.DirEntry) -> str:
-    """The name of a class folder, the same under every locale; bytes that are not UTF-8 become lone surrogates."""
+    """The name of a class folder, the same in any locale. Bytes that are not UTF-8 become lone surrogates."""
     return os.fsencode(entry.name).decode("utf-8", "surrogateescape")

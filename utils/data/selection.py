@@ -1,4 +1,4 @@
-"""Choose the samples that a run trains and evaluates on."""
+"""Select the samples that a run trains and evaluates on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,10 +20,10 @@ SILENT = Terminal(False)
 
 
 def load_data(config: TrainConfig, record: Record | None = None, terminal: Terminal = SILENT) -> Data:
-    """Open the data set and choose its two splits; ValueError or OSError if that fails.
+    """Open the data set and choose its two splits. Raises ValueError or OSError if that fails.
 
-    A resumed run passes the `record` of its checkpoint, to continue with the same samples. All images are checked.
-    `terminal` shows progress and messages.
+    A resumed run passes the `record` of its checkpoint, to continue with the same samples. All images are checked, and
+    progress and messages are printed to `terminal`.
     """
     source = _open_checked(config, terminal)
     if record is not None and record.has_same_choices(config) and record.train.names is not None:
@@ -53,10 +53,10 @@ def load_split(
 ) -> Split:
     """One split to evaluate, with labels that are indices into `class_names`.
 
-    Of the run's `own_data`, None means what the run evaluated on and "train" what it trained on, hold-outs included:
-    the files in the checkpoint's `record`, if there is one. Of other data, None means its evaluation split, or its
-    only split. Any other name is the split of that name. A data set that holds all images of the record counts as the
-    run's own, wherever it is stored.
+    In the run's `own_data`, None selects the samples that the run evaluated on, and "train" those that it trained on,
+    as recorded in the checkpoint's `record`, if there is one. In other data, None selects its evaluation split, or its
+    only split. Any other name selects the split of that name. A data set that has all images of the record counts as
+    the run's own, even if it has been moved.
     """
     source = _open_checked(config, terminal)
     if not own_data and record is not None and name in (None, "train") and _holds_all(source, record):
@@ -74,26 +74,26 @@ def load_split(
 
 
 def _open_checked(config: TrainConfig, terminal: Terminal) -> Source:
-    """The source that --data names; the images of each split are checked when it is opened."""
+    """The source that --data names. The images of a split are checked when the split is opened."""
     source = open_source(config)
     source.check = partial(_checked, config=config, progress=terminal.progress("checking images"))
     return source
 
 
 def _checked(split: Split, config: TrainConfig, progress: Callable) -> Split:
-    """Check all images of a split as --check_images and --bad_images say."""
+    """Check all images of a split according to --check_images and --bad_images."""
     check = partial(check_images, split, cache_dir=config.cache_dir, progress=progress)
     checked = check(full=config.check_images == "full")
     is_quick = config.check_images != "full" and checked.ends is not None
     if config.bad_images == "skip" and is_quick and checked.readable.any():
-        # Small images are all decoded before training: those that fail must be known before samples are counted.
+        # All small images are decoded before training. Unreadable ones must be known before samples are counted.
         size = config.image_size or max(peek(checked, skip=True)[1] or (SMALL + 1,))
         return check(full=True) if size <= SMALL else checked
     return checked
 
 
 def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
-    """The samples to train on and those to evaluate on, each with the whole split that they were taken from."""
+    """The samples to train on and to evaluate on, each with the whole split that they were taken from."""
     train_name = _train_name(source, config.train_split)
     whole = source.split(train_name)
     train = _readable_part(whole, config)
@@ -106,7 +106,7 @@ def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Sp
 
 
 def _readable_part(split: Split, config: TrainConfig) -> Split:
-    """The split without unreadable images; with --bad_images refuse, ValueError names them."""
+    """The split without unreadable images. With --bad_images refuse, raises ValueError, which names them."""
     if config.bad_images == "refuse":
         refuse_bad(split)
     if split.readable.all():
@@ -121,7 +121,7 @@ def _check_any_readable(split: Split) -> None:
 
 
 def _recorded_splits(record: Record, source: Source, config: TrainConfig, terminal: Terminal) -> tuple[Split, Split]:
-    """The two splits that a run began with; unreadable images keep their places."""
+    """The two original splits of a run. Unreadable images keep their positions."""
     wholes = [source.split(_existing(source, part.source, "the run used split")) for part in record.parts]
     if source.class_names != record.class_names:
         problem = _class_changes(record.class_names, source.class_names)
@@ -147,18 +147,18 @@ def _recorded_splits(record: Record, source: Source, config: TrainConfig, termin
 
 def _without_changed(split: Split, positions: np.ndarray) -> Split:
     """Mark the images at these positions, which have changed, as unreadable."""
-    changed = dict.fromkeys(split.rows[positions].tolist(), "changed since the run began")
+    changed = dict.fromkeys(split.rows[positions].tolist(), "changed since the run started")
     return replace(split, bad={**split.bad, **changed}) if changed else split
 
 
 def _class_changes(before: list[str], now: list[str]) -> str:
     new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
     parts = [f"new: {join_names(new, 3)}"] * bool(new) + [f"removed: {join_names(gone, 3)}"] * bool(gone)
-    return f"the classes changed since training ({'; '.join(parts) or 'another order'})"
+    return f"the classes changed since training ({'; '.join(parts) or 'a different order'})"
 
 
 def _check_same(record: Record, fresh: Record, train_whole: Split, eval_whole: Split | None) -> None:
-    """Raise ValueError unless the samples are those that the run began with; with None, compare only training."""
+    """Raise ValueError unless these are the original samples of the run; with None, compare only training samples."""
     changes = differences(record.train, fresh.train, train_whole)
     if not changes and eval_whole is not None:
         changes = differences(record.evaluation, fresh.evaluation, eval_whole)
@@ -168,7 +168,7 @@ def _check_same(record: Record, fresh: Record, train_whole: Split, eval_whole: S
 
 
 def _report_left_out(splits: Sequence[Split], terminal: Terminal) -> dict[str, str]:
-    """Report the images that cannot be read and are left out; returns them with the reasons."""
+    """Report the unreadable images, which are left out; returns them with the reasons."""
     images: dict[str, str] = {}
     for split in splits:
         positions = np.flatnonzero(~split.readable).tolist()
@@ -181,7 +181,7 @@ def _report_left_out(splits: Sequence[Split], terminal: Terminal) -> dict[str, s
 
 
 def _holds_all(source: Source, record: Record) -> bool:
-    """Whether a data set holds all samples of the record."""
+    """Whether a data set has all samples of the record."""
     names = {part.source for part in record.parts}
     return names <= source.openers.keys() and all(is_same(part, source.split(part.source)) for part in record.parts)
 
@@ -202,7 +202,7 @@ def _own_split(source: Source, config: TrainConfig, training: bool, record: Reco
     is_hold_out = train[1] is evaluation[1]
     if record is None and is_hold_out:
         terminal.print(
-            "the checkpoint has no record of its samples: the hold-out is right only if no sample was added since"
+            "the checkpoint does not record its samples: the hold-out is correct only if no sample was added since"
         )
     changes = table_changes(part, whole) if part else []
     if changes and is_hold_out:
@@ -216,7 +216,7 @@ def _own_split(source: Source, config: TrainConfig, training: bool, record: Reco
 
 
 def _report_trained_on(record: Record | None, split: Split, terminal: Terminal) -> None:
-    """Report if images to evaluate on are the run's training images."""
+    """Report how many of the images to evaluate on are training images of the run."""
     if record is not None and record.train.ends and split.ends is not None:
         known = int(np.isin(split.ends[split.rows], record.train.ends).sum())
         if known:
@@ -230,7 +230,7 @@ def _train_name(source: Source, wanted: str | None) -> str:
         return "train"
     if len(source.openers) == 1 and not set(source.openers) & set(EVAL_NAMES):
         return next(iter(source.openers))
-    raise UserError("no split called train", f"choose one with --train_split out of {join_names(source.openers)}")
+    raise UserError("no split called train", f"set --train_split to one of {join_names(source.openers)}")
 
 
 def _eval_name(source: Source, train_name: str, wanted: str | None) -> str | None:
@@ -240,8 +240,8 @@ def _eval_name(source: Source, train_name: str, wanted: str | None) -> str | Non
 
 
 def _existing(source: Source, name: str, flag: str) -> str:
-    """The name of a split, which users may give by an alias; ValueError that begins with `flag` if there is none."""
+    """The name of the split that `name`, or an alias, refers to. Raises ValueError, with `flag`, if there is none."""
     name = source.aliases.get(name, name)
     if name not in source.openers:
-        raise UserError(f"{flag} {name}: no such split", f"there are {join_names(source.openers)}")
+        raise UserError(f"{flag} {name}: no such split", f"use one of {join_names(source.openers)}")
     return name

@@ -15,7 +15,7 @@ from utils.files import expand
 
 
 def check_source(config: TrainConfig) -> None:
-    """Raise ValueError if --data names nothing that exists; opens nothing."""
+    """Raise ValueError if what --data names does not exist. Does not open it."""
     _check_names(config)
     name, (kind, _, rest) = config.data, config.data.partition("/")
     path = expand(name)
@@ -23,21 +23,21 @@ def check_source(config: TrainConfig) -> None:
         torchvision_class(rest)
     elif name == "digits" or kind == "synthetic":
         return
-    elif not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):  # else it may be on the Hub
-        raise UserError(f"--data {name}: no such file, folder or data set", "--help lists what it takes")
+    elif not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):  # else it may be a Hub id
+        raise UserError(f"--data {name}: no such file, folder or data set", "--help lists the valid values")
     elif not path.is_dir() or has_tables(path):
-        import datasets  # noqa: F401  takes half a second: here on all ranks at once, in load_data one rank after another
+        import datasets  # noqa: F401  takes half a second; load_data would import it on one rank after the other
 
 
 def _check_names(config: TrainConfig) -> None:
-    """Raise ValueError for a name that config.yaml cannot store, as the run could not be resumed."""
+    """Raise ValueError for a name that config.yaml cannot store, because the run could not be resumed."""
     for name, value in (vars(config) | {"data": absolute_data(config.data)}).items():
         if isinstance(value, str) and not value.isascii() and value.encode("utf-8", "replace").decode() != value:
             raise UserError(f"--{name} {printable(value)}: this name is not UTF-8", "rename it")
 
 
 def open_source(config: TrainConfig) -> Source:
-    """The source that --data names; ValueError or OSError if it cannot be read."""
+    """The data set that --data names. Raises ValueError or OSError if it cannot be read."""
     name = config.data
     kind, _, rest = name.partition("/")
     if name == "digits":

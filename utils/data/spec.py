@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SMALL = 96  # pixels; images with sides up to this are decoded once and kept
+SMALL = 96  # pixels; images with sides up to this are decoded once and cached
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class InputSpec:
 
     @classmethod
     def from_dict(cls, values: dict) -> "InputSpec":
-        """Make a spec from the output of `asdict`; ValueError if the values are invalid."""
+        """Make a spec from the output of `asdict`. Raises ValueError if the values are invalid."""
         try:
             spec = cls(**values)
             fits = all(type(n) is int and 0 < n < 2**16 for n in (spec.height, spec.width, spec.channels))

@@ -1,4 +1,4 @@
-"""A split of a data set: labels in memory, images still encoded; and functions that make one split from another."""
+"""A split of a data set, with labels in memory and images still encoded, and functions that derive splits."""
 
 import errno
 import hashlib
@@ -22,7 +22,7 @@ EVAL_NAMES = ("validation", "valid", "val", "eval", "test")  # tried in this ord
 class Images(Protocol):
     """The images of a split: encoded files (bytes), arrays (HxW or CxHxW uint8) or Pillow images.
 
-    If it has a method `many(rows)`, reading several rows at once is faster than one by one.
+    If it has a method `many(rows)`, this reads several rows faster than one by one.
     """
 
     def __len__(self) -> int: ...
@@ -34,9 +34,9 @@ class Images(Protocol):
 class Split:
     """The samples of one split: `images[rows[i]]` is the encoded image of sample i, `labels[i]` its class.
 
-    `labels` and `rows` are int64 [N]; several samples may share a row. `fingerprint` changes when an image may have
-    changed; image files have a stamp each instead. A check of the images adds, by row, `ends`, a checksum of each
-    image (int64 [len(images)]), and `bad`, the errors of unreadable images.
+    `labels` and `rows` are int64 [N]; several samples may share a row. `fingerprint` changes if an image may have
+    changed; image files have a stamp each instead. A check of the images adds two fields, both by row: `ends`, a
+    checksum of each image (int64 [len(images)]), and `bad`, the errors of unreadable images.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Split:
 
     @cached_property
     def readable(self) -> np.ndarray:
-        """False where a sample's image is known to be unreadable: bool [N]."""
+        """bool [N]: False for each sample whose image is known to be unreadable."""
         return ~np.isin(self.rows, list(self.bad)) if self.bad else np.ones(len(self), bool)
 
     def select(self, positions: np.ndarray) -> "Split":
@@ -62,7 +62,7 @@ class Split:
 
     @property
     def cache_key(self) -> str:
-        """Identifies the images and their order, for the name of a file that is made from them."""
+        """Identifies the images and their order; part of the name of the file that caches them."""
         stamps: list[str] = []
         if isinstance(self.images, Files):
             paths, rows = self.images.paths, self.rows[self.readable]
@@ -71,18 +71,18 @@ class Split:
 
     @cached_property
     def label_fingerprint(self) -> str:
-        """Changes when a label or the order of the samples does; computed once, as every checkpoint stores it."""
+        """A hash of the labels and the order of the samples. Computed once, because every checkpoint stores it."""
         return fingerprint_of(np.ascontiguousarray(self.labels).data)
 
     @cached_property
     def content(self) -> str:
-        """Changes when an image does, but not when the images move; empty if they have not been checked."""
+        """A hash of the images, which does not change if they move; empty if they have not been checked."""
         if isinstance(self.images, np.ndarray):
             return fingerprint_of(np.ascontiguousarray(self.images).data, np.ascontiguousarray(self.rows).data)
         return "" if self.ends is None else fingerprint_of(self.ends[self.rows].data)
 
     def read_ahead(self, positions: Sequence[int]) -> list:
-        """The encoded images of several samples; None for each that is better read alone."""
+        """The encoded images of several samples; None for images that are read one by one."""
         if not hasattr(self.images, "many"):
             return [None] * len(positions)
         return self.images.many([int(self.rows[position]) for position in positions])
@@ -109,13 +109,13 @@ class Data:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when a sample of either split does, but not when the data set moves."""
+        """A hash of the samples of both splits, which does not change if the data set moves."""
         splits = (self.train, self.evaluation)
         return fingerprint_of(*(text for split in splits for text in (split.label_fingerprint, split.content)))
 
 
 class Files:
-    """Image files by path, below a folder `root`; reading one gives its bytes."""
+    """Image files by path, below a folder `root`; indexing returns the bytes of a file."""
 
     def __init__(self, paths: list[str], root: str = "", left_out: LeftOut | None = None):
         self.paths, self.root = paths, root
@@ -126,7 +126,7 @@ class Files:
 
     @cached_property
     def names(self) -> list[str]:
-        """The paths relative to the root, which stay the same when the data set moves."""
+        """The paths relative to the root, which do not change if the data set moves."""
         start = len(os.path.join(self.root, ""))
         return [path[start:] for path in self.paths]
 
@@ -135,11 +135,11 @@ class Files:
             return file.read()
 
     def stamp(self, row: int) -> tuple[int, int, int]:
-        """Size in bytes, modification and change time in ns of a file; OSError if it is missing or a special file."""
+        """Size in bytes, modification and change time in ns. Raises OSError for a missing or special file."""
         status = os.stat(self.paths[row])
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", self.paths[row])
-        # The change time differs even if a tool restores the size and the modification time.
+        # The change time changes even if a tool restores the size and the modification time.
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -160,11 +160,11 @@ class Source:
 
     @property
     def opened(self) -> list[Split]:
-        """The splits that are open."""
+        """The splits that have been opened."""
         return list(self._opened.values())
 
     def split(self, name: str) -> Split:
-        """The split of this name, which must exist; ValueError if it is empty or a label is out of range."""
+        """The split of this name, which must exist. Raises ValueError if it is empty or a label is out of range."""
         if name not in self._opened:
             split = self.openers[name]()
             check_labels(split, len(self.class_names))
@@ -173,12 +173,12 @@ class Source:
 
 
 def split_that_defines_classes(names: Collection[str], wanted: str | None) -> str:
-    """Of these split names: `wanted`, or else train, or else the first."""
+    """`wanted` if it is one of these split names, else train, else the first name."""
     return next((name for name in (wanted, "train") if name and name in names), next(iter(names)))
 
 
 def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
-    """A split of all images in order, with one label for each."""
+    """A split with all images in order, and one label for each."""
     labels = np.ascontiguousarray(labels, dtype=np.int64)
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
@@ -186,25 +186,25 @@ def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
 def check_labels(split: Split, classes: int) -> None:
     """Raise ValueError if the split is empty or a label is outside 0 .. classes - 1."""
     if not len(split):
-        raise UserError(f"split {split.name!r} is empty", "choose another with --train_split or --eval_split")
+        raise UserError(f"split {split.name!r} is empty", "choose another one with --train_split or --eval_split")
     wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
     if len(wrong):
         label = split.labels[wrong[0]]
-        fix = "if the split is unlabelled, choose another with --eval_split" if label < 0 else "fix the labels"
+        fix = "if the split is unlabelled, choose another one with --eval_split" if label < 0 else "fix the labels"
         raise UserError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}", fix)
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     """Hold out a random `fraction` of each class; returns (the rest, the hold-out).
 
-    The number held out is exact to one sample, per class and in total. The only sample of a class stays in the rest.
+    The size of the hold-out is exact to one sample, per class and in total. A single sample of a class is not held out.
     Raises ValueError if either part would be empty.
     """
     key = fold_in(seed, "hold-out")
     _, labels, counts = np.unique(split.labels, return_inverse=True, return_counts=True)
     order = permutation(len(split), key, 0)
     order = order[np.argsort(labels[order], kind="stable")]  # class by class, in random order within each
-    # In that order, every 1/fraction-th sample is held out, from a random start.
+    # In this order, every (1/fraction)-th sample is held out, from a random start.
     steps = np.floor(np.arange(len(split) + 1) * fraction + key / 2**64)
     is_held = np.zeros(len(split), bool)
     is_held[order] = np.diff(steps) > 0
@@ -219,14 +219,14 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
 
 
 def random_subset(split: Split, count: int | None, seed: int) -> Split:
-    """`count` random samples in their former order; all if there are no more, or if `count` is None."""
+    """`count` random samples in their original order; all samples if there are fewer, or if `count` is None."""
     if count is None or count >= len(split):
         return split
     return split.select(np.sort(permutation(len(split), fold_in(seed, "subset", split.name), 0)[:count]))
 
 
 def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
-    """Change labels from indices into `class_names` to indices into `wanted`; ValueError if a class is not in it."""
+    """Map labels, indices into `class_names`, to indices into `wanted`. Raises ValueError if it lacks a class."""
     if class_names == wanted:
         return split
     number = {name: index for index, name in enumerate(wanted)}
@@ -234,14 +234,14 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
     unknown = sorted({class_names[label] for label in np.unique(split.labels) if table[label] < 0})
     if unknown:
         raise UserError(
-            f"the checkpoint does not know the class {unknown[0]!r}, only {join_names(wanted)}",
+            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}",
             "evaluate data with these classes",
         )
     return replace(split, labels=table[split.labels])
 
 
 def fingerprint_of(*parts) -> str:
-    """A hash of the parts, each bytes (or a memoryview) or anything that `str` describes."""
+    """A hash of the parts. Each is bytes, a memoryview, or any value, of which `str` is hashed."""
     digest = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes | memoryview) else str(part).encode("utf-8", "surrogatepass")

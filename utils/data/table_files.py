@@ -15,7 +15,7 @@ TABLE_FILES = ("*.parquet", "*.arrow", "dataset_dict.json", "state.json")  # a f
 
 
 def has_tables(folder: Path) -> bool:
-    """Whether a folder holds tables directly."""
+    """Whether a folder directly contains tables."""
     return any(_visible(folder, name) for name in TABLE_FILES)
 
 
@@ -25,7 +25,7 @@ def _visible(folder: Path, pattern: str) -> list[Path]:
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether this is a folder that save_to_disk wrote."""
+    """Whether save_to_disk wrote this folder."""
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
@@ -36,16 +36,16 @@ def read_table_files(path: Path):
     _check_files(path)
     try:
         return _read(path)
-    except Exception as error:  # damaged files make the libraries raise anything
+    except Exception as error:  # the libraries raise errors of any class for damaged files
         _check_cache(error, path)
         reason = one_line(error.__cause__ or error)[:300]
         raise UserError(
-            f"{_unreadable_file(path)}: cannot be read ({reason})", "fix or remove it (it must have rows)"
+            f"{_unreadable_file(path)}: cannot be read ({reason})", "fix or remove it (a table must have rows)"
         ) from error
 
 
 def _check_cache(error: Exception, path: Path) -> None:
-    """Raise ValueError if reading failed because `datasets` cannot write its cache: then the data is not damaged."""
+    """Raise ValueError if reading failed only because `datasets` cannot write its cache; the data may be undamaged."""
     from datasets import config
 
     cause: BaseException | None = error
@@ -64,7 +64,7 @@ def _check_cache(error: Exception, path: Path) -> None:
 def _read(path: Path):
     from datasets import Dataset, config, load_dataset, load_from_disk
 
-    # Otherwise it would report the read to the Hub, and wait for a network where there is none.
+    # Otherwise it would report the read to the Hub, and wait if there is no network.
     config.HF_UPDATE_DOWNLOAD_COUNTS = False
     hide_bars_without_terminal()
     if _is_saved(path):
@@ -79,7 +79,7 @@ def _read(path: Path):
 
 
 def _check_files(path: Path) -> None:
-    """Raise ValueError if a table is not a regular file, or if a shard is missing or a duplicate."""
+    """Raise ValueError if a table is not a regular file, or if a shard is missing or duplicated."""
     if path.is_file():
         return
     for file in (file for pattern in TABLE_FILES for file in _visible(path, pattern)):
@@ -94,7 +94,7 @@ def _check_files(path: Path) -> None:
 
 
 def _check_saved(path: Path) -> None:
-    """Check that a save_to_disk folder holds all files that it lists; `datasets` reports damaged lists."""
+    """Check that a save_to_disk folder contains all files that it lists. `datasets` reports damaged lists itself."""
     malformed = (OSError, ValueError, TypeError, KeyError, RecursionError)
     folders = [path]
     with suppress(*malformed):
@@ -123,13 +123,13 @@ def _check_shards(files: list[Path]) -> None:
         numbers = totals.setdefault(total, {})
         other = numbers.get(number) or next((n for t in totals if t != total for n in totals[t].values()), None)
         if other:
-            problem = f"{file}: duplicates {other.name} or belongs to another set of shards"
+            problem = f"{file}: duplicates {other.name} or belongs to a different set of shards"
             raise UserError(problem, "remove one of the two")
         numbers[number] = file
     for name, totals in sets.items():
         for total, numbers in totals.items():
             first = 1 if 0 not in numbers and total in numbers else 0
-            expected = range(first, first + min(total, len(numbers) + 13))  # enough to name the first missing ones
+            expected = range(first, first + min(total, len(numbers) + 13))  # enough to list the first missing ones
             missing = [f"{name}-{number:05}-of-{total:05}" for number in expected if number not in numbers]
             if missing:
                 count = f"{total - len(numbers)} of {total} shards not found"
@@ -140,7 +140,7 @@ def _check_shards(files: list[Path]) -> None:
 
 
 def _unreadable_file(path: Path) -> Path:
-    """The first parquet file in `path` whose footer is damaged or counts no rows; `path` itself if there is none."""
+    """The first parquet file in `path` with a damaged footer or without rows; `path` itself if there is none."""
     from pyarrow.parquet import read_metadata
 
     for file in sorted(path.glob("*.parquet")):
@@ -152,7 +152,7 @@ def _unreadable_file(path: Path) -> Path:
 
 
 def _files_by_split(files: list[Path]) -> dict[str, list[str]]:
-    """Group files by split: train-00000-of-00002.parquet as the Hub names them, else val.parquet, test_1.parquet."""
+    """Group files by the split in their names, such as train-00000-of-00002.parquet (of the Hub) or val.parquet."""
     groups: dict[str, list[str]] = {}
     for file in files:
         shard = re.fullmatch(r"(?:.*-)?(\w+)-\d+-of-\d+(-\w+)?", file.stem)

@@ -16,11 +16,11 @@ from utils.errors import UserError, one_line
 
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "fine_label")
 IMAGE_TYPES = ("binary", "large_binary", "string")  # encoded files, or their paths
-MOST_CLASSES = 10**6  # higher labels are identifiers and do not count classes
+MOST_CLASSES = 10**6  # higher labels are identifiers, not class numbers
 
 
 class Table:
-    """The image column of a Hugging Face data set; reading a row gives the encoded bytes."""
+    """The image column of a Hugging Face data set; indexing returns the encoded bytes of a row."""
 
     def __init__(self, dataset, column: str):
         from datasets import Image
@@ -39,18 +39,18 @@ class Table:
         return value.get("bytes")
 
     def many(self, rows: Sequence[int]) -> list[bytes | None]:
-        """Several rows at once, many times faster than one by one; None for images that the table has only paths of."""
+        """Several rows at once, many times faster than one by one; None for images that are stored only as paths."""
         return [value and value["bytes"] for value in self.dataset[rows][self.column]]
 
 
 def load_hub(config: TrainConfig) -> Source:
-    """A data set of the Hugging Face Hub; none of its code is executed."""
+    """A data set of the Hugging Face Hub. Its code is not executed."""
     from datasets import load_dataset
 
     hide_bars_without_terminal()
     try:
         splits = load_dataset(config.data, config.data_subset)
-    except Exception as error:  # of the network, a cache or a file: of any class
+    except Exception as error:  # the network, the cache or a file can cause errors of any class
         reason = one_line(error)[:300]
         raise UserError(
             f"--data {config.data}: no such file or folder, and it cannot be loaded from the Hub ({reason})",
@@ -85,15 +85,13 @@ def _image_column(features, wanted: str | None) -> str:
 
     if wanted is None:
         found = [name for name, feature in features.items() if isinstance(feature, Image)]
-        # Files that were not written by `datasets` have a plain struct of bytes instead.
+        # In files that were not written by `datasets`, images are a plain struct of bytes.
         found = found or [name for name, feature in features.items() if _is_struct(feature)]
         return _only_one(found, "image", features)
     _check_column(features, wanted, "--image_column")
     feature = features[wanted]
     if not (isinstance(feature, Image) or _is_struct(feature) or getattr(feature, "dtype", "") in IMAGE_TYPES):
-        raise UserError(
-            f"--image_column {wanted}: holds no images but {feature}", f"choose out of {join_names(features)}"
-        )
+        raise UserError(f"--image_column {wanted}: holds {feature}, not images", f"use one of {join_names(features)}")
     return wanted
 
 
@@ -112,28 +110,28 @@ def _label_column(features, wanted: str | None) -> str:
     if not re.fullmatch(r"u?int\d+|bool|(large_)?string", dtype):
         raise UserError(
             f"--label_column {wanted}: labels must be integers or strings, not {features[wanted]}",
-            f"choose out of {join_names(features)}",
+            f"use one of {join_names(features)}",
         )
     return wanted
 
 
 def _only_one(found: list[str], kind: str, features: Collection[str]) -> str:
     if len(found) != 1:
-        which = f"{join_names(found)} may each be the {kind} column" if found else f"there is no {kind} column"
-        raise UserError(which, f"choose one with --{kind}_column out of {join_names(features)}")
+        which = f"each of {join_names(found)} may be the {kind} column" if found else f"there is no {kind} column"
+        raise UserError(which, f"set --{kind}_column to one of {join_names(features)}")
     return found[0]
 
 
 def _check_column(features: Collection[str], name: str, flag: str) -> None:
     if name not in features:
-        raise UserError(f"{flag} {name}: no such column", f"there are {join_names(features)}")
+        raise UserError(f"{flag} {name}: no such column", f"use one of {join_names(features)}")
 
 
 def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, ...]]:
-    """The names of the classes, the label values that mean them (None for 0, 1, 2, ...), and lines to print.
+    """The names of the classes, their values in the label column (None for 0, 1, 2, ...), and lines to print.
 
-    Integer labels mean the classes from 0 up to the highest label. If fewer than half of these occur, as with
-    0, 1000, 2000, only those that occur are classes, and their numbers are their names.
+    Integer labels are class numbers from 0 to the highest label. If fewer than half of these numbers occur, as with
+    0, 1000, 2000, only the numbers that occur are classes, and are their names.
     """
     names = getattr(dataset.features[column], "names", None)
     if names:
@@ -155,7 +153,7 @@ def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, .
 
 
 def _labels(split: str, dataset, column: str, label_values: list | None) -> np.ndarray:
-    """The labels as indices of classes, int64 [N], -1 for none; `label_values` are the values of class 0, 1, ..."""
+    """The labels as class indices, int64 [N], -1 for missing ones; `label_values` are the values of class 0, 1, ..."""
     import pyarrow as pa
     from pyarrow import compute
 

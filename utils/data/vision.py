@@ -19,7 +19,7 @@ from utils.files import expand
 
 
 class DecodedItems:
-    """The images of a torchvision data set that only gives them decoded."""
+    """The images of a torchvision data set that returns only decoded images."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -32,12 +32,12 @@ class DecodedItems:
 
 
 def open_torchvision(name: str, config: TrainConfig) -> Source:
-    """The data set `torchvision.datasets.NAME` in --data_dir; it is downloaded there if it is missing."""
+    """The data set `torchvision.datasets.NAME` in --data_dir, where it is downloaded if it is missing."""
     cls = torchvision_class(name)
     parameters = inspect.signature(cls).parameters
     root = expand(config.data_dir or str(Path(config.cache_dir) / "torchvision"))
     fixed = {"root": str(root)} if "root" in parameters else {}
-    if name == "EMNIST":  # its `split` is a choice of characters
+    if name == "EMNIST":  # its parameter `split` selects a set of characters
         fixed["split"] = config.data_subset or "balanced"
     arguments: dict[str, dict[str, Any]] = {"train": {}}  # of each split
     if "train" in parameters or name == "EMNIST":
@@ -60,7 +60,7 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
 
 
 def torchvision_class(name: str) -> type:
-    """The class `torchvision.datasets.NAME`; ValueError if there is none."""
+    """The class `torchvision.datasets.NAME`. Raises ValueError if there is none."""
     known = {n.lower(): n for n in torchvision.datasets.__all__ if _is_dataset(getattr(torchvision.datasets, n))}
     if name not in known.values():
         near = [known[n] for n in difflib.get_close_matches(name.lower(), known, n=3)]
@@ -74,7 +74,7 @@ def _is_dataset(value) -> bool:
 
 
 def _split_names(cls: type, fixed: Mapping[str, Any]) -> list[str]:
-    """The values of the class's `split` parameter, which its error lists when it gets another value."""
+    """The valid values of the class's `split` parameter, which its error message for an invalid value lists."""
     try:
         cls(**fixed, split="")
     except Exception as error:
@@ -87,7 +87,7 @@ def _open_dataset(cls: type, arguments: Mapping[str, Any], root: str):
     what = f"--data torchvision/{cls.__name__}"
     try:
         return cls(**arguments)
-    except Exception as error:  # of any class: files are missing, damaged or half extracted
+    except Exception as error:  # of any class, for files that are missing, damaged or partly extracted
         if "download" not in inspect.signature(cls).parameters and not issubclass(cls, MNIST):
             problem = f"{what}: cannot be read in {root} ({one_line(error)[:200]})"
             raise UserError(problem, "put it there, or choose another --data_dir") from error
@@ -101,7 +101,7 @@ def _open_dataset(cls: type, arguments: Mapping[str, Any], root: str):
 
 
 def _labels(dataset) -> np.ndarray:
-    """The labels of all samples, int64 [N]; ValueError if the data set has none."""
+    """The labels of all samples, int64 [N]. Raises ValueError if the data set has none."""
     try:
         for attribute in ("targets", "labels", "_labels"):
             values = getattr(dataset, attribute, None)
@@ -118,7 +118,7 @@ def _labels(dataset) -> np.ndarray:
 
 
 def _images(dataset, count: int, root: str) -> Images:
-    """Its array of uint8 [N, H, W] or [N, C, H, W] or its image files, if it has either; else the data set itself."""
+    """The images as an array, uint8 [N, H, W] or [N, C, H, W], or as files, if possible; else as DecodedItems."""
     pixels: Any = getattr(dataset, "data", None)
     if hasattr(pixels, "shape") and len(pixels) == count and len(pixels.shape) in (3, 4):
         pixels = np.asarray(pixels)
@@ -134,7 +134,7 @@ def _images(dataset, count: int, root: str) -> Images:
 
 
 def _sample_bytes(images: Images) -> bytes:
-    """The bytes of a few images, to notice if an in-memory data set is another one."""
+    """The bytes of a few images, to detect that an in-memory data set has changed."""
     if not isinstance(images, np.ndarray):
         return b""
     return b"".join(np.ascontiguousarray(images[i]).tobytes() for i in np.linspace(0, len(images) - 1, 16).astype(int))

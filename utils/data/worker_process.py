@@ -1,4 +1,4 @@
-"""How loader processes start, which signals they take, and how they pass batches on through /dev/shm.
+"""How loader processes start, which signals they handle, and how they send batches through /dev/shm.
 
 /dev/shm is shared memory. In containers it is often small.
 """
@@ -24,8 +24,8 @@ class ShmFull(UserError):
 def move_to_shared_memory(batch: Any) -> dict:
     """A `collate_fn` that moves the tensors of a batch, a dict, to shared memory if this is a loader process.
 
-    If there is no room, the tensors come back empty, with a ShmFull under "error". PyTorch would move them later, in a
-    thread that only prints an error, and the rank would wait for that batch forever.
+    If there is no space, the tensors are returned empty, with a ShmFull under "error". PyTorch would move them later,
+    in a thread that only prints the error, and the rank would wait for this batch forever.
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     try:
@@ -34,7 +34,7 @@ def move_to_shared_memory(batch: Any) -> dict:
                 _share(tensor)
     except ShmFull as error:
         tensors, batch = {name: value[:0] for name, value in tensors.items()}, batch | {"error": error}
-    # PyTorch sends the whole memory of an empty view, but not that of a copy.
+    # PyTorch would send the whole memory of an empty view; an empty copy has none.
     return batch | {name: value if value.numel() else value.clone() for name, value in tensors.items()}
 
 
@@ -48,8 +48,8 @@ def _share(tensor: Tensor) -> None:
         ) from error
 
 
-# How workers start. Python 3.14's default would import PyTorch again in each worker, and put a process between the
-# worker and its rank, so that neither would notice when the other ends.
+# How workers start. The default of Python 3.14 would import PyTorch again in each worker, and would start a process
+# between the worker and its rank, so that neither would notice if the other one exits.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 
 
@@ -60,14 +60,14 @@ def worker_processes(count: int, ahead: int = 2) -> dict:
         "prefetch_factor": ahead if count else None,
         "multiprocessing_context": _START_METHOD if count else None,
         "worker_init_fn": _leave_signals_to_parent,
-        "generator": torch.Generator(),  # its own: starting workers must not draw from the global one
+        "generator": torch.Generator(),  # because starting workers must not draw from the global generator
     }
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """Called in each worker: only its own rank may end it.
+    """Called in each worker, so that only its own rank can stop it.
 
-    Ctrl-C in a terminal and scancel reach workers too, but the rank needs them to finish its update.
+    Ctrl-C in a terminal and scancel signal the workers too, but the rank needs them to finish its update.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -9,9 +9,9 @@ from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import MB, SHM, SHM_FIX, shm_space
 
 AHEAD = 4  # batches that each worker prepares in advance
-_IN_USE = 2  # batches that the rank holds: the current one and the next one, which Accelerate reads early
-_SMALL = 2**16  # bytes of a batch besides its images: labels, indices, rounding up to pages
-_USABLE = 0.9  # share of the free space to use; other programs need some too
+_IN_USE = 2  # batches that the rank holds: the current one, and the next one, which Accelerate reads ahead
+_SMALL = 2**16  # bytes of a batch besides its images: labels, indices, and rounding to pages
+_USABLE = 0.9  # fraction of the free space to use; other programs need some too
 _PER_CORE = 8  # most loader processes per core of a machine, far more than is useful
 
 Choice = tuple[int, int]  # worker processes of a loader, and batches that each prepares in advance
@@ -25,7 +25,7 @@ def check_workers(count: int | None) -> None:
         total = f"{processes} x {count} loader processes" if processes > 1 else f"{count} loader processes"
         raise UserError(
             f"--num_workers {count}: {total} are too many for the {os.cpu_count()} processor cores of this machine",
-            f"give at most {most}, or leave it out",
+            f"use at most {most}, or leave it out",
         )
 
 
@@ -41,10 +41,10 @@ def bytes_needed(sizes: Sequence[int], choices: Sequence[Choice]) -> int:
 
 
 def choose_workers(sizes: Sequence[int], workers: int, ahead: int, free: float) -> list[Choice]:
-    """Choose the workers and batches in advance of each loader of a rank so that they fit into `free` bytes.
+    """Choose the workers, and the batches in advance, of each loader of a rank so that they fit into `free` bytes.
 
     The batches in advance are reduced first, then the workers. If one worker per loader does not fit, the last loader
-    gets none. Without workers the rank decodes in its own process.
+    gets none, and the rank decodes its images in its own process.
     """
     options = [(workers, fewer) for fewer in range(ahead, 0, -1)] + [(fewer, 1) for fewer in range(workers - 1, 0, -1)]
     for option in options if workers else ():
@@ -60,9 +60,9 @@ def usable_shm() -> float:
 
 
 def workers_that_fit(sizes: dict[str, int], wanted: int) -> list[Choice]:
-    """`choose_workers` for this machine's /dev/shm. Its first rank prints a line if that is less than `wanted`.
+    """`choose_workers` for this machine's /dev/shm. The machine's first rank prints a line if fewer than `wanted` fit.
 
-    `sizes` has the bytes of a batch by the name of its loader.
+    `sizes` maps the name of each loader to the bytes of its batches.
     """
     space, (_, processes) = shm_space(), local_rank_and_size()
     if space is None or not sizes:

@@ -14,7 +14,7 @@ from utils.launch.environment import is_launched
 
 
 def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
-    """The command that the user typed: the launcher's if there is one; `arguments` are those of the script."""
+    """The command that the user typed, which may be that of a launcher. `arguments` are those of the script."""
     command = _command_of(os.getppid()) if is_launched() else []
     if not _names_script(command):
         command = [sys.executable, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
@@ -48,7 +48,7 @@ def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> st
 
 
 def launcher() -> int | None:
-    """The process number of the launcher; None without one, 0 if it has ended already."""
+    """The process ID of the launcher; None if there is no launcher, 0 if it has already exited."""
     if not is_launched():
         return None
     parent = os.getppid()

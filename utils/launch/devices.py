@@ -15,12 +15,12 @@ def cpu_is_requested(flag: bool) -> bool:
 
 
 def choose_device(topology: Topology, cpu: bool) -> torch.device:
-    """This rank's GPU; the CPU if there is no GPU or the user has selected the CPU."""
+    """This rank's GPU, or the CPU if there is no GPU or the user has selected the CPU."""
     if not torch.cuda.is_available() or cpu_is_requested(cpu):
         return torch.device("cpu")
     gpus, number = torch.cuda.device_count(), topology.local_rank
     if gpus == 1 and topology.source in ("SLURM", "Open MPI", "MPICH"):
-        number = 0  # --gpus-per-task shows each task only its own GPU; NCCL refuses to share one
+        number = 0  # with --gpus-per-task, each task sees only its own GPU; NCCL refuses a shared one
     elif topology.local_world_size > gpus:
         raise UserError(
             f"{topology.local_world_size} processes on this machine, but {gpus} GPU{'s' * (gpus != 1)}",
@@ -32,16 +32,16 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
 
 
 def why_cpu() -> str:
-    """Why a rank computes on the CPU although the user has not selected it, for a message."""
+    """Why a rank uses the CPU although the user has not selected it, for a message."""
     return "MPS, the GPU of this Mac, is not used" if torch.backends.mps.is_available() else "No GPU is visible"
 
 
 def choose_backend(topology: Topology, backend: str, device: torch.device) -> str:
-    """The backend given by --backend; for auto NCCL on GPUs and gloo on CPUs. A single process has "none"."""
+    """The backend of --backend; auto means NCCL on GPUs and gloo on CPUs. A single process has "none"."""
     if topology.world_size == 1:
         return "none"
     if backend == "nccl" and device.type == "cpu":
-        raise UserError("--backend nccl needs GPUs", "leave it out, and gloo is used on CPUs")
+        raise UserError("--backend nccl needs GPUs", "leave it out to use gloo on CPUs")
     return ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
 
 

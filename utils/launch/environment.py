@@ -1,4 +1,4 @@
-"""Read the topology of the run from the launcher's environment variables. Needs no torch."""
+"""Read the topology of the run from the launcher's environment variables. Does not import torch."""
 
 import os
 import re
@@ -13,29 +13,30 @@ import psutil
 from utils.errors import UserError
 from utils.memory import usable_cores
 
-# For each launcher the variables of rank, world size, local rank and local world size. torchrun's come first, because
-# every launcher inside SLURM or MPI sets them; Open MPI's come before SLURM's, because its mpirun may call srun.
+# For each launcher, the variables of rank, world size, local rank and local world size. Those of torchrun come first,
+# because every launcher inside SLURM or MPI sets them. Open MPI comes before SLURM, because its mpirun may call srun.
 _SOURCES = {
     "the environment": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-_ENGINES = {  # what an accelerate config can select besides plain data parallelism
+_ENGINES = {  # what an accelerate config can select instead of plain data parallelism
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or sharded parallelism",
 }
-_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # the same in all processes of an Open MPI job only
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # the same only within one job of Open MPI
 _EXPORT = {"Open MPI": "mpirun -x MASTER_ADDR=HOST", "MPICH": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT PORT"}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's global rank of `world_size`, and its local rank of `local_world_size` on this machine.
+    """The rank of this process among `world_size`, and its local rank among the `local_world_size` of this machine.
 
-    The processes connect at `address`:`port` of rank 0; one process needs neither. `source` names the launcher's kind.
+    The processes connect at `address`:`port` of rank 0, which a single process does not need. `source` is the kind of
+    launcher.
     """
 
     rank: int = 0
@@ -60,10 +61,10 @@ class Topology:
 
 
 def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env://") -> Topology:
-    """The topology that accelerate, torchrun, srun, mpirun or variables set by hand describe.
+    """The topology from the variables of accelerate, torchrun, srun or mpirun, or from variables set by hand.
 
-    Without any of them the run is one process. Raises UserError if they are incomplete or contradict each other, or if
-    accelerate was told to start several processes and started one.
+    Without such variables the run is a single process. Raises UserError if they are incomplete or contradict each
+    other, or if accelerate was asked to start several processes but started one.
     """
     env = os.environ if env is None else env
     for name, engine in _ENGINES.items():
@@ -71,11 +72,11 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
             raise UserError(f"{engine} is not supported", "use a file of accelerate_configs/")
     source = next((name for name in _SOURCES if _describes_rank(env, name)), None)
     if source is None:
-        # Accelerate's single-process launcher exports an address only if it was told to start several processes.
+        # Accelerate's single-process launcher exports an address only if it was asked to start several processes.
         if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
             raise UserError(
                 "accelerate started one process instead of several, as it does with --cpu or MULTI_CPU",
-                "use --config_file accelerate_configs/2cpu.yaml, with --num_processes N for another number",
+                "use --config_file accelerate_configs/2cpu.yaml, with --num_processes N for a different number",
             )
         return Topology()
     names = _SOURCES[source]
@@ -102,23 +103,23 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
 
 
 def claimed_ranks() -> tuple[str | None, str | None]:
-    """The launcher's values of rank and local rank, which may be invalid; None for one that is not set."""
+    """The launcher's values of rank and local rank, which may be invalid; None for a value that is not set."""
     names = next((names for source, names in _SOURCES.items() if _describes_rank(os.environ, source)), ("", "", ""))
     return os.environ.get(names[0]), os.environ.get(names[2])
 
 
 def _describes_rank(env: Mapping[str, str], source: str) -> bool:
-    """Whether this launcher's variables say which rank this process is."""
+    """Whether the variables of this launcher define the rank of this process."""
     rank, world_size, local_rank, _ = _SOURCES[source]
     if source == "the environment":
         return rank in env or world_size in env or local_rank in env
-    if source == "SLURM":  # in a batch script and in a shell of one task, SLURM_PROCID is 0 without meaning a rank
+    if source == "SLURM":  # in a batch script and in a shell of one task, SLURM_PROCID is 0 but not a rank
         return rank in env and env.get(world_size, "1") != "1"
     return rank in env and local_rank in env  # srun may set PMI_RANK without the others
 
 
 def _size_of_one_machine(env: Mapping[str, str], source: str, world_size: int, init_method: str) -> int:
-    """The world size, which is the local one too if the processes connect at a loopback address."""
+    """The world size, if the processes connect at a loopback address and so are all on one machine."""
     place = init_method if init_method != "env://" else f"tcp://{env.get('MASTER_ADDR', 'localhost')}"
     if world_size > 1 and not re.match(r"tcp://(localhost|127\.|\[?::1)", place):
         problem = f"{_SOURCES[source][3]} is not set"
@@ -135,7 +136,7 @@ def _tasks_on_node(counts: str, node: int) -> int:
 
 
 def _check_against_slurm(env: Mapping[str, str], rank: int, world_size: int) -> None:
-    """Refuse variables exported in a batch script: with them all tasks of its srun would be the same rank."""
+    """Reject variables that were exported in a batch script: all tasks of its srun would have the same rank."""
     tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == str(world_size) != "1" and not is_launched(env) and env.get("SLURM_PROCID") != str(rank):
         raise UserError(
@@ -145,7 +146,7 @@ def _check_against_slurm(env: Mapping[str, str], rank: int, world_size: int) -> 
 
 
 def _address_of_rank_0(env: Mapping[str, str], source: str, one_machine: bool) -> tuple[str, int]:
-    """The address and port of rank 0: MASTER_ADDR and MASTER_PORT, or what SLURM or MPI imply."""
+    """The address and port of rank 0: MASTER_ADDR and MASTER_PORT, or values derived from SLURM or MPI."""
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if source != "the environment":
@@ -162,20 +163,20 @@ def _address_of_rank_0(env: Mapping[str, str], source: str, one_machine: bool) -
 
 
 def first_node(nodes: str) -> str:
-    """The first host of SLURM's list, such as n007 of `n[007-009,12],m1`."""
+    """The first host in a SLURM list, such as n007 in `n[007-009,12],m1`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
 def _port_of_job(env: Mapping[str, str], one_machine: bool) -> str | None:
-    """A port that follows from the job's number or name, so that other jobs on the machine rarely have the same.
+    """A port derived from the number or name of the job, so that other jobs on the machine rarely have the same port.
 
-    None if nothing names the job. It is below the ports that Linux assigns automatically (32768 and up).
+    It is below the ports that Linux assigns automatically (32768 and up). None if the job has no name.
     """
     if "SLURM_JOB_ID" in env:  # each task of a job array has its own
         return str(10_000 + (_integer(env, "SLURM_JOB_ID") * 16 + int(env.get("SLURM_STEP_ID", 0)) % 16) % 20_000)
     job = next((env[name] for name in _JOB_NAMES if name in env), None)
-    if job is None and one_machine:  # MPICH names no job, but one process starts all ranks of a machine
+    if job is None and one_machine:  # MPICH does not name jobs, but one process starts all ranks of a machine
         with suppress(psutil.Error):
             job = next((f"{p.pid}" for p in psutil.Process().parents() if p.name().startswith("hydra_pmi_proxy")), None)
     return None if job is None else str(10_000 + zlib.crc32(job.encode()) % 20_000)
@@ -198,13 +199,13 @@ def print_for_machine(text: str) -> None:
 def threads_per_process(topology: Topology) -> int:
     """An equal share of the processor cores that this process may use, at least one.
 
-    OMP_NUM_THREADS counts only without a launcher, because launchers set it to 1 if it is not set.
+    OMP_NUM_THREADS is used only without a launcher, because launchers set it to 1 if it is not set.
     """
     launched = topology.world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
     if not launched and os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     cores = len(usable_cores())
-    if topology.source == "SLURM" and os.environ.get("SLURM_CPUS_PER_TASK", "").isdigit():  # a share already
+    if topology.source == "SLURM" and os.environ.get("SLURM_CPUS_PER_TASK", "").isdigit():  # already a share
         return max(1, min(cores, int(os.environ["SLURM_CPUS_PER_TASK"])))
     return max(1, cores // topology.local_world_size)
 

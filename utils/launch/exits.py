@@ -1,4 +1,4 @@
-"""How a process ends after an error: one line that names the problem and the fix, on one rank, and an exit code."""
+"""How a process exits after an error: one rank prints the problem and the fix on one line; the exit code is 2."""
 
 import re
 import socket
@@ -13,15 +13,15 @@ from utils.memory import SHM, SHM_FIX, describe_shm
 
 _KNOWN = {  # a part of PyTorch's message: problem and fix
     "Expected to have finished reduction": (
-        "the model leaves parameters unused",
-        "use --find_unused_parameters, or --static_graph if they are the same in each update",
+        "the model does not use all of its parameters",
+        "use --find_unused_parameters, or --static_graph if it uses the same ones in each update",
     ),
     "Expected more than 1 value per channel": (
-        "batch normalisation got a single image, because others of its batch cannot be read",
+        "batch normalisation got a single image, because the others in its batch cannot be read",
         "use larger batches, or fix the files and start a new run",
     ),
     "training graph has changed": (
-        "--static_graph is set, but the model uses other parameters than in its first pass",
+        "--static_graph is set, but the model no longer uses the same parameters as in its first pass",
         "use --find_unused_parameters instead",
     ),
 }
@@ -35,19 +35,19 @@ def exit_with_error(error: BaseException, prog: str, show: bool = True, show_tra
         # One write, so that the lines of several processes do not mix.
         sys.stderr.write(f"{prog}: error: {one_line(error)}\n")
         sys.stderr.flush()
-    else:  # when a rank ends, a launcher ends the others: give the rank that reports the error time to do so
+    else:  # when this rank exits, a launcher ends the others: give the rank that prints the error time
         time.sleep(5 if is_launched() else 0.5)
     raise SystemExit(2)
 
 
 def reports_for_machine() -> bool:
-    """Whether this process reports errors of its machine; also valid before the launch has been checked."""
+    """Whether this process reports errors of its machine. Works before the launch has been checked."""
     rank, local_rank = claimed_ranks()
     return rank == "0" or local_rank in ("0", None)
 
 
 def with_rank(error: Exception) -> Exception:
-    """An error raised before the processes have met, with the rank and the machine unless it is rank 0's."""
+    """An error from before the processes have met, with its rank and machine unless it is from rank 0."""
     rank, _ = claimed_ranks()
     if rank in ("0", None):
         return error
@@ -57,17 +57,17 @@ def with_rank(error: Exception) -> Exception:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch could not get memory on a GPU or on the host."""
+    """Whether PyTorch could not allocate memory on a GPU or on the host."""
     return isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error)) is not None
 
 
 def with_known_fix(error: Exception) -> Exception:
-    """A PyTorch error with a known cause as a UserError with the fix; any other error unchanged."""
+    """A UserError with the fix for a PyTorch error with a known cause; any other error unchanged."""
     text = one_line(error)
     if is_out_of_memory(error):
         return UserError(f"out of memory ({text[:120]})", "lower --batch_size, or raise --grad_accum")
     if is_killed_worker(error) and "Bus error" in f"{error} {error.__cause__}":
-        problem = f"a loader process found no room in {SHM} ({describe_shm()})"
+        problem = f"a loader process found no space in {SHM} ({describe_shm()})"
         return UserError(problem, f"{SHM_FIX}, or lower --num_workers")
     if is_killed_worker(error):
         return UserError(f"a loader process was killed ({text[:100]})", "if memory is short, lower --num_workers")
@@ -78,5 +78,5 @@ def with_known_fix(error: Exception) -> Exception:
 
 
 def is_killed_worker(error: BaseException) -> bool:
-    """Whether a loader process was killed; PyTorch raises this error wherever the main thread is."""
+    """Whether a loader process was killed. PyTorch can raise this error anywhere in the main thread."""
     return isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error)

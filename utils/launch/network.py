@@ -1,4 +1,4 @@
-"""Network interfaces, addresses and ports of this machine. Needs no torch."""
+"""Network interfaces, addresses and ports of this machine. Does not import torch."""
 
 import os
 import socket
@@ -12,9 +12,9 @@ from utils.errors import UserError
 def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -> str:
     """Set the network interface that gloo and NCCL use, and return its name.
 
-    It is --interface, or GLOO_SOCKET_IFNAME, or the one over which this machine reaches rank 0's. `seen` holds the IP
-    address of rank 0's machine on each rank. That machine may know itself only by a loopback address, because Debian
-    enters its name in /etc/hosts that way, so the addresses on the other machines count.
+    It is --interface, or GLOO_SOCKET_IFNAME, or the interface over which this machine reaches that of rank 0. `seen`
+    has the IP address of rank 0's machine, as found by each rank. On that machine itself it may be a loopback address,
+    as Debian sets in /etc/hosts, so the address found by another machine is used.
     """
     names = sorted(psutil.net_if_addrs())
     name = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
@@ -28,18 +28,18 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
             )
         if name is None or (several_machines and is_loopback(name)):
             raise UserError(
-                f"{socket.gethostname()} has no network interface towards {outside}",
-                f"give the one between the machines as --interface, one of {', '.join(names)}",
+                f"{socket.gethostname()} has no network interface that reaches {outside}",
+                f"set --interface to the one between the machines, one of {', '.join(names)}",
             )
-    elif not set(name.split(",")) <= set(names):  # gloo accepts several
+    elif not set(name.split(",")) <= set(names):  # gloo accepts several names
         flag = "--interface" if wanted else "GLOO_SOCKET_IFNAME"
         raise UserError(f"{flag} {name}: {socket.gethostname()} has {', '.join(names)}", "choose one of these")
     elif several_machines and any(map(is_loopback, name.split(","))):
-        problem = f"interface {name} does not leave {socket.gethostname()}, but the run has several machines"
-        raise UserError(problem, f"choose another of {', '.join(names)}")
+        problem = f"interface {name} is only for {socket.gethostname()} itself, but the run has several machines"
+        raise UserError(problem, f"choose another one of {', '.join(names)}")
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if wanted:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # without "=" also interfaces whose names begin with it
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # without "=", it would also match longer names
     elif several_machines:  # on one machine NCCL finds the best transport itself
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
     return name
@@ -54,7 +54,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interface: str) -> str:
-    """An IP address of the interface; IPv4 if it has one."""
+    """An IP address of the interface, IPv4 if possible."""
     addresses = psutil.net_if_addrs().get(interface.split(",")[0], [])
     found = [a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family]
     if not found:
@@ -63,7 +63,7 @@ def address_of(interface: str) -> str:
 
 
 def is_loopback(interface: str) -> bool:
-    """Whether the interface connects this machine only to itself."""
+    """Whether the interface is a loopback interface."""
     return _is_loopback(address_of(interface))
 
 
@@ -73,13 +73,13 @@ def is_own_address(address: str) -> bool:
 
 
 def outward_address() -> str:
-    """The IP address of this machine on its default route, or its only one; other machines can use it."""
+    """The IP address of this machine that others can use: the one on its default route, or its only one."""
     with suppress(OSError):
-        return _address_towards("192.0.2.1")  # belongs to no machine (RFC 5737); nothing is sent
+        return _address_towards("192.0.2.1")  # an address of no machine (RFC 5737); nothing is sent
     known = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET}
     others = {address for address in known if not _is_loopback(address)}
     if len(others) != 1:
-        raise UserError(f"{socket.gethostname()} has {len(others)} networks and no default route", "give --interface")
+        raise UserError(f"{socket.gethostname()} has {len(others)} networks and no default route", "set --interface")
     return others.pop()
 
 
@@ -91,7 +91,7 @@ def free_port() -> int:
 
 
 def _address_towards(address: str) -> str:
-    """This machine's address on the route to another address; nothing is sent."""
+    """This machine's address on the route to another address. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
@@ -110,7 +110,7 @@ def resolve(name: str) -> str:
 
 
 def system_text(error: Exception) -> str:
-    """The system's text for a name that was not resolved, or an address that cannot be used."""
+    """The system's message for a name that was not resolved, or an address that cannot be used."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -119,7 +119,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def port_owner(port: int) -> str:
-    """The process that listens on a port of this machine, as words to append; empty if that is hidden."""
+    """The process that listens on a port of this machine, as text to append; empty if it cannot be found."""
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:

@@ -1,8 +1,8 @@
-"""How the processes of a run find each other: a store that all of them reach, and the list of members.
+"""How the processes of a run find each other: a store that all of them can reach, and a list of members.
 
-The store can contain keys of earlier attempts: the launcher's store survives restarts, and a file survives launches. So
-rank 0 opens a session with a new name, every other rank joins that session, and rank 0 publishes the list of members.
-A rank that joins is alive, whatever else is in the store, and an error names the ranks that do not join.
+The store can contain keys of earlier attempts, because a launcher's store survives restarts and a file survives
+launches. So rank 0 opens a session with a new name, every other rank joins that session, and rank 0 publishes the list
+of members. A rank that joins is alive, whatever else is in the store. An error names the ranks that do not join.
 """
 
 import errno
@@ -26,7 +26,7 @@ from utils.launch.environment import Topology, restart_count
 from utils.launch.network import address_of, free_port, is_own_address, outward_address, port_owner, resolve
 from utils.waiting import call_with_timeout
 
-_POLL = 0.02, 0.25  # seconds between two reads of the store, at first and at most
+_POLL = 0.02, 0.25  # seconds between two reads of the store, initial and maximum
 _OTHER_PORT = "choose another MASTER_PORT (--main_process_port, --master_port)"
 
 
@@ -41,7 +41,7 @@ class Member:
     nonce: str
     master: str = ""  # the IP address of MASTER_ADDR on this machine
     gpu: str = ""  # the UUID of its GPU, if it has one
-    endpoint: str = ""  # only rank 0, and only after meeting in a file: address and port of the store to use from then
+    endpoint: str = ""  # of rank 0 after meeting in a file: address and port of the store to use next
 
 
 def meet(
@@ -85,7 +85,7 @@ def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tupl
         if not _wait(lambda: not others or store.check(others), deadline):
             missing = [key.split("/")[1] for key in others if not store.check([key])]
             raise UserError(
-                f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not come to {where} in time, "
+                f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not connect to {where} in time, "
                 f"{me.world_size - len(missing)} of {me.world_size} did",
                 "check that all were started with that address and can reach it",
             )
@@ -100,11 +100,11 @@ def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tupl
             return False
         session = store.get("session").decode()
         if session not in joined:
-            if restart_count() and store.check([f"{session}/all"]):  # ranks of the earlier attempt may still wait
+            if restart_count() and store.check([f"{session}/all"]):  # ranks of the earlier attempt may still be waiting
                 store.set(f"{session}/ended", f"rank {me.rank} was killed, and its launcher restarted it")
             store.set(f"{session}/{me.rank}", json.dumps(asdict(me)))
             joined.append(session)
-        # The list of an earlier attempt holds that attempt's nonces.
+        # The list of an earlier attempt has the nonces of that attempt.
         return store.check([f"{session}/all"]) and me.nonce in store.get(f"{session}/all").decode()
 
     if not _wait(join, deadline):
@@ -120,16 +120,16 @@ def _members(answers: list[str]) -> list[Member]:
     for member in members:
         if member.world_size != len(members):
             if members[0].process == os.getpid():
-                time.sleep(1)  # the others read the same members from the store, which rank 0 may serve
+                time.sleep(1)  # the others read the same list from the store, which rank 0 may serve
             raise UserError(
-                f"rank 0 was started for {len(members)} processes, rank {member.rank} for {member.world_size}",
-                "give all the same WORLD_SIZE (--num_processes)",
+                f"rank 0 was started with {len(members)} processes, rank {member.rank} with {member.world_size}",
+                "start all with the same WORLD_SIZE (--num_processes)",
             )
     return members
 
 
 def check_own_gpus(members: list[Member]) -> None:
-    """Raise UserError if two ranks have the same GPU, for which NCCL's own message is long."""
+    """Raise UserError if two ranks have the same GPU; NCCL's own message would be long."""
     first: dict[tuple[str, str], int] = {}
     for member in members:
         other = first.setdefault((member.host, member.gpu), member.rank)
@@ -141,7 +141,7 @@ def check_own_gpus(members: list[Member]) -> None:
 
 
 def _wait(condition: Callable[[], bool], deadline: float) -> bool:
-    """Wait until the condition holds; False if it does not before the deadline."""
+    """Wait until the condition is true; False if it is not before the deadline."""
     pause, longest = _POLL
     while not condition():
         if time.monotonic() > deadline:
@@ -152,7 +152,7 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
 
 
 def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> dist.TCPStore:
-    """The store at an address; rank 0 serves it unless its launcher does."""
+    """The store at an address. Rank 0 serves it, unless its launcher does."""
     serves = topology.is_main and not launcher_serves(address, port)
     if serves and not leads_to_this_machine(address, port):
         raise UserError(
@@ -168,17 +168,17 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
             problem = f"port {port} of {socket.gethostname()} cannot be used ({one_line(error)[:160]})"
             raise UserError(problem, _OTHER_PORT) from error
         problem = f"port {port} is taken on {socket.gethostname()}{port_owner(port)}"
-        raise UserError(problem, f"{_OTHER_PORT}, or end the process that holds it") from error
+        raise UserError(problem, f"{_OTHER_PORT}, or stop the process that uses it") from error
 
 
 def leads_to_this_machine(address: str, port: int) -> bool:
-    """Whether the address leads to this machine, directly or through a cloud's address translation."""
+    """Whether the address leads to this machine, directly or through the address translation of a cloud."""
     if is_own_address(resolve(address)):
         return True
     try:
         with socket.create_server(("", port)):
             return _listens(address, port)
-    except OSError as error:  # a port that is taken shows nothing; assume that the address is right
+    except OSError as error:  # if the port is taken, assume that the address is right
         return error.errno == errno.EADDRINUSE
 
 
@@ -187,16 +187,16 @@ def _reach(address: str, port: int, deadline: float) -> dist.TCPStore:
     seconds = max(1.0, deadline - time.monotonic())
     if not _wait(lambda: _listens(address, port), deadline):
         raise UserError(
-            f"nobody answered at {address}:{port} within {seconds:.0f} s",
+            f"no answer from {address}:{port} within {seconds:.0f} s",
             "check that rank 0 runs on that machine, and that no firewall is between the machines",
         )
-    try:  # with a timeout of our own: TCPStore waits forever for the first answer of another kind of server
+    try:  # with a separate timeout: TCPStore waits forever for an answer from a different kind of server
         return call_with_timeout(
             lambda: dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds)),
             max(3.0, deadline - time.monotonic()),
         )
     except RuntimeError as error:
-        problem = f"what listens at {address}:{port} is not rank 0 of this run ({one_line(error)[:100]})"
+        problem = f"the process that listens at {address}:{port} is not rank 0 of this run ({one_line(error)[:100]})"
         raise UserError(problem, _OTHER_PORT) from error
 
 
@@ -219,15 +219,15 @@ def launcher_serves(address: str, port: int | str) -> bool:
 
 
 def _check_meeting_file(path: Path) -> None:
-    """Raise UserError for a file that is not PyTorch's; its store would read such a file forever."""
+    """Raise UserError for a file that PyTorch did not write; its store would read such a file forever."""
     with path.open("rb") as file:
         start = file.read(4)  # the length of a key
     if start and not 0 < int.from_bytes(start, sys.byteorder) < 2**12:
-        raise UserError(f"--init_method file://{path}: is a file of something else", "delete it, or name another")
+        raise UserError(f"--init_method file://{path}: is not a meeting file of PyTorch", "delete it, or name another")
 
 
 def _meet_in_file(path: Path, topology: Topology, me: Member, deadline: float, interface: str | None):
-    """Meet in a file on a shared disk, then change to a store that rank 0 serves and delete the file."""
+    """Meet in a file on a shared disk, then delete the file and use a store that rank 0 serves."""
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"--init_method file://{path}: must name a file in a folder that exists on all machines")
     with suppress(FileNotFoundError):

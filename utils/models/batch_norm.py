@@ -1,4 +1,4 @@
-"""Check that no batch normalisation takes its statistics from a single sample."""
+"""Check that no batch normalisation computes its statistics from a single sample."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
-    """Raise ValueError if batch statistics would be those of a single sample; it names batch sizes that work.
+    """Raise ValueError, with batch sizes that work, if batch statistics would be those of a single sample.
 
     With synchronised batch normalisation, `together` processes share their statistics.
     """
@@ -30,14 +30,14 @@ def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
     if 1 not in sizes(replace(plan, drop_last=True)):
         fixes.insert(0, "--drop_last")
     raise UserError(
-        f"batch normalisation needs more than one sample: {plan.samples} samples in global batches of "
-        f"{plan.global_batch_size} over {plan.microbatches} processes x accumulation leave one of them a single sample",
+        f"batch normalisation needs more than one sample, but one batch has only one ({plan.samples} samples, global "
+        f"batches of {plan.global_batch_size}, {plan.microbatches} processes x accumulation steps)",
         f"use {' or '.join(fixes) or 'fewer processes'}",
     )
 
 
 def _sample_sizes(plan: Plan, updates: int, together: int) -> set[int]:
-    """How many samples batch statistics are computed over, in a full update and in the epoch's last one."""
+    """The numbers of samples in the batch statistics of a full update and of the epoch's last update."""
     last = (plan.updates_per_epoch - 1) * plan.global_batch_size
     positions = (0, last) if updates >= plan.updates_per_epoch else (0,)
     microbatches = [plan.microbatch_sizes(position) for position in positions]

@@ -12,7 +12,7 @@ class MnistCNN(nn.Module):
     def __init__(self, spec: InputSpec, classes: int, dropout: float = 0.5):
         super().__init__()
         height, width = (((side - 2) // 2 - 2) // 2 for side in (spec.height, spec.width))
-        self.height, self.width = 4 * height + 6, 4 * width + 6  # the poolings would drop the pixels beyond
+        self.height, self.width = 4 * height + 6, 4 * width + 6  # the poolings would drop all further pixels
         self.conv1, self.conv2 = nn.Conv2d(spec.channels, 32, 3), nn.Conv2d(32, 64, 3)
         self.fc1, self.fc2 = nn.Linear(64 * height * width, 500), nn.Linear(500, classes)
         self.drop_maps, self.drop_units = nn.Dropout2d(dropout), nn.Dropout(dropout)
@@ -22,17 +22,18 @@ class MnistCNN(nn.Module):
         x = _onednn(images[..., : self.height, : self.width])
         x = self.relu(self.pool(self.conv1(x)))
         x = self.pool(self.conv2(x))
-        if x.is_mkldnn:  # oneDNN's pooling drops NaN; NaN weights must still make the loss NaN
+        if x.is_mkldnn:  # oneDNN's pooling drops NaN, but NaN weights must make the loss NaN
             kernels = (*self.conv1.parameters(), *self.conv2.parameters())
             x = x.to_dense().add_(sum(0 * kernel.detach().sum() for kernel in kernels))
-        x = self.relu(self.drop_maps(x))  # drops whole maps, so it may come after the pooling
+        x = self.relu(self.drop_maps(x))  # drops whole maps, so it can come after the pooling
         return self.fc2(self.drop_units(self.relu(self.fc1(x.flatten(1)))))
 
 
 def _onednn(images: Tensor) -> Tensor:
-    """On the CPU, the images in oneDNN's own layout, which makes a step a sixth faster, as its pooling is faster.
+    """On the CPU, convert the images to oneDNN's own layout. Its pooling is faster, so a step is a sixth faster.
 
-    Not with autocast to bfloat16, which it does not support, nor with torch.compile, which fuses poolings itself.
+    The layout is not used with autocast to bfloat16, which it does not support, or with torch.compile, which fuses
+    poolings itself.
     """
     plain = images.device.type != "cpu" or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
     plain = plain or images.dtype != torch.float32 or not torch.backends.mkldnn.is_available()
@@ -40,7 +41,7 @@ def _onednn(images: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Two linear layers with nothing random or batch-dependent, so that runs can be compared number by number."""
+    """Two linear layers, without dropout and batch statistics, so that runs on any topology give the same numbers."""
 
     def __init__(self, spec: InputSpec, classes: int, hidden: int = 256):
         super().__init__()

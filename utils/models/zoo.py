@@ -16,13 +16,13 @@ from utils.data.spec import SMALL, InputSpec
 from utils.errors import UserError, one_line
 from utils.models.small import MLP, MnistCNN
 
-MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to it; 32 for other models
+MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to this size; 32 for other models
 STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
 OWN_MODELS = {"mnist_cnn": MnistCNN, "mlp": MLP}
 
 
 def check_model(config: TrainConfig) -> None:
-    """Raise ValueError if there is no model of this name, or no pretrained weights for it; builds nothing."""
+    """Raise ValueError if there is no model of this name, or no pretrained weights for it. Does not build it."""
     name = config.model
     if name in OWN_MODELS:
         if config.pretrained:
@@ -76,15 +76,15 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
 
 
 def _per_channel(values: Sequence[float], channels: int) -> list[float]:
-    """The values; for another number of channels, their mean for each channel."""
+    """The values, or for a different number of channels, their mean for each channel."""
     return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
 def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool = True) -> nn.Module:
     """The model, from images [n, C, H, W] to logits [n, classes].
 
-    Its weights are random, or with --pretrained the published ones; `load=False` does not load these. Raises ValueError
-    if --model_args are invalid or the model cannot take the images.
+    Its weights are random. With --pretrained they are the published ones, unless `load` is False. Raises ValueError if
+    --model_args are invalid or the model does not accept the images.
     """
     name = config.model
     try:
@@ -101,7 +101,7 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
 
 
 def seed_layers(device: torch.device, seed: int) -> None:
-    """Seed the random numbers of layers (dropout). They then depend on no history, so a resume needs no state."""
+    """Seed the random numbers of layers (dropout), so that a resumed run does not need the state of the generators."""
     # torch.manual_seed does the same in 100 us; a CPU generator uses only the low 32 bits.
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed % 2**32)
@@ -134,8 +134,8 @@ def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool)
     name, arguments = config.model, dict(config.model_args)
     if name in ("googlenet", "inception_v3"):
         if "aux_logits" in arguments:
-            raise UserError(f"--model_args aux_logits: the extra heads of {name} are not trained here", "leave it out")
-        # Loading weights sets these arguments; set them without it too, so that the network is the same.
+            raise UserError(f"--model_args aux_logits: the extra heads of {name} are not trained", "leave it out")
+        # Loading weights sets these arguments. Set them in any case, so that the network is the same.
         arguments = {"transform_input": config.pretrained, "init_weights": not config.pretrained, **arguments}
     if name.startswith("vit_"):
         arguments = {"image_size": spec.height, **arguments}
@@ -169,7 +169,7 @@ def _weights_of(name: str) -> Iterator[None]:
 
 
 def _replace_head(model: nn.Module, classes: int) -> None:
-    """Replace the last linear layer (or 1x1 convolution) by a new one with `classes` outputs."""
+    """Replace the last linear layer (or 1x1 convolution) with a new one with `classes` outputs."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     name, head = layers[-1]
     bias = head.bias is not None
@@ -180,7 +180,7 @@ def _replace_head(model: nn.Module, classes: int) -> None:
 
 
 def _fit_stem(model: nn.Module, spec: InputSpec) -> None:
-    """Replace the first convolution by one with the images' channels that does not shrink small images.
+    """Replace the first convolution with one that has the channels of the images and does not shrink small images.
 
     For small images an overlapping stem (kernel larger than stride) becomes 3x3 with stride 1 and its pooling is
     removed, as in the CIFAR networks of He et al., 2016. Patch stems keep their kernel and stride.
@@ -209,10 +209,10 @@ def _check_output(model: nn.Module, name: str, spec: InputSpec, classes: int) ->
                 logits = model(torch.zeros(count, spec.channels, spec.height, spec.width))
         except (RuntimeError, AssertionError, ValueError) as error:
             what = f"{spec.height}x{spec.width}x{spec.channels} images" if count else "an empty batch"
-            fix = f"try --image_size {_usual_size(name)}" if count else "some ranks need it: take another model"
-            raise UserError(f"{name} cannot take {what} ({one_line(error)[:100]})", fix) from error
+            fix = f"try --image_size {_usual_size(name)}" if count else "use another model: a rank may get one"
+            raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
         if logits.shape != (count, classes):
-            problem = f"{name} gives an output of shape {list(logits.shape)}, not one score per class"
+            problem = f"{name} has an output of shape {list(logits.shape)}, not one score per class"
             raise UserError(problem, "leave out --model_args, or use another model")
     model.train(training)
 

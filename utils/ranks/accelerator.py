@@ -1,4 +1,4 @@
-"""Accelerate on top of the process group that `Ranks` makes: its settings, and what is done around it."""
+"""Set up Accelerate on top of the process group that `Ranks` creates."""
 
 import os
 import warnings
@@ -36,7 +36,7 @@ def has_native_bf16(device: torch.device) -> bool:
 def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelerator:
     """An Accelerator on top of the process group of `ranks`; collective.
 
-    Raises UserError if Accelerate finds another number of processes than were launched.
+    Raises UserError if Accelerate finds a different number of processes than were launched.
     """
     precision = config.mixed_precision
     if precision == "auto":  # must be the same on all ranks
@@ -49,16 +49,16 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     cpu = ranks.device.type == "cpu"
     if not cpu:
-        torch.set_float32_matmul_precision("high")  # TF32; on some CPUs this would reduce the precision as well
+        torch.set_float32_matmul_precision("high")  # TF32; not on CPUs, some of which it would make less precise
         torch.backends.cudnn.allow_tf32 = True
     if getattr(config, "deterministic", False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
         torch.use_deterministic_algorithms(True)
     else:
-        torch.backends.cudnn.benchmark = True  # image shapes do not change, so timing the kernels pays
-    # Only evaluation uses the running batch statistics, and it first broadcasts those of the main process
-    # (`Ranks.broadcast_buffers`). DDP would broadcast them in each update.
-    # PyTorch has deprecated this argument of DDP; Accelerate does not have its successor yet.
+        torch.backends.cudnn.benchmark = True  # image shapes do not change, so kernels are timed once
+    # DDP would broadcast the running batch statistics in each update. Only evaluation uses them, and it first
+    # broadcasts those of the main process (`Ranks.broadcast_buffers`).
+    # PyTorch has deprecated this argument of DDP, but Accelerate does not have its successor yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     wrapping = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
@@ -70,8 +70,8 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision=precision,
-        gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales a partial window wrongly
-        # The samplers cut exact batches; Accelerate must deal them to the ranks as they are.
+        gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales partial windows wrongly
+        # The samplers make exact batches, which Accelerate must pass to the ranks unchanged.
         dataloader_config=DataLoaderConfiguration(even_batches=False),
         kwargs_handlers=[wrapping],
     )
@@ -84,10 +84,10 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
 
 
 def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
-    """Compile the module in place, as the accelerate config says (`dynamo_config`).
+    """Compile the module in place, as set by `dynamo_config` in the accelerate config.
 
-    Accelerate would compile the DDP wrapper, whose keys begin with `_orig_mod`. Compiled in place, the module keeps the
-    keys of its checkpoints, evaluation uses the compiled module too, and DDP still overlaps communication.
+    Accelerate would compile the DDP wrapper, whose keys begin with `_orig_mod`. If the module is compiled in place, its
+    checkpoint keys do not change, evaluation also uses the compiled module, and DDP still overlaps communication.
     """
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO:
@@ -105,16 +105,17 @@ def sum_over_ranks(accelerator: Accelerator, values: Tensor) -> Tensor:
 def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> None:
     """Run one backward pass on an empty batch, so that DDP rebuilds its gradient buckets now; collective.
 
-    DDP rebuilds them after its first backward pass. Three or more ranks then add gradients in another order, so that a
-    resumed run would differ from an uninterrupted one. `no_images` is [0, C, H, W]; the module's buffers are restored.
+    DDP rebuilds them after its first backward pass. With three or more ranks, gradients are then added in a different
+    order, so a resumed run would differ from an uninterrupted one. `no_images` is [0, C, H, W]. The buffers of the
+    module are restored.
     """
     if model is module:
         return
-    # DDP warns if a gradient has another layout than its parameter. For the first layer of a model of grey images the
-    # warning is wrong: the stride of a dimension of size 1 has no meaning.
+    # DDP warns if a gradient and its parameter have different layouts. In the first layer of a model for grey images
+    # this warning is wrong, because the stride of a dimension of size 1 has no meaning.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     buffers = [buffer.clone() for buffer in module.buffers()]
-    with torch.compiler.set_stance("force_eager"):  # compile nothing for an empty batch
+    with torch.compiler.set_stance("force_eager"):  # do not compile for an empty batch
         model(no_images).sum().backward()
     model.zero_grad()
     with torch.no_grad():

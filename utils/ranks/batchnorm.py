@@ -1,4 +1,4 @@
-"""Batch statistics over all processes (--sync_batchnorm), on CPUs too, which PyTorch's own layer does not support."""
+"""Batch statistics over all processes (--sync_batchnorm), including on CPUs, which PyTorch's layer does not support."""
 
 import torch
 import torch.distributed as dist
@@ -9,25 +9,25 @@ from utils.errors import UserError
 
 
 def convert_batch_norm(module: nn.Module) -> nn.Module:
-    """Make the module's batch normalisation use all processes, in place; parameters, buffers and their names stay.
+    """Make the module's batch normalisation use all processes, in place. Parameters and buffers do not change.
 
-    Raises UserError for a layer that does more than PyTorch's (some of timm's also apply an activation).
+    Raises UserError for a layer that does more than that of PyTorch (some of timm's also apply an activation).
     """
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     for layer in layers:
         if type(layer).forward is not _BatchNorm.forward:
             name = type(layer).__name__
-            raise UserError(f"--sync_batchnorm: {name} is not plain batch normalisation", "leave the flag out")
+            raise UserError(f"--sync_batchnorm: {name} is not plain batch normalisation", "leave out the flag")
     for layer in layers:
         layer.__class__ = _SyncBatchNorm
     return module
 
 
 class _SyncBatchNorm(_BatchNorm):
-    """Batch normalisation of [N, C, ...] with sums over the ranks; autograd differentiates the rest.
+    """Batch normalisation of [N, C, ...] with sums over the ranks; autograd differentiates the other operations.
 
-    It is not nn.SyncBatchNorm, where under autocast a rank without samples sends another dtype than the others. Sums
-    are in float64 on CPUs, and in float32 on GPUs, where float64 is slow.
+    nn.SyncBatchNorm is not used, because under autocast a rank without samples would send a different dtype. Sums are
+    in float64 on CPUs, and in float32 on GPUs, where float64 is slow.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -61,7 +61,7 @@ class _SyncBatchNorm(_BatchNorm):
         self.num_batches_tracked.add_(any_samples.to(torch.int64).squeeze())
         share = 1 / self.num_batches_tracked.clamp(min=1) if self.momentum is None else self.momentum
         for statistic, value in ((self.running_mean, mean), (self.running_var, variance)):
-            # Without samples the statistic stays; an `if` would have to wait for the GPU.
+            # Without samples the statistic does not change. An `if` would wait for the GPU.
             statistic.add_((share * any_samples * (value - statistic)).to(statistic.dtype))
 
 
@@ -73,10 +73,10 @@ class _SumWithGradient(torch.autograd.Function):
         return values
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:  # each rank's loss depends on each rank's values
+    def backward(ctx, gradient: Tensor) -> Tensor:  # the loss of each rank depends on the values of all ranks
         return _SumWithGradient.forward(ctx, gradient)
 
 
 def sum_with_gradient(values: Tensor) -> Tensor:
-    """The element-wise sum of every rank's tensor, through which gradients flow back to all ranks; collective."""
+    """The element-wise sum of every rank's tensor; its gradients flow back to all ranks; collective."""
     return _SumWithGradient.apply(values) if dist.is_initialized() else values

@@ -1,4 +1,4 @@
-"""A process whose data does not arrive reports it, exits when it is told to stop, and exits after --timeout."""
+"""Watch a process whose data does not arrive: report it, and exit after a request to stop or after --timeout."""
 
 import multiprocessing
 import os
@@ -17,11 +17,11 @@ PATIENCE = 10.0  # seconds in which data must arrive after a request to stop
 
 
 class DataWatch:
-    """A thread that ends this process when its main thread waits for data that does not arrive.
+    """A thread that exits this process if its main thread waits for data that does not arrive.
 
-    The main thread may be blocked where no exception reaches it, as in a read from a dead disk, and nothing can be
-    saved. The process exits with the code for a resume if it was told to stop or its launcher is gone, and with code 2
-    after --timeout. Other ranks exit with the same code.
+    The main thread may be blocked where no exception can reach it, as in a read from a dead disk, so nothing can be
+    saved. The process exits with code 75 if it was asked to stop or its launcher has exited, and with code 2 after
+    --timeout. Other ranks exit with the same code.
     """
 
     def __init__(self, ranks: Ranks):
@@ -32,7 +32,7 @@ class DataWatch:
     def end(self) -> None:
         """Stop watching."""
         self._stop.set()
-        # If this thread were the last owner of the process groups, Python would crash at its end.
+        # If this thread were the last owner of the process groups, Python would crash when it ends.
         self._thread.join(4 * TICK)
 
     def _run(self) -> None:
@@ -59,16 +59,16 @@ class DataWatch:
                     print_error(self._ranks.prog, f"has waited {waited:.0f} s for {what}{_workers()}")
 
     def _reason_to_stop(self) -> str:
-        """Why this process should stop; empty if it should not."""
+        """Why this process should stop; empty if it should continue."""
         if Stopping.current is not None:
             return Stopping.current.reason if Stopping.current.requested else ""
         return "the launcher is gone" if self._ranks.orphaned else ""
 
     def _exit(self, text: str, code: int) -> None:
-        """End this process and its workers, which may be blocked as well."""
+        """Exit this process and kill its workers, which may be blocked as well."""
         if self._ranks.announce_exit(text, code):
             print_error(self._ranks.prog, text)
-        with suppress(RuntimeError):  # the program that reads the output may be stopped
+        with suppress(RuntimeError):  # the program that reads the output may be suspended
             call_with_timeout(sys.stdout.flush, 1.0)
         for worker in multiprocessing.active_children():
             worker.kill()

@@ -1,4 +1,4 @@
-"""The connections between the ranks: the process groups, and the short texts that the ranks exchange over them."""
+"""The connections between the ranks: process groups, and the short texts that the ranks exchange over them."""
 
 import json
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from utils.ranks.watch import Watch
 from utils.waiting import call_with_timeout
 
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
-_CONNECT = timedelta(seconds=12)  # for 32 ranks; gloo gives up connecting only after up to five times as long
+_CONNECT = timedelta(seconds=12)  # for 32 ranks; gloo may try to connect for up to five times as long
 
 # Public since PyTorch 2.15.
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
 class Group:
-    """This rank's connections to all others. Every rank of a run makes one, after they have met in `store`.
+    """This rank's connections to all other ranks. Every rank of a run creates one, after they have met in `store`.
 
     Raises RuntimeError or ValueError if the ranks cannot connect. `exchange`, `agree` and `finish` are collective.
     """
@@ -29,7 +29,7 @@ class Group:
     def __init__(self, store: dist.Store, watch: Watch, topology: Topology, backend: str, timeout: float):
         self._watch, self._topology = watch, topology
         limit = timedelta(seconds=timeout)
-        # Gloo waits five times as long for a connection. All ranks are there: they connect at once, or never.
+        # Gloo waits five times as long for a connection. All ranks have met, so they connect immediately or never.
         connecting = min(limit, _CONNECT * max(1.0, topology.world_size / 32))
         dist.init_process_group(
             backend,
@@ -38,15 +38,15 @@ class Group:
             world_size=topology.world_size,
             timeout=connecting if backend == "gloo" else limit,
         )
-        # Agreements use groups of their own. A wait in the store, which may be in the launcher, would not end when a
-        # rank dies, and would fail when the launcher does; and NCCL's groups need a GPU.
+        # Agreements use separate gloo groups, because NCCL's groups need a GPU. The store could not replace them: a
+        # wait in it does not end when a rank dies, and fails when the launcher, which may serve the store, dies.
         self.fast, self._slow = _gloo_group(connecting), _gloo_group(connecting)
         for group, seconds in ((None, limit), (self.fast, limit), (self._slow, _PATIENCE)):
             _set_timeout(seconds, group)
         self.store = dist.PrefixStore("lockstep", store)
 
     def exchange(self, text: str, patient: bool = False) -> list[str]:
-        """Every rank's text, in the order of the ranks; a `patient` exchange waits as long as the ranks live."""
+        """Every rank's text, in the order of the ranks. A `patient` exchange waits as long as the ranks are alive."""
         texts = [""] * self._topology.world_size
         self._watch.mark_waiting(patient=patient)
         dist.all_gather_object(texts, text, self._slow if patient else self.fast)
@@ -54,7 +54,7 @@ class Group:
         return texts
 
     def agree(self, action: Callable[[], Any], patient: bool = False) -> Any:
-        """Run `action` and return its result; if it fails on any rank, raise AgreedError on all."""
+        """Run `action` and return its result. If it fails on any rank, raises AgreedError on all ranks."""
         result, error = None, None
         try:
             result = action()
@@ -69,18 +69,19 @@ class Group:
 
     def finish(self) -> None:
         """Wait until no rank needs the store. The main process may serve it, so it must exit last."""
-        with suppress(RuntimeError):  # the launcher, which may serve the store, may have ended
+        with suppress(RuntimeError):  # the launcher, which may serve the store, may have exited
             self.store.set(f"finished-{self._topology.rank}", "")
             if self._topology.is_main:
                 self._keys_arrive(*(f"finished-{rank}" for rank in range(self._topology.world_size)), seconds=10)
 
     def should_report(self, error: BaseException) -> bool:
-        """Whether this rank prints the error that ends it. Not collective.
+        """Whether this rank prints the error that it exits with. Not collective.
 
-        The main process prints what all ranks know. If a rank was lost, another one prints it only if the main process
-        does not, since that may be the lost one. Any other error is printed by the first rank that has it.
+        The main process prints errors that all ranks have. It also prints that a rank was lost; the others print this
+        only if the main process does not, as it may be the lost rank. Any other error is printed by the first rank that
+        reports it.
         """
-        if self._watch.store_lost:  # the ranks cannot agree on one
+        if self._watch.store_lost:  # the ranks cannot agree on which of them prints
             return True
         rank, is_main = str(self._topology.rank), self._topology.is_main
         with suppress(RuntimeError):
@@ -103,5 +104,5 @@ class Group:
 
 def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)  # a rank that is not in a group would get a number
+    assert isinstance(group, dist.ProcessGroup)  # a rank outside the group would get a number
     return group

@@ -1,4 +1,4 @@
-"""This process among those of the run: its device, and everything that the ranks send to each other."""
+"""This process as one of the ranks of a run: its device, and all communication between the ranks."""
 
 import os
 import re
@@ -28,10 +28,10 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """The processes of the run: this one's rank among them, its device, and what they agree on.
+    """The processes of a run: the rank and device of this process, and the communication between all of them.
 
-    Collective, called by all ranks or none: `join`, `run_on_all`, `gather_text`, `check_same`, `any_rank`,
-    `broadcast_text`, `broadcast_buffers`, `all_reduce`, `finish`.
+    These methods are collective and must be called by all ranks or none: `join`, `run_on_all`, `gather_text`,
+    `check_same`, `any_rank`, `broadcast_text`, `broadcast_buffers`, `all_reduce`, `finish`.
     """
 
     def __init__(self, topology: Topology, launch: LaunchConfig, prog: str = "train.py"):
@@ -46,11 +46,11 @@ class Ranks:
         self.backend = choose_backend(topology, launch.backend, self.device)
         check_init_method(launch.init_method)
         topology.export()
-        os.environ["OMP_NUM_THREADS"] = str(self.threads)  # if it is not set, Accelerate sets a number of its own
+        os.environ["OMP_NUM_THREADS"] = str(self.threads)  # otherwise Accelerate would set a different number
         torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
             keep_freed_memory()
-        # A launcher that is killed cannot end its processes, so they notice it. A shell may end: nohup expects that.
+        # A launcher that is killed cannot stop its processes, so they check for it. A shell may exit, as with nohup.
         self._launcher = launcher()
         self.interface = ""
         self.members: list[Member] = []
@@ -65,14 +65,14 @@ class Ranks:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the launcher that started this process is gone."""
+        """Whether the launcher that started this process has exited."""
         return self._launcher is not None and os.getppid() != self._launcher
 
     def join(self, give_up: Callable[[UserError], None] | None = None) -> None:
-        """Make the process group, if there are several processes; Accelerate adopts it.
+        """Create the process group, which Accelerate then uses, if there are several processes.
 
         If the ranks meet but cannot connect in time, a second thread calls `give_up` with the error, because gloo may
-        hold the main thread for longer. It must end the process (default: print the error, exit with code 2).
+        block the main thread for longer. `give_up` must exit (default: print the error, exit with code 2).
         """
         topology, launch = self.topology, self.launch
         if self.is_main and self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
@@ -114,24 +114,24 @@ class Ranks:
         if self.topology.local_rank == 0:
             sys.stderr.write(f"{self.prog}: error: {error}\n")
             sys.stderr.flush()
-        time.sleep(0.5)  # a launcher that sees this rank end ends the others: let the one that reports finish
+        time.sleep(0.5)  # when this rank exits, the launcher ends the others: let the one that reports finish
         os._exit(2)
 
     def mark(self, place: str) -> None:
-        """Note what this rank does now, for others that wait for it. Not collective."""
+        """Record what this rank is doing, so that ranks that wait for it can report it. Not collective."""
         if self._watch is not None:
             self._watch.mark(place)
 
     def mark_waiting(self, place: str) -> None:
-        """Note that this rank is about to wait for the others, and where. Not collective."""
+        """Record that this rank is about to wait for the others, and where. Not collective."""
         if self._watch is not None:
             self._watch.mark_waiting(place)
 
     def run_on_all(self, action: Callable[[], Result], main_first: bool = False, place: str = "") -> Result:
-        """Run `action` on every rank; an error on any of them is raised on all, as AgreedError.
+        """Run `action` on every rank; an error on any rank is raised on all of them, as AgreedError.
 
-        With `main_first` the first rank of each machine runs it before the others, so that they find the files that it
-        downloaded or decoded. They wait for it as long as it lives. `place` is for `mark`.
+        With `main_first`, the first rank of each machine runs it before the others, so that they find the files that it
+        has downloaded or decoded. They wait for it as long as it is alive. `place` is passed to `mark`.
         """
         if self._group is None:
             return action()
@@ -149,7 +149,7 @@ class Ranks:
         return [text] if self._group is None else self._group.exchange(text)
 
     def check_same(self, text: str, what: str) -> None:
-        """Raise UserError on all ranks unless all have the same text; `what` describes a difference."""
+        """Raise UserError on all ranks unless all have the same text; `what` describes the difference."""
         texts = self.gather_text(text)
         other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), None)
         if other is not None:
@@ -164,7 +164,7 @@ class Ranks:
         return self.gather_text(text)[0]
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Give every rank the main process's buffers: each has batch statistics of its own batches."""
+        """Copy the main process's buffers to all ranks, whose batch statistics are those of their own batches."""
         if self._watch is not None:
             self._watch.mark_waiting()
             for buffer in model.buffers():
@@ -172,12 +172,12 @@ class Ranks:
             self._watch.mark()
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replace the values by their sum over all ranks, without what Accelerate does around it."""
+        """Replace the values by their sum over all ranks, without Accelerate."""
         if self._group is not None:
             dist.all_reduce(values)
 
     def send_recv(self, values: Tensor, source: int, target: int) -> None:
-        """Copy the values from one rank to another; called by these two. A tensor on the CPU is sent over gloo."""
+        """Copy the values from one rank to another; called by these two ranks. CPU tensors are sent over gloo."""
         group = self._group.fast if self._group is not None and values.device.type == "cpu" else None
         if self.topology.rank == source:
             dist.send(values, target, group)
@@ -185,39 +185,40 @@ class Ranks:
             dist.recv(values, source, group)
 
     def ping_store(self) -> None:
-        """Write a key to the store where the processes met, and read it. Not collective."""
+        """Write a key to the store of the processes, and read it. Not collective."""
         if self._group is not None:
             self._group.store.set(f"ping-{self.topology.rank}", "")
             self._group.store.get(f"ping-{self.topology.rank}")
 
     def remember(self, key: str, text: str) -> None:
-        """Leave a note for the attempt after a restart by the launcher, if that keeps a store. Not collective."""
+        """Store a text for the attempt after a restart by the launcher, if it has a store. Not collective."""
         if self._launchers_store is not None:
             self._launchers_store.set(f"lockstep-{key}", text)
 
     def remembered(self, key: str) -> str:
-        """The note of an earlier attempt; empty if there is none. Not collective."""
+        """The text that an earlier attempt stored; empty if there is none. Not collective."""
         store, key = self._launchers_store, f"lockstep-{key}"
         return store.get(key).decode() if store is not None and store.check([key]) else ""
 
     def finish(self) -> None:
-        """Wait until no rank needs the others any more, and stop the watch."""
+        """Stop the watch, and wait until no rank needs this one any more."""
         if self._watch is not None:
             self._watch.end()
         if self._group is not None and not self.orphaned:
             self._group.finish()
 
     def should_report(self, error: BaseException) -> bool:
-        """Whether this rank prints the error that ends it. Not collective.
+        """Whether this rank prints the error that it exits with. Not collective.
 
-        Of ranks that are connected one does. Of others the first of each machine does, since their screens may differ.
+        If the ranks are connected, one of them prints it. Otherwise the first rank of each machine does, because the
+        machines may have different terminals.
         """
-        if self._group is None:  # without a launcher, rank 0 may be the one that is missing
+        if self._group is None:  # without a launcher, rank 0 may be missing
             return self.topology.local_rank == 0 or (self.expects_peers and not is_launched())
         return self._group.should_report(error)
 
     def record_end(self, error: BaseException) -> BaseException:
-        """Tell the others that this rank ends; returns the error, or LostRank if it means one. Not collective."""
+        """Inform the other ranks that this rank exits; returns the error, as LostRank if it is one. Not collective."""
         if self._watch is None:
             return LostRank(lost_rank_text(error)) if is_lost_rank(error) else error
         place, waiting_for = self._watch.place, self._watch.waiting_for()
@@ -225,7 +226,7 @@ class Ranks:
         return LostRank(lost_rank_text(error, place, waiting_for)) if is_lost_rank(error) else error
 
     def announce_exit(self, text: str, code: int) -> bool:
-        """Tell the others, from a thread, that this rank exits with `code`; returns whether it should print why.
+        """Inform the other ranks, from a thread, that this rank exits with `code`; returns whether to print `text`.
 
         Not collective.
         """

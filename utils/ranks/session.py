@@ -1,4 +1,4 @@
-"""How a script joins the processes of its launch, and how it ends: with one line on one rank if there is an error."""
+"""How a script joins the processes of its launch, and how it exits. An error is one line from one rank."""
 
 import os
 import signal
@@ -18,20 +18,20 @@ from utils.ranks.watch import print_error
 
 
 def _topology(launch: LaunchConfig) -> Topology:
-    """This process's rank among those launched, also in a function that Accelerate's debug_launcher has started."""
+    """The rank of this process and its launch, which may be a call of Accelerate's debug_launcher."""
     if not (dist.is_initialized() and "ACCELERATE_DEBUG_RDV_FILE" in os.environ):
         return read_topology(init_method=launch.init_method)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()  # Ranks makes its own, with timeouts and a store
+    dist.destroy_process_group()  # `Ranks` creates a new one, with timeouts and a store
     meeting = Path(os.environ["ACCELERATE_DEBUG_RDV_FILE"])
-    meeting.touch()  # the last rank to leave the old group has deleted it, and the launcher expects it
+    meeting.touch()  # the old group has deleted this file, but the launcher expects it
     launch.init_method = f"file://{meeting}.lockstep"
     return Topology(rank, world_size, rank, world_size, source="debug_launcher")
 
 
 @contextmanager
 def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
-    """The ranks of this launch; an error inside ends this process with code 2, and one rank prints it on one line."""
+    """A context with the ranks of this launch. After an error, all exit with code 2, and one rank prints one line."""
     topology: Topology | None = None
     ranks: Ranks | None = None
     watch: DataWatch | None = None
@@ -49,17 +49,17 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
             ranks.record_end(interrupt)
         raise SystemExit(getattr(interrupt, "code", 130)) from None
     except Exception as error:
-        with suppress(ValueError):  # only the main thread may do this
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise here for the next dead worker
+        with suppress(ValueError):  # only the main thread can set a handler
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise for the next dead worker
         error = with_known_fix(error)
         if ranks is not None and isinstance(error, AgreedError):
             ranks.finish()
-        # Variables that were exported by hand may be wrong in this shell only.
+        # Variables that were exported by hand may be wrong only in this shell.
         by_hand = topology is None and "RANK" in os.environ and not is_launched()
         reports = ranks.should_report(error) if ranks else by_hand or reports_for_machine()
         final = ranks.record_end(error) if ranks else error
         if not isinstance(final, USER_ERRORS):
-            raise  # a bug: its traceback is what helps
+            raise  # a bug, which needs a traceback
         known = ranks is not None and ranks.expects_peers
         exit_with_error(final if known else with_rank(final), prog, reports, launch.traceback)
     finally:

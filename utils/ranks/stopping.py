@@ -1,23 +1,23 @@
-"""Requests to stop, by a signal or by the death of the launcher, after which the run saves and can be resumed."""
+"""Requests to stop, from a signal or the death of the launcher. The run then saves and can be resumed."""
 
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
 
-EXIT_RESUME = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, start the run again
+EXIT_RESUME = 75  # EX_TEMPFAIL of sysexits.h: not an error, start the run again
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopping:
-    """Whether this rank was told to stop (`requested`), and whether all ranks have agreed to stop (`agreed`).
+    """Whether this rank was asked to stop (`requested`), and whether all ranks have agreed to stop (`agreed`).
 
-    As a context it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Before `training_begins` there is nothing to save, so
-    they raise KeyboardInterrupt. After it the first signal is a request, on which the ranks agree when they next
-    exchange their losses, and a second SIGINT ends the process at once.
+    As a context it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Before `training_begins` they raise KeyboardInterrupt,
+    because there is nothing to save. Afterwards the first signal is a request, on which the ranks agree when they next
+    sum their losses, and a second SIGINT exits immediately.
     """
 
-    current: "Stopping | None" = None  # the one that handles signals now, for other threads to read
+    current: "Stopping | None" = None  # the instance that handles signals now, for other threads
 
     def __init__(self, is_orphan: Callable[[], bool]):
         self.agreed = False
@@ -27,9 +27,9 @@ class Stopping:
         self._before: dict = {}
 
     def __enter__(self) -> "Stopping":
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
             for number in _SIGNALS:
-                # nohup ignores SIGHUP on purpose; a shell ignores SIGINT for all jobs that it starts in the background.
+                # nohup ignores SIGHUP on purpose, and a shell ignores SIGINT for its background jobs.
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._on_signal)
         Stopping.current = self
@@ -38,24 +38,24 @@ class Stopping:
     def __exit__(self, *exception: object) -> None:
         Stopping.current = None
         for number, handler in self._before.items():
-            # SLURM and a launcher may both send a signal: a second one is ignored, also while the last ranks exit.
+            # SLURM and a launcher may both send a signal: a second one is ignored, even while the last ranks exit.
             signal.signal(number, signal.SIG_IGN if self.agreed and number != signal.SIGINT else handler)
 
     def training_begins(self) -> None:
-        """From now on finish the update and save before exiting."""
+        """From now on, a stopped run finishes its update and saves before it exits."""
         self._training = True
 
     @property
     def requested(self) -> bool:
-        """Whether this rank was told to stop; the others may not know yet."""
+        """Whether this rank was asked to stop; other ranks may not know yet."""
         return self._signal is not None or self._is_orphan()
 
     @property
     def reason(self) -> str:
-        """Why the run stops, as far as this rank knows."""
+        """The reason why the run stops, as known to this rank."""
         if self._signal is not None:
             return self._signal.name
-        return "the launcher is gone" if self._is_orphan() else "another rank was told to stop"
+        return "the launcher is gone" if self._is_orphan() else "another rank was asked to stop"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)

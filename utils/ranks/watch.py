@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting: each notes where it is, and one that waits long reports for which it does."""
+"""Report which rank keeps the others waiting. Each rank records what it does, and a rank that waits long reports it."""
 
 import json
 import os
@@ -17,19 +17,19 @@ from utils.launch.rendezvous import Member
 from utils.ranks.stopping import EXIT_RESUME
 from utils.waiting import call_with_timeout
 
-TICK = 0.5  # seconds between two looks of a watching thread
+TICK = 0.5  # seconds between two checks of a watching thread
 _LATE = 1.0  # seconds that a tick may be late; if it is later, the process was paused
 _ANSWER = 3.0  # seconds that the store may take to answer
-_SILENT = 5.0  # seconds without a new heartbeat after which a rank is reported as silent
+_SILENT = 5.0  # seconds without a heartbeat after which a rank is reported as silent
 _LATER = 3.0  # seconds after the timeout: at the timeout gloo raises an error in the main thread
 _GRACE = 5.0  # seconds that the main thread has to notice that another rank has ended
-_STOPPED = "stopped: "  # begins the message of a rank that was told to stop and could not wait for the others
+_STOPPED = "stopped: "  # the start of the message of a rank that was asked to stop and exited without the others
 
 
 class RunningClock:
     """The seconds that this process has run, without pauses. `tick` must be called every TICK seconds.
 
-    If all ranks are paused (SIGSTOP, a suspended job), none of them waits for another.
+    If all ranks are paused (SIGSTOP, a suspended job), this does not count as waiting for each other.
     """
 
     def __init__(self):
@@ -49,7 +49,7 @@ class RunningClock:
 
 @dataclass
 class Heartbeat:
-    """What a rank last wrote: the collectives it has entered, where it is, and a number that grows while it lives."""
+    """The last state that a rank wrote: how many collectives it has entered, its place, and a growing counter."""
 
     entered: int
     place: str
@@ -57,11 +57,11 @@ class Heartbeat:
 
 
 class Watch:
-    """A thread that tells the other ranks where this one is, and reports which ranks keep this one waiting.
+    """A thread that publishes what this rank is doing, and reports which ranks keep it waiting.
 
-    A rank that has entered fewer collectives than another keeps it waiting. After a tenth of the timeout one of the
-    waiting ranks reports that; after all of it they exit. A rank that ends with an error writes that to the store, so
-    that the others end even if no launcher ends them.
+    A rank waits for the ranks that have entered fewer collectives. After a tenth of the timeout, one of the waiting
+    ranks reports them. After the whole timeout, the waiting ranks exit. A rank that exits with an error writes it to
+    the store, so that the others exit even if no launcher stops them.
     """
 
     def __init__(self, store: dist.Store, members: list[Member], rank: int, timeout: float, prog: str):
@@ -70,37 +70,37 @@ class Watch:
         self.store_lost = False  # whether the store cannot be reached
         self._store, self._tick = store.clone(), 0
         self._store.set_timeout(timedelta(seconds=_ANSWER))
-        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # each rank's last new heartbeat, and when that came
-        self._ended: tuple[float, str] | None = None  # when another rank did, and why
+        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # each rank's last heartbeat, and when it arrived
+        self._ended: tuple[float, str] | None = None  # when another rank exited, and why
         self._stop = threading.Event()
-        self._clock = RunningClock()  # in a thread of its own, as the watch's thread may wait for the store
+        self._clock = RunningClock()  # in a separate thread, because the watch's thread may wait for the store
         threading.Thread(target=self._clock.tick_until, args=[self._stop], name="clock", daemon=True).start()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
     def mark(self, place: str = "") -> None:
-        """Note that this rank works, and at what; without a place it still does what it did."""
+        """Record that this rank is working, and on what; the default is what it did before."""
         self.waiting, self.place = False, place or self.place
 
     def mark_waiting(self, place: str = "", patient: bool = False) -> None:
-        """Note that this rank waits for the others in a collective; a `patient` wait has no time limit."""
+        """Record that this rank waits for the others in a collective. A `patient` wait has no time limit."""
         self.place, self.patient, self.waiting = place or self.place, patient, True
         self.entered += 1
 
     def end(self, text: str = "") -> None:
-        """Stop watching; with a text, also tell the others that this rank ends, and why."""
+        """Stop watching; with a text, also inform the other ranks that this rank exits, and why."""
         self._stop.set()
         self._thread.join(2 * _ANSWER)
         if text and not self.store_lost and not self._thread.is_alive():
             with suppress(RuntimeError):
                 self._store.set("ended", f"rank {self.rank} ended: {text}")
-                if self.rank == 0:  # it may serve the store: let the others read it once more
+                if self.rank == 0:  # it may serve the store: give the others time to read it
                     time.sleep(1.5 * TICK)
 
     def announce_exit(self, text: str, code: int) -> bool:
-        """Tell the others, from another thread, that this rank exits now; returns whether it is the first that does.
+        """Inform the other ranks, from another thread, that this rank exits; returns whether it is the first to exit.
 
-        Returns once the others have had time to read it: their connections break when this rank exits.
+        Returns after the others have had time to read it, because their connections break when this rank exits.
         """
         mine = f"{_STOPPED * (code == EXIT_RESUME)}rank {self.rank} ended: {text}"
         first = mine
@@ -110,9 +110,9 @@ class Watch:
         return first == mine
 
     def waiting_for(self, silence: float = _SILENT) -> str:
-        """The ranks that keep this one waiting and where they are; empty if there are none.
+        """The ranks that keep this rank waiting, and what they are doing; empty if there are none.
 
-        These ranks have entered fewer collectives, or have been silent for `silence` seconds.
+        These are the ranks that have entered fewer collectives or have been silent for `silence` seconds.
         """
         mine, now, parts, heard = self.entered, self._clock(), [], dict(self._heard)
         for member in self.members:
@@ -132,7 +132,7 @@ class Watch:
             if self.entered != entered:
                 entered, since, reported = self.entered, now, False
             waited = now - since
-            with suppress(RuntimeError):  # listen only when it matters: N ranks read N heartbeats each from one store
+            with suppress(RuntimeError):  # listen only if necessary: N ranks each read N heartbeats from one store
                 self._exchange(listen=self.waiting and waited > max(TICK, patience - 2 * _SILENT))
             late = self.waiting_for() if self.waiting and waited >= patience and self._ended is None else ""
             if not late:
@@ -152,7 +152,7 @@ class Watch:
         now = self._clock()
         self._tick += 1
         mine = json.dumps([self.entered, self.place, self._tick])
-        if self._ended is not None:  # the store may have ended with that rank
+        if self._ended is not None:  # the store may have gone with that rank
             if self._ended[1].startswith(_STOPPED) and self.waiting:
                 os._exit(EXIT_RESUME)  # that rank prints why
             if now - self._ended[0] > (_GRACE if self.waiting else self.timeout):  # this rank may be saving
@@ -177,18 +177,18 @@ class Watch:
                 self._heard[rank] = beat, now
 
     def _write_and_read(self, store: dist.Store, mine: str, listen: bool) -> tuple[list[bytes], str]:
-        """The others' heartbeats, and why a rank has ended; may return long after the caller has given up."""
+        """The heartbeats of all ranks, and why a rank has exited. May return long after the caller has given up."""
         store.set(f"beat-{self.rank}", mine)
         keys = [f"beat-{member.rank}" for member in self.members]
         beats = store.multi_get(keys) if listen and store.check(keys) else []
         return beats, store.get("ended").decode() if store.check(["ended"]) else ""
 
     def _reconnect(self) -> bool:
-        """Connect to the store again; by a plain socket first, because PyTorch logs each failure."""
+        """Connect to the store again. Tries a plain socket first, because PyTorch logs each failure."""
         server = self._store
         while isinstance(server, dist.PrefixStore):
             server = server.underlying_store
-        assert isinstance(server, dist.TCPStore)  # `meet` makes no other
+        assert isinstance(server, dist.TCPStore)  # `meet` returns no other class
         try:
             socket.create_connection((server.host, server.port), timeout=1).close()
             self._store = call_with_timeout(self._store.clone, _ANSWER)
@@ -198,7 +198,7 @@ class Watch:
         return True
 
     def _is_first(self, entered: int) -> bool:
-        """Whether this rank is the first of those that wait."""
+        """Whether this rank is the lowest of those that wait."""
         now = self._clock()
         ahead = [
             rank for rank, (beat, since) in self._heard.items() if beat.entered >= entered and now - since < _SILENT
@@ -206,12 +206,12 @@ class Watch:
         return self.rank <= min(ahead, default=self.rank)
 
     def _exit(self, text: str) -> None:
-        """End this process, whose main thread waits where no exception reaches it."""
+        """Exit this process, because no exception can reach its waiting main thread."""
         print_error(self.prog, f"error: {text}")
         os._exit(2)
 
 
 def print_error(prog: str, text: str) -> None:
-    """Print a line on stderr, below what is left of a progress bar."""
+    """Print a line to stderr, below any remains of a progress bar."""
     sys.stderr.write(f"\n{prog}: {text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Write and delete checkpoints: folders that appear whole or not at all.
+"""Write and delete checkpoints. A checkpoint is a folder that is complete or does not exist.
 
 RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin, random_states_RANK.pkl   (Accelerate's save_state)
                                  state.json, config.yaml, labels.json, samples.json.gz      (metadata.py)
@@ -23,17 +23,17 @@ from utils.runs.manifest import MANIFEST, checkpoints_of, damage_of, manifest_te
 def save_checkpoint(
     ranks: Ranks, accelerator: Accelerator, folder: Path, step: int, texts: dict[str, str | bytes]
 ) -> None:
-    """Write `folder`/step-N with Accelerate's state and these small files; call `update_pointers` afterwards.
+    """Write `folder`/step-N with Accelerate's state and the small files `texts`; then call `update_pointers`.
 
-    Collective. An error on any rank (OSError or AgreedError) is raised on all, and older checkpoints are unchanged.
+    Collective. An error on any rank (OSError or AgreedError) is raised on all ranks. Older checkpoints do not change.
     """
     final = folder / f"step-{step:08d}"
     partial = folder / f".{final.name}.partial"
 
     def prepare() -> None:
         if ranks.is_main:
-            if not folder.is_dir():  # not created again: its disk may be gone for a while
-                raise FileNotFoundError(f"{folder} has vanished")
+            if not folder.is_dir():  # not created again: its disk may be unmounted for a while
+                raise FileNotFoundError(f"{folder} no longer exists")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
 
@@ -51,15 +51,15 @@ def save_checkpoint(
         ranks.run_on_all(publish)
     except (OSError, AgreedError):
         if ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
         raise
 
 
 def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -> None:
     """Move `latest` and `best` to the checkpoint just saved, then delete old ones. Call on one rank.
 
-    Raises OSError if they cannot be moved. Even then the checkpoint is kept and old ones are deleted, as they would
-    fill the disk. The next successful save corrects `best`.
+    Raises OSError if they cannot be moved. Even then the checkpoint is kept, and old ones are deleted so that they do
+    not fill the disk. The next successful save corrects `best`.
     """
     best = folder / f"step-{best_step or 0:08d}"
 
@@ -77,7 +77,7 @@ def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -
 
 
 def prune(folder: Path, keep: int, best: Path | None = None) -> None:
-    """Delete old checkpoints but the `keep` newest, `best`, and those that the pointers name. Call on one rank."""
+    """Delete all checkpoints except the `keep` newest, `best`, and those that the pointers name. Call on one rank."""
     kept = (best, read_pointer(folder, "best"), read_pointer(folder, "latest"))
     for old in checkpoints_of(folder)[:-keep]:
         if old not in kept:
@@ -87,8 +87,8 @@ def prune(folder: Path, keep: int, best: Path | None = None) -> None:
 def delete_after(folder: Path, step: int, best_step: int | None) -> None:
     """Delete the checkpoints after `step`, whose updates will be repeated. Call on one rank.
 
-    Damaged ones are renamed to step-N.damaged, as the disk may be the cause. Does nothing if `step` itself does not
-    exist: then the run resumes from another run's checkpoint.
+    Damaged ones are renamed to step-N.damaged, because the disk may be the cause. Does nothing if the checkpoint of
+    `step` is not in this folder: then the run resumes from a checkpoint of another run.
     """
     if not (folder / f"step-{step:08d}").is_dir():
         return
@@ -104,14 +104,14 @@ def delete_after(folder: Path, step: int, best_step: int | None) -> None:
         aside = path.with_name(f"{path.name}.damaged")
         if damage_of(path) and not aside.exists():
             path.rename(aside)
-            print(f"{path} is now {aside.name}")
+            print(f"{path} is damaged and was renamed to {aside.name}")
         else:
             _remove(path)
-            print(f"{path} is deleted: these updates are repeated")
+            print(f"{path} was deleted: its updates will be repeated")
 
 
 def clean_up(folder: Path) -> None:
-    """Finish or delete what a killed process left half-done. Call on one rank, while no other run writes there."""
+    """Finish or delete the partial work of a killed process. Call on one rank, while no other run writes there."""
     for old in folder.glob(".step-*.old"):
         final = folder / old.name[1 : -len(".old")]
         if not final.exists():  # killed between the two renames
@@ -125,7 +125,7 @@ def _save_state(accelerator: Accelerator, folder: Path) -> None:
         accelerator.save_state(str(folder))
     except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder.parent} has vanished") from error
+            raise FileNotFoundError(f"{folder.parent} no longer exists") from error
         raise OSError(f"{folder}: cannot be written ({one_line(error)[:120]}); is the disk full?") from error
 
 
@@ -143,7 +143,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Rename a finished folder to `final`. An older `final` stays until then; `clean_up` restores it after a kill."""
+    """Rename a finished folder to `final`, which may exist. After a kill, `clean_up` restores the older folder."""
     old = final.with_name(f".{final.name}.old")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -159,7 +159,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint. At each moment it exists whole or not at all."""
+    """Delete a checkpoint. At any time it is either complete or absent."""
     gone = checkpoint.with_name(f".{checkpoint.name}.gone")
     with suppress(OSError):
         checkpoint.rename(gone)

@@ -34,12 +34,12 @@ class RunFolder:
     def check_own(self) -> None:
         """Raise OSError if the folder was deleted and now belongs to another run."""
         if self._lock is not None and is_taken_over(self.path, self._lock):
-            raise OSError(f"{self.path} was deleted and is another run's now")
+            raise OSError(f"{self.path} was deleted and now belongs to another run")
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from: its folder if it exists already, and a checkpoint if there is one."""
+    """What a run starts from: its folder, if it already exists, and a checkpoint, if there is one."""
 
     folder: RunFolder | None = None
     saved: SavedRun | None = None
@@ -48,8 +48,8 @@ class Start:
 def check_run_folder(config: TrainConfig, after_meeting: bool = False) -> None:
     """Raise ValueError or OSError if the run folder is taken or cannot be created, or the checkpoint does not exist.
 
-    After a restart by the launcher the existing folder may be the run's own, so it is checked `after_meeting`: the
-    launcher of a machine does not count a restart that another machine's launcher began.
+    After a restart by the launcher, an existing folder may be that of this run, so the check waits until the processes
+    have connected (`after_meeting`). A launcher does not count restarts that the launcher of another machine began.
     """
     if can_be_restarted() and not after_meeting:
         return
@@ -58,7 +58,7 @@ def check_run_folder(config: TrainConfig, after_meeting: bool = False) -> None:
         path = expand(config.resume)
         find_checkpoint(path, prefer=("latest",))
         if config.run_name and folder.exists() and folder.resolve() not in (path.resolve(), *path.resolve().parents):
-            raise UserError(f"{folder} exists and is another run than {config.resume}", "choose another --run_name")
+            raise UserError(f"{folder} exists and is not the run of {config.resume}", "choose another --run_name")
     if config.run_name and config.resume is None and folder.exists():
         raise UserError(f"{folder} exists", "continue it with --resume auto, or choose another --run_name")
     existing = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
@@ -69,10 +69,10 @@ def check_run_folder(config: TrainConfig, after_meeting: bool = False) -> None:
 
 
 def find_start(config: TrainConfig, ranks: Ranks) -> Start:
-    """What --resume, or a restart by the launcher, starts from; collective.
+    """Find what --resume, or a restart by the launcher, starts from; collective.
 
-    An existing folder is locked from here on. Only verified checkpoints are used: for --resume auto, or for a run
-    folder, the newest good one.
+    An existing folder is locked from now on. Only verified checkpoints are used. For --resume auto, or if --resume
+    names a run folder, it is the newest good one.
     """
     # The main process may have to wait for the lock, and it verifies large files.
     folder, path = ranks.run_on_all(lambda: _find(config, ranks) if ranks.is_main else (None, None), main_first=True)
@@ -104,10 +104,10 @@ def _find(config: TrainConfig, ranks: Ranks) -> tuple[RunFolder | None, Path | N
 
 
 def _newest(folder: Path) -> Path | None:
-    """The newest good checkpoint of a run; None if it has saved none. Damaged ones are reported."""
+    """The newest good checkpoint of a run; None if the run has not saved any. Reports damaged ones."""
     checkpoint, damages = newest_good(folder / "checkpoints")
     if damages and checkpoint is None:
-        raise UserError(f"{'; '.join(damages)}; no checkpoint is good", "start a new run under another --run_name")
+        raise UserError(f"{'; '.join(damages)}; all checkpoints are damaged", "start a new run with another --run_name")
     for damage in damages:
         print(f"{damage}; resuming from {checkpoint} instead")
     if checkpoint is None and (folder / "log.jsonl").exists():
@@ -135,7 +135,7 @@ def _open(path: Path, ranks: Ranks) -> RunFolder:
 
 
 def open_run_folder(config: TrainConfig, start: Start, ranks: Ranks) -> RunFolder:
-    """The run's folder, created now if the run is new; collective."""
+    """The folder of the run, which is created if the run is new; collective."""
 
     def create() -> RunFolder | None:
         if not ranks.is_main or start.folder is not None:
@@ -158,15 +158,15 @@ def _create(config: TrainConfig) -> Path:
         try:
             path.mkdir(parents=True)
             return path
-        except FileExistsError:  # another run of the same second, or of the same name since it was checked
+        except FileExistsError:  # another run started in the same second, or created this name after the check
             if config.run_name:
                 raise
-    raise UserError(f"{path} exists, and so do those before it", "give a --run_name")
+    raise UserError(f"{path} and the names before it exist", "choose a --run_name")
 
 
 def _check_shared(folder: Path, holder: str) -> None:
     """Raise ValueError if this rank does not see the folder that the main process has locked."""
-    for _ in range(20):  # a network file system may show a new file late
+    for _ in range(20):  # a network file system may show a new file with a delay
         with suppress(OSError):
             if (folder / ".lock").read_text() == holder:
                 return

@@ -16,7 +16,7 @@ from utils.runs.state import TrainState
 
 
 class RunLog:
-    """log.jsonl and the progress bar of the main process. On other ranks every method does nothing."""
+    """log.jsonl and the progress bar of the main process. On other ranks, its methods do nothing."""
 
     def __init__(self, folder: Path, is_main: bool, state: TrainState, updates: int):
         self.path, self.is_main, self.updates = folder / "log.jsonl", is_main, updates
@@ -32,7 +32,7 @@ class RunLog:
                 self.bar.update()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a record to log.jsonl and show it. What cannot be written is kept and written later; see `check`."""
+        """Append a record to log.jsonl and show it. Records that cannot be written are kept for later; see `check`."""
         if not self.is_main:
             return
         # JSON has no infinity, and the loss of an evaluation can be infinite.
@@ -61,7 +61,7 @@ class RunLog:
         """Print a line above the bar."""
         if not self.is_main:
             return
-        with suppress(OSError, ValueError):  # of a notebook's stream; utils/output.py guards all others
+        with suppress(OSError, ValueError):  # only a notebook's stream raises these; utils/output.py guards all others
             self.bar.write(text, file=sys.stdout)
             sys.stdout.flush()
 
@@ -95,7 +95,7 @@ class RunLog:
 
 
 def _reopen(path: Path, state: TrainState) -> int:
-    """Open the log to append, without the records of updates and evaluations that will now be repeated."""
+    """Open the log to append, and drop the records of updates and evaluations that will be repeated."""
     if path.exists():
         logged = path.read_text(encoding="utf-8", errors="replace")
         lines = [line for line in logged.splitlines() if _is_kept(line, state)]
@@ -104,7 +104,7 @@ def _reopen(path: Path, state: TrainState) -> int:
 
 
 def _is_kept(line: str, state: TrainState) -> bool:
-    """Whether a line of the log is of the run up to this state."""
+    """Whether a line of the log was written before the run reached this state."""
     try:
         record = json.loads(line)
         is_owed = record["kind"] == "eval" and record["step"] == state.step and state.owes_evaluation

@@ -16,7 +16,7 @@ FOR_RESUME = (*FOR_EVALUATION, "optimizer.bin")
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, damaged ones too, oldest first; OSError if it cannot be listed."""
+    """The checkpoints in `folder`, including damaged ones, oldest first. Raises OSError if it cannot be listed."""
     return sorted((path for path in folder.iterdir() if is_checkpoint_name(path.name)), key=step_of)
 
 
@@ -32,12 +32,12 @@ def newest_good(folder: Path, needed: Sequence[str] = FOR_RESUME) -> tuple[Path 
 
 
 def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) -> Path:
-    """The checkpoint at `path`, or of the run folder at `path`; ValueError if there is none.
+    """The checkpoint at `path`, or in the run folder at `path`. Raises ValueError if there is none.
 
-    Of a run folder, the first of the `prefer` pointers that exists is used, else the newest checkpoint.
+    In a run folder it is the checkpoint of the first `prefer` pointer that exists, or else the newest one.
     """
     if not path.exists():
-        raise UserError(f"{path}: no such checkpoint or run folder", "give the path of one")
+        raise UserError(f"{path}: no such checkpoint or run folder", "correct the path")
     if (path / MANIFEST).is_file() or is_checkpoint_name(path.name):
         return path
     for folder in (path / "checkpoints", path):
@@ -53,9 +53,9 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
 
 
 def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:
-    """Raise ValueError unless every file in the manifest exists and has its size and SHA-256.
+    """Raise ValueError unless every file in the manifest exists with the recorded size and SHA-256.
 
-    The manifest must name all `needed` files, as it protects only the files that it names.
+    The manifest must name all `needed` files, because it protects only the files that it names.
     """
     damage = damage_of(checkpoint, needed)
     if damage is None:
@@ -67,17 +67,17 @@ def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:
 
 
 def files_of(checkpoint: Path) -> dict[str, dict]:
-    """Size and SHA-256 of each file in the manifest; ValueError if the manifest is damaged."""
+    """Size and SHA-256 of each file in the manifest. Raises ValueError if the manifest is damaged."""
     path = checkpoint / MANIFEST
     manifest = read_json(path)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or not files or path.read_bytes() != manifest_text(files).encode():
-        raise UserError(f"{path}: damaged", "take another checkpoint")
+        raise UserError(f"{path}: damaged", "use another checkpoint")
     return files
 
 
 def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | None:
-    """The first file that differs from the manifest, in words; None if the checkpoint is undamaged."""
+    """A description of the first file that differs from the manifest; None if there is none."""
     path = checkpoint / MANIFEST
     try:
         if not path.is_file():
@@ -101,7 +101,7 @@ def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | Non
 
 
 def manifest_text(files: dict) -> str:
-    """The text of a manifest. There is only one way to write it, so that any change of the text is noticed."""
+    """The text of a manifest. Equal entries always give the same text, so any change to a manifest is detected."""
     return json.dumps({"files": files}, indent=1) + "\n"
 
 
@@ -111,7 +111,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read_pointer(folder: Path, name: str) -> Path | None:
-    """The checkpoint that `latest` or `best` names; None if it names none."""
+    """The checkpoint that the pointer `latest` or `best` names; None if there is no such checkpoint."""
     try:
         target = read_text(folder / name, max_bytes=4096).strip()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a checkpoint says besides its tensors: settings, training state, classes, samples and versions."""
+"""The contents of a checkpoint besides its tensors: settings, training state, classes, samples and versions."""
 
 import json
 import platform
@@ -25,18 +25,18 @@ from utils.runs.manifest import files_of
 from utils.runs.state import TrainState
 from utils.version import VERSION, code_commit
 
-# Settings of one start, not of the run.
+# Settings that belong to one start and are not saved with the run.
 _OF_ONE_START = ("run_name", "resume", "profile", *(field.name for field in fields(LaunchConfig)))
-# Settings that act on this machine come from its own flags and defaults: the checkpoint may come from a stranger.
+# Settings that affect this machine come from flags and defaults only: the checkpoint may come from a stranger.
 OF_THIS_MACHINE = (*_OF_ONE_START, "cache_dir", "data_dir", "output_dir", "num_workers")
-_OTHER = "take another checkpoint"
+_OTHER = "use another checkpoint"
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A verified checkpoint and what it says besides its tensors.
+    """A verified checkpoint and its contents besides its tensors.
 
-    `values` is the contents of state.json. `record` is None for checkpoints from before samples were recorded.
+    `values` is the contents of state.json. `record` is None for old checkpoints, which do not record their samples.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class SavedRun:
 
 
 def read_checkpoint(path: Path) -> SavedRun:
-    """Read the small files of a verified checkpoint; ValueError if one of them is malformed."""
+    """Read the small files of a verified checkpoint. Raises ValueError if one of them is malformed."""
     settings, values = read_settings(path), _read_values(path / "state.json")
     record = read_record(path / FILE) if FILE in files_of(path) else None
     state, spec = TrainState.from_dict(values["state"]), InputSpec.from_dict(values["input"])
@@ -57,7 +57,7 @@ def read_checkpoint(path: Path) -> SavedRun:
 
 
 def read_settings(checkpoint: Path) -> TrainConfig:
-    """The settings of the run that wrote a checkpoint; settings that act on this machine have their defaults."""
+    """The settings of the run that wrote a checkpoint; settings that affect this machine have their defaults."""
     defaults: dict[str, Any] = {name: getattr(TrainConfig, name) for name in OF_THIS_MACHINE}
     return replace(read_config(checkpoint / "config.yaml"), **defaults)
 
@@ -72,7 +72,7 @@ def read_classes(checkpoint: Path) -> list[str]:
 
 
 def _read_values(path: Path) -> dict[str, Any]:
-    """The contents of state.json; ValueError if a value is missing or malformed."""
+    """The contents of state.json. Raises ValueError if a value is missing or malformed."""
     values = read_json(path)
     needed = {"state": dict, "input": dict, "samples": int, "labels": str, "global_batch_size": int, "seed": int}
     for name, kind in (needed | {"processes": int, "threads": int}).items():
@@ -119,7 +119,7 @@ def metadata_files(
 
 
 def settings_to_save(config: TrainConfig, plan: Plan, precision: str) -> TrainConfig:
-    """The settings that belong to the run: the resolved batch size and precision, without those of one start."""
+    """The settings to save with the run: batch size and precision are resolved; settings of one start are reset."""
     once: dict[str, Any] = {name: getattr(TrainConfig, name) for name in _OF_ONE_START}
     once |= {"global_batch_size": plan.global_batch_size, "batch_size": None}
     once |= {"data": absolute_data(config.data), "mixed_precision": precision}

@@ -1,4 +1,4 @@
-"""Resume a run from a checkpoint: its batch sizes, state and tensors, and what differs from the run before."""
+"""Resume a run from a checkpoint: its batch sizes, state and tensors, and what differs from the earlier run."""
 
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -28,8 +28,8 @@ _SPEC_SETTINGS = ("model", "pretrained", "image_size", "channels", "mean", "std"
 def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> tuple[int, int, int]:
     """(batch_size, grad_accum, global_batch_size) of this start; a resumed run keeps its global batch size.
 
-    The batch size per process does not exceed that of the run before, or --batch_size. Raises ValueError with the
-    numbers of processes that work.
+    The batch size per process does not exceed --batch_size or, if it is not set, the largest one so far. Raises
+    ValueError, which lists the numbers of processes that work.
     """
     if saved is None:
         return resolve_batch(config, processes)
@@ -42,7 +42,7 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
             return resolve_batch(replace(config, global_batch_size=total), processes)
     if total % processes:
         *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
-        problem = f"{saved.path}: the global batch of {total} does not divide by {processes} processes"
+        problem = f"{saved.path}: the global batch of {total} is not divisible by {processes} processes"
         raise UserError(problem, f"resume with {', '.join(works)} or {most} processes")
     share, largest = total // processes, config.batch_size or saved.state.batch_size
     batch_size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
@@ -56,9 +56,9 @@ def plan_of_start(config: TrainConfig, saved: SavedRun | None, samples: int, pro
 
 
 def spec_of_start(config: TrainConfig, saved: SavedRun | None, train: Split) -> InputSpec:
-    """The model's input: the checkpoint's if the settings for it are the same, else found from the images.
+    """The model's input: the checkpoint's if its settings are unchanged, else derived from the images.
 
-    It is not found again in a resumed run, as some of the images may be gone.
+    A resumed run does not derive it again, because some of the images may no longer exist.
     """
     if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in _SPEC_SETTINGS):
         return saved.spec
@@ -68,7 +68,7 @@ def spec_of_start(config: TrainConfig, saved: SavedRun | None, train: Split) -> 
 def restore_state(
     saved: SavedRun | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data
 ) -> TrainState:
-    """The state to start from, the checkpoint's or a new one; ValueError if it is of other data or another model.
+    """The state to start from: the checkpoint's, or a new one. Raises ValueError if the checkpoint does not fit.
 
     `folder` is the run folder if it exists already.
     """
@@ -92,12 +92,12 @@ def restore_state(
         if any(position >= plan.samples for position in state.bad_images):
             raise ValueError("'bad_images' is malformed")
     except ValueError as error:
-        raise UserError(f"{saved.path / 'state.json'}: {error}", "take another checkpoint") from None
-    if not plan.update_size(state.position):  # --drop_last is new: the epoch ends here
+        raise UserError(f"{saved.path / 'state.json'}: {error}", "use another checkpoint") from None
+    if not plan.update_size(state.position):  # --drop_last was not set before: the epoch ends here
         state.epoch, state.position = state.epoch + 1, 0
     state.batch_size = max(state.batch_size, batch_size)
     if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
-        state.best_accuracy = state.best_step = None  # the best checkpoint stays in the run before
+        state.best_accuracy = state.best_step = None  # the best checkpoint belongs to the earlier run
     return state
 
 
@@ -113,19 +113,17 @@ def restore_tensors(
 
 
 def _load_scale(scale: Any, scaler: torch.amp.GradScaler, path: Path) -> None:
-    """Restore the loss scale: a new one would overflow and skip updates."""
+    """Restore the loss scale. A new one would overflow, and updates would be skipped."""
     try:
         scaler.load_state_dict(scale)
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}: 'scaler' is malformed ({one_line(error)[:120]})", "take another checkpoint"
-        ) from error
+        raise UserError(f"{path}: 'scaler' is malformed ({one_line(error)[:120]})", "use another checkpoint") from error
 
 
 def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, plan: Plan, ranks: Ranks) -> list[str]:
-    """The lines that a resumed run prints: its checkpoint, and what differs from the run before.
+    """The lines that a resumed run prints: its checkpoint, and what differs from the earlier run.
 
-    `config` has this start's settings as given, and `settings` those that the run will save.
+    `config` has the settings of this start as given, and `settings` those that the run will save.
     """
     before, now = asdict(saved.settings), asdict(settings)
     ignored = (*OF_THIS_MACHINE, "global_batch_size", "batch_size", "grad_accum")
@@ -140,14 +138,14 @@ def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, pl
     ]
     if any(there != here for _, there, here in topology):
         lines.append(
-            "the same samples follow; floating-point sums are added in another order, so losses agree to rounding; if "
-            "processes x accumulation steps differ, dropout masks and batch statistics differ too"
+            "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
+            "if processes x accumulation steps differs, dropout masks and batch statistics differ too"
         )
     used = plan.sizes(ranks.topology.world_size)
     kept = config.batch_size == used["batch_size"] and config.grad_accum in (None, used["grad_accum"])
     if config.batch_size and not kept:
         given = f"--batch_size {config.batch_size}" + f" --grad_accum {config.grad_accum}" * bool(config.grad_accum)
-        lines.append(f"{given} cannot make the run's global batch of {plan.global_batch_size}; see the batch below")
+        lines.append(f"{given} does not give the run's global batch of {plan.global_batch_size}; see the batch below")
     return lines
 
 

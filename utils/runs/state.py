@@ -1,4 +1,4 @@
-"""The training state that every checkpoint stores as JSON, and that a resumed run starts from."""
+"""The training state, which every checkpoint stores as JSON and a resumed run starts from."""
 
 from dataclasses import asdict, dataclass, field
 
@@ -35,11 +35,11 @@ class TrainState:
     since_log: dict = field(default_factory=dict)
     """The meter's totals (`Totals`) since then."""
     owes_evaluation: bool = False
-    """Whether the run was stopped during the evaluation that was due at this step."""
+    """Whether the run stopped before or during the evaluation that was due at this step."""
     bad_images: list[int] = field(default_factory=list)
-    """Positions in the training split of images found to be unreadable during the run. They stay left out."""
+    """Positions in the training split of images found to be unreadable during the run. The run no longer uses them."""
     batch_size: int = 0
-    """The largest batch of one process so far. On fewer processes, a resumed run accumulates to stay within it."""
+    """The largest batch of one process so far. On fewer processes, a resumed run accumulates to not exceed it."""
 
     @property
     def epochs_begun(self) -> int:
@@ -74,7 +74,7 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
-        """The state from the dictionary that `asdict` made; ValueError if a field is missing or malformed."""
+        """The state from the output of `asdict`. Raises ValueError if a field is missing or malformed."""
         default = asdict(cls())
         for name in default:
             given = isinstance(values, dict) and (name in values or name in _LATER)
@@ -83,7 +83,7 @@ class TrainState:
         return cls(**{name: values[name] for name in default if name in values})
 
     def check_place(self, plan: Plan) -> None:
-        """Raise ValueError if no run of this plan reaches this state, whichever epochs used --drop_last."""
+        """Raise ValueError if no run with this plan can reach this state, with or without --drop_last in any epoch."""
         full, rest = divmod(plan.samples, plan.global_batch_size)
         before, odd = divmod(self.position, plan.global_batch_size)
         least = self.epoch * full + before

@@ -1,4 +1,4 @@
-"""Images that turn out to be unreadable during a run: agree on them across ranks, list them in the run folder."""
+"""Images found to be unreadable during a run: agree on them across ranks, and list them in the run folder."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def write_list(folder: Path, images: Mapping[str, str]) -> None:
 
 
 def found_by_all(ranks: Ranks, batches: Batches) -> dict[int, str]:
-    """Positions and reasons of the images that any rank newly found to be unreadable; collective."""
+    """Positions and reasons of images that any rank newly found to be unreadable; collective."""
     own = {str(position): reason for position, reason in batches.bad.items() if position not in batches.agreed_bad}
     found = {int(k): reason for text in ranks.gather_text(json.dumps(own)) for k, reason in json.loads(text).items()}
     batches.agreed_bad |= found.keys()
@@ -35,9 +35,9 @@ def found_by_all(ranks: Ranks, batches: Batches) -> dict[int, str]:
 
 
 def agree_on_bad(run: Any, split: Split, batches: Batches) -> list[int]:
-    """Log and list the images that any rank of a run (see train.py) newly found to be unreadable; collective.
+    """Log and list the images that any rank newly found to be unreadable; collective.
 
-    Returns their positions. They add nothing to their updates, on any number of processes.
+    Returns their positions. They contribute nothing to their updates, on any number of processes.
     """
     found = found_by_all(run.ranks, batches)
     if found:
@@ -57,7 +57,7 @@ def _report(run: Any, split: Split, found: dict[int, str]) -> None:
 
 
 def without_bad(split: Split, positions: list[int], config: TrainConfig) -> Split:
-    """The split without samples that could not be read before a resume; ValueError with --bad_images refuse."""
+    """The split without samples that could not be read before a resume. Raises ValueError with --bad_images refuse."""
     rows = split.rows[np.asarray(positions, np.int64)].tolist()
     split = replace(split, bad={**split.bad, **dict.fromkeys(rows, _REASON)})
     if config.bad_images == "refuse":
@@ -69,5 +69,5 @@ def still_bad(data: Data, positions: list[int]) -> list[str]:
     """Add images that could not be read before a resume to `data.bad_images`; returns a line about them, if any."""
     names = [data.train.describe(position) for position in positions]
     data.bad_images.update(dict.fromkeys(names, _REASON))
-    text = f"{len(names)} images {_REASON} and stay left out: {join_names(names, 3)}"
+    text = f"{len(names)} images {_REASON} and are still left out: {join_names(names, 3)}"
     return [text] if names else []

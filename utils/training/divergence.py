@@ -1,4 +1,4 @@
-"""NaN or infinite losses and weights: name the update, the rank and the samples, and save no checkpoint of them."""
+"""Report NaN or infinite losses and weights with the update, the rank and the samples, before a checkpoint is saved."""
 
 import json
 
@@ -17,7 +17,7 @@ _SHOWN = 8  # samples in the message; the log has all
 
 
 def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tuple[int, int] | None) -> None:
-    """Raise ValueError on all ranks that names the first batch with a NaN or infinite loss; collective.
+    """Raise ValueError on all ranks, which names the first batch with a NaN or infinite loss; collective.
 
     `bad` is the first such batch of this rank, if any: its update, counted from 0, and the number of its microbatch.
     """
@@ -35,7 +35,7 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
 
 
 def samples_of(plan: Plan, step: int) -> np.ndarray:
-    """Positions in the training split of the samples of update `step`, counted from 0, in the run's order."""
+    """The samples of update `step`, counted from 0, as positions in the training split, in the order of the run."""
     epoch, position = plan.at(step)
     return permutation(plan.samples, plan.seed, epoch)[position : position + plan.update_size(position)]
 

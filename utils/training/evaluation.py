@@ -1,4 +1,4 @@
-"""The evaluation loop of train.py and eval.py: exact on any number of processes, as each sample is counted once."""
+"""The evaluation loop of train.py and eval.py. It counts each sample once, on any number of processes."""
 
 import time
 from collections.abc import Callable
@@ -30,15 +30,15 @@ def evaluate_split(
 ) -> dict | None:
     """Loss, accuracy, top-5 accuracy and count of a split, and with --metrics macro scores and per-class accuracy.
 
-    Collective. `model` is the bare module, not DDP's wrapper, as ranks may have different numbers of blocks. About once
-    a second the ranks agree whether to end early: because a rank could not read a sample or, with `stopping`, was asked
-    to stop. After a stop the result is None. Only the main process's result has the metrics. The result has `left_out`
-    if images were skipped. Raises ValueError if images cannot be read, and RuntimeError if a sample was missed or
-    counted twice.
+    Collective. `model` is the module without DDP's wrapper, because ranks may have different numbers of blocks. About
+    once a second the ranks agree whether to stop early, because a rank could not read a sample or, with `stopping`, was
+    asked to stop. The result is None if the evaluation was stopped. Only the main process's result has the metrics. The
+    result has `left_out` if images were skipped. Raises ValueError if images cannot be read, and RuntimeError if a
+    sample was missed or counted twice.
     """
     start, samples, count = time.perf_counter(), len(batches.labels), 0
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss, hits, top-5 hits
-    # Each rank adds its predictions, plus 1, to zeros: the sum over ranks has all of them, and 0 for missing ones.
+    # Each rank adds 1 + its predictions to zeros. The sum over the ranks has all of them, and 0 for missing ones.
     predicted = torch.zeros(samples, dtype=torch.int64, device=accelerator.device)
     was_training = model.training
     model.eval()
@@ -73,7 +73,7 @@ def evaluate_split(
 
 
 def _result(accelerator: Accelerator, sums: Tensor, predicted: Tensor) -> tuple[dict, np.ndarray]:
-    """The numbers over all ranks, and the predicted classes, int64 [N], -1 for samples that were left out."""
+    """The metrics over all ranks, and the predicted classes, int64 [N], -1 for samples that were left out."""
     loss, correct, top5, count, left_out = sum_over_ranks(accelerator, sums).tolist()
     predictions = sum_over_ranks(accelerator, predicted).cpu().numpy() - 1
     samples = len(predictions)

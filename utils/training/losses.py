@@ -1,4 +1,4 @@
-"""Loss functions. Each is a sum over samples, which train.py divides by the size of the global batch.
+"""Loss functions. Each returns a sum over samples, which train.py divides by the size of the global batch.
 
 To add a loss, such as a focal loss, add its name to `loss` in config/settings.py and its sum to `loss_sum`.
 """
@@ -12,8 +12,9 @@ from utils.config.settings import TrainConfig
 def loss_sum(config: TrainConfig, logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
     """The loss of `logits` [n, classes] with `labels` [n] int64, summed over the samples; n may be 0.
 
-    Cross-entropy, or the mean over classes of the binary cross-entropy of each class against the rest (as in "ResNet
-    strikes back", Wightman et al., 2021). Label smoothing distributes that share of the target over all classes.
+    It is the cross-entropy, or the mean over classes of the binary cross-entropy of each class against the rest (as in
+    "ResNet strikes back", Wightman et al., 2021). `label_smoothing` is the fraction of the target that is spread evenly
+    over all classes.
     """
     if config.loss == "cross_entropy":
         return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)

@@ -1,4 +1,4 @@
-"""Training loss, accuracy and time over all ranks: added up on the device, and read only when the ranks meet."""
+"""Training loss, accuracy and time over all ranks: summed on the device, and read only when the ranks synchronise."""
 
 import math
 import time
@@ -13,25 +13,26 @@ from utils.runs.state import Totals
 
 
 class Pace:
-    """When the ranks meet: about once a second, after the same number of steps on all of them."""
+    """When the ranks synchronise: about once a second, after the same number of steps on all of them."""
 
     def __init__(self, step: int = 0):
         self.step, self.next, self.time = step, step + 1, time.perf_counter()
 
     def due(self, step: int) -> bool:
-        """Whether to meet after `step` steps."""
+        """Whether to synchronise after `step` steps."""
         return step >= self.next
 
     def synced(self, step: int, seconds: float) -> None:
-        """The steps since the last meeting took `seconds`, the same number on all ranks."""
+        """Record that the steps since the last synchronisation took `seconds`, the same number on all ranks."""
         self.step, self.next = step, step + max(1, int((step - self.step) / max(seconds, 1e-6)))
         self.time = time.perf_counter()
 
 
 class Reduced(NamedTuple):
-    """What all ranks know after a meeting. `seconds` since the last meeting and `since_save` are means over the ranks.
+    """What all ranks know after they have synchronised.
 
-    `bad` is the number of images that ranks have found to be unreadable since the last meeting.
+    `seconds` since the last synchronisation and `since_save` are means over the ranks. `bad` is the number of images
+    found to be unreadable since the last synchronisation.
     """
 
     totals: Totals
@@ -43,7 +44,7 @@ class Reduced(NamedTuple):
 
 
 class Meter:
-    """The sums of this rank since the last train record, which `reduce` adds up over the ranks."""
+    """This rank's sums since the last train record; `reduce` adds them up over the ranks."""
 
     def __init__(self, device: torch.device, start: Totals):
         self.sums = torch.tensor([start.loss, start.correct], dtype=torch.float64, device=device)
@@ -64,7 +65,7 @@ class Meter:
     def reduce(self, accelerator: Accelerator, failed: bool, stop: bool, bad: int) -> Reduced:
         """Add up over the ranks, and agree whether any rank `failed` or wants to `stop`; collective.
 
-        This is the only place where the loop waits for the device. All ranks get the same numbers.
+        This is the only place where the loop waits for the device. The result is the same on all ranks.
         """
         if self.sums.is_cuda:
             torch.cuda.synchronize()
@@ -79,18 +80,18 @@ class Meter:
         return Reduced(totals, seconds / processes, since_save / processes, failures > 0, stops > 0, int(found))
 
     def first_bad(self) -> tuple[int, int] | None:
-        """`where` of this rank's first batch since the last meeting with a NaN or infinite loss."""
+        """`where` of this rank's first batch with a NaN or infinite loss since the last synchronisation."""
         return next((where for where, loss in self.losses if not loss.isfinite()), None)
 
     def restart(self) -> None:
-        """Do not count the time since the last meeting, which was not spent on training."""
+        """Do not count the time since the last synchronisation, which was not spent on training."""
         self.started = time.perf_counter()
 
     def restart_save_clock(self) -> None:
-        """Count the time since the last save from now on."""
+        """Measure the time since the last save from now on."""
         self.saved = time.perf_counter()
 
     def reset(self) -> None:
-        """Begin the next train record."""
+        """Start the sums of the next train record."""
         self.sums.zero_()
         self.count, self.wait = 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Metrics of the predictions gathered from all ranks, with the `evaluate` library, without a network.
+"""Metrics of the predictions gathered from all ranks, computed offline with the `evaluate` library.
 
 To add a metric, write a class as below and add it to `label_metrics`.
 """
@@ -44,7 +44,7 @@ class PerClassAccuracy(_LabelMetric):
 
 
 def label_metrics(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict:
-    """All metrics above, from predicted and true classes, int64 [N] each."""
+    """All metrics above, from predicted and true classes, each int64 [N]."""
     result: dict = {}
     with tempfile.TemporaryDirectory() as folder:  # `evaluate` always writes its inputs to disk
         for metric in (MacroScores, PerClassAccuracy):

@@ -1,6 +1,6 @@
 """Optimizers.
 
-To add an optimizer, add its name to `optimizer` in config/settings.py and make it in `build_optimizer`.
+To add an optimizer, add its name to `optimizer` in config/settings.py and create it in `build_optimizer`.
 """
 
 import torch
@@ -10,7 +10,7 @@ from utils.config.settings import TrainConfig
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, or AdamW; vectors (biases, normalisation) have no weight decay."""
+    """SGD with Nesterov momentum, or AdamW. Vectors (biases and normalisation weights) have no weight decay."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},

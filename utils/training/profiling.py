@@ -1,4 +1,4 @@
-"""Where the time of an update goes: with --profile, a trace of a few updates."""
+"""Profile where the time of an update goes: --profile writes a trace of a few updates."""
 
 import os
 from collections.abc import Callable
@@ -11,11 +11,11 @@ import torch
 from utils.console import table
 from utils.errors import one_line
 
-WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates not recorded, recorded and discarded, recorded and kept
+WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates that are not recorded, recorded and discarded, recorded and kept
 
 
 class Profile:
-    """A context around the loop, which calls `step` after each update. Records ten updates if `enabled`."""
+    """A context around the loop, which must call `step` after each update. Records ten updates if `enabled`."""
 
     def __init__(self, enabled: bool, folder: Path, rank: int, say: Callable[[str], None]):
         self.path, self.say = folder / f"trace-rank{rank}.json.gz", say
@@ -36,12 +36,12 @@ class Profile:
             self.say(f"--profile: the run ended before update {WAIT + WARM_UP + 1}, where the trace starts")
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        partial = self.path.with_name(f".partial-{self.path.name}")  # the ending selects the compression
+        partial = self.path.with_name(f".partial-{self.path.name}")  # the suffix selects the compression
         self._written = True
         try:
             profiler.export_chrome_trace(str(partial))
             os.replace(partial, self.path)
-        except (OSError, RuntimeError) as error:  # no reason to end the run
+        except (OSError, RuntimeError) as error:  # the run continues without a trace
             self.say(f"--profile: {self.path} cannot be written ({one_line(error)[:120]})")
             return
         self.say(f"{_summary(profiler)}\ntrace: {self.path} (open it at https://ui.perfetto.dev)")
@@ -50,7 +50,7 @@ class Profile:
 def _summary(profiler: torch.profiler.profile, most: int = 12) -> str:
     """The operations that took longest, in milliseconds per update, on the GPU if there is one.
 
-    Evaluations and saves between the updates are included.
+    The times include evaluations and saves between the updates.
     """
     events = profiler.key_averages()
     on_gpu = any(event.self_device_time_total for event in events)
@@ -60,4 +60,4 @@ def _summary(profiler: torch.profiler.profile, most: int = 12) -> str:
     total = sum(times.values())
     longest = sorted(times.items(), key=lambda item: -item[1])[:most]
     rows = [(name[:50], f"{ms:8.3f} ms  {ms / total:4.0%}") for name, ms in longest]
-    return table(f"An update's {total:.1f} ms on the {'GPU' if on_gpu else 'CPU'}", rows)
+    return table(f"One update: {total:.1f} ms on the {'GPU' if on_gpu else 'CPU'}", rows)

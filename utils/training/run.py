@@ -31,7 +31,7 @@ from utils.training.profiling import Profile
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that the training loop uses."""
+    """All parts of a training run."""
 
     config: TrainConfig
     ranks: Ranks
@@ -75,7 +75,7 @@ def announce(run: Run) -> None:
 
 
 def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
-    """The rows of the table at the start of a run; `places` says where each rank runs."""
+    """The rows of the table at the start of a run; `places` describes where each rank runs."""
     plan, data, processes = run.plan, run.data, len(places)
     parameters = sum(parameter.numel() for parameter in run.module.parameters())
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
@@ -90,7 +90,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
 
 
 def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
-    """Print the result and the next command; returns whether updates or an evaluation are left.
+    """Print the result and the next command; returns whether updates or an evaluation remain to be done.
 
     `command` is the command that started the run.
     """
@@ -119,7 +119,7 @@ def result_rows(state: TrainState, result: dict | None, done: bool) -> list[tupl
     """The rows of the table at the end of a run."""
     rows = [("accuracy", f"{result['accuracy']:.4f}"), ("loss", f"{result['loss']:.4f}")] if result else []
     if done and result is None:
-        rows = [("finished", f"{state.step} updates were done before; raise --epochs or --max_steps to continue")]
+        rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best_accuracy is not None:
         rows.append(("best", f"{state.best_accuracy:.4f} at update {state.best_step}"))
     return [*rows, ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s")]

@@ -1,4 +1,4 @@
-"""What happens at which update: the learning rate, evaluations, checkpoints, the end of the run.
+"""What happens after which update: learning rate, evaluations, checkpoints, and the end of the run.
 
 To add a schedule, such as cosine with restarts, add its name to `lr_schedule` in config/settings.py and its formula to
 `learning_rate`.
@@ -24,7 +24,7 @@ class Due(NamedTuple):
 
 
 def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
-    """What is due after update `state.step` of `updates`; --save_seconds is decided elsewhere."""
+    """What is due after update `state.step` of `updates`; --save_seconds is checked in train.py."""
     last, epoch_ends = state.step == updates, state.position == 0
     save = state.step % config.save_every == 0 if config.save_every else epoch_ends and not config.save_seconds
     return Due(
@@ -35,7 +35,7 @@ def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
 
 
 def total_updates(config: TrainConfig, plan: Plan) -> int:
-    """The number of updates of the whole run; ValueError if --drop_last leaves none."""
+    """The number of updates of the whole run. Raises ValueError if --drop_last leaves none."""
     if not plan.updates_per_epoch:
         raise UserError(
             f"--drop_last leaves no update: {plan.samples} samples do not fill a global batch of "
@@ -49,8 +49,8 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
     """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology.
 
     After a linear warm-up of --warmup_steps, `constant` stays at --lr, and `linear` and `cosine` decay from --lr to 0
-    at the end of the run. `onecycle` rises from lr/25 to lr and decays to lr/250000 in half cosines, which are the
-    defaults of torch's OneCycleLR (Smith and Topin, 2017), but with constant momentum.
+    at the end of the run. `onecycle` rises from lr/25 to lr and decays to lr/250000, both as half a cosine. These are
+    the defaults of torch's OneCycleLR (Smith and Topin, 2017), except that the momentum is constant.
     """
     if config.lr_schedule == "onecycle":
         return _one_cycle(config, update, updates)

@@ -1,4 +1,4 @@
-"""Where all ranks of a run agree: on the sums of losses, on errors, and on stopping."""
+"""Synchronise the ranks of a run: sum losses, and agree on errors and stopping."""
 
 import math
 from dataclasses import asdict
@@ -16,7 +16,7 @@ from utils.training.schedule import learning_rate
 def synchronise(run: Run, pace: Pace) -> float:
     """Sum losses over the ranks, and agree on errors and stopping; collective, about once a second.
 
-    A rank that cannot read a sample continues without it until here, so that no rank waits for it.
+    A rank that cannot read a sample continues with an empty batch until this point, so that no rank waits for it.
     Returns the seconds since the last save.
     """
     state, batches = run.state, run.train_batches
