@@ -60,7 +60,7 @@ from utils.runs.resume import (
     spec_of_start,
 )
 from utils.runs.state import Totals
-from utils.training.bad_images import agree_on_bad, without_bad
+from utils.training.bad_images import without_bad
 from utils.training.evaluation import evaluate_split
 from utils.training.losses import loss_sum
 from utils.training.meter import Meter, Pace
@@ -69,7 +69,7 @@ from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
 from utils.training.saving import save
 from utils.training.schedule import due_after, learning_rate, set_learning_rate, total_updates
-from utils.training.synchronise import log_training, synchronise
+from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
