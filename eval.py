@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             check_output_file(expand(flags.json))
         ranks.join()
         saved = find_saved(flags, ranks)
-        config, own_data = settings_of(saved, flags)
+        config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
         ranks.run_on_all(lambda: check(config, ranks))
         record = evaluate(saved, config, flags.split, own_data, ranks)
         if ranks.is_main:

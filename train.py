@@ -27,7 +27,7 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batch, Batches
-from utils.data.order import BlockSampler, UpdateSampler, fold_in
+from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in
 from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
 from utils.data.selection import load_data
 from utils.data.sources import check_source
@@ -53,14 +53,14 @@ from utils.runs.folder import Start, check_run_folder, find_start, open_run_fold
 from utils.runs.log import RunLog
 from utils.runs.metadata import settings_to_save
 from utils.runs.resume import (
-    plan_of_start,
+    batch_of_start,
     restore_state,
     restore_tensors,
     resume_lines,
     spec_of_start,
 )
 from utils.runs.state import Totals
-from utils.training.bad_images import agree_on_bad, without_bad
+from utils.training.bad_images import without_bad
 from utils.training.evaluation import evaluate_split
 from utils.training.losses import loss_sum
 from utils.training.meter import Meter, Pace
@@ -69,7 +69,7 @@ from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
 from utils.training.saving import save
 from utils.training.schedule import due_after, learning_rate, set_learning_rate, total_updates
-from utils.training.synchronise import log_training, synchronise
+from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -102,10 +102,17 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 
 def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Accelerator) -> Run:
     """Load the data, build the model, and restore the checkpoint of a resumed run; collective."""
-    start = find_start(config, ranks)
+    start, processes = find_start(config, ranks), ranks.topology.world_size
+    sizes = partial(batch_of_start, config, start.saved, processes)
+    _, grad_accum, global_batch_size = ranks.run_on_all(sizes)  # refused before the data is loaded
     data = find_data(config, start, ranks)
-    processes, samples = ranks.topology.world_size, len(data.train)
-    plan = ranks.run_on_all(lambda: plan_of_start(config, start.saved, samples, processes))
+    plan = Plan(
+        samples=len(data.train),
+        global_batch_size=global_batch_size,
+        microbatches=grad_accum * processes,
+        seed=config.seed,
+        drop_last=config.drop_last,
+    )
     folder = start.folder.path if start.folder else None
     state = ranks.run_on_all(lambda: restore_state(start.saved, folder, config, plan, data))
     readable = ranks.run_on_all(lambda: without_bad(data.train, state.bad_images, config))
@@ -138,7 +145,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     prepare_buckets(model, module, no_images)
     begin_momentum(optimizer)
 
-    settings = settings_to_save(config, plan, accelerator.mixed_precision)
+    kept = grad_accum if start.saved else config.grad_accum
+    settings = settings_to_save(config, plan, kept, accelerator.mixed_precision)
     if start.saved:
         restore_tensors(start.saved, module, optimizer, accelerator, ranks)
         for line in resume_lines(start.saved, config, settings, plan, ranks):
@@ -153,8 +161,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         ranks=ranks,
         stopping=stopping,
         accelerator=accelerator,
-        start=start,
         folder=run_folder,
+        resumed_from=start.saved.path if start.saved else None,
         data=data,
         spec=spec,
         plan=plan,

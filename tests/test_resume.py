@@ -51,6 +51,14 @@ def test_a_number_of_processes_that_cannot_keep_it_is_refused_with_those_that_ca
     assert outcomes[0].err.count("\n") == 1
 
 
+def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is_loaded(monkeypatch):
+    train_run(2, "run", *FLAGS, "--max_steps", "1")
+    monkeypatch.setattr(train, "find_data", None)  # a call of it would be another error
+    outcomes = run_ranks(3, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "2"])
+    assert [outcome.code for outcome in outcomes] == [2, 2, 2]
+    assert "resume with 1, 2 or 4 processes" in outcomes[0].err
+
+
 def test_another_global_batch_is_refused():
     train_run(2, "run", *FLAGS, "--max_steps", "2")
     (outcome,) = run_ranks(1, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "3", "--global_batch_size", "60"])
@@ -148,6 +156,14 @@ def test_batch_flags_that_cannot_be_kept_are_said_aloud():
         assert outcome.code == 0, outcome.err
         assert batch_of(records("run", "start")[-1]) == batch
         assert ("does not give the run's global batch of 240" in outcome.out) == said
+
+
+def test_the_saved_settings_of_a_run_with_such_flags_start_a_run():
+    train_run(1, "run", *FLAGS, "--global_batch_size", "240", "--max_steps", "1")
+    unfit = ("--batch_size", "50", "--grad_accum", "7")
+    train_run(1, "run", *FLAGS, *unfit, "--resume", "auto", "--max_steps", "2")
+    train_run(1, "other", "--config", "runs/run/config.yaml", "--threads", "1", "--max_steps", "1")
+    assert batch_of(records("other", "start")[0]) == batch_of(records("run", "start")[-1]) == (1, 48, 5, 240)
 
 
 def test_machines_that_do_not_share_the_run_folder_are_refused():

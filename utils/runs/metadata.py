@@ -118,9 +118,9 @@ def metadata_files(
     }
 
 
-def settings_to_save(config: TrainConfig, plan: Plan, precision: str) -> TrainConfig:
-    """The settings to save with the run: batch size and precision are resolved; settings of one start are reset."""
+def settings_to_save(config: TrainConfig, plan: Plan, grad_accum: int | None, precision: str) -> TrainConfig:
+    """The settings to save with the run: batch sizes and precision are resolved; settings of one start are reset."""
     once: dict[str, Any] = {name: getattr(TrainConfig, name) for name in _OF_ONE_START}
-    once |= {"global_batch_size": plan.global_batch_size, "batch_size": None}
+    once |= {"global_batch_size": plan.global_batch_size, "batch_size": None, "grad_accum": grad_accum}
     once |= {"data": absolute_data(config.data), "mixed_precision": precision}
     return replace(config, **once)

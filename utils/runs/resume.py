@@ -49,12 +49,6 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
     return batch_size, share // batch_size, total
 
 
-def plan_of_start(config: TrainConfig, saved: SavedRun | None, samples: int, processes: int) -> Plan:
-    """How an epoch of `samples` is divided into updates and microbatches in this start."""
-    _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
-    return Plan(samples, global_batch_size, grad_accum * processes, config.seed, config.drop_last)
-
-
 def spec_of_start(config: TrainConfig, saved: SavedRun | None, train: Split) -> InputSpec:
     """The model's input: the checkpoint's if its settings are unchanged, else derived from the images.
 

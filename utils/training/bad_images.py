@@ -1,10 +1,9 @@
-"""Images found to be unreadable during a run: agree on them across ranks, and list them in the run folder."""
+"""Images that turn out to be unreadable during a run: find them on all ranks, and list them in the run folder."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,28 +31,6 @@ def found_by_all(ranks: Ranks, batches: Batches) -> dict[int, str]:
     found = {int(k): reason for text in ranks.gather_text(json.dumps(own)) for k, reason in json.loads(text).items()}
     batches.agreed_bad |= found.keys()
     return dict(sorted(found.items()))
-
-
-def agree_on_bad(run: Any, split: Split, batches: Batches) -> list[int]:
-    """Log and list the images that any rank newly found to be unreadable; collective.
-
-    Returns their positions. They contribute nothing to their updates, on any number of processes.
-    """
-    found = found_by_all(run.ranks, batches)
-    if found:
-        run.ranks.run_on_all(lambda: _report(run, split, found))
-    return list(found)
-
-
-def _report(run: Any, split: Split, found: dict[int, str]) -> None:
-    if not run.ranks.is_main:
-        return
-    for reason in found.values():
-        run.log.say(f"{reason}; left out from now on")
-    reasons = {split.describe(position): reason for position, reason in found.items()}
-    run.log.write("bad_images", step=run.state.step, split=split.name, images=list(reasons))
-    run.data.bad_images.update(reasons)
-    write_list(run.start.folder, run.data.bad_images)
 
 
 def without_bad(split: Split, positions: list[int], config: TrainConfig) -> Split:

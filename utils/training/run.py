@@ -4,6 +4,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
@@ -20,7 +21,7 @@ from utils.files import write_file
 from utils.launch.command import resume_command
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
-from utils.runs.folder import RunFolder, Start
+from utils.runs.folder import RunFolder
 from utils.runs.log import RunLog
 from utils.runs.metadata import versions
 from utils.runs.state import TrainState
@@ -37,8 +38,8 @@ class Run:
     ranks: Ranks
     stopping: Stopping
     accelerator: Accelerator
-    start: Start
     folder: RunFolder
+    resumed_from: Path | None  # the checkpoint
     data: Data
     spec: InputSpec
     plan: Plan
@@ -97,7 +98,8 @@ def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     state, config, folder = run.state, run.config, run.folder.path
     done = state.step >= run.updates and not state.owes_evaluation
     if done:
-        checkpoint = folder if result or state.best_step or not run.start.saved else run.start.saved.path
+        trained = result or state.best_step or run.resumed_from is None
+        checkpoint = folder if trained else run.resumed_from
         places = [("--data_dir", config.data_dir), ("--cache_dir", config.cache_dir)]
         given = [
             word

@@ -1,12 +1,14 @@
-"""Synchronise the ranks of a run: sum losses, and agree on errors and stopping."""
+"""Where all ranks of a run agree: on the sums of losses, errors, unreadable images, and stopping."""
 
 import math
 from dataclasses import asdict
 from functools import partial
 
+from utils.data.batches import Batches
+from utils.data.splits import Split
 from utils.errors import UserError
 from utils.runs.state import Totals
-from utils.training.bad_images import agree_on_bad
+from utils.training.bad_images import found_by_all, write_list
 from utils.training.divergence import report_bad_loss
 from utils.training.meter import Pace
 from utils.training.run import Run
@@ -50,3 +52,25 @@ def log_training(run: Run) -> None:
     run.log.write("train", **state.train_record(lr, run.accelerator.num_processes))
     state.logged_seconds, state.since_log = state.seconds, asdict(Totals())
     run.meter.reset()
+
+
+def agree_on_bad(run: Run, split: Split, batches: Batches) -> list[int]:
+    """Log and list the images that any rank newly found to be unreadable; collective.
+
+    Returns their positions. They add nothing to their updates, on any number of processes.
+    """
+    found = found_by_all(run.ranks, batches)
+    if found:
+        run.ranks.run_on_all(lambda: _report_bad(run, split, found))
+    return list(found)
+
+
+def _report_bad(run: Run, split: Split, found: dict[int, str]) -> None:
+    if not run.ranks.is_main:
+        return
+    for reason in found.values():
+        run.log.say(f"{reason}; left out from now on")
+    reasons = {split.describe(position): reason for position, reason in found.items()}
+    run.log.write("bad_images", step=run.state.step, split=split.name, images=list(reasons))
+    run.data.bad_images.update(reasons)
+    write_list(run.folder.path, run.data.bad_images)
