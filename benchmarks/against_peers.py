@@ -1,17 +1,18 @@
-"""Images per second on MNIST: Lockstep, other training scripts, and the bare training step, in paired rounds.
+"""Images per second on MNIST: Lockstep, other training scripts, and the training step alone, in paired rounds.
 
     python benchmarks/against_peers.py --peers DIR --mnist_idx DIR --mnist DIR --json FILE
     python benchmarks/against_peers.py ... --processes 2 --sides tutorial --rounds 1          a trial of two minutes
 
---peers is a folder with the scripts to compare with. --mnist_idx holds MNIST as torchvision.datasets.MNIST reads it,
-and --mnist its parquet files as on the Hub. All sides train the same network with the same SGD and batches of 128 per
-process, on CPUs with one thread per process. Ours are `python train.py` and `accelerate launch ... train.py`.
+--peers is a folder with the scripts to compare with. --mnist_idx is a folder with MNIST as torchvision.datasets.MNIST
+reads it, and --mnist one with its parquet files, as on the Hub. All sides train the same network with the same SGD and
+batches of 128 per process, on CPUs with one thread per process. Our side is `python train.py` or `accelerate launch ...
+train.py`.
 
 * tutorial, hugging_face, lightning: the first epoch, without start-up and evaluation on both sides (Lightning's script
   only has two processes). Images per second are 60,000 divided by the epoch's seconds.
-* limit: the step on one resident batch, without data loading or a loop, at the precision of train.py. Ours is run again
-  just before or after it. The limit times five stretches of 40 updates, drops the first and takes the third of the
-  others, sorted by time. Ours does the same with its train records.
+* limit: the step on one batch that stays on the device, without data loading or a training loop, at the precision of
+  train.py. Our side runs again just before or after it. The limit measures the times of five stretches of 40 updates,
+  drops the first one, and takes the third lowest of the others. Our side does the same with its train records.
 
 A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their range.
 """
@@ -41,7 +42,7 @@ from common import (
 
 OURS, SIDES = "ours", ("tutorial", "hugging_face", "lightning", "limit")
 STRETCH = 40  # updates of one of the limit's five stretches
-# The peer's own script would measure three configurations, which takes three times as long.
+# The peer's script would measure three configurations, which takes three times as long.
 LIMIT = """
 import sys
 from argparse import Namespace
@@ -52,7 +53,7 @@ from compute_limit import work
 args = Namespace(processes=processes, threads=1, batch_size=batch_size, port=12356)
 spawn(work, args=(args, bool(channels_last), bool(bf16)), nprocs=processes)
 """
-MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**30)}  # as that script sets them
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**30)}  # as in that script
 
 
 def ours(processes: int, args: argparse.Namespace, **more) -> list[dict]:
@@ -81,13 +82,13 @@ def peer_rate(name: str, processes: int, args: argparse.Namespace) -> float:
         "hugging_face": [*launch(processes), args.peers / "hf_style.py", *flags(data=args.mnist, epochs=1)],
         "lightning": [args.lightning_python, args.peers / "lightning_style.py", *flags(root=args.mnist_idx)],
     }
-    # Not to its end: a peer that does not close its process group may abort there, after printing its numbers.
+    # Stop after the numbers: a peer that does not close its process group may abort when it exits.
     lines, _ = run(commands[name], until=lambda line: line.startswith("{"), env={"OMP_NUM_THREADS": "1"})
     return last_json(lines)["images_per_second"]
 
 
 def limit_rate(processes: int, args: argparse.Namespace) -> float:
-    """Images per second of the bare step, at the precision of train.py."""
+    """Images per second of the step alone, at the precision of train.py."""
     numbers = [processes, 128, 1, int(args.precision == "bf16")]
     lines, _ = run([sys.executable, "-c", LIMIT, args.peers, *numbers], env=MALLOC)
     return last_json(lines)["images_per_second"]
@@ -118,7 +119,7 @@ def rows(results: dict[tuple[str, int], list[float]]) -> list[list]:
 
 
 def devices(epochs: dict[tuple[str, int], list[float]], processes: list[int]) -> str:
-    """The table of the tutorials: seconds per epoch on one device and on several, and the speed-up."""
+    """A table like that of the tutorials: seconds per epoch on one device and on several, and the speed-up."""
     lines = []
     for name in dict.fromkeys(name for name, _ in epochs):
         if all((name, n) in epochs for n in processes):
@@ -130,7 +131,7 @@ def devices(epochs: dict[tuple[str, int], list[float]], processes: list[int]) ->
 
 
 def available(args: argparse.Namespace) -> list[str]:
-    """The sides of --sides that can run here; prints which cannot."""
+    """The sides of --sides that can run on this machine; prints which cannot."""
     found = args.sides.split(",")
     has = subprocess.run([args.lightning_python, "-c", "import lightning"], capture_output=True).returncode == 0
     if "lightning" in found and not has:
@@ -144,9 +145,9 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, metavar="DIR", required=True, help="the scripts to compare with")
     parser.add_argument("--mnist_idx", type=Path, metavar="DIR", required=True, help="MNIST, a torchvision root")
     parser.add_argument("--mnist", type=Path, metavar="DIR", required=True, help="MNIST's parquet files")
-    parser.add_argument("--processes", default="1,2", help="of each side, on CPUs or GPUs (default: %(default)s)")
-    parser.add_argument("--sides", default=",".join(SIDES), help="beside ours (default: %(default)s)")
-    parser.add_argument("--mixed_precision", help="of ours, as for train.py (default: its own)")
+    parser.add_argument("--processes", default="1,2", help="how many, on CPUs or GPUs (default: %(default)s)")
+    parser.add_argument("--sides", default=",".join(SIDES), help="sides to compare with (default: %(default)s)")
+    parser.add_argument("--mixed_precision", help="precision of our side, as for train.py (default: that of train.py)")
     parser.add_argument("--lightning_python", default=sys.executable, help="a Python that has lightning installed")
     args = parser.parse_args()
     args.processes = sorted(map(int, args.processes.split(",")))
@@ -156,7 +157,7 @@ def main() -> None:
     # A run of one update decodes images that are not in the cache yet, and logs the precision.
     args.precision = ours(1, args, max_steps=1)[0]["precision"]
     epochs, pairs = measure(args)
-    columns = ["beside", "processes", "ours, images/s", "theirs", "ours, s per epoch", "theirs", "ours over theirs"]
+    columns = ["against", "processes", "ours, images/s", "theirs", "ours, s per epoch", "theirs", "ours over theirs"]
     named = {
         f"{what}: {name}, {n}": v for what, by in (("epoch", epochs), ("pair", pairs)) for (name, n), v in by.items()
     }

@@ -1,11 +1,11 @@
 """The training step alone, on one batch that stays on the device, without data, loop or log. Prints one JSON line.
 
     python benchmarks/bare_step.py                                          one process
-    torchrun --nproc_per_node 2 benchmarks/bare_step.py --exchange ddp      two, which average their gradients
+    torchrun --nproc_per_node 2 benchmarks/bare_step.py --exchange ddp      two processes that average their gradients
 
-scaling.py runs it. Network, optimizer and memory layout are those of train.py, without what Lockstep adds to them. With
-`--exchange none` the processes work side by side and do not communicate while they are timed. With `data_parallel` one
-process uses all GPUs through torch.nn.DataParallel.
+It is run by scaling.py. Network, optimizer and memory layout are those of train.py; nothing else of Lockstep is used.
+With `--exchange none` the processes run side by side and do not communicate while they are timed. With `data_parallel`
+one process uses all GPUs through torch.nn.DataParallel.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def make_step(args: argparse.Namespace, device: torch.device):
 
 
 def timed(step, steps: int, device: torch.device) -> float:
-    """Seconds of so many steps, which all processes start at once."""
+    """The seconds that `steps` steps take; all processes start at the same time."""
     if dist.is_initialized():
         dist.barrier()
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: running commands in turns, medians and ranges, the machine's name, writing results."""
+"""Helpers of the benchmarks: run commands in turn, compute medians and ranges, describe the machine, write results."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ def machine_line() -> str:
 
 
 def in_turns(sides: Mapping[str, Callable[[], float | dict]], rounds: int) -> dict[str, list]:
-    """What each side returned in each round; every round runs all sides, in a new random order.
+    """The results of each side in each round. Every round runs all sides, in a new random order.
 
     The speed of a machine drifts by more than the differences of interest, so compare only sides of the same round.
     """
@@ -63,12 +63,12 @@ def in_turns(sides: Mapping[str, Callable[[], float | dict]], rounds: int) -> di
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Ours over theirs, round by round."""
+    """Ours divided by theirs, in each round."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 def spread(values: Sequence[float], form: str = ",.0f") -> str:
-    """The median, and if there are several values, in brackets the lowest and the highest."""
+    """The median; if there are several values, also the lowest and the highest in brackets."""
     if len(values) == 1:
         return f"{values[0]:{form}}"
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
@@ -97,7 +97,7 @@ def report(args: argparse.Namespace, header: Sequence[str], rows: Sequence[Seque
 
 
 def launch(processes: int) -> list[str]:
-    """The command that runs a script on so many processes: Python, or accelerate launch with the project's config."""
+    """The command that runs a script: Python for one process, else accelerate launch with the project's config."""
     if processes == 1:
         return [sys.executable]
     config = ROOT / "accelerate_configs" / ("2gpu.yaml" if torch.cuda.is_available() else "2cpu.yaml")
@@ -108,11 +108,11 @@ def launch(processes: int) -> list[str]:
 def run(
     command: Sequence, until: Callable[[str], bool] | None = None, seconds: float = 1800.0, env: Mapping | None = None
 ) -> tuple[list[tuple[float, str]], float]:
-    """Run a command to its end, or to the first line of its output that `until` accepts; then it is killed.
+    """Run a command until it exits, or kill it after the first line of its output that `until` accepts.
 
-    Returns its lines, each with the seconds since the start of the command, and the seconds in all. Raises TimeoutError
-    after `seconds`, and SystemExit with its last lines if it fails. Its processes are killed too, except those whose
-    parent had ended before.
+    Returns its lines, each with the seconds since the start of the command, and the total seconds. Raises TimeoutError
+    after `seconds`, and SystemExit with its last lines if it fails. Its child processes are killed too, except those
+    whose parent had already exited.
     """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     command, lines, begun = [str(word) for word in command], [], time.perf_counter()
@@ -134,7 +134,7 @@ def run(
         raise TimeoutError(f"{' '.join(command)} took more than {seconds:.0f} s")
     if code:
         last = "".join(line for _, line in lines[-20:])
-        raise SystemExit(f"{' '.join(command)} ended with code {code}:\n{last}")
+        raise SystemExit(f"{' '.join(command)} exited with code {code}:\n{last}")
     return lines, taken
 
 
@@ -144,7 +144,7 @@ def last_json(lines: Sequence[tuple[float, str]]) -> dict:
 
 
 def kill(pid: int) -> None:
-    """Kill a process and all its descendants; a launcher's ranks have process groups of their own."""
+    """Kill a process and all its descendants, since the ranks of a launcher have separate process groups."""
     with suppress(psutil.NoSuchProcess):
         for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
             with suppress(psutil.NoSuchProcess):
@@ -152,7 +152,7 @@ def kill(pid: int) -> None:
 
 
 def flags(**settings) -> list[str]:
-    """Settings as flags of a command, without those that are None."""
+    """Settings as command-line flags, without those that are None."""
     return [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
 
 
@@ -164,5 +164,5 @@ def train(processes: int, *settings: str) -> list[dict]:
 
 
 def rates(log: Sequence[dict]) -> list[float]:
-    """Images per second of each train record except the first, in which the processes warm up."""
+    """Images per second of each train record except the first, during which the processes warm up."""
     return [record["images_per_second"] for record in log if record["kind"] == "train"][1:]

@@ -6,10 +6,10 @@
 Every side runs in this process, without loader processes, with one thread.
 
 * photographs: a random crop of 8 to 100 % of the area, resized to 224x224, bilinear and antialiased, half of them
-  flipped, in batches of 32. torchvision has the two backends of its reference training, and its transforms after its
-  own decoder. timm has `create_loader`, with its defaults and without colour jitter. The bare decoder decodes from
-  memory and does nothing else.
-* large photographs: the same with generated photographs of 4000x3000 pixels, the size of a camera's.
+  flipped, in batches of 32. torchvision runs with the two backends of its reference training, and with its own
+  decoder. timm runs `create_loader` with its defaults, and without colour jitter. The bare decoder decodes from memory
+  and does nothing else.
+* large photographs: the same with generated photographs of 4000x3000 pixels, the size of camera photographs.
 * colour 32x32 and grey 28x28: decoded beforehand on all sides. Colour images are shifted by up to 4 pixels and flipped,
   in batches of 256; grey ones are shifted by up to 2 pixels, in batches of 128. torchvision's transforms run on Pillow
   images and on tensors.
@@ -112,7 +112,7 @@ class InMemory(Dataset):
 
 
 def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -> dict[str, Callable[[], float]]:
-    """The sides for small images: ours on 50,000 images, the others, which are slower, on some of them."""
+    """The sides for small images: ours on 50,000 images, the others, which are slower, on fewer."""
     pixels = np.random.default_rng(0).integers(0, 256, (50_000, side, side, channels), np.uint8)
     spec = InputSpec(side, side, channels, MEAN[:channels], STD[:channels])
     config = TrainConfig(crop_padding=padding, flip=flip)
@@ -149,7 +149,7 @@ def table(form: str, results: dict[str, list[float]]) -> list[list[str]]:
 
 
 def measure(made: Path, args: argparse.Namespace) -> None:
-    # The size of ImageNet's photographs, about 110 kB each, and of a camera's, about 2 MB each.
+    # The sizes of ImageNet photographs, about 110 kB each, and of camera photographs, about 2 MB each.
     folder = args.photos or make_photographs(made / "photographs", 500, 375, noise=12)
     large = make_photographs(made / "large", 4000, 3000, noise=4, count=32)
     forms = {

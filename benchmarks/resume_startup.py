@@ -5,11 +5,11 @@
 
 It trains a small network to 1 % of an epoch of synthetic images, and resumes that run to 99 %. Then it resumes from
 both checkpoints in turn, each time in a new run, for one update, which is a hundredth of the epoch. With each resume,
-the order of the epoch is computed alone in a new process: once by `permutation`, which does not depend on the position,
-so that its two columns differ only by noise, and once by `UpdateSampler` until its first microbatch there.
+it also computes the order of the epoch alone, each time in a new process: by `permutation`, which does not depend on
+the position, so that its two columns differ only by noise, and by `UpdateSampler`, until its first microbatch.
 
-All of this runs in one thread. If other work slows the machine down, compare the processor times. Memory is resident
-memory in MB of 10^6 bytes; that of the order is without what the process held before.
+Everything runs in one thread. If other programs slow the machine down, compare the processor times. Memory is resident
+memory in MB of 10^6 bytes. The memory of the order does not include what the process used before.
 """
 
 import argparse
@@ -40,7 +40,7 @@ BATCH = 1000  # samples of one forward pass
 
 
 def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
-    """Run train.py to its end; returns the time and memory that it took."""
+    """Run train.py until it exits; returns the time and memory that it took."""
     command = [sys.executable, str(Path(__file__).resolve().parent.parent / "train.py"), "--model", "mlp"]
     command += ["--data", f"synthetic/10x8x{samples}", "--global_batch_size", str(samples // 100), "--threads", "1"]
     command += ["--batch_size", str(BATCH), "--lr_schedule", "constant", "--max_eval_samples", "100"]
@@ -55,7 +55,7 @@ def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         finally:
-            process.kill()  # does nothing if it has ended
+            process.kill()  # does nothing if it has exited
     if process.returncode or updated is None:
         raise SystemExit(f"{' '.join(command)} failed:\n{''.join(lines[-20:])}")
     return {
@@ -96,7 +96,7 @@ def measure(samples: int, rounds: int) -> dict[str, dict[str, list[float]]]:
             train(samples, Path(folder), "--run_name", "whole", "--resume", "auto", "--max_steps", str(step))
             bar.update()
         for number in range(rounds):
-            for place in sorted(PLACES, reverse=number % 2 == 1):  # in turns, so that a drift cancels out
+            for place in sorted(PLACES, reverse=number % 2 == 1):  # in alternating order, so that a drift cancels out
                 bar.set_description(f"resuming at {place}")
                 step, checkpoint = PLACES[place], f"{folder}/whole/checkpoints/step-{PLACES[place]:08d}"
                 name = ("--run_name", f"{number}-from-{step}", "--max_steps", str(step + 1))

@@ -3,12 +3,12 @@
     python benchmarks/scaling.py --plot scaling.png --json scaling.json       1, 2, 4 ... as many as GPUs, else cores
     python benchmarks/scaling.py --processes 1,2 --rounds 1 --mnist_idx DIR   on MNIST, read from a torchvision root
 
-Each process has its own batch of 128, so the global batch grows with their number (weak scaling, as in the tutorials).
-On CPUs each process has one thread. Without --mnist_idx the images are generated, as many and as large as MNIST's. In
-each round these run in turn, each in new processes:
+Each process has its own batch of 128, so the global batch grows with the number of processes (weak scaling, as in the
+tutorials). On CPUs each process has one thread. Without --mnist_idx the images are generated, with the number and size
+of MNIST's images. In each round these run in turn, each in new processes:
 
 * train.py: real training with its data pipeline; images per second from log.jsonl without the first record
-* bare DDP: the same step on one resident batch, with gradients averaged by DistributedDataParallel
+* bare DDP: the same step on one batch that stays on the device, with gradients averaged by DistributedDataParallel
 * bare, no exchange: the same step, with the processes side by side on the same cores or GPUs without communication
 * DataParallel: torch.nn.DataParallel with the same global batch, if there are several GPUs
 
@@ -71,7 +71,7 @@ def bare_rate(processes: int, exchange: str, batch_size: int, args: argparse.Nam
 
 
 def sides(args: argparse.Namespace) -> dict[tuple[str, int], Callable[[], float]]:
-    """What runs in a round, by kind and number of processes."""
+    """The functions that run in a round, by kind and number of processes."""
     step, batch, gpus = partial(bare_rate, args=args), args.batch_size, torch.cuda.device_count()
     found = {(TRAIN, n): partial(train_rate, n, args) for n in args.processes}
     found |= {(DDP, n): partial(step, n, "ddp", batch) for n in args.processes if n > 1}
@@ -83,7 +83,7 @@ def rows(results: dict[tuple[str, int], list[float]]) -> list[list]:
     """The table: a row for each kind and number of processes."""
     lines = []
     for (kind, n), found in results.items():
-        one = results[TRAIN if kind == TRAIN else ALONE, 1]  # a single process exchanges nothing
+        one = results[TRAIN if kind == TRAIN else ALONE, 1]  # a single process has no exchange
         gain = ratios(found, one)
         costs = [1 - kept for kept in ratios(found, results[ALONE, n])] if kind == DDP else None
         cells = [kind, n, spread(found), f"{MNIST_IMAGES / median(found):.1f}", spread(gain, ".2f")]
@@ -132,7 +132,7 @@ def main() -> None:
         default=6 * LOG_EVERY,
         help=f"updates of a run, a multiple of {LOG_EVERY} (default: %(default)s)",
     )
-    parser.add_argument("--mixed_precision", help="as for train.py (default: its own)")
+    parser.add_argument("--mixed_precision", help="as for train.py (default: that of train.py)")
     parser.add_argument("--mnist_idx", type=Path, metavar="DIR", help="MNIST as torchvision.datasets.MNIST reads it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also plot images per second over processes")
     args = parser.parse_args()

@@ -1,15 +1,15 @@
-"""How long each stage of a start takes, on first use and later, and how much memory the ranks of a large data set need.
+"""How long each stage of a start takes, on first use and later, and how much memory the ranks need for large data.
 
     python benchmarks/startup.py --mnist DIR --json FILE          MNIST's parquet files in DIR, five rounds
     python benchmarks/startup.py --gigabytes 5 --rounds 1         memory, with 0.5 and 5 GB of decoded pixels
 
-Each run is `train.py --config recipes/mnist.yaml --max_steps 1` from its command to its end: one update, an evaluation
-of 1,000 images, one checkpoint. This script runs train.py and records when each stage ends. A stage lasts until the
+Each run is `train.py --config recipes/mnist.yaml --max_steps 1`, from its start to its exit: one update, an evaluation
+of 1,000 images, and one checkpoint. This script runs train.py and records when each stage ends. A stage lasts until the
 slowest rank has finished it. On first use the caches are empty, so 70,000 PNG images are decoded.
 
 For memory, a small network trains on each image of a table once. Private memory is RssAnon of /proc/PID/status. Mapped
-memory is RssFile: libraries, and the decoded images, which all ranks of a machine share and which the system takes back
-when memory is short. Both are peaks, sampled every 20 ms, of the rank with the most. 1 GB = 10^9 bytes.
+memory is RssFile: libraries, and the decoded images, which all ranks of a machine share and which the system reclaims
+when memory is short. Both are peaks, sampled every 20 ms, of the rank with the highest peak. 1 GB = 10^9 bytes.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-BEGUN = time.time()  # when this process started, before the imports that take long
+BEGUN = time.time()  # when this process started, before the slow imports
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = {  # what ends each
+STAGES = {  # the event that ends each stage
     "launcher, interpreter": "begun",
     "imports": "imported",
     "settings, ranks meet": "load_data called",
@@ -40,7 +40,7 @@ SIDE = 96  # pixels of the images in the memory part, the largest that are decod
 
 
 def run_rank(folder: Path, argv: list[str]) -> None:
-    """Train with these arguments; write to `folder` when each stage started and ended, and the peaks of memory."""
+    """Train with these arguments; write the times of the stages and the peaks of memory to `folder`."""
     at, peak = {"begun": BEGUN}, {"RssAnon": 0, "RssFile": 0}
     sys.path.insert(0, str(ROOT))
     import train
@@ -54,7 +54,7 @@ def run_rank(folder: Path, argv: list[str]) -> None:
 
 
 def noting(function: Callable, name: str, at: dict[str, float]) -> Callable:
-    """The function, which records in `at` when it is first called and when it last ended."""
+    """Wrap a function to record in `at` when it is first called and when it last returned."""
 
     @functools.wraps(function)
     def noted(*arguments, **keywords):
@@ -67,7 +67,7 @@ def noting(function: Callable, name: str, at: dict[str, float]) -> Callable:
 
 
 def sample_memory(peak: dict[str, int]) -> None:
-    """Record the peaks of this process's memory, in bytes, until it ends."""
+    """Record the peaks of this process's memory, in bytes, until it exits."""
     while True:
         for line in Path("/proc/self/status").read_text().splitlines():
             field = line.split(":")[0]
@@ -90,7 +90,7 @@ def train_once(processes: int, caches: Path, *settings: str) -> tuple[dict[str, 
     seconds, before = {}, begun
     for stage, event in STAGES.items():
         times = [rank["at"].get(event, ended) for rank in ranks]
-        now = min(times) if event == "load_data called" else max(times)  # then the first rank loads the data
+        now = min(times) if event == "load_data called" else max(times)  # when the first rank starts to load the data
         seconds[stage], before = now - before, now
     return seconds | {"whole command": ended - begun}, [rank["peak"] for rank in ranks]
 
@@ -109,7 +109,7 @@ def measure_start(args: argparse.Namespace) -> None:
         sides = {"first use": partial(first, 1), "first use, 2 processes": partial(first, 2)}
         for name, processes in {"later": 1, "later, 2 processes": 2}.items():
             sides[name] = lambda processes=processes: train_once(processes, Path(kept), *settings)[0]
-        sides["later"]()  # fills the caches that are kept
+        sides["later"]()  # fills the caches that the later runs use
         results = in_turns(sides, args.rounds)
     rows = [
         [stage, *(spread([seconds[stage] for seconds in runs], ".2f") for runs in results.values())]
@@ -141,7 +141,7 @@ def measure_memory(args: argparse.Namespace) -> None:
 
 
 def write_table(folder: Path, count: int) -> None:
-    """Write parquet files with `count` training images and some test images; a few hundred are distinct."""
+    """Write parquet files with `count` training images, a few hundred of them distinct, and some test images."""
     import io
 
     import numpy as np

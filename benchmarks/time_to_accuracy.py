@@ -3,13 +3,15 @@
     python benchmarks/time_to_accuracy.py --mnist_idx DIR --peers DIR --json FILE    ours five times, the tutorial once
     python benchmarks/time_to_accuracy.py --mnist_idx DIR --target 0.9 --rounds 1    a trial
 
-Ours is `accelerate launch ... train.py --config recipes/mnist_fast.yaml`, each time with another --seed. If --peers is
-the folder with the tutorial's script, it runs unchanged and evaluates after each epoch. Both have --processes
-processes, on CPUs with one thread each, and read the same files: --mnist_idx, as torchvision.datasets.MNIST reads them.
+Our side is `accelerate launch ... train.py --config recipes/mnist_fast.yaml`, each time with a different --seed. If
+--peers is the folder with the tutorial's script, this script runs unchanged and evaluates after each epoch. Both sides
+have --processes processes, on CPUs with one thread each, and read the same files: --mnist_idx, as read by
+torchvision.datasets.MNIST.
 
-The clock runs from the start of the command to the line of the first evaluation that reaches --target. Ours then
-continues to its end and its checkpoint, which is timed too; the tutorial is stopped. With --mnist, a folder of MNIST's
-parquet files, ours is also timed on these with an empty cache: each run then decodes 70,000 PNG images first.
+The time is measured from the start of the command to the line of the first evaluation that reaches --target. Our side
+then continues to its last checkpoint, which is timed too; the tutorial is stopped. With --mnist, a folder with MNIST's
+parquet files, our side is also timed on these files with an empty cache, so that each run first decodes 70,000 PNG
+images.
 """
 
 import argparse
@@ -31,7 +33,7 @@ OURS, DECODING, TUTORIAL = "ours", "ours, decoding PNG images first", "tutorial"
 
 
 def ours(args: argparse.Namespace, seeds: count, **data) -> dict[str, float]:
-    """Seconds of train.py to the target, to its end and of training alone, and the accuracy at the end."""
+    """Seconds of train.py to the target, in all and of training alone, and the final accuracy."""
     with TemporaryDirectory(prefix="lockstep-") as folder:
         place = flags(output_dir=folder, run_name="run", cache_dir=f"{folder}/cache", seed=next(seeds))
         settings = [*flags(config=args.config, threads=1, mixed_precision=args.mixed_precision, **data), *place]
@@ -66,7 +68,7 @@ def tutorial(args: argparse.Namespace) -> dict[str, float]:
 
 
 def rows(results: dict[str, list[dict]], cap: float) -> list[list]:
-    """A row for each side: seconds to the target, of training and in all, the accuracy, and its ratio to ours."""
+    """A row for each side: seconds to the target, of training and in all, the accuracy, and the ratio to ours."""
     lines = []
     for name, runs in results.items():
         times, mine = ([run["reached"] for run in results[side]] for side in (name, OURS))
@@ -86,13 +88,13 @@ def main() -> None:
     parser.add_argument("--mnist_idx", type=Path, metavar="DIR", required=True, help="MNIST, a torchvision root")
     parser.add_argument("--mnist", type=Path, metavar="DIR", help="MNIST's parquet files")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with the tutorial's mnist_ddp_baseline.py")
-    parser.add_argument("--processes", type=int, default=2, help="of each side (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="how many on each side (default: %(default)s)")
     parser.add_argument("--target", type=float, default=0.985, help="test accuracy (default: %(default)s)")
     parser.add_argument(
-        "--cap", type=float, default=3600, help="seconds at which a side is ended (default: %(default)s)"
+        "--cap", type=float, default=3600, help="seconds after which a side is stopped (default: %(default)s)"
     )
-    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "mnist_fast.yaml", help="recipe of ours")
-    parser.add_argument("--mixed_precision", help="of ours, as for train.py (default: its own)")
+    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "mnist_fast.yaml", help="recipe of our side")
+    parser.add_argument("--mixed_precision", help="precision of our side, as for train.py (default: that of train.py)")
     args = parser.parse_args()
     sides = {OURS: partial(ours, args, count(), data="torchvision/MNIST", data_dir=args.mnist_idx)}
     if args.mnist:
