@@ -193,7 +193,7 @@ def test_a_run_without_an_evaluation_yet_can_be_found_finished():
     for name in ("best", "latest"):
         Path(f"runs/run/checkpoints/{name}").unlink()
     (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags, "--max_steps", "2", "--resume", "auto"])
-    assert outcome.code == 0 and "done before" in outcome.out, outcome.err
+    assert outcome.code == 0 and "already done" in outcome.out, outcome.err
 
 
 def test_precision_from_the_environment_is_kept_for_evaluation(monkeypatch):

@@ -134,7 +134,7 @@ def test_killed_runs_end_with_the_weights_of_a_whole_one():
 @pytest.mark.parametrize("processes", [2, 3])
 def test_twenty_kills_at_random_moments(processes):
     whole, chance = uninterrupted(processes), random.Random(processes)
-    print("\n| processes | killed | while saving | resumed from update | redone | weights |")
+    print("\n| processes | killed | while saving | resumed from update | repeated updates | weights |")
     print("| --- " * 6 + "|")
     for number in range(20):
         whom = ("one rank", "all ranks", "launcher")[number % 3]

@@ -35,7 +35,7 @@ def test_a_rank_that_dies_ends_the_others_within_seconds(victim):
     assert time.monotonic() - killed < SOON
     survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
     assert [outcome.code for outcome in survivors] == [2, 2]
-    assert sum("another process of this run left" in outcome.err for outcome in survivors) >= 1
+    assert sum("another process of this run exited" in outcome.err for outcome in survivors) >= 1
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -46,7 +46,7 @@ def test_a_rank_that_dies_while_the_others_wait_for_its_download_ends_them_too(v
     killed = time.monotonic()
     survivor = launch.finish()[1 - victim]
     assert time.monotonic() - killed < SOON
-    assert survivor.code == 2 and "another process of this run left" in survivor.err
+    assert survivor.code == 2 and "another process of this run exited" in survivor.err
 
 
 def _load_slowly(victim):

@@ -132,7 +132,7 @@ def gone_for_a_while(job, take, give_back, node):
 EVENTS = {
     "scancel --signal=USR1": lambda slurm, job: slurm("scancel", "--signal=USR1", job.number),
     "scancel --signal=TERM": lambda slurm, job: slurm("scancel", "--signal=TERM", job.number),
-    "preempted, with time to leave": lambda slurm, job: more_urgent(slurm),
+    "preempted, with a grace period": lambda slurm, job: more_urgent(slurm),
     "preempted at once": lambda slurm, job: more_urgent(slurm),
     "scontrol requeue": lambda slurm, job: slurm("scontrol", "requeue", job.number),
     "network of a node gone": lambda slurm, job: gone_for_a_while(job, slurm.cut, slurm.heal, "slm2"),

@@ -451,13 +451,13 @@ def write_arrow(path, dataset):
 
 def test_empty_splits_are_refused():
     DatasetDict(train=table(labels_of(30), NAMED), test=table([], NAMED)).save_to_disk("tables")
-    refused("tables", "tables: cannot be read", "it must have rows")
+    refused("tables", "tables: cannot be read", "a table must have rows")
     shutil.rmtree("tables")
     empty = Dataset.from_dict({"image": [], "label": []}, features=Features({"image": Image(), "label": NAMED}))
     write_arrow("none.arrow", empty)
     refused("none.arrow", "split 'train' is empty", "--train_split")
     parquet("files", train=table(labels_of(30), NAMED), test=table([], NAMED))
-    refused("files", "test-00000-of-00001.parquet", "it must have rows")
+    refused("files", "test-00000-of-00001.parquet", "a table must have rows")
 
 
 @pytest.mark.parametrize("cause", ["Not a directory", "File too large"])
