@@ -35,7 +35,7 @@ from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 
-Check = tuple[str, Callable[[], Finding | list[Finding] | None]]  # its name, and what runs it
+Check = tuple[str, Callable[[], Finding | list[Finding] | None]]  # its name, and the function that runs it
 
 
 def main(argv: Sequence[str] | None = None) -> None:

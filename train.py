@@ -104,7 +104,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     """Load the data, build the model, and restore the checkpoint of a resumed run; collective."""
     start, processes = find_start(config, ranks), ranks.topology.world_size
     sizes = partial(batch_of_start, config, start.saved, processes)
-    _, grad_accum, global_batch_size = ranks.run_on_all(sizes)  # refused before the data is loaded
+    _, grad_accum, global_batch_size = ranks.run_on_all(sizes)  # errors are found before the data is loaded
     data = find_data(config, start, ranks)
     plan = Plan(
         samples=len(data.train),

@@ -61,7 +61,7 @@ BAD_DATA = [
     ("model arguments", ("--model_args", "{depth: 3}"), "--model_args for mlp"),
     ("bad model arguments", ("--model_args", "{hidden: -3}"), "--model_args for mlp"),
     ("image column", ("--data", "table", "--image_column", "photo"), "--image_column photo: no such column; there are"),
-    ("label column", ("--data", "table", "--label_column", "kind"), "--label_column kind: no such column; there are"),
+    ("label column", ("--data", "table", "--label_column", "kind"), "--label_column kind: no such column; use one of"),
     ("label outside the range", ("--data", "unlabelled"), "has the label -1"),
     ("empty split", ("--data", "synthetic/2x32x33", "--eval_split", "nope"), "--eval_split nope: no such split"),
     ("too many synthetic images", ("--data", "synthetic/10x32x99999999999999"), "COUNT must be at most 2147483647"),
@@ -71,11 +71,11 @@ BAD_DATA = [
     ("loss that is no number", ("--lr", "1e30", "--max_steps", "9"), "the training loss is NaN or infinite at update"),
     ("images too small", ("--model", "alexnet", "--image_size", "8"), "alexnet does not accept 8x8"),
     ("no update", ("--drop_last", "--global_batch_size", "9999998"), "--drop_last leaves no update"),
-    ("mean of two", ("--mean", "[0.1, 0.2]"), "--mean has 2 values for 1 channels; give one or 1"),
+    ("mean of two", ("--mean", "[0.1, 0.2]"), "--mean has 2 values for 1 channels; give one value"),
     (
         "one sample under batch norm",
         ("--data", "synthetic/2x32x33", "--model", "resnet18", "--global_batch_size", "16", "--max_steps", "5"),
-        "33 samples in global batches of 16",
+        "33 samples, global batches of 16",
     ),
 ]  # fmt: skip
 

@@ -280,7 +280,7 @@ def test_means_and_deviations_are_given_for_each_channel_or_for_all():
     assert input_spec(given, 3, None).mean == [pytest.approx(0.1)] * 3
     assert input_spec(given, 3, None).std == [1.0, 2.0, 3.0]
     for flag in ("mean", "std"):
-        with pytest.raises(ValueError, match=f"--{flag} has 3 values for 1 channels; give one or 1"):
+        with pytest.raises(ValueError, match=f"--{flag} has 3 values for 1 channels; give one value"):
             input_spec(TrainConfig(**{flag: [0.1, 0.2, 0.3]}), 1, (28, 28))
 
 

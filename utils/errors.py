@@ -57,7 +57,7 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def lost_rank_text(error: BaseException, place: str = "", waited_for: str = "") -> str:
-    """The problem of a `LostRank`: the error, where this rank was, and for which rank it waited, if known."""
+    """The problem of a `LostRank`: the error, the place of this rank, and the rank that it waited for, if known."""
     what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]  # gloo puts its source file first
     where = f", at: {place}; waited for {waited_for}" if waited_for else f", at: {place}" if place else ""
     return f"another process of this run exited or stopped answering ({what[:160]}){where}"

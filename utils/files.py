@@ -88,13 +88,13 @@ def sync(path: Path) -> None:
 def lock(folder: Path, patience: float) -> TextIO:
     """Lock `folder` until the returned file is closed or this process exits, even if it is killed.
 
-    Waits up to `patience` seconds for another process to release it, then raises UserError with its host and ID.
+    Waits up to `patience` seconds if another process holds it, then raises UserError with its host and process ID.
     """
     file = (folder / ".lock").open("a+")
     deadline, printed = time.monotonic() + patience, False
     while True:
         try:
-            # Unlike a lock of flock, a POSIX lock is not inherited by loader workers, which may outlive a killed rank.
+            # Unlike an flock lock, a POSIX lock is not inherited by loader workers, which may outlive a killed rank.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:

@@ -56,7 +56,7 @@ class _Guarded(io.RawIOBase):
 
     def write(self, data) -> int:
         rest = memoryview(data)
-        with suppress(OSError, ValueError):  # ValueError: it was closed
+        with suppress(OSError, ValueError):  # ValueError: the stream was closed
             while rest:
                 written = self._raw.write(rest)
                 if written is None:  # another program has made the pipe non-blocking

@@ -54,7 +54,7 @@ def _started(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
-    """Return the result of `action`; RuntimeError after `seconds`. A store waits forever on a dead connection."""
+    """Return the result of `action`, or raise RuntimeError after `seconds`: a store may wait forever."""
     results: list[Result] = []
     errors: list[Exception] = []
 

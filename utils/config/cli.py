@@ -63,7 +63,7 @@ def _parser(cls: type, prog: str):
     parser = ArgumentParser(prog=prog, description=cls.__doc__, **options)
     if cls is TrainConfig:
         parser.add_argument("--config", action="config", help="YAML file of settings, applied before all flags.")
-    own = set(cls.__annotations__)  # includes settings of LaunchConfig for which `cls` has another default
+    own = set(cls.__annotations__)  # includes settings of LaunchConfig for which `cls` has a different default
     launch = {f.name for f in fields(LaunchConfig)} - own  # the help lists these last, although their class is first
     parser.add_class_arguments(cls, as_group=False, skip=launch)
     parser.add_class_arguments(LaunchConfig, as_group=False, skip=own)

@@ -122,7 +122,7 @@ def _check_free_space(folder: Path, size: int) -> None:
 
 
 def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:
-    """Yield all images in order, in chunks. All processor cores decode, as the machine's other ranks wait.
+    """Yield all images in order, in chunks, decoded on all processor cores. The machine's other ranks wait.
 
     Raises BadImages after all images have been tried.
     """

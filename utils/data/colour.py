@@ -63,7 +63,7 @@ def _stored_in_colour(split: Split) -> tuple[list[int], int]:
 
 
 def _headers(split: Split, positions: np.ndarray) -> list:
-    """Something that shows if an image is in colour: its path, bytes or array; None if it must be decoded."""
+    """The path, bytes or array that shows whether each image is in colour; None if it must be decoded."""
     images, rows = split.images, split.rows[positions].tolist()
     if isinstance(images, Files):
         return [images.paths[row] for row in rows]

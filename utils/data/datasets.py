@@ -36,7 +36,7 @@ class DecodedImages(Dataset):
 class EncodedImages(Dataset):
     """Photographs, decoded for each batch. The crop is random with `min_scale` (see `crop_box`), else at the centre.
 
-    A batch leaves out images that are known to be unreadable. With `skip` it also leaves out those that turn out to be.
+    A batch leaves out images that are known to be unreadable. With `skip`, also those that cannot be decoded.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def open_pixels(path: Path) -> np.memmap:
 
 
 def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
-    """The damage of a file of images of this shape, or "" if there is none. `thorough` also checks the pixels.
+    """Describe the damage of a file of images of this shape; "" if there is none. `thorough` also checks the pixels.
 
     Raises OSError if the file cannot be read.
     """

@@ -35,7 +35,7 @@ def exit_with_error(error: BaseException, prog: str, show: bool = True, show_tra
         # One write, so that the lines of several processes do not mix.
         sys.stderr.write(f"{prog}: error: {one_line(error)}\n")
         sys.stderr.flush()
-    else:  # when this rank exits, a launcher ends the others: give the rank that prints the error time
+    else:  # when this rank exits, a launcher ends the others: wait for the rank that prints the error
         time.sleep(5 if is_launched() else 0.5)
     raise SystemExit(2)
 

@@ -41,7 +41,7 @@ def _onednn(images: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Two linear layers, without dropout and batch statistics, so that runs on any topology give the same numbers."""
+    """Two linear layers, without dropout and batch statistics, so that runs on different topologies are comparable."""
 
     def __init__(self, spec: InputSpec, classes: int, hidden: int = 256):
         super().__init__()

@@ -70,7 +70,9 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
     given = {"mean": config.mean, "std": config.std}
     for flag, values in given.items():
         if values and len(values) not in (1, channels):
-            raise UserError(f"--{flag} has {len(values)} values for {channels} channels", f"give one or {channels}")
+            raise UserError(
+                f"--{flag} has {len(values)} values for {channels} channels", "give one value, or one for each channel"
+            )
     mean, std = (_per_channel(given[key] or weights.get(key) or [0.5], channels) for key in given)
     return InputSpec(height, width, channels, mean, std)
 

@@ -78,7 +78,7 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
     if accelerator.num_processes != ranks.topology.world_size:
         raise UserError(
             f"{ranks.topology.world_size} processes were launched, but Accelerate uses {accelerator.num_processes}",
-            "launch with one of accelerate_configs/",
+            "launch with a file of accelerate_configs/",
         )
     return accelerator
 

@@ -41,7 +41,7 @@ class Ranks:
         cores = os.cpu_count() or 1
         if self.threads > cores:
             raise UserError(
-                f"--threads {self.threads}: this machine has {cores} processor cores", f"give at most {cores}"
+                f"--threads {self.threads}: this machine has {cores} processor cores", f"use at most {cores}"
             )
         self.backend = choose_backend(topology, launch.backend, self.device)
         check_init_method(launch.init_method)
@@ -114,7 +114,7 @@ class Ranks:
         if self.topology.local_rank == 0:
             sys.stderr.write(f"{self.prog}: error: {error}\n")
             sys.stderr.flush()
-        time.sleep(0.5)  # when this rank exits, the launcher ends the others: let the one that reports finish
+        time.sleep(0.5)  # when this rank exits, the launcher ends the others: wait for the one that reports
         os._exit(2)
 
     def mark(self, place: str) -> None:

@@ -21,7 +21,7 @@ TICK = 0.5  # seconds between two checks of a watching thread
 _LATE = 1.0  # seconds that a tick may be late; if it is later, the process was paused
 _ANSWER = 3.0  # seconds that the store may take to answer
 _SILENT = 5.0  # seconds without a heartbeat after which a rank is reported as silent
-_LATER = 3.0  # seconds after the timeout: at the timeout gloo raises an error in the main thread
+_LATER = 3.0  # seconds after the timeout, because at the timeout gloo raises an error in the main thread
 _GRACE = 5.0  # seconds that the main thread has to notice that another rank has ended
 _STOPPED = "stopped: "  # the start of the message of a rank that was asked to stop and exited without the others
 

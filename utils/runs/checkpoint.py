@@ -56,10 +56,10 @@ def save_checkpoint(
 
 
 def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -> None:
-    """Move `latest` and `best` to the checkpoint just saved, then delete old ones. Call on one rank.
+    """Update `latest` and `best` after a save, then delete old checkpoints. Call on one rank.
 
-    Raises OSError if they cannot be moved. Even then the checkpoint is kept, and old ones are deleted so that they do
-    not fill the disk. The next successful save corrects `best`.
+    Raises OSError if the pointers cannot be updated. Even then the new checkpoint is kept, and old ones
+    are deleted so that they do not fill the disk. The next successful save corrects `best`.
     """
     best = folder / f"step-{best_step or 0:08d}"
 

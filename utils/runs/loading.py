@@ -23,7 +23,7 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
         if here != there:
             there, here = ("nothing" if s is None else f"shape {list(s)}" for s in (there, here))
             problem = f"{checkpoint}: holds a different model ({name}: {there} in the checkpoint, {here} in this model)"
-            raise UserError(problem, "give the same --model and --model_args")
+            raise UserError(problem, "use the same --model and --model_args")
     model.load_state_dict(tensors)
 
 
@@ -40,7 +40,7 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
             group.update(settings)  # keep weight decay, momentum etc. of this run
     except Exception as error:  # torch.load raises errors of many classes, such as those of struct and pickle
         problem = f"{path}: not this run's optimizer ({one_line(error)[:120]})"
-        raise UserError(problem, "give the same --optimizer and --model") from error
+        raise UserError(problem, "use the same --optimizer and --model") from error
 
 
 def _check_shapes(optimizer: torch.optim.Optimizer) -> None:

@@ -49,7 +49,7 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
                 return found
         if checkpoints_of(folder):
             return checkpoints_of(folder)[-1]
-    raise UserError(f"{path}: holds no checkpoint", "give a run folder that has one")
+    raise UserError(f"{path}: holds no checkpoint", "use a run folder that has one")
 
 
 def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:

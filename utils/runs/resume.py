@@ -36,7 +36,7 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
     total = saved.values["global_batch_size"]
     if config.global_batch_size not in (None, total):
         problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
-        raise UserError(problem, "give the same settings")
+        raise UserError(problem, "use the same settings")
     if config.batch_size or config.grad_accum:
         with suppress(ValueError):
             return resolve_batch(replace(config, global_batch_size=total), processes)
@@ -79,7 +79,7 @@ def restore_state(
     ):
         if there != here:
             problem = f"{saved.path}: was trained with {what} of {_short(there)}, not {_short(here)}"
-            raise UserError(problem, "give the same settings")
+            raise UserError(problem, "use the same settings")
     state = replace(saved.state)
     try:
         state.check_place(plan)

@@ -39,7 +39,7 @@ class TrainState:
     bad_images: list[int] = field(default_factory=list)
     """Positions in the training split of images found to be unreadable during the run. The run no longer uses them."""
     batch_size: int = 0
-    """The largest batch of one process so far. On fewer processes, a resumed run accumulates to not exceed it."""
+    """The largest batch of one process so far. A resumed run on fewer processes accumulates instead of exceeding it."""
 
     @property
     def epochs_begun(self) -> int:

@@ -1,4 +1,4 @@
-"""Where all ranks of a run agree: on the sums of losses, errors, unreadable images, and stopping."""
+"""Synchronise the ranks of a run: sum losses, and agree on errors, unreadable images and stopping."""
 
 import math
 from dataclasses import asdict
@@ -57,7 +57,7 @@ def log_training(run: Run) -> None:
 def agree_on_bad(run: Run, split: Split, batches: Batches) -> list[int]:
     """Log and list the images that any rank newly found to be unreadable; collective.
 
-    Returns their positions. They add nothing to their updates, on any number of processes.
+    Returns their positions. They contribute nothing to their updates, on any number of processes.
     """
     found = found_by_all(run.ranks, batches)
     if found:
