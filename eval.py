@@ -147,8 +147,7 @@ def evaluate(saved: SavedRun, config: TrainConfig, split_name: str | None, own_d
     compile_model(accelerator, model)
     model.to(accelerator.device)  # without DDP: no gradients are exchanged
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    bar = terminal.progress("evaluating")
-    result = evaluate_split(ranks, accelerator, model, batches, config, bar)
+    result = evaluate_split(ranks, accelerator, model, batches, config)
     assert result is not None  # nothing stops it
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")

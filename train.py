@@ -59,7 +59,7 @@ from utils.runs.resume import (
     resume_lines,
     spec_of_start,
 )
-from utils.runs.state import Totals
+from utils.runs.state import Totals, TrainState
 from utils.training.bad_images import without_bad
 from utils.training.evaluation import evaluate_split
 from utils.training.losses import loss_sum
@@ -113,11 +113,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         seed=config.seed,
         drop_last=config.drop_last,
     )
-    folder = start.folder.path if start.folder else None
-    state = ranks.run_on_all(lambda: restore_state(start.saved, folder, config, plan, data))
-    readable = ranks.run_on_all(lambda: without_bad(data.train, state.bad_images, config))
-    data = replace(data, train=readable)
-    spec = ranks.run_on_all(lambda: spec_of_start(config, start.saved, data.train))
+    data, state, spec = find_state(config, start, plan, data, ranks)
     train_set, eval_set = make_datasets(config, data, spec, ranks)
 
     module = make_module(config, spec, len(data.class_names), ranks)
@@ -149,8 +145,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     settings = settings_to_save(config, plan, kept, accelerator.mixed_precision)
     if start.saved:
         restore_tensors(start.saved, module, optimizer, accelerator, ranks)
-        for line in resume_lines(start.saved, config, settings, plan, ranks):
-            Terminal(ranks.is_main).print(line)
+        lines = resume_lines(start.saved, config, settings, plan, ranks)
+        Terminal(ranks.is_main).print("\n".join(lines))
         repeated = partial(delete_after, run_folder.checkpoints, state.step, state.best_step)
         ranks.run_on_all(lambda: ranks.is_main and repeated())
     ranks.remember("started", "yes")
@@ -187,6 +183,17 @@ def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
     data = ranks.run_on_all(load, main_first=True, place="loading the data")
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
+
+
+def find_state(
+    config: TrainConfig, start: Start, plan: Plan, data: Data, ranks: Ranks
+) -> tuple[Data, TrainState, InputSpec]:
+    """The data without images found unreadable before, the state to start from, the model's input."""
+    folder = start.folder.path if start.folder else None
+    state = ranks.run_on_all(lambda: restore_state(start.saved, folder, config, plan, data))
+    readable = ranks.run_on_all(lambda: without_bad(data.train, state.bad_images, config))
+    spec = ranks.run_on_all(lambda: spec_of_start(config, start.saved, readable))
+    return replace(data, train=readable), state, spec
 
 
 def make_datasets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) -> list[ImageDataset]:
@@ -274,8 +281,7 @@ def evaluate(run: Run) -> dict | None:
     run.ranks.mark(f"after update {state.step}, evaluating")
     run.ranks.broadcast_buffers(run.module)
     parts = run.ranks, run.accelerator, run.module, run.eval_batches, run.config
-    bar = Terminal(run.ranks.is_main).progress("evaluating")
-    result = evaluate_split(*parts, bar, run.stopping)
+    result = evaluate_split(*parts, run.stopping)
     if result is not None:
         split = run.data.evaluation
         if "left_out" in result:

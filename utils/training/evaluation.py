@@ -1,7 +1,6 @@
 """The evaluation loop of train.py and eval.py. It counts each sample once, on any number of processes."""
 
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -9,6 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from utils.config.settings import TrainConfig
+from utils.console import Terminal
 from utils.data.batches import Batches
 from utils.errors import UserError
 from utils.ranks.accelerator import sum_over_ranks
@@ -25,7 +25,6 @@ def evaluate_split(
     model: nn.Module,
     batches: Batches,
     config: TrainConfig,
-    progress: Callable,
     stopping: Stopping | None = None,
 ) -> dict | None:
     """Loss, accuracy, top-5 accuracy and count of a split, and with --metrics macro scores and per-class accuracy.
@@ -42,8 +41,9 @@ def evaluate_split(
     predicted = torch.zeros(samples, dtype=torch.int64, device=accelerator.device)
     was_training = model.training
     model.eval()
+    bar = Terminal(ranks.is_main).progress("evaluating")
     pace, stopped, shared_blocks = Pace(), False, -(-samples // config.eval_batch_size) // accelerator.num_processes
-    for block, (images, labels, indices) in enumerate(progress(batches), 1):
+    for block, (images, labels, indices) in enumerate(bar(batches), 1):
         with accelerator.autocast():
             logits = model(images)
         logits = logits.float()
