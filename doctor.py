@@ -22,7 +22,7 @@ from functools import cache
 from accelerate import Accelerator
 
 from utils.checks import exchange as exchange_checks
-from utils.checks import processes as health
+from utils.checks import processes
 from utils.checks.findings import Finding, as_json, merged, red, show
 from utils.checks.machine import check_machine
 from utils.config.cli import parse_args
@@ -97,18 +97,18 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tu
 
 def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     """The checks in order: a fault found by one check can cause faults in later checks."""
-    facts = health.facts_of_all(ranks)
+    facts = processes.facts_of_all(ranks)
 
     @cache
     def accelerator() -> Accelerator:
         return make_accelerator(ranks, TrainConfig(mixed_precision="no"))
 
     alone: list[Check] = [
-        ("machines", lambda: health.machines(facts)),
-        ("threads", lambda: health.threads(facts)),
-        ("versions", lambda: health.versions(facts)),
-        ("code", lambda: health.code(facts)),
-        ("folder", lambda: health.folder(ranks, config)),
+        ("machines", lambda: processes.machines(facts)),
+        ("threads", lambda: processes.threads(facts)),
+        ("versions", lambda: processes.versions(facts)),
+        ("code", lambda: processes.code(facts)),
+        ("folder", lambda: processes.folder(ranks, config)),
     ]
     several: list[Check] = [
         ("network", lambda: exchange_checks.network(ranks, facts)),

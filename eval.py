@@ -87,8 +87,8 @@ def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
         return str(checkpoint)
 
     # Only the main process searches: a training run could move `best` between two searches.
-    own = ranks.run_on_all(lambda: find() if ranks.is_main else "", main_first=True)
-    path = Path(ranks.broadcast_text(own))
+    own = ranks.run_on_main(find, main_first=True)
+    path = Path(ranks.broadcast_text(own or ""))
     return ranks.run_on_all(lambda: read_checkpoint(path))
 
 

@@ -231,7 +231,7 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint_as_if_it_had_never_stoppe
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"../..\n", None], ids=repr)
-def test_pointers_matter_to_no_resume_and_are_mended_by_it(content):
+def test_pointers_matter_to_no_resume_and_are_fixed_by_it(content):
     for name in ("latest", "best"):
         (CHECKPOINTS / name).unlink()
         if content is not None:

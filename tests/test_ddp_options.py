@@ -122,7 +122,7 @@ def train_changing(name: str, always: bool, *flags: str) -> None:
     ("always", "flags", "fix"),
     [(True, [], "--find_unused_parameters"), (False, ["--static_graph"], "use --find_unused_parameters instead")],
 )
-def test_unused_parameters_are_refused_with_the_flag_that_mends_it(always, flags, fix):
+def test_unused_parameters_are_refused_with_the_flag_that_fixes_it(always, flags, fix):
     main, other = run_ranks(2, train_changing, "run", always, *flags)
     assert (main.code, other.code) == (2, 2)
     assert fix in main.err + other.err and len((main.err + other.err).strip().splitlines()) == 1

@@ -205,7 +205,7 @@ def test_the_vision_transformer_takes_its_weights_at_their_size_only(hub):
         build_model(config, input_spec(config, 3, (32, 32)), 7)
 
 
-def test_weights_that_are_missing_or_damaged_are_one_line_with_the_mend(hub):
+def test_weights_that_are_missing_or_damaged_are_one_line_with_the_fix(hub):
     config = TrainConfig(model="resnet18", pretrained=True)
     spec = input_spec(config, 3, None)
     with pytest.raises(ValueError, match=r"the weights of resnet18 cannot be loaded .*torch/hub/checkpoints"):

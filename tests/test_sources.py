@@ -155,7 +155,7 @@ def test_emnist_reads_the_characters_that_data_subset_names():
     refused("torchvision/EMNIST", "EMNIST", "vowels", data_dir="mine", data_subset="vowels")
 
 
-def test_a_missing_set_that_cannot_be_downloaded_is_one_line_with_the_mend(monkeypatch):
+def test_a_missing_set_that_cannot_be_downloaded_is_one_line_with_the_fix(monkeypatch):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     refused("torchvision/MNIST", "torchvision/MNIST: not in nowhere", "download", "--data_dir", data_dir="nowhere")

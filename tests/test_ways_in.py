@@ -209,7 +209,7 @@ def test_who_holds_a_port_of_another_user_is_not_guessed(monkeypatch):
     assert network.port_owner(29500) == ""
 
 
-def test_a_name_that_is_none_is_told_with_the_mend():
+def test_a_name_that_is_none_is_told_with_the_fix():
     with pytest.raises(ValueError, match=r"^node1\.\.cluster: .* cannot find its address \(.*MASTER_ADDR"):
         network.resolve("node1..cluster")
 

@@ -7,6 +7,8 @@ from utils.config.bounds import check_ranges, check_run_name, require
 from utils.config.yaml_text import dump_yaml
 from utils.files import expand
 
+NOT_PATHS = ("digits", "synthetic", "torchvision")  # --data that begins with one of these is not a path
+
 
 @dataclass(kw_only=True)
 class LaunchConfig:
@@ -239,7 +241,7 @@ class DoctorConfig(LaunchConfig):
 
 def advice(config: TrainConfig, small_images: bool, processes: int) -> list[str]:
     """A line for each changed setting that has no effect in this run or does not suit its data."""
-    no_table = config.data.split("/")[0] in ("digits", "synthetic", "torchvision")
+    no_table = config.data.split("/")[0] in NOT_PATHS
     unused = (
         ("momentum", config.optimizer == "adamw", "adamw has no momentum"),
         ("crop_padding", not small_images, "photographs are cropped, see --min_scale"),
@@ -269,5 +271,5 @@ def to_yaml(config: TrainConfig) -> str:
 
 def absolute_data(name: str) -> str:
     """The value of --data with an absolute path, for use from any folder; other names are unchanged."""
-    is_path = name.split("/")[0] not in ("digits", "synthetic", "torchvision") and expand(name).exists()
+    is_path = name.split("/")[0] not in NOT_PATHS and expand(name).exists()
     return str(expand(name).resolve()) if is_path else name

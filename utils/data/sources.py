@@ -1,4 +1,8 @@
-"""Find what --data names, and open it as the source of its splits."""
+"""Find what --data names, and open it as the source of its splits.
+
+To add a source, such as a CSV file, write a function that returns a `Source` (splits.py). Call it in `open_source`, and
+accept its name in `check_source`.
+"""
 
 from pathlib import Path
 

@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 class Ranks:
     """The processes of a run: the rank and device of this process, and the communication between all of them.
 
-    These methods are collective and must be called by all ranks or none: `join`, `run_on_all`, `gather_text`,
-    `check_same`, `any_rank`, `broadcast_text`, `broadcast_buffers`, `all_reduce`, `finish`.
+    These methods are collective and must be called by all ranks or none: `join`, `run_on_all`, `run_on_main`,
+    `gather_text`, `check_same`, `any_rank`, `broadcast_text`, `broadcast_buffers`, `all_reduce`, `finish`.
     """
 
     def __init__(self, topology: Topology, launch: LaunchConfig, prog: str = "train.py"):
@@ -143,6 +143,10 @@ class Ranks:
         first = self._group.agree(action if mine else _nothing, patient=True)
         others = self._group.agree(_nothing if mine else action, patient=True)
         return first if mine else others
+
+    def run_on_main(self, action: Callable[[], Result], main_first: bool = False) -> Result | None:
+        """`run_on_all` with nothing to do on other ranks than the main process, where the result is None."""
+        return self.run_on_all(lambda: action() if self.is_main else None, main_first)
 
     def gather_text(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks."""

@@ -75,7 +75,8 @@ def find_start(config: TrainConfig, ranks: Ranks) -> Start:
     names a run folder, it is the newest good one.
     """
     # The main process may have to wait for the lock, and it verifies large files.
-    folder, path = ranks.run_on_all(lambda: _find(config, ranks) if ranks.is_main else (None, None), main_first=True)
+    found = ranks.run_on_main(lambda: _find(config, ranks), main_first=True)
+    folder, path = found or (None, None)
     names = json.loads(ranks.broadcast_text(json.dumps([str(folder.path) if folder else "", str(path or "")])))
     if names[0] and not ranks.is_main:
         folder = RunFolder(Path(names[0]))

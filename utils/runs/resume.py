@@ -80,7 +80,7 @@ def restore_state(
         if there != here:
             problem = f"{saved.path}: was trained with {what} of {_short(there)}, not {_short(here)}"
             raise UserError(problem, "use the same settings")
-    state = replace(saved.state)
+    state = replace(saved.state, bad_images=list(saved.state.bad_images))
     try:
         state.check_place(plan)
         if any(position >= plan.samples for position in state.bad_images):

@@ -28,7 +28,7 @@ class Pace:
         self.time = time.perf_counter()
 
 
-class Reduced(NamedTuple):
+class Synchronised(NamedTuple):
     """What all ranks know after they have synchronised.
 
     `seconds` since the last synchronisation and `since_save` are means over the ranks. `bad` is the number of images
@@ -62,7 +62,7 @@ class Meter:
         self.count += len(labels)
         self.wait += wait
 
-    def reduce(self, accelerator: Accelerator, failed: bool, stop: bool, bad: int) -> Reduced:
+    def reduce(self, accelerator: Accelerator, failed: bool, stop: bool, bad: int) -> Synchronised:
         """Add up over the ranks, and agree whether any rank `failed` or wants to `stop`; collective.
 
         This is the only place where the loop waits for the device. The result is the same on all ranks.
@@ -77,7 +77,7 @@ class Meter:
         processes, totals = accelerator.num_processes, Totals(*sums)
         if math.isfinite(totals.loss):
             self.losses.clear()
-        return Reduced(totals, seconds / processes, since_save / processes, failures > 0, stops > 0, int(found))
+        return Synchronised(totals, seconds / processes, since_save / processes, failures > 0, stops > 0, int(found))
 
     def first_bad(self) -> tuple[int, int] | None:
         """`where` of this rank's first batch with a NaN or infinite loss since the last synchronisation."""

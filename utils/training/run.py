@@ -64,7 +64,7 @@ def announce(run: Run) -> None:
     if ranks.is_main:
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
-    lines = ranks.run_on_all(lambda: remarks(run.data, config, run.spec.channels) if ranks.is_main else [])
+    lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
     lines += still_bad(run.data, run.state.bad_images) + advice(config, run.spec.small, processes)
     run.log.say("\n".join([table(f"Lockstep  {folder}", rows), *lines]))
 
@@ -72,7 +72,7 @@ def announce(run: Run) -> None:
         write_file(folder / "config.yaml", to_yaml(config))
         write_list(folder, run.data.bad_images)
 
-    ranks.run_on_all(lambda: write_files() if ranks.is_main else None)
+    ranks.run_on_main(write_files)
 
 
 def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:

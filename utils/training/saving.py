@@ -28,7 +28,7 @@ def save(run: Run) -> None:
         save_checkpoint(ranks, run.accelerator, folder, step, files)
         saved, run.saved_best = True, (state.best_accuracy, state.best_step)
         move = partial(update_pointers, folder, step, state.best_step, config.keep)
-        ranks.run_on_all(lambda: ranks.is_main and move())
+        ranks.run_on_main(move)
     except (OSError, AgreedError) as error:
         is_last = step >= run.updates or run.stopping.agreed  # there is no next save
         if config.if_save_fails == "stop" or is_last:
