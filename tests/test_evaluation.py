@@ -147,7 +147,7 @@ def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
         assert (found["split"], found["count"]) == (split, count)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_evaluation_that_cannot_read_an_image_ends_when_the_ranks_next_meet(processes):
     image_folder("photos/train", {"a": 8, "b": 8}, size=(112, 112))
     paths = image_folder("photos/val", {"a": 40, "b": 40}, size=(112, 112))

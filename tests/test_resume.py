@@ -31,8 +31,16 @@ def batch_of(record):
         # as many samples at once as before, or fewer; the same global batch
         ((), [(2, 64, 1, 128), (1, 64, 2, 128), (2, 64, 1, 128)]),
         (("--batch_size", "60"), [(2, 60, 1, 120), (1, 60, 2, 120), (3, 40, 1, 120), (2, 60, 1, 120)]),
-        (("--batch_size", "30", "--grad_accum", "2"), [(2, 30, 2, 120), (1, 30, 4, 120), (4, 30, 1, 120)]),
-        (("--global_batch_size", "120"), [(1, 120, 1, 120), (3, 40, 1, 120), (2, 60, 1, 120), (1, 120, 1, 120)]),
+        pytest.param(
+            ("--batch_size", "30", "--grad_accum", "2"),
+            [(2, 30, 2, 120), (1, 30, 4, 120), (4, 30, 1, 120)],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ("--global_batch_size", "120"),
+            [(1, 120, 1, 120), (3, 40, 1, 120), (2, 60, 1, 120), (1, 120, 1, 120)],
+            marks=pytest.mark.full,
+        ),
         # asked for, so it is given
         (("--global_batch_size", "120", "--grad_accum", "1"), [(2, 60, 1, 120), (1, 120, 1, 120)]),
     ],

@@ -89,7 +89,7 @@ def _compiled(main, flags):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_compiled_run_has_the_losses_and_the_checkpoint_keys_of_an_uncompiled_one(processes):
     plain = train_run(processes, "plain", *DIGITS)
     assert min(returned(processes, _compiled, train.main, ["--run_name", "compiled", *DIGITS])) > 0
