@@ -152,15 +152,15 @@ def test_a_class_may_be_called_train_or_test():
 
 def test_a_folder_that_may_be_a_split_or_a_class_is_refused_until_a_flag_decides():
     image_folder("folder", {"bus": 5, "car": 5, "train/steam": 5, "train/electric": 5})
-    refused("train (with the folders electric, steam)", "beside bus, car", "--train_split train", "--train_split .")
+    refused("train (with the folders electric, steam)", "next to bus, car", "--train_split train", "--train_split .")
     assert load(train_split="train").class_names == ["electric", "steam"]
     everything = load(train_split=".")
     assert everything.class_names == ["bus", "car", "train"]
     assert len(everything.train) + len(everything.evaluation) == 20
     image_folder("segments", {"train": 5, "masks": 5})
-    refused("cannot tell splits from classes: train beside masks", data="segments")
+    refused("cannot tell splits from classes: train next to masks", data="segments")
     image_folder("pictures", {"train": 5, "test": 5, "a": 5, "b": 5})
-    refused("cannot tell splits from classes: test and train beside a, b", data="pictures")
+    refused("cannot tell splits from classes: test and train next to a, b", data="pictures")
 
 
 def test_folders_beside_splits_of_the_same_classes_are_left_out_and_named():

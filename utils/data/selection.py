@@ -125,14 +125,14 @@ def _recorded_splits(record: Record, source: Source, config: TrainConfig, termin
     wholes = [source.split(_existing(source, part.source, "the run used split")) for part in record.parts]
     if source.class_names != record.class_names:
         problem = _class_changes(record.class_names, source.class_names)
-        raise UserError(problem, "a resume needs the same classes: restore them, or start a new run")
+        raise UserError(problem, "a resumed run needs the same classes: restore them, or start a new run")
     found = [match_files(record, *pair, source.class_names) for pair in zip(record.parts, wholes, strict=True)]
     skip = config.bad_images == "skip"
     changes = [text for one in found for text in one.label_changes + ([] if skip else one.image_changes)]
     if changes:
         raise UserError(
             "; ".join(changes),
-            "a resume needs the same images and labels: restore them, leave out changed images "
+            "a resumed run needs the same images and labels: restore them, leave out changed images "
             "with --bad_images skip, or start a new run",
         )
     for text in dict.fromkeys(text for one in found for text in one.new_files):
@@ -164,7 +164,7 @@ def _check_same(record: Record, fresh: Record, train_whole: Split, eval_whole: S
         changes = differences(record.evaluation, fresh.evaluation, eval_whole)
     if changes:
         needed = "the same training data, --seed, --train_split, --eval_split and --eval_fraction"
-        raise UserError("; ".join(changes), f"a resume needs {needed}")
+        raise UserError("; ".join(changes), f"a resumed run needs {needed}")
 
 
 def _report_left_out(splits: Sequence[Split], terminal: Terminal) -> dict[str, str]:
