@@ -1,7 +1,7 @@
 # make train      set everything up and train on two CPU processes   make train ARGS="--config recipes/mnist.yaml"
 # make doctor     check whether two CPU processes can train here     make doctor ARGS="--json doctor.json"
 # make test       set everything up and run the quick tests          make test ARGS="tests/test_order.py"
-# make test-all   the quick tests and all others that need no root
+# make test-all   the quick tests and the other cases of long tables
 # make lint       ruff: rules and format
 # make types      mypy
 # make coverage   the quick tests, and which lines they ran, in child processes too

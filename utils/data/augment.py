@@ -4,8 +4,8 @@ The random numbers of an image depend only on (seed, epoch, sample index). So an
 every worker and rank, and in a resumed run.
 
 To add an augmentation, draw its random numbers with `uniform`. Change single photographs in `EncodedImages._image`
-(data/datasets.py). Change batches, of small images or of both kinds, in `Batches` (data/batches.py), for example for
-Mixup.
+(data/datasets.py), and batches in `Batches` (data/batches.py). Mixup also needs soft labels, and partners that follow
+from the order of the update: see docs/architecture.md.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Optimizers.
 
 To add an optimizer, add its name to `optimizer` in config/settings.py and create it in `build_optimizer`.
+Settings that it does not use belong in `advice` (config/settings.py).
 """
 
 import torch
@@ -23,10 +24,12 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Set the momentum of every parameter to 0, which does not change the updates.
+    """Set the momentum of every parameter of SGD to 0, which does not change the updates.
 
     PyTorch's fused SGD fails if a parameter gets its first gradient in a later update than others.
     """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("momentum") else ():
+        for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
