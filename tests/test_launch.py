@@ -42,6 +42,7 @@ def test_a_multi_gpu_config_without_gpus_is_the_same_run_on_the_cpu_and_says_so(
     assert "No GPU" in out and "gloo" in out
 
 
+@pytest.mark.full
 def test_two_processes_from_a_launcher_evaluate_as_one(launched):
     folder, _ = launched
     code, out, err = launch("2cpu", "eval.py", "--ckpt", folder / "runs/2gpu", "--json", "two.json")

@@ -68,6 +68,7 @@ def test_small_images_go_through_every_family_and_so_does_an_empty_batch(name, c
         check_training(model, spec)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, channels", zip(HEAVY, [1, 3, 1], strict=True))
 def test_heavy_families_take_small_images_too(name, channels):
     spec = spec_of(32, channels)

@@ -184,7 +184,7 @@ def _start_slowly(number):
     train.main(["--run_name", "run", *FLAGS])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
 def test_a_signal_to_the_whole_process_group_leaves_the_loader_workers_to_their_rank(number):
     """As Ctrl-C in a terminal and scancel send it."""
     image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
