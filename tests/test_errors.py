@@ -60,7 +60,7 @@ BAD_DATA = [
     ("undecodable photograph", ("--data", "broken", "--image_size", "224"), "000.png (cannot"),
     ("model arguments", ("--model_args", "{depth: 3}"), "--model_args for mlp"),
     ("bad model arguments", ("--model_args", "{hidden: -3}"), "--model_args for mlp"),
-    ("image column", ("--data", "table", "--image_column", "photo"), "--image_column photo: no such column; use one of"),
+    ("image column", ("--data", "table", "--image_column", "photo"), "--image_column photo: no such column; use one"),
     ("label column", ("--data", "table", "--label_column", "kind"), "--label_column kind: no such column; use one of"),
     ("label outside the range", ("--data", "unlabelled"), "has the label -1"),
     ("empty split", ("--data", "synthetic/2x32x33", "--eval_split", "nope"), "--eval_split nope: no such split"),
