@@ -55,6 +55,7 @@ def look(processes, plant=None, *flags):
     return run_ranks(processes, examine, plant, ["--json", "doctor.json", *BUSY, *flags])
 
 
+@pytest.mark.full
 def test_a_healthy_launch_of_two_processes_is_green():
     begun = time.monotonic()
     code, out, err = launch("2cpu", "doctor.py", "--json", "doctor.json", *BUSY)

@@ -60,6 +60,7 @@ def test_accelerate_launch_and_python_are_the_same_run(config, processes, launch
     check_same_run(config, how[1], processes)
 
 
+@pytest.mark.full
 def test_processes_that_accelerate_would_not_start_are_an_error_not_a_single_run():
     command = ("accelerate", "launch", "--cpu", "--num_processes", "2", ROOT / "train.py", *FLAGS)
     code, _out, err = start(*command)

@@ -74,7 +74,7 @@ def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
     "redirection",
     [
         pytest.param("| head -c 1 >/dev/null", id="pipe", marks=pytest.mark.full),
-        pytest.param(">/dev/full 2>/dev/full", id="full"),
+        pytest.param(">/dev/full 2>/dev/full", id="full", marks=pytest.mark.full),
         pytest.param("<&- >&- 2>&-", id="closed", marks=pytest.mark.full),
     ],
 )

@@ -52,6 +52,7 @@ def test_a_system_without_core_masks_and_signal_senders_trains_on_the_cpu():
     assert "Done" in outcome.stdout and Path("runs/run/checkpoints/latest").exists()
 
 
+@pytest.mark.full
 def test_a_mac_is_told_that_its_gpu_is_not_used():
     outcome = run_script("train.py", TINY, MPS)
     assert outcome.returncode == 0, outcome.stderr

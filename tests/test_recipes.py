@@ -12,6 +12,7 @@ import eval
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
+@pytest.mark.full
 def test_the_digits_recipe_learns_in_two_processes_and_evaluates_the_same_in_one():
     recipe = str(RECIPES / "digits.yaml")
     log = train_run(2, "run", "--config", recipe, "--epochs", "8", "--log_every", "46", "--eval_every", "92")
