@@ -104,7 +104,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     """Load the data, build the model, and restore the checkpoint of a resumed run; collective."""
     start, processes = find_start(config, ranks), ranks.topology.world_size
     sizes = partial(batch_of_start, config, start.saved, processes)
-    _, grad_accum, global_batch_size = ranks.run_on_all(sizes)  # refused before loading data
+    _, grad_accum, global_batch_size = ranks.run_on_all(sizes)  # may fail, so before loading data
     data = find_data(config, start, ranks)
     plan = Plan(
         samples=len(data.train),
@@ -138,8 +138,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     if accelerator.scaler:  # only fp16 needs the wrapper, which costs 0.3 ms per update
         optimizer = wrapped
     no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
-    prepare_buckets(model, module, no_images)  # else a resumed run adds gradients in another order
-    begin_momentum(optimizer)  # fused SGD needs it if a parameter gets its first gradient late
+    prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
+    begin_momentum(optimizer)  # fused SGD fails if a parameter gets its first gradient late
 
     kept = grad_accum if start.saved else config.grad_accum
     settings = settings_to_save(config, plan, kept, accelerator.mixed_precision)
@@ -188,7 +188,7 @@ def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
 def find_state(
     config: TrainConfig, start: Start, plan: Plan, data: Data, ranks: Ranks
 ) -> tuple[Data, TrainState, InputSpec]:
-    """The data without images found unreadable before, the training state, the model's input."""
+    """The data without images that were unreadable earlier, the training state, the model's input."""
     folder = start.folder.path if start.folder else None
     state = ranks.run_on_all(lambda: restore_state(start.saved, folder, config, plan, data))
     readable = ranks.run_on_all(lambda: without_bad(data.train, state.bad_images, config))
@@ -197,7 +197,7 @@ def find_state(
 
 
 def make_datasets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) -> list[ImageDataset]:
-    """The training and the evaluation set; small images are decoded here, others by loaders."""
+    """The training and the evaluation set. Small images are decoded here, others by the loaders."""
     bar, made = Terminal(ranks.is_main).progress("decoding"), []
     for split, training in ((data.train, True), (data.evaluation, False)):
         make = partial(make_dataset, split, spec, config, training, bar)
@@ -245,11 +245,11 @@ def train(run: Run) -> dict | None:
 
 
 def train_update(run: Run, batches: Iterator[Batch]) -> None:
-    """One update: forward and backward of this rank's microbatches, then one optimizer step."""
+    """One update: forward and backward passes of this rank's microbatches, then an optimizer step."""
     config, state, plan, accelerator = run.config, run.state, run.plan, run.accelerator
     set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates))
     # DDP averages gradients over the ranks. With this scale, the summed losses of microbatches
-    # give the gradient of the mean loss over the global batch, whatever the microbatches' sizes.
+    # give the gradient of the mean loss over the global batch, even if they differ in size.
     scale = accelerator.num_processes / plan.update_size(state.position)
     grad_accum = plan.microbatches // accelerator.num_processes
     for step in range(grad_accum):
