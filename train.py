@@ -188,7 +188,7 @@ def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
 def find_state(
     config: TrainConfig, start: Start, plan: Plan, data: Data, ranks: Ranks
 ) -> tuple[Data, TrainState, InputSpec]:
-    """The data without images that were unreadable earlier, the training state, the model's input."""
+    """The data without unreadable images, the training state, the model's input."""
     folder = start.folder.path if start.folder else None
     state = ranks.run_on_all(lambda: restore_state(start.saved, folder, config, plan, data))
     readable = ranks.run_on_all(lambda: without_bad(data.train, state.bad_images, config))
@@ -245,7 +245,7 @@ def train(run: Run) -> dict | None:
 
 
 def train_update(run: Run, batches: Iterator[Batch]) -> None:
-    """One update: forward and backward passes of this rank's microbatches, then an optimizer step."""
+    """One update: forward and backward passes of this rank, then one optimizer step."""
     config, state, plan, accelerator = run.config, run.state, run.plan, run.accelerator
     set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates))
     # DDP averages gradients over the ranks. With this scale, the summed losses of microbatches
