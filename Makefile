@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 ARGS ?=
 # Tests wait for other processes more than they compute, so two workers pay even on two cores.
-WORKERS ?= -n 2 --dist worksteal
+WORKERS ?= -n 3 --dist worksteal
 
 .PHONY: train doctor test test-all lint types coverage
 train: $(VENV)/.train

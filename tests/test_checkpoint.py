@@ -86,7 +86,7 @@ def test_files_have_the_mode_that_the_umask_gives():
     assert set(modes.values()) == {0o640}, modes
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("processes", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identical(processes):
     flags = (*FLAGS, "--lr_schedule", "constant")  # the others end at --max_steps
     train_run(processes, "whole", *flags)

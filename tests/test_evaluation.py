@@ -44,7 +44,9 @@ def plain_numbers(name, *flags):
 
 
 # No multiple of any block; 7 leaves ranks without a sample.
-@pytest.mark.parametrize("samples", [257, pytest.param(101, marks=pytest.mark.full), 7])
+@pytest.mark.parametrize(
+    "samples", [pytest.param(257, marks=pytest.mark.full), pytest.param(101, marks=pytest.mark.full), 7]
+)
 def test_one_to_four_processes_give_the_numbers_of_plain_pytorch(samples):
     flags = ("--max_eval_samples", str(samples), "--eval_fraction", "0.4", "--eval_batch_size", "16")
     train_run(2, "run", *FLAGS, *flags)

@@ -37,6 +37,7 @@ def trains_again():
     return kinds.count("start") == 2 and kinds[-1] == "train"
 
 
+@pytest.mark.full
 def test_torchrun_restarts_killed_ranks_and_a_sigterm_then_saves_and_ends_them_within_30_seconds():
     """The other launchers, signals and moments are in the slow tests below."""
     flags = ["--threads", "1", "--lr_schedule", "constant", "--max_steps", str(UPDATES)]

@@ -58,7 +58,10 @@ def check_training(model, spec):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("channels, name", [(channels, name) for name in FAMILIES for channels in (1, 3)])
+@pytest.mark.parametrize(
+    "channels, name",
+    [pytest.param(1, name, marks=pytest.mark.full) for name in FAMILIES] + [(3, name) for name in FAMILIES],
+)
 def test_small_images_go_through_every_family_and_so_does_an_empty_batch(name, channels):
     spec = spec_of(32, channels)
     model = build(name, spec)
@@ -175,8 +178,8 @@ def publish(hub, name, **arguments):
         ("squeezenet1_0", "classifier.1"),
         ("mobilenet_v3_small", "classifier.3"),
         ("googlenet", "fc"),
-        ("inception_v3", "fc"),
-        ("swin_t", "head"),
+        pytest.param("inception_v3", "fc", marks=pytest.mark.full),
+        pytest.param("swin_t", "head", marks=pytest.mark.full),
     ],
 )
 def test_published_weights_are_loaded_under_a_new_head_and_evaluated_as_trained(hub, name, head):

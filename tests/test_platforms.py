@@ -46,6 +46,7 @@ def test_the_other_processes_of_a_machine_do_not_repeat_that_line():
     assert (outcome.returncode, outcome.stdout, outcome.stderr) == (2, "", "")
 
 
+@pytest.mark.full
 def test_a_system_without_core_masks_and_signal_senders_trains_on_the_cpu():
     outcome = run_script("train.py", TINY, MACOS)
     assert outcome.returncode == 0, outcome.stderr

@@ -261,7 +261,19 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "bomb", "small bomb", "names", "classes", "counts", "choices", "choice"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *HOSTILE,
+        pytest.param("bomb", marks=pytest.mark.full),
+        "small bomb",
+        "names",
+        "classes",
+        "counts",
+        "choices",
+        "choice",
+    ],
+)
 def test_a_stranger_s_record_is_refused_in_one_line(trained, name):
     path = checkpoint() / FILE
     values = json.loads(gzip.decompress(path.read_bytes()))

@@ -36,7 +36,7 @@ def check_stopped(outcomes: list[Outcome], reason: str) -> None:
         pytest.param(1, signal.SIGINT, marks=pytest.mark.full),
         pytest.param(2, signal.SIGTERM, marks=pytest.mark.full),
         (2, signal.SIGUSR1),
-        (3, signal.SIGINT),
+        pytest.param(3, signal.SIGINT, marks=pytest.mark.full),
     ],
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_update_and_loses_nothing(processes, number):
