@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 ARGS ?=
-# Tests wait for other processes more than they compute, so two workers pay even on two cores.
+# Many tests wait for other processes, so three workers are faster than two even on two cores.
 WORKERS ?= -n 3 --dist worksteal
 
 .PHONY: train doctor test test-all lint types coverage
