@@ -318,7 +318,8 @@ def _train_and_repair(flags):
         if run.state.step == 6:
             for path, image in whole:
                 if path.read_bytes().endswith(b"IEND\xaeB`\x82"):
-                    Image.fromarray(image).save(path)
+                    Image.fromarray(image).save("whole.png")
+                    os.replace("whole.png", path)  # a loader may be reading it
 
     train.train_update = repaired
     train.main(flags)
