@@ -114,7 +114,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         drop_last=config.drop_last,
     )
     data, state, spec = find_state(config, start, plan, data, ranks)
-    train_set, eval_set = make_datasets(config, data, spec, ranks)
+    train_set, eval_set = make_sets(config, data, spec, ranks)
 
     module = make_module(config, spec, len(data.class_names), ranks)
     optimizer = build_optimizer(config, module)
@@ -196,7 +196,7 @@ def find_state(
     return replace(data, train=readable), state, spec
 
 
-def make_datasets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) -> list[ImageDataset]:
+def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) -> list[ImageDataset]:
     """The training and the evaluation set. Small images are decoded here, others by the loaders."""
     bar, made = Terminal(ranks.is_main).progress("decoding"), []
     for split, training in ((data.train, True), (data.evaluation, False)):
