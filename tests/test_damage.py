@@ -55,7 +55,7 @@ def fresh_copy(own_folders, trained):
 
 
 def contents(folder):
-    """Everything below a folder, except the lock, which names whoever looked last."""
+    """Everything below a folder, except the lock file: its text changes with each run."""
     files = (path for path in sorted(folder.rglob("*")) if path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in files}
 

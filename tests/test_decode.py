@@ -165,7 +165,7 @@ def test_a_jpeg_is_turned_by_its_exif_data_alone_at_any_scale(factor):
     pixels, sides = shrunk(large(raw), 3, factor)
     assert sides == [(480, 640)] and pixels.shape == (480 // factor, 640 // factor, 3)
     exif = Image.Exif()
-    exif[0x0112] = 9  # is no orientation
+    exif[0x0112] = 9  # not a valid orientation
     pixels, sides = shrunk(large(encoded(smooth(480, 640), "JPEG", exif=exif)), 3, factor)
     assert sides == [(480, 640)] and pixels.shape == (480 // factor, 640 // factor, 3)
 

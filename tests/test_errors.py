@@ -34,7 +34,7 @@ BAD_SETTINGS = [
     ("no such recipe", ("--config", "nope.yaml"), "nope.yaml: No such file or directory"),
     ("unknown recipe key", ("--config", "key.yaml"), "key.yaml: unknown setting 'epoch'; did you mean epochs?"),
     ("bad recipe value", ("--config", "value.yaml"), "--lr: expected float, got fast"),
-    ("recipe that is no YAML", ("--config", "broken.yaml"), "broken.yaml: not valid YAML"),
+    ("recipe with invalid YAML", ("--config", "broken.yaml"), "broken.yaml: not valid YAML"),
     ("batch sizes that disagree", ("--batch_size", "48", "--global_batch_size", "100"), "leave out --batch_size"),
     ("no such path", ("--data", "./nope"), "--data ./nope: no such file, folder or data set"),
     ("no such data set", ("--data", "torchvision/Nope"), "torchvision.datasets has no such data set"),
@@ -68,7 +68,7 @@ BAD_DATA = [
     ("too large synthetic images", ("--data", "synthetic/10x99999x10"), "SIZE must be at most 16384"),
     ("too many synthetic classes", ("--data", "synthetic/99999999x32x10"), "CLASSES must be at most 1048576"),
     ("one class", ("--data", "single"), "has one class, class0"),
-    ("loss that is no number", ("--lr", "1e30", "--max_steps", "9"), "the training loss is NaN or infinite at update"),
+    ("NaN loss", ("--lr", "1e30", "--max_steps", "9"), "the training loss is NaN or infinite at update"),
     ("images too small", ("--model", "alexnet", "--image_size", "8"), "alexnet does not accept 8x8"),
     ("no update", ("--drop_last", "--global_batch_size", "9999998"), "--drop_last leaves no update"),
     ("mean of two", ("--mean", "[0.1, 0.2]"), "--mean has 2 values for 1 channels; give one value"),
@@ -120,7 +120,7 @@ def _table(label):
 
 # What each rank may find by itself, what rank 0 finds alone, and what shows only in training.
 QUICK_ON_TWO = {"unknown flag", "no such recipe", "run that exists", "output that cannot be made", "no such checkpoint"}
-QUICK_ON_TWO |= {"undecodable", "model arguments", "images too small", "loss that is no number"}
+QUICK_ON_TWO |= {"undecodable", "model arguments", "images too small", "NaN loss"}
 
 
 def cases_on_one_and_two_processes():
@@ -142,7 +142,7 @@ def test_bad_input_is_one_line_from_rank_0_and_code_2_from_each(case, processes)
     assert text in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1 and outcomes[0].err.startswith("train.py: error: ")
     assert all(outcome.err == "" for outcome in outcomes[1:])
-    if case[0] != "loss that is no number":
+    if case[0] != "NaN loss":
         assert [path.name for path in Path("runs").iterdir()] == ["taken"]  # no folder of a run that never was
 
 

@@ -58,7 +58,7 @@ def has_ended(child: int) -> bool:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs, whoever its parent is."""
+    """Whether a process is running. It need not be a child of this one."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

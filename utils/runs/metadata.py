@@ -50,9 +50,8 @@ class SavedRun:
 
 def read_checkpoint(path: Path) -> SavedRun:
     """Read the small files of a verified checkpoint. Raises ValueError if one of them is malformed."""
-    settings, values = read_settings(path), _read_values(path / "state.json")
+    settings, (values, state, spec) = read_settings(path), _read_values(path / "state.json")
     record = read_record(path / FILE) if FILE in files_of(path) else None
-    state, spec = TrainState.from_dict(values["state"]), InputSpec.from_dict(values["input"])
     return SavedRun(path, settings, state, spec, read_classes(path), record, values)
 
 
@@ -71,21 +70,20 @@ def read_classes(checkpoint: Path) -> list[str]:
     return names
 
 
-def _read_values(path: Path) -> dict[str, Any]:
-    """The contents of state.json. Raises ValueError if a value is missing or malformed."""
+def _read_values(path: Path) -> tuple[dict[str, Any], TrainState, InputSpec]:
+    """The contents of state.json, and its state and input. Raises ValueError if a value is missing or malformed."""
     values = read_json(path)
     needed = {"state": dict, "input": dict, "samples": int, "labels": str, "global_batch_size": int, "seed": int}
     for name, kind in (needed | {"processes": int, "threads": int}).items():
         if not isinstance(values, dict) or type(values.get(name)) is not kind:
             raise UserError(f"{path}: {name!r} is missing or malformed", _OTHER)
     try:
-        TrainState.from_dict(values["state"])
-        InputSpec.from_dict(values["input"])
+        state, spec = TrainState.from_dict(values["state"]), InputSpec.from_dict(values["input"])
         if not 1 <= values["global_batch_size"] <= 2**24:  # all of its divisors are tried
             raise ValueError("'global_batch_size' is malformed")
     except ValueError as error:
         raise UserError(f"{path}: {error}", _OTHER) from None
-    return values
+    return values, state, spec
 
 
 @cache

@@ -61,13 +61,11 @@ def agree_on_bad(run: Run, split: Split, batches: Batches) -> list[int]:
     """
     found = found_by_all(run.ranks, batches)
     if found:
-        run.ranks.run_on_all(lambda: _report_bad(run, split, found))
+        run.ranks.run_on_main(lambda: _report_bad(run, split, found))
     return list(found)
 
 
 def _report_bad(run: Run, split: Split, found: dict[int, str]) -> None:
-    if not run.ranks.is_main:
-        return
     for reason in found.values():
         run.log.say(f"{reason}; left out from now on")
     reasons = {split.describe(position): reason for position, reason in found.items()}
