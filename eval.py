@@ -19,13 +19,13 @@ from typing import Any
 
 from utils.config.cli import parse_args
 from utils.config.settings import EvalConfig, TrainConfig, absolute_data
-from utils.console import Terminal, printable, table
+from utils.console import Terminal, printable
 from utils.data.batches import Batches
 from utils.data.order import BlockSampler
 from utils.data.pipeline import make_dataset, make_loader
 from utils.data.selection import load_split
 from utils.data.sources import check_source
-from utils.data.splits import fingerprint_of
+from utils.data.splits import Split, fingerprint_of
 from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.files import expand, write_output
@@ -36,8 +36,10 @@ from utils.ranks.session import distributed_session
 from utils.runs.loading import load_model
 from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.tasks.classification import Classification
+from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
-from utils.training.evaluation import evaluate_split
+from utils.training.evaluation import Evaluator
 
 OVERRIDES = (  # settings of the run that a flag of eval.py replaces
     "data",
@@ -68,13 +70,17 @@ def main(argv: Sequence[str] | None = None) -> dict:
         saved = find_saved(flags, ranks)
         config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
         ranks.run_on_all(lambda: check(config, ranks))
-        record = evaluate(saved, config, flags.split, own_data, ranks)
+        task = Classification(config, saved.class_names)
+        # Use the checkpoint's image size, even if the run derived it from its images.
+        sized = replace(config, image_size=max(saved.spec.height, saved.spec.width))
+        split = find_split(saved, sized, flags.split, own_data, ranks)
+        record = evaluate(saved, config, task, split, ranks)
         if ranks.is_main:
             try:
                 if flags.json:
                     write_output(expand(flags.json), json.dumps(record, indent=1) + "\n")
             finally:
-                show(record, saved)
+                print(task.report(record, f"{saved.path}, split {record['split']}"))
     return record
 
 
@@ -124,22 +130,24 @@ def check_output_file(path: Path) -> None:
         raise UserError(f"--json {path}: {folder} is not writable", "give another path")
 
 
-def evaluate(saved: SavedRun, config: TrainConfig, split_name: str | None, own_data: bool, ranks: Ranks) -> dict:
-    """The metrics of one split; collective."""
-    accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
-    spec, class_names = saved.spec, saved.class_names
-    # Use the checkpoint's image size, even if the run derived it from its images.
-    sized = replace(config, image_size=max(spec.height, spec.width))
-    load = partial(load_split, sized, split_name, class_names, own_data, saved.record, terminal)
+def find_split(saved: SavedRun, config: TrainConfig, name: str | None, own_data: bool, ranks: Ranks) -> Split:
+    """The split to evaluate, the same on all ranks; collective."""
+    terminal = Terminal(ranks.is_main)
+    load = partial(load_split, config, name, saved.class_names, own_data, saved.record, terminal)
     split = ranks.run_on_all(load, main_first=True, place="loading the data")
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
         terminal.print(printable(note))
+    return split
 
+
+def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ranks: Ranks) -> dict:
+    """The metrics of one split; collective."""
+    accelerator, terminal, spec = make_accelerator(ranks, config), Terminal(ranks.is_main), saved.spec
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
-    model = ranks.run_on_all(lambda: build_model(config, spec, len(class_names), load=False))
+    model = ranks.run_on_all(lambda: build_model(config, spec, task.outputs, load=False))
     ranks.run_on_all(lambda: load_model(saved.path, model))
     blocks = BlockSampler(len(split), config.eval_batch_size)
     loader = make_loader(dataset, blocks, config, ranks.threads, ranks.device)
@@ -147,27 +155,21 @@ def evaluate(saved: SavedRun, config: TrainConfig, split_name: str | None, own_d
     compile_model(accelerator, model)
     model.to(accelerator.device)  # without DDP: no gradients are exchanged
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    result = evaluate_split(ranks, accelerator, model, batches, config)
+    evaluator = Evaluator(
+        ranks=ranks,
+        accelerator=accelerator,
+        model=model,
+        batches=batches,
+        block_size=config.eval_batch_size,
+        task=task,
+        metrics=True,
+    )
+    result = evaluator.evaluate()
     assert result is not None  # nothing stops it
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")
     step, epoch = saved.state.step, saved.state.epochs_begun
     return {"kind": "eval", "step": step, "epoch": epoch, "split": split.name, **result}
-
-
-def show(record: dict, saved: SavedRun) -> None:
-    """Print the metrics as a table, then the accuracy of the ten worst classes, worst first."""
-    names, class_names = ("accuracy", "top5", "loss", "macro_f1", "macro_precision", "macro_recall"), saved.class_names
-    rows = [(name, f"{record[name]:.4f}") for name in names] + [("count", record["count"])]
-    if "left_out" in record:
-        rows += [("left out", f"{record['left_out']} images that cannot be read")]
-    if record["classes_evaluated"] < len(class_names):
-        rows += [("classes", f"{record['classes_evaluated']} of {len(class_names)} with samples")]
-    rows += [("seconds", f"{record['seconds']:.2f}")]
-    print(table(f"{saved.path}, split {record['split']}", rows))
-    accuracies = zip(class_names, record["per_class_accuracy"], strict=True)
-    worst = sorted((accuracy, printable(name)) for name, accuracy in accuracies if accuracy is not None)[:10]
-    print(table("Accuracy of the classes, worst first", [(name, f"{accuracy:.4f}") for accuracy, name in worst]))
 
 
 if __name__ == "__main__":

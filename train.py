@@ -59,10 +59,10 @@ from utils.runs.resume import (
     resume_lines,
     spec_of_start,
 )
-from utils.runs.state import Totals, TrainState
+from utils.runs.state import TrainState
+from utils.tasks.classification import Classification
 from utils.training.bad_images import without_bad
-from utils.training.evaluation import evaluate_split
-from utils.training.losses import loss_sum
+from utils.training.evaluation import Evaluator
 from utils.training.meter import Meter, Pace
 from utils.training.optim import begin_momentum, build_optimizer
 from utils.training.profiling import Profile
@@ -116,7 +116,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     data, state, spec = find_state(config, start, plan, data, ranks)
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
-    module = make_module(config, spec, len(data.class_names), ranks)
+    task = Classification(config, data.class_names)
+    module = make_module(config, spec, task.outputs, ranks)
     optimizer = build_optimizer(config, module)
     updates = ranks.run_on_all(lambda: total_updates(config, plan))
     if has_batch_norm(module):
@@ -152,6 +153,16 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     ranks.remember("started", "yes")
     log = ranks.run_on_all(lambda: RunLog(run_folder.path, ranks.is_main, state, updates))
     device = accelerator.device
+    start_sums = state.since_log if ranks.is_main else {}
+    evaluator = Evaluator(
+        ranks=ranks,
+        accelerator=accelerator,
+        model=module,
+        batches=Batches(eval_loader, spec, settings, device, training=False),
+        block_size=config.eval_batch_size,
+        task=task,
+        metrics=config.metrics,
+    )
     return Run(
         config=settings,
         ranks=ranks,
@@ -161,6 +172,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         resumed_from=start.saved.path if start.saved else None,
         data=data,
         spec=spec,
+        task=task,
         plan=plan,
         updates=updates,
         state=state,
@@ -168,11 +180,11 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         module=module,
         optimizer=optimizer,
         train_batches=Batches(train_loader, spec, settings, device, training=True),
-        eval_batches=Batches(eval_loader, spec, settings, device, training=False),
-        meter=Meter(device, Totals(**state.since_log) if ranks.is_main else Totals()),
+        evaluator=evaluator,
+        meter=ranks.run_on_all(lambda: Meter(task, device, start_sums)),
         log=log,
         profile=Profile(config.profile, run_folder.path, ranks.topology.rank, log.say),
-        saved_best=(state.best_accuracy, state.best_step),
+        saved_best=(state.best, state.best_step),
     )
 
 
@@ -205,10 +217,10 @@ def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) ->
     return made
 
 
-def make_module(config: TrainConfig, spec: InputSpec, classes: int, ranks: Ranks) -> nn.Module:
+def make_module(config: TrainConfig, spec: InputSpec, outputs: int, ranks: Ranks) -> nn.Module:
     """The model with its initial weights, the same on all ranks."""
     torch.manual_seed(fold_in(config.seed, "weights"))
-    build = partial(build_model, config, spec, classes)
+    build = partial(build_model, config, spec, outputs)
     module = ranks.run_on_all(build, main_first=True, place="building the model")
     return ranks.run_on_all(lambda: convert_batch_norm(module)) if config.sync_batchnorm else module
 
@@ -261,10 +273,10 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
         seed_layers(accelerator.device, fold_in(config.seed, "layers", state.step, microbatch))
         with nullcontext() if step == grad_accum - 1 else accelerator.no_sync(run.model):
             run.ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
-            logits = run.model(images)
-            loss = loss_sum(config, logits, labels, config.label_smoothing)
+            outputs = run.model(images)
+            loss = run.task.loss(outputs, labels)
             accelerator.backward(loss * scale)
-        run.meter.add(loss, logits, labels, waited, where=(state.step, microbatch))
+        run.meter.add(loss, outputs, labels, waited, where=(state.step, microbatch))
     if config.clip_norm is not None:
         accelerator.clip_grad_norm_(run.model.parameters(), config.clip_norm)
     run.optimizer.step()
@@ -280,14 +292,13 @@ def evaluate(run: Run) -> dict | None:
         return None
     run.ranks.mark(f"after update {state.step}, evaluating")
     run.ranks.broadcast_buffers(run.module)
-    parts = run.ranks, run.accelerator, run.module, run.eval_batches, run.config
-    result = evaluate_split(*parts, run.stopping)
+    result = run.evaluator.evaluate(run.stopping)
     if result is not None:
         split = run.data.evaluation
         if "left_out" in result:
-            agree_on_bad(run, split, run.eval_batches)
+            agree_on_bad(run, split, run.evaluator.batches)
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
-        state.evaluated(result["accuracy"])
+        state.evaluated(result[run.task.metric], run.task.higher_is_better)
     return result
 
 

@@ -20,7 +20,7 @@ from helpers.training_runs import working_in
 import doctor
 import eval
 import train
-import utils.training.metrics  # noqa: F401
+import utils.tasks.metrics  # noqa: F401
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 

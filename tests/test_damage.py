@@ -561,7 +561,7 @@ WRONG = [  # in state.json: what train.py goes on from
     *(("state.position", value) for value in ("x", -1, 7, 10**9, 1e300)),
     *(("state.seconds", value) for value in ([], math.nan, math.inf, -1, 10**400)),
     *(("state.images", value) for value in ("x", -1)),
-    *(("state.best_accuracy", value) for value in ("x", math.nan)),
+    *(("state.best", value) for value in ("x", math.nan)),
     *(("state.best_step", value) for value in ("x", 1.5, -1)),
     *(("state.logged_seconds", value) for value in (None, math.nan)),
     *(("state.since_log", value) for value in ({"speed": 1}, {"loss": "x"}, {"loss": math.nan}, {"count": None}, [])),

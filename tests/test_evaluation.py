@@ -18,8 +18,8 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.selection import load_data
+from utils.tasks.metrics import label_metrics
 from utils.training import evaluation
-from utils.training.metrics import label_metrics
 
 FLAGS = ("--model", "mlp", "--max_steps", "12", "--lr", "0.05", "--eval_every", "12")
 
@@ -177,12 +177,12 @@ def test_an_evaluation_that_cannot_read_an_image_ends_when_the_ranks_next_meet(p
 
 
 def _evaluate_and_meet_in_each_block(flags):
-    blocks, loss_sum = [], evaluation.loss_sum
+    blocks, add = [], evaluation.Gathered.add
 
     def counted(*arguments):
         blocks.append(1)
         Path(f"blocks-{os.getpid()}").write_text(str(len(blocks)))
-        return loss_sum(*arguments)
+        return add(*arguments)
 
-    evaluation.loss_sum, evaluation.Pace.due = counted, lambda self, step: True
+    evaluation.Gathered.add, evaluation.Pace.due = counted, lambda self, step: True
     eval.main(flags)

@@ -110,16 +110,16 @@ def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run(proc
 def _train_and_evaluate_slowly(flags):
     import utils.training.evaluation as evaluation
 
-    loss_sum, blocks = evaluation.loss_sum, count(1)
+    add, blocks = evaluation.Gathered.add, count(1)
 
     def slow(*arguments):
         if next(blocks) == 2:
             Path("evaluating").touch()
             until(Path("told").exists)
         time.sleep(0.4)  # so that the ranks, who meet once a second, meet before the last of 22 blocks
-        return loss_sum(*arguments)
+        return add(*arguments)
 
-    evaluation.loss_sum = slow
+    evaluation.Gathered.add = slow
     slow_train(flags)
 
 

@@ -91,7 +91,7 @@ def restore_state(
         state.epoch, state.position = state.epoch + 1, 0
     state.batch_size = max(state.batch_size, batch_size)
     if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
-        state.best_accuracy = state.best_step = None  # the best checkpoint belongs to the earlier run
+        state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
     return state
 
 

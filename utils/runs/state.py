@@ -1,18 +1,9 @@
 """The training state, which every checkpoint stores as JSON and a resumed run starts from."""
 
+import math
 from dataclasses import asdict, dataclass, field
 
 from utils.data.order import Plan
-
-
-@dataclass
-class Totals:
-    """Sums over all ranks since the last train record; `wait` is the seconds that ranks waited for data."""
-
-    loss: float = 0.0
-    correct: float = 0.0
-    count: float = 0.0
-    wait: float = 0.0
 
 
 @dataclass
@@ -24,7 +15,8 @@ class TrainState:
     epoch: int = 0
     position: int = 0
     """Samples of this epoch used so far. The seed, the epoch and this determine the order of the rest."""
-    best_accuracy: float | None = None
+    best: float | None = None
+    """The best value so far of the task's metric, such as the accuracy of the evaluation split."""
     best_step: int | None = None
     seconds: float = 0.0
     """Training time over all resumes, without evaluation and saving."""
@@ -33,7 +25,7 @@ class TrainState:
     logged_seconds: float = 0.0
     """`seconds` at the last train record."""
     since_log: dict = field(default_factory=dict)
-    """The meter's totals (`Totals`) since then."""
+    """The meter's totals since then, by name."""
     owes_evaluation: bool = False
     """Whether the run stopped before or during the evaluation that was due at this step."""
     bad_images: list[int] = field(default_factory=list)
@@ -52,25 +44,12 @@ class TrainState:
         self.epoch, self.position = plan.advance(self.epoch, self.position)
         self.step += 1
 
-    def evaluated(self, accuracy: float) -> None:
-        """Store the accuracy of an evaluation at this step if it is the best so far."""
+    def evaluated(self, value: float, higher_is_better: bool) -> None:
+        """Store the value of an evaluation's metric at this step if it is the best so far."""
         self.owes_evaluation = False
-        if self.best_accuracy is None or accuracy > self.best_accuracy:
-            self.best_accuracy, self.best_step = accuracy, self.step
-
-    def train_record(self, lr: float, processes: int) -> dict:
-        """The log record of the updates since the last one, over all samples of all ranks."""
-        totals, seconds = Totals(**self.since_log), self.seconds - self.logged_seconds
-        return {
-            "step": self.step,
-            "epoch": self.epochs_begun,
-            "loss": totals.loss / totals.count,
-            "accuracy": totals.correct / totals.count,
-            "lr": lr,
-            "images_per_second": totals.count / seconds,
-            "data_wait": totals.wait / processes / seconds,
-            "seconds": self.seconds,
-        }
+        is_better = self.best is None or (value > self.best if higher_is_better else value < self.best)
+        if math.isfinite(value) and is_better:
+            self.best, self.best_step = value, self.step
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
@@ -101,13 +80,19 @@ def _is_valid(name: str, value) -> bool:
     if name == "bad_images":
         return isinstance(value, list) and all(_is_number(position, int) for position in value)
     if name == "since_log":
-        fits = isinstance(value, dict) and value.keys() in (set(), asdict(Totals()).keys())
-        return fits and all(_is_number(total, int, float) for total in value.values())
-    if name in ("best_accuracy", "best_step") and value is None:
+        fits = isinstance(value, dict) and (not value or value.keys() >= {"count", "wait", "loss"})
+        return fits and all(_is_finite(total) for total in value.values())
+    if name in ("best", "best_step") and value is None:
         return True
-    is_real = name in ("best_accuracy", "seconds", "logged_seconds")
+    if name == "best":
+        return _is_finite(value)
+    is_real = name in ("seconds", "logged_seconds")
     return _is_number(value, int, *(float,) * is_real) and (name != "batch_size" or value > 0)
 
 
 def _is_number(value, *kinds: type) -> bool:
     return type(value) in kinds and 0 <= value < 2**63  # False for NaN
+
+
+def _is_finite(value) -> bool:
+    return type(value) in (int, float) and abs(value) < 2**63

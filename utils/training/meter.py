@@ -1,15 +1,20 @@
-"""Training loss, accuracy and time over all ranks: summed on the device, and read only when the ranks synchronise."""
+"""The sums and the time of training over all ranks: kept on the device, and read only when the ranks synchronise."""
 
 import math
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from utils.console import join_names
+from utils.errors import UserError
 from utils.ranks.accelerator import sum_over_ranks
-from utils.runs.state import Totals
+from utils.tasks.task import Task
+
+_FIX = "use another checkpoint"
 
 
 class Pace:
@@ -31,11 +36,12 @@ class Pace:
 class Synchronised(NamedTuple):
     """What all ranks know after they have synchronised.
 
-    `seconds` since the last synchronisation and `since_save` are means over the ranks. `bad` is the number of images
-    found to be unreadable since the last synchronisation.
+    `totals` has the task's training sums by name, the `count` of samples, and the seconds that ranks waited for data
+    (`wait`), all since the last train record. `seconds` since the last synchronisation and `since_save` are means over
+    the ranks. `bad` is the number of images found to be unreadable since the last synchronisation.
     """
 
-    totals: Totals
+    totals: dict[str, float]
     seconds: float
     since_save: float
     failed: bool
@@ -44,22 +50,29 @@ class Synchronised(NamedTuple):
 
 
 class Meter:
-    """This rank's sums since the last train record; `reduce` adds them up over the ranks."""
+    """This rank's sums since the last train record; `reduce` adds them up over the ranks.
 
-    def __init__(self, device: torch.device, start: Totals):
-        self.sums = torch.tensor([start.loss, start.correct], dtype=torch.float64, device=device)
-        self.count, self.wait = start.count, start.wait
+    `start` has the totals that a resumed run continues from, on one of the ranks.
+    """
+
+    def __init__(self, task: Task, device: torch.device, start: Mapping[str, float]):
+        self.task, self.names = task, (*task.training, "count", "wait")
+        if start and start.keys() != set(self.names):
+            raise UserError(f"the checkpoint has sums of {join_names(start)}, not {join_names(self.names)}", _FIX)
+        values = [start.get(name, 0.0) for name in task.training]
+        self.sums = torch.tensor(values, dtype=torch.float64, device=device)
+        self.count, self.wait = start.get("count", 0.0), start.get("wait", 0.0)
         self.losses: list[tuple[tuple[int, int], Tensor]] = []
         self.started = self.saved = time.perf_counter()
 
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, wait: float, where: tuple[int, int]) -> None:
-        """Add one batch: its summed loss, its logits [n, classes] and `labels` [n], and the seconds waited for it.
+    def add(self, loss: Tensor, outputs: Tensor, targets: Tensor, wait: float, where: tuple[int, int]) -> None:
+        """Add one batch: its summed loss, its `outputs` [n, ...] and `targets` [n, ...], and the seconds waited for it.
 
         `where` is its update and microbatch. Does not wait for the GPU.
         """
-        self.sums += torch.stack([loss.detach().double(), (logits.detach().argmax(1) == labels).sum()])
+        self.sums += self.task.training_sums(loss.detach(), outputs.detach(), targets)
         self.losses.append((where, loss.detach()))
-        self.count += len(labels)
+        self.count += len(targets)
         self.wait += wait
 
     def reduce(self, accelerator: Accelerator, failed: bool, stop: bool, bad: int) -> Synchronised:
@@ -74,8 +87,8 @@ class Meter:
         self.started = now
         values = torch.cat([self.sums, torch.tensor(own, dtype=torch.float64).to(self.sums.device)])
         *sums, seconds, since_save, failures, stops, found = sum_over_ranks(accelerator, values).tolist()
-        processes, totals = accelerator.num_processes, Totals(*sums)
-        if math.isfinite(totals.loss):
+        processes, totals = accelerator.num_processes, dict(zip(self.names, sums, strict=True))
+        if math.isfinite(totals["loss"]):
             self.losses.clear()
         return Synchronised(totals, seconds / processes, since_save / processes, failures > 0, stops > 0, int(found))
 

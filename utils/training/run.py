@@ -25,7 +25,9 @@ from utils.runs.folder import RunFolder
 from utils.runs.log import RunLog
 from utils.runs.metadata import versions
 from utils.runs.state import TrainState
+from utils.tasks.task import Task
 from utils.training.bad_images import still_bad, write_list
+from utils.training.evaluation import Evaluator
 from utils.training.meter import Meter
 from utils.training.profiling import Profile
 
@@ -42,6 +44,7 @@ class Run:
     resumed_from: Path | None  # the checkpoint
     data: Data
     spec: InputSpec
+    task: Task
     plan: Plan
     updates: int
     state: TrainState
@@ -49,11 +52,11 @@ class Run:
     module: nn.Module  # without the wrapper, for evaluation
     optimizer: Optimizer
     train_batches: Batches
-    eval_batches: Batches
+    evaluator: Evaluator
     meter: Meter
     log: RunLog
     profile: Profile
-    saved_best: tuple[float | None, int | None]  # accuracy and update of the best checkpoint on disk
+    saved_best: tuple[float | None, int | None]  # metric and update of the best checkpoint on disk
 
 
 def announce(run: Run) -> None:
@@ -112,16 +115,17 @@ def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     else:
         title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
-    run.log.say(f"{table(title, result_rows(state, result, done))}\n{following}")
+    run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.log.close()
     return not done
 
 
-def result_rows(state: TrainState, result: dict | None, done: bool) -> list[tuple[str, str]]:
+def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, str]]:
     """The rows of the table at the end of a run."""
-    rows = [("accuracy", f"{result['accuracy']:.4f}"), ("loss", f"{result['loss']:.4f}")] if result else []
+    state, names = run.state, dict.fromkeys([run.task.metric, "loss"])
+    rows = [(name, f"{result[name]:.4f}") for name in names] if result else []
     if done and result is None:
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
-    if state.best_accuracy is not None:
-        rows.append(("best", f"{state.best_accuracy:.4f} at update {state.best_step}"))
+    if state.best is not None:
+        rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
     return [*rows, ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s")]

@@ -26,14 +26,14 @@ def save(run: Run) -> None:
     try:
         ranks.run_on_all(check_folder_and_log)
         save_checkpoint(ranks, run.accelerator, folder, step, files)
-        saved, run.saved_best = True, (state.best_accuracy, state.best_step)
+        saved, run.saved_best = True, (state.best, state.best_step)
         move = partial(update_pointers, folder, step, state.best_step, config.keep)
         ranks.run_on_main(move)
     except (OSError, AgreedError) as error:
         is_last = step >= run.updates or run.stopping.agreed  # there is no next save
         if config.if_save_fails == "stop" or is_last:
             raise
-        state.best_accuracy, state.best_step = run.saved_best
+        state.best, state.best_step = run.saved_best
         what = "was saved, but `latest` or `best` was not updated" if saved else "could not be saved"
         run.log.say(f"update {step} {what}: {one_line(error)}")
     run.meter.restart_save_clock()

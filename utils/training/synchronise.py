@@ -1,13 +1,11 @@
 """Synchronise the ranks of a run: sum losses, and agree on errors, unreadable images and stopping."""
 
 import math
-from dataclasses import asdict
 from functools import partial
 
 from utils.data.batches import Batches
 from utils.data.splits import Split
 from utils.errors import UserError
-from utils.runs.state import Totals
 from utils.training.bad_images import found_by_all, write_list
 from utils.training.divergence import report_bad_loss
 from utils.training.meter import Pace
@@ -32,25 +30,36 @@ def synchronise(run: Run, pace: Pace) -> float:
         run.ranks.run_on_all(run.log.check)
     if reduced.bad:
         state.bad_images += agree_on_bad(run, run.data.train, batches)
-    if not reduced.totals.count:
+    if not reduced.totals["count"]:
         problem = f"no image of the updates up to {state.step} can be read"
         raise UserError(problem, f"see {run.folder.path}/bad_images.json")
-    if not math.isfinite(reduced.totals.loss):
+    if not math.isfinite(reduced.totals["loss"]):
         first = run.meter.first_bad()
         report = partial(report_bad_loss, run.ranks, run.log, run.plan, run.data.train, first)
         run.ranks.run_on_all(report)
     pace.synced(state.step, reduced.seconds)
     state.seconds += reduced.seconds
-    state.since_log = asdict(reduced.totals)
+    state.since_log = reduced.totals
     run.stopping.agreed = reduced.stop
     return reduced.since_save
 
 
 def log_training(run: Run) -> None:
     """Write a train record over all samples since the last one."""
-    state, lr = run.state, learning_rate(run.config, run.state.step - 1, run.updates)
-    run.log.write("train", **state.train_record(lr, run.accelerator.num_processes))
-    state.logged_seconds, state.since_log = state.seconds, asdict(Totals())
+    state, totals, processes = run.state, run.state.since_log, run.accelerator.num_processes
+    seconds, count = state.seconds - state.logged_seconds, totals["count"]
+    sums = {name: totals[name] for name in run.task.training}
+    run.log.write(
+        "train",
+        step=state.step,
+        epoch=state.epochs_begun,
+        **run.task.summary(sums, count),
+        lr=learning_rate(run.config, state.step - 1, run.updates),
+        images_per_second=count / seconds,
+        data_wait=totals["wait"] / processes / seconds,
+        seconds=state.seconds,
+    )
+    state.logged_seconds, state.since_log = state.seconds, {}
     run.meter.reset()
 
 
