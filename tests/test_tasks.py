@@ -1,0 +1,154 @@
+"""The loop, the log, checkpoints and evaluation know nothing of classification: another task trains with them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, train_run, weights
+from torch.nn import functional as F
+
+import eval
+import train
+from utils.config.settings import TrainConfig
+from utils.data.selection import load_data
+from utils.tasks.classification import Classification
+from utils.tasks.losses import LOSSES
+from utils.tasks.task import Task
+from utils.training.evaluation import Gathered
+
+FLAGS = ["--model", "mlp", "--model_args", "{hidden: 16}", "--lr", "0.01", "--global_batch_size", "120"]
+FLAGS += ["--max_steps", "12", "--eval_every", "4", "--save_every", "4", "--log_every", "3", "--threads", "1"]
+
+
+class Value(Task):
+    """Regression: the label is a number, and the model has one output. The best checkpoint has the lowest error."""
+
+    outputs, metric, higher_is_better = 1, "error", False
+    training, evaluation = ("loss", "bias"), ("loss", "error")
+    shown = {"error": "error"}  # noqa: RUF012
+
+    def __init__(self, config, class_names):
+        pass
+
+    def loss(self, outputs, targets):
+        return (outputs[:, 0] / 10 - targets / 10).square().sum()
+
+    def training_sums(self, loss, outputs, targets):
+        return torch.stack([loss.double(), (outputs[:, 0] - targets).double().sum()])
+
+    def evaluate(self, outputs, labels):
+        away = (outputs[:, 0] - labels).double().abs().sum()
+        return torch.stack([self.loss(outputs, labels).double(), away]), outputs
+
+    def metrics(self, predictions, labels):
+        return {"worst": float(np.abs(predictions[:, 0] - labels).max())}
+
+    def report(self, record, title):
+        return f"{title}: error {record['error']:.4f}"
+
+
+def _train(flags):
+    train.Classification = Value
+    return train.main(flags)
+
+
+def _evaluate(flags):
+    eval.Classification = Value
+    return eval.main(flags)
+
+
+def test_a_regression_trains_evaluates_and_resumes_with_the_same_loop():
+    logs = {}
+    for processes in (1, 2, 3):
+        name = f"run{processes}"
+        found = run_ranks(processes, _train, ["--run_name", name, *FLAGS, "--metrics"])
+        assert [outcome.code for outcome in found] == [0] * processes, found[0].err
+        logs[processes] = records(name)
+    assert "  error " in found[0].out and "accuracy" not in found[0].out and "\nbest      " in found[0].out
+    evals = {n: [record for record in log if record["kind"] == "eval"] for n, log in logs.items()}
+    for n in (2, 3):
+        for key in ("loss", "error", "worst"):
+            assert [r[key] for r in evals[n]] == pytest.approx([r[key] for r in evals[1]], rel=1e-5)
+        trained = [[r["bias"] for r in logs[i] if r["kind"] == "train"] for i in (1, n)]
+        assert trained[1] == pytest.approx(trained[0], rel=1e-4) and len(trained[0]) == 4
+    _check_independently(evals[2][-1])
+    lowest = min(evals[2], key=lambda record: record["error"])
+    assert Path("runs/run2/checkpoints/best").read_text().strip() == f"step-{lowest['step']:08d}"
+    best = returned(2, _evaluate, ["--ckpt", "runs/run2"])[0]
+    assert (best["step"], best["error"]) == (lowest["step"], pytest.approx(lowest["error"], rel=1e-9))
+    returned(2, _train, ["--run_name", "again", "--resume", "runs/run2/checkpoints/step-00000008", *FLAGS])
+    assert weights("again").keys() == weights("run2").keys()
+    assert all(torch.equal(value, weights("run2")[name]) for name, value in weights("again").items())
+    state = json.loads(Path("runs/run2/checkpoints/latest").read_text() and _latest("run2").read_text())["state"]
+    assert state["best"] == lowest["error"]
+
+
+def _latest(name):
+    folder = Path(f"runs/{name}/checkpoints")
+    return folder / (folder / "latest").read_text().strip() / "state.json"
+
+
+def _check_independently(record):
+    """Compare an evaluation with plain PyTorch on the run's last weights."""
+    split = load_data(TrainConfig(data="digits")).evaluation
+    pixels = torch.from_numpy(np.stack([np.asarray(split.images[row]) for row in split.rows])).flatten(1)
+    w, labels = weights("run2"), torch.from_numpy(split.labels)
+    x = (pixels / 255 - 0.5) / 0.5
+    outputs = F.linear(F.relu(F.linear(x, w["hidden.weight"], w["hidden.bias"])), w["output.weight"], w["output.bias"])
+    away = (outputs[:, 0] - labels).abs()
+    assert record["count"] == len(labels) and outputs.shape[1] == 1
+    assert record["error"] == pytest.approx(away.mean().item(), rel=1e-5)
+    assert record["worst"] == pytest.approx(away.max().item(), rel=1e-5)
+    assert record["loss"] == pytest.approx((away / 10).square().mean().item(), rel=1e-5)
+
+
+def test_a_run_does_not_continue_the_sums_of_another_task():
+    train_run(1, "run", *FLAGS[:-6], "--max_steps", "2", "--save_every", "1", "--log_every", "9", "--eval_every", "9")
+    outcomes = run_ranks(1, _train, ["--run_name", "again", "--resume", "runs/run", *FLAGS, "--max_steps", "3"])
+    assert outcomes[0].code == 2 and outcomes[0].err.count("\n") == 1
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_soft_targets_of_one_class_equal_hard_ones_and_mixed_ones_are_the_mixture(loss, smoothing):
+    task = Classification(TrainConfig(loss=loss, label_smoothing=smoothing), list("abcde"))
+    logits, labels = torch.randn(7, 5, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 4, 0, 1])
+    soft = F.one_hot(labels, 5).double()
+    hard = task.loss(logits, labels)
+    assert task.loss(logits, soft).item() == pytest.approx(hard.item(), rel=1e-12)
+    own, other = task.training_sums(hard, logits, labels), task.training_sums(hard, logits, soft)
+    assert torch.equal(own, other) and own[1] == (logits.argmax(1) == labels).sum()
+    mixed = 0.3 * soft + 0.7 * soft.flip(0)
+    expected = 0.3 * hard + 0.7 * task.loss(logits, labels.flip(0))
+    assert task.loss(logits, mixed).item() == pytest.approx(expected.item(), rel=1e-12)
+    assert task.loss(logits[:0], labels[:0]) == 0 == task.loss(logits[:0], soft[:0])
+
+
+class _Accelerator:
+    """Gathers the tensors of ranks that this test holds."""
+
+    def __init__(self, ranks):
+        self.num_processes, self.ranks = len(ranks), ranks
+
+    def gather(self, values):
+        name = "numbers" if values.dtype == torch.int64 else "predictions"
+        return torch.cat([getattr(rank, name) for rank in self.ranks])
+
+
+@pytest.mark.parametrize(("processes", "samples", "size"), [(1, 7, 3), (2, 13, 3), (3, 8, 4), (4, 9, 4), (5, 3, 2)])
+def test_predictions_of_unequal_ranks_are_put_back_in_the_order_of_the_split(processes, samples, size):
+    task, blocks = Value(None, None), -(-samples // size)
+    ranks = [Gathered(size, -(-blocks // processes), task, torch.device("cpu")) for _ in range(processes)]
+    left_out = 1
+    for block in range(blocks):
+        indices = torch.arange(block * size, min((block + 1) * size, samples))
+        indices = indices[indices != left_out]
+        ranks[block % processes].add(block // processes, indices, indices[:, None] * 0.5)
+    numbers, predictions = ranks[0].gather(_Accelerator(ranks), samples)
+    expected = np.arange(samples)
+    seen = expected != left_out
+    assert (numbers[seen] == expected[seen] + 1).all() and numbers[left_out] == 0 and len(numbers) == samples
+    assert (predictions[seen, 0] == expected[seen] / 2).all() and predictions.shape == (samples, 1)
