@@ -43,7 +43,7 @@ def evaluate_split(
     model.eval()
     bar = Terminal(ranks.is_main).progress("evaluating")
     pace, stopped, shared_blocks = Pace(), False, -(-samples // config.eval_batch_size) // accelerator.num_processes
-    for block, (images, labels, indices) in enumerate(bar(batches), 1):
+    for block, (images, labels, indices, *_) in enumerate(bar(batches), 1):
         with accelerator.autocast():
             logits = model(images)
         logits = logits.float()
