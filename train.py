@@ -125,8 +125,9 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         ranks.run_on_all(lambda: check_batch_norm(plan, updates, sharing))
     run_folder = open_run_folder(config, start, ranks)
 
-    # Accelerate assigns microbatches, and blocks of the evaluation split, to the ranks in turn.
-    order = UpdateSampler(plan, max(0, updates - state.step), state.epoch, state.position)
+    # Accelerate assigns what a sampler emits to the ranks in turn.
+    place = state.step, state.epoch, state.position
+    order = UpdateSampler(plan, processes, max(0, updates - state.step), place)
     blocks = BlockSampler(len(data.evaluation), config.eval_batch_size)
     loaders = make_loaders(
         {"training": (train_set, order), "evaluation": (eval_set, blocks)},
@@ -267,16 +268,17 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     for step in range(grad_accum):
         run.ranks.mark(f"update {state.step + 1}, reading a batch")
         waiting = time.perf_counter()
-        images, labels, _ = next(batches)
+        batch = next(batches)
         waited = time.perf_counter() - waiting
-        microbatch = step * accelerator.num_processes + accelerator.process_index
-        seed_layers(accelerator.device, fold_in(config.seed, "layers", state.step, microbatch))
+        where = batch.update, batch.number
+        assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
+        seed_layers(accelerator.device, fold_in(config.seed, "layers", *where))
         with nullcontext() if step == grad_accum - 1 else accelerator.no_sync(run.model):
             run.ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
-            outputs = run.model(images)
-            loss = run.task.loss(outputs, labels)
+            outputs = run.model(batch.images)
+            loss = run.task.loss(outputs, batch.labels)
             accelerator.backward(loss * scale)
-        run.meter.add(loss, outputs, labels, waited, where=(state.step, microbatch))
+        run.meter.add(loss, outputs, batch.labels, waited, where)
     if config.clip_norm is not None:
         accelerator.clip_grad_norm_(run.model.parameters(), config.clip_norm)
     run.optimizer.step()

@@ -35,6 +35,7 @@ from torchvision.transforms import v2
 
 sys.path.insert(0, str(ROOT))
 from utils.config.settings import TrainConfig
+from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages, EncodedImages
 from utils.data.order import Plan, UpdateSampler
@@ -58,7 +59,7 @@ def rate(batches) -> float:
 
 def ours(dataset: Dataset, spec: InputSpec, batch_size: int, config: TrainConfig) -> Batches:
     plan = Plan(len(dataset), batch_size, microbatches=1, seed=0)
-    loader = make_loader(dataset, UpdateSampler(plan, plan.updates_per_epoch), config, THREADS, DEVICE)
+    loader = make_loader(dataset, UpdateSampler(plan, 1, plan.updates_per_epoch), config, THREADS, DEVICE)
     return Batches(loader, spec, config, DEVICE, training=True)
 
 
@@ -76,8 +77,9 @@ def photographs(folder: str) -> dict[str, Callable[[], float]]:
         dataset = datasets.ImageFolder(folder, v2.Compose(transforms), loader=load)
         sides[name] = partial(rate, DataLoader(dataset, 32, shuffle=True))
     paths = [path for path, _ in dataset.samples]
-    spec, config = InputSpec(224, 224, 3, MEAN, STD), TrainConfig(num_workers=0)
-    mine = EncodedImages(whole_split("train", Files(paths), np.zeros(len(paths)), "made"), spec, 0, 0.08, flip=True)
+    spec, config = InputSpec(224, 224, 3, MEAN, STD), TrainConfig(num_workers=0, flip=True)
+    split = whole_split("train", Files(paths), np.zeros(len(paths)), "made")
+    mine = EncodedImages(split, spec, make_augmentation(config, spec, training=True))
     sides[OURS] = partial(rate, ours(mine, spec, 32, config))
     encoded = [io.read_file(path).clone() for path in paths]
     sides[BARE] = lambda: rate([io.decode_jpeg(data, "RGB")[None]] for data in encoded)

@@ -1,20 +1,22 @@
-"""Augmentation is a function of (seed, epoch, sample), spread as it should be, and equal to plain loops."""
+"""Images change as plain loops would change them, photographs one by one and small images in batches alike."""
 
-import hashlib
 import io
 import math
 
 import numpy as np
 import pytest
 import torch
+from helpers.draws import plain_uniform
 from helpers.make_data import CPU, encoded, image_folder, pictures, smooth
 from PIL import Image
+from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import crop_box, row_starts, shift_and_flip, uniform
+from utils.data.augment import AUGMENTATIONS, Augmentation, Operation, ShiftAndFlip, crop_box, make_augmentation
 from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages, EncodedImages
 from utils.data.decode import LARGE, center
+from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.pipeline import make_dataset, make_loader
 from utils.data.selection import load_data
@@ -25,90 +27,42 @@ N = 1 << 16
 INDICES = np.arange(N)
 
 
-def plain_uniform(seed, epoch, index, draw):
-    """SplitMix64's output function over the sample, and over the counters from there, in whole numbers of any size."""
-
-    def scramble(x):
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-        return x ^ x >> 31
-
-    digest = hashlib.blake2b(repr((seed, "augment", epoch)).encode(), digest_size=8).digest()
-    key = (int.from_bytes(digest, "little") + 2**63) % 2**64
-    state = scramble(index ^ key)
-    return (scramble((state + (draw + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 40) / 2**24
+def uniform(count, draws):
+    return Draws(0, 0, INDICES[:count]).uniform(*map(str, range(draws)))
 
 
-def test_random_numbers_are_those_of_splitmix64():
-    indices = [0, 1, 2, 1000, 2**31, 2**40 + 7]
-    for seed, epoch in ((0, 0), (1, 0), (0, 1), (12345, 99)):
-        ours = uniform(seed, epoch, np.array(indices), 5)
-        assert ours.dtype == np.float32
-        assert ours.tolist() == [[plain_uniform(seed, epoch, i, draw) for draw in range(5)] for i in indices]
-
-
-def test_random_numbers_do_not_depend_on_the_batch_or_on_how_many_are_drawn():
-    indices = np.random.default_rng(0).permutation(1000)
-    whole = uniform(3, 2, indices, 8)
-    assert (np.concatenate([uniform(3, 2, part, 8) for part in np.array_split(indices, 143)]) == whole).all()
-    assert (uniform(3, 2, indices[::-1], 8) == whole[::-1]).all()
-    assert (uniform(3, 2, indices, 3) == whole[:, :3]).all()
-    assert uniform(3, 2, indices[:0], 3).shape == (0, 3)
-
-
-def test_random_numbers_are_uniform():
-    values = torch.from_numpy(uniform(0, 0, INDICES, 4))
-    assert values.min() >= 0 and values.max() < 1
-    for draw in range(4):
-        counts = torch.histc(values[:, draw], 256, 0, 1)
-        chi_square = ((counts - N / 256) ** 2 / (N / 256)).sum()
-        assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
-
-
-def test_draws_epochs_seeds_and_neighbours_are_independent():
-    one = torch.from_numpy(uniform(0, 0, INDICES, 2)).double()
-    others = {
-        "draw": one[:, 1],
-        "epoch": uniform(0, 1, INDICES, 1)[:, 0],
-        "seed": uniform(1, 0, INDICES, 1)[:, 0],
-        "neighbour": np.roll(one[:, 0], 1),
-        "index with one bit more": uniform(0, 0, INDICES ^ 1, 1)[:, 0],
-    }
-    for name, other in others.items():
-        pair = torch.stack([one[:, 0], torch.as_tensor(other).double()])
-        assert abs(torch.corrcoef(pair)[0, 1]) < 5 / math.sqrt(N), name
-        cells = torch.histc((pair[0] * 16).floor() * 16 + (pair[1] * 16).floor(), 256, 0, 256)
-        assert abs(((cells - N / 256) ** 2 / (N / 256)).sum() - 255) < 5 * math.sqrt(2 * 255), name
-
-
-def augmented(images, random, padding, flip):
-    return shift_and_flip(images, *row_starts(random, *images.shape[1:3], padding, flip), padding)
+def shifted_and_flipped(image, random, padding, flip):
+    """One image [H, W, C] by plain indexing; `random` is vertical shift, horizontal shift, flip."""
+    height, width, _ = image.shape
+    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)))
+    top, left = (int(np.float32(number) * np.float32(2 * padding + 1)) for number in random[:2])
+    moved = padded[top : top + height, left : left + width]
+    return moved[:, ::-1] if flip and random[2] < 0.5 else moved
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("padding, flip", [(0, False), (0, True), (2, False), (3, True)])
+@pytest.mark.parametrize("padding, flip", [(0, True), (2, False), (3, True)])
 def test_shift_and_flip_equals_a_loop_over_images(channels, padding, flip):
-    images = torch.from_numpy(pictures(40, (7, 9))[..., :channels].copy())
-    random = uniform(0, 0, INDICES[:40], 3)
-    expected = []
-    for image, (down, right, mirror) in zip(images.numpy(), random.tolist(), strict=True):
-        padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)))
-        top, left = int(down * (2 * padding + 1)), int(right * (2 * padding + 1))
-        moved = padded[top : top + 7, left : left + 9]
-        expected.append(moved[:, ::-1] if flip and mirror < 0.5 else moved)
-    assert (augmented(images, random, padding, flip).numpy() == np.stack(expected)).all()
+    images = pictures(40, (7, 9))[..., :channels].copy()
+    operation = ShiftAndFlip(InputSpec(7, 9, channels, [0], [1]), padding, flip)
+    random = uniform(40, 3)
+    expected = [shifted_and_flipped(*pair, padding, flip) for pair in zip(images, random, strict=True)]
+    random = random[:, (0 if padding else 2) : (3 if flip else 2)]  # as many as its streams
+    found = operation.batch(torch.from_numpy(images), operation.prepare(random))
+    assert (found.numpy() == np.stack(expected)).all()
 
 
 def test_shifts_are_all_equally_likely_and_half_of_the_images_are_mirrored():
     images = torch.zeros(N // 4, 5, 5, 1, dtype=torch.uint8)
     images[:, 2, 2] = 255
-    random = uniform(0, 0, INDICES[: N // 4], 3)
-    moved = augmented(images, random, 2, False)
+    shift = ShiftAndFlip(InputSpec(5, 5, 1, [0], [1]), 2, False)
+    moved = shift.batch(images, shift.prepare(uniform(N // 4, 2)))
     counts = (moved == 255).sum(0).flatten().double()
     assert counts.sum() == N // 4  # never out of sight
     assert ((counts / (N // 4) - 1 / 25).abs() < 5 * math.sqrt(1 / 25 / (N // 4))).all()
     images = torch.arange(2, dtype=torch.uint8)[None, None, :, None].expand(N // 4, 1, 2, 1)
-    mirrored = (augmented(images, random, 0, True)[:, 0, 0, 0] == 1).double().mean()
+    flip = ShiftAndFlip(InputSpec(1, 2, 1, [0], [1]), 0, True)
+    mirrored = (flip.batch(images, flip.prepare(uniform(N // 4, 1)))[:, 0, 0, 0] == 1).double().mean()
     assert abs(mirrored - 0.5) < 5 * 0.5 / math.sqrt(N // 4)
 
 
@@ -116,7 +70,7 @@ def test_shifts_are_all_equally_likely_and_half_of_the_images_are_mirrored():
 @pytest.mark.parametrize("min_scale", [0.08, 0.5])
 def test_crop_boxes_lie_inside_the_image_with_the_area_and_shape_they_should_have(size, min_scale):
     height, width = size
-    for random in uniform(0, 0, INDICES[:500], 4):
+    for random in uniform(500, 4):
         top, left, crop_height, crop_width = crop_box(height, width, random, min_scale)
         assert 0 <= top <= top + crop_height <= height and crop_height >= 1
         assert 0 <= left <= left + crop_width <= width and crop_width >= 1
@@ -128,10 +82,101 @@ def test_crop_boxes_lie_inside_the_image_with_the_area_and_shape_they_should_hav
 
 
 def test_crop_boxes_reach_every_side_of_the_image():
-    boxes = [crop_box(100, 100, random, 0.08) for random in uniform(0, 0, INDICES[:3000], 4)]
+    boxes = [crop_box(100, 100, random, 0.08) for random in uniform(3000, 4)]
     assert min(box[0] for box in boxes) == min(box[1] for box in boxes) == 0
     assert max(box[0] + box[2] for box in boxes) == max(box[1] + box[3] for box in boxes) == 100
     assert 0.45 < np.mean([(box[0] + box[2] / 2) / 100 for box in boxes]) < 0.55
+
+
+# -- the two ends ----------------------------------------------------------------------------------------------------
+
+# Settings with which each entry of AUGMENTATIONS makes an operation
+ENABLED = {
+    "crop": [{"min_scale": 0.08}, {"min_scale": 0.5}],
+    "shift and flip": [{"crop_padding": 3}, {"flip": True}, {"crop_padding": 2, "flip": True}],
+}
+EVERYTHING = {"min_scale": 0.3, "crop_padding": 2, "flip": True}
+
+
+def both_ends(augmentation, images, microbatch):
+    """The same images changed one by one and as a batch."""
+    random = augmentation.draw(microbatch)
+    single = [augmentation.image(pixels, random, place) for place, pixels in enumerate(images)]
+    return torch.stack(single), augmentation.batch(images, augmentation.prepare(microbatch))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", [*AUGMENTATIONS, "all"])
+def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name, channels):
+    count = 300
+    images = torch.from_numpy(pictures(count, (20, 24))[..., :channels].copy())
+    for settings in [EVERYTHING] if name == "all" else ENABLED[name]:
+        made = make_augmentation(TrainConfig(seed=4, **settings), InputSpec(20, 24, channels, [0], [1]), True)
+        assert list(made.operations) == ([*AUGMENTATIONS] if name == "all" else [name])
+        numbers = np.arange(count) * 3
+        single, batch = both_ends(made, images, Microbatch(0, 1, 0, numbers))
+        assert torch.equal(single, batch)
+        assert sum(torch.equal(*pair) for pair in zip(single, images, strict=True)) < 0.7 * count
+        repeated = both_ends(made, images, Microbatch(0, 1, 0, numbers, np.arange(count) % 2))[1]
+        same = [torch.equal(*pair) for pair in zip(repeated, batch, strict=True)]
+        assert all(same[::2]) and sum(same[1::2]) < 0.7 * count / 2
+
+
+class DarkenTop(Operation):
+    """An operation whose place in the order shows."""
+
+    streams = ("darken",)
+
+    def image(self, pixels, random):
+        return pixels // 2 if random[0] < 0.5 else torch.cat([pixels[:5] // 4, pixels[5:]])
+
+
+def changed_by_hand(image, seed, epoch, index, size):
+    """Crop, shift and flip with EVERYTHING, then darken, with torchvision, NumPy and plain random numbers."""
+
+    def draw(*counters):
+        return [plain_uniform(seed, epoch, index, counter) for counter in counters]
+
+    box = crop_box(*image.shape[:2], draw(5, 6, 7, 8), 0.3)
+    cropped = F.resized_crop(torch.from_numpy(image.transpose(2, 0, 1).copy()), *box, size, antialias=True)
+    moved = shifted_and_flipped(cropped.permute(1, 2, 0).numpy(), draw(1, 2, 3), 2, True).copy()
+    if Draws(seed, epoch, np.array([index])).uniform("darken") < 0.5:
+        return moved // 2
+    moved[:5] //= 4
+    return moved
+
+
+@pytest.mark.parametrize("size", [(24, 30), (100, 120)])  # small images, and photographs
+def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_order(size, monkeypatch, tmp_path):
+    monkeypatch.setitem(AUGMENTATIONS, "darken", lambda config, spec: DarkenTop())
+    spec, config = InputSpec(*size, 3, [0.0] * 3, [1 / 255] * 3), TrainConfig(seed=5, num_workers=0, **EVERYTHING)
+    pixels = pictures(30, size if spec.small else (150, 170))
+    split = whole_split("train", [encoded(image, "PNG") for image in pixels], np.arange(30), "made")
+    dataset = make_dataset(split, spec, config, True, iter) if not spec.small else DecodedImages(pixels, split.labels)
+    order = np.random.default_rng(0).permutation(30)
+    loader = make_loader(dataset, Given([Microbatch(0, 2, 0, order)]), config, CPU.threads, CPU.device)
+    (batch,) = Batches(loader, spec, config, CPU.device, training=True)
+    found = batch.images.permute(0, 2, 3, 1).round().to(torch.uint8).numpy()
+    for image, index in zip(found, order.tolist(), strict=True):
+        assert (image == changed_by_hand(pixels[index], 5, 2, index, list(size))).all()
+
+
+def test_by_default_photographs_are_cropped_to_8_percent_or_more_and_small_images_are_not_cropped():
+    split, microbatch = photographs(), Microbatch(0, 0, 0, np.arange(12))
+    default, explicit = (
+        photograph_set(split, **settings).__getitems__(microbatch)["images"] for settings in ({}, {"min_scale": 0.08})
+    )
+    assert torch.equal(default, explicit)
+    assert make_augmentation(TrainConfig(), InputSpec(96, 96, 1, [0], [1]), True).operations == {}
+    for spec in (SPEC, InputSpec(96, 96, 1, [0], [1])):
+        assert "crop" not in make_augmentation(TrainConfig(min_scale=1.0), spec, True).operations
+        assert "crop" not in make_augmentation(TrainConfig(min_scale=0.5), spec, False).operations
+
+
+def test_two_operations_cannot_share_a_stream():
+    shared = Augmentation(0, {"one": DarkenTop(), "two": DarkenTop()})
+    with pytest.raises(AssertionError, match="used twice"):
+        shared.prepare(Microbatch(0, 0, 0, np.arange(3)))
 
 
 # -- datasets and loaders --------------------------------------------------------------------------------------------
@@ -150,24 +195,28 @@ class Given(list):
     largest = 12
 
 
+def photograph_set(split, seed=0, training=True, **settings):
+    return make_dataset(split, SPEC, TrainConfig(seed=seed, **settings), training, iter)
+
+
 def loaded(dataset, microbatches, **settings):
     loader = make_loader(dataset, Given(microbatches), TrainConfig(**settings), CPU.threads, CPU.device)
     return [batch["images"] for batch in loader]
 
 
 def test_photographs_are_cropped_alike_in_any_batch_and_by_any_number_of_workers():
-    dataset = EncodedImages(photographs(), SPEC, seed=5, min_scale=0.08)
+    dataset = photograph_set(photographs(), 5)
     order = np.random.default_rng(0).permutation(12)
-    whole = loaded(dataset, [Microbatch(1, order)], num_workers=0)[0]
-    in_fours = loaded(dataset, [Microbatch(1, order[i : i + 4]) for i in (0, 4, 8)], num_workers=2)
-    alone = loaded(dataset, [Microbatch(1, order[i : i + 1]) for i in range(12)], num_workers=0)
+    whole = loaded(dataset, [Microbatch(0, 1, 0, order)], num_workers=0)[0]
+    in_fours = loaded(dataset, [Microbatch(0, 1, 0, order[i : i + 4]) for i in (0, 4, 8)], num_workers=2)
+    alone = loaded(dataset, [Microbatch(0, 1, 0, order[i : i + 1]) for i in range(12)], num_workers=0)
     assert torch.equal(torch.cat(in_fours), whole) and torch.equal(torch.cat(alone), whole)
 
 
 def test_photographs_are_cropped_otherwise_in_another_epoch_or_with_another_seed():
     order = np.arange(12)
     images = {
-        (seed, epoch): EncodedImages(photographs(), SPEC, seed, 0.08).__getitems__(Microbatch(epoch, order))["images"]
+        (seed, epoch): photograph_set(photographs(), seed).__getitems__(Microbatch(0, epoch, 0, order))["images"]
         for seed, epoch in ((5, 0), (5, 1), (6, 0))
     }
     for other in ((5, 1), (6, 0)):
@@ -178,21 +227,23 @@ def test_evaluation_takes_the_centre_of_a_photograph_whatever_epoch_and_seed():
     split = photographs()
     wanted = [center(torch.from_numpy(np.array(pixels)), 112, 112, 0.875) for pixels in decoded_by_pillow(split)]
     for seed, epoch in ((0, 0), (1, 7)):
-        images = EncodedImages(split, SPEC, seed, None).__getitems__(Microbatch(epoch, np.arange(12)))["images"]
+        images = photograph_set(split, seed, training=False).__getitems__(Microbatch(0, epoch, 0, np.arange(12)))[
+            "images"
+        ]
         assert (images.int() - torch.stack(wanted).int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("min_scale", [0.08, 1.0])
 def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none_in_evaluation(min_scale):
     split, order = photographs(40), np.random.default_rng(0).permutation(40)
-    microbatch, config = Microbatch(3, order), TrainConfig(flip=True, seed=5, min_scale=min_scale)
-    plain = EncodedImages(split, SPEC, 5, min_scale).__getitems__(microbatch)["images"]
-    training, evaluating = (make_dataset(split, SPEC, config, is_training, iter) for is_training in (True, False))
-    is_mirrored = [plain_uniform(5, 3, int(index), 2) < 0.5 for index in order]
+    microbatch = Microbatch(0, 3, 0, order)
+    plain = photograph_set(split, 5, min_scale=min_scale).__getitems__(microbatch)["images"]
+    training, evaluating = (photograph_set(split, 5, when, flip=True, min_scale=min_scale) for when in (True, False))
+    is_mirrored = [plain_uniform(5, 3, int(index), 3) < 0.5 for index in order]
     assert 10 < sum(is_mirrored) < 30
     expected = [image.flip(1) if flip else image for image, flip in zip(plain, is_mirrored, strict=True)]
     assert torch.equal(training.__getitems__(microbatch)["images"], torch.stack(expected))
-    centres = EncodedImages(split, SPEC, 5, None).__getitems__(microbatch)["images"]
+    centres = photograph_set(split, 5, training=False).__getitems__(microbatch)["images"]
     assert torch.equal(evaluating.__getitems__(microbatch)["images"], centres)
 
 
@@ -201,7 +252,7 @@ def test_photographs_larger_than_needed_are_decoded_smaller_and_show_the_same(mi
     file = encoded(smooth(960, 1280), "JPEG", quality=95)
     small_and_large = [whole_split("train", [raw] * 12, np.arange(12), "made") for raw in (file, file + bytes(LARGE))]
     whole, reduced = (
-        EncodedImages(split, SPEC, 5, min_scale).__getitems__(Microbatch(3, np.arange(12)))["images"].int()
+        photograph_set(split, 5, min_scale=min_scale).__getitems__(Microbatch(0, 3, 0, np.arange(12)))["images"].int()
         for split in small_and_large
     )
     assert not torch.equal(whole, reduced)
@@ -226,8 +277,8 @@ def test_an_unreadable_photograph_is_named_through_the_workers():
     split = photographs(4)
     split.images[2] = split.images[2][:300]
     loader = make_loader(
-        EncodedImages(split, SPEC, 0, 0.08),
-        Given([Microbatch(0, np.arange(4))]),
+        photograph_set(split),
+        Given([Microbatch(0, 0, 0, np.arange(4))]),
         TrainConfig(num_workers=1),
         CPU.threads,
         CPU.device,
@@ -243,12 +294,14 @@ def test_a_batch_is_normalised_and_augmented_as_its_sample_numbers_say():
     config = TrainConfig(crop_padding=2, flip=True, seed=9)
     spec = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     order = np.array([7, 3, 19, 0])
-    loader = make_loader(DecodedImages(pixels, labels), [Microbatch(4, order)], config, CPU.threads, CPU.device)
-    for training in (True, False):
-        images, targets, indices = next(iter(Batches(loader, spec, config, CPU.device, training)))
-        raw = torch.from_numpy(pixels[order])
-        raw = augmented(raw, uniform(9, 4, order, 3), 2, True) if training else raw
-        expected = (raw.double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
+    loader = make_loader(
+        DecodedImages(pixels, labels), Given([Microbatch(0, 4, 0, order)]), config, CPU.threads, CPU.device
+    )
+    random = [[plain_uniform(9, 4, int(index), counter) for counter in (1, 2, 3)] for index in order]
+    changed = [shifted_and_flipped(*pair, 2, True) for pair in zip(pixels[order], random, strict=True)]
+    for training, raw in ((True, np.stack(changed)), (False, pixels[order])):
+        images, targets, indices, *_ = next(iter(Batches(loader, spec, config, CPU.device, training)))
+        expected = (torch.from_numpy(raw).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
         assert images.dtype == torch.float32
         assert torch.allclose(images.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
         assert targets.tolist() == labels[order].tolist() and indices.tolist() == order.tolist()
@@ -260,9 +313,9 @@ def test_an_empty_batch_passes_through_everything():
     config = TrainConfig(crop_padding=2, flip=True, num_workers=0)
     datasets = ((DecodedImages(pictures(5, channels=1)[..., None], np.arange(5)), small), (photographs(2), SPEC))
     for dataset, spec in datasets:
-        dataset = dataset if spec is small else EncodedImages(dataset, spec, 0, 0.08)
-        loader = make_loader(dataset, Given([Microbatch(0, none)]), config, CPU.threads, CPU.device)
-        images, labels, indices = next(iter(Batches(loader, spec, config, CPU.device, training=True)))
+        dataset = dataset if spec is small else photograph_set(dataset)
+        loader = make_loader(dataset, Given([Microbatch(0, 0, 0, none)]), config, CPU.threads, CPU.device)
+        images, labels, indices, *_ = next(iter(Batches(loader, spec, config, CPU.device, training=True)))
         assert images.shape == (0, spec.channels, spec.height, spec.width) and images.dtype == torch.float32
         assert labels.shape == indices.shape == (0,) and labels.dtype == torch.int64
 
@@ -276,5 +329,5 @@ def test_small_images_are_decoded_beforehand_and_photographs_are_not(tmp_path):
     large = make_dataset(data.train, InputSpec(128, 128, 3, [0.5] * 3, [0.5] * 3), config, True, iter)
     assert isinstance(small, DecodedImages) and isinstance(large, EncodedImages)
     for dataset, side in ((small, 32), (large, 128)):
-        batch = dataset.__getitems__(Microbatch(0, np.array([9, 0])))
+        batch = dataset.__getitems__(Microbatch(0, 0, 0, np.array([9, 0])))
         assert batch["images"].shape == (2, side, side, 3) and batch["labels"].tolist() == [1, 0]

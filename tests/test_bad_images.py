@@ -208,11 +208,12 @@ def test_losses_are_those_of_a_plain_loop_over_the_images_that_can_be_read(skipp
     order = permutation(52, 0, 0)[:12]
     readable = [position for position in order if _decodes(data.train, position)]
     assert records("on1", "train")[0]["step"] == 1 and 10 <= len(readable) <= 12
-    from utils.data.datasets import EncodedImages
     from utils.data.order import Microbatch
+    from utils.data.pipeline import make_dataset
 
-    dataset = EncodedImages(data.train, InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 0, 0.08)
-    batch = dataset.__getitems__(Microbatch(0, np.asarray(readable)))
+    spec = InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3)
+    dataset = make_dataset(data.train, spec, TrainConfig(), True, iter)
+    batch = dataset.__getitems__(Microbatch(0, 0, 0, np.asarray(readable)))
     images = (batch["images"].float() / 255 - 0.5) / 0.5
     logits = model(images.permute(0, 3, 1, 2))
     loss = torch.nn.functional.cross_entropy(logits, batch["labels"])

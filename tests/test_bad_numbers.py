@@ -19,26 +19,28 @@ FLAGS += ["--max_train_samples", "48", "--save_every", "2", "--max_steps", "9", 
 
 
 def _train_with_a_bad_sample(flags, step, rank):
-    """Make the images of one batch of one rank NaN, at update `step` counted from 1."""
+    """Make the images of one rank's last microbatch NaN, at update `step` counted from 1."""
     update = train.train_update
 
     def poisoned(run, batches):
         if run.state.step == step - 1 and run.ranks.topology.rank == rank:
-            batches = (batch._replace(images=batch.images * torch.nan) for batch in batches)
+            last = (rank + 1) * run.plan.microbatches // run.ranks.topology.world_size - 1
+            batches = (b._replace(images=b.images * torch.nan) if b.number == last else b for b in batches)
         update(run, batches)
 
     train.train_update = poisoned
     train.main(flags)
 
 
-@pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 1), (3, 0)])
-def test_a_loss_that_is_no_number_names_update_rank_and_samples_and_saves_nothing(processes, rank):
-    outcomes = run_ranks(processes, _train_with_a_bad_sample, FLAGS, 6, rank)  # a checkpoint is due after update 6
+@pytest.mark.parametrize(("processes", "accum", "rank"), [(1, 1, 0), (2, 2, 0), (3, 1, 0), (2, 1, 1)])
+def test_a_loss_that_is_no_number_names_update_rank_and_samples_and_saves_nothing(processes, accum, rank):
+    flags = [*FLAGS, "--grad_accum", str(accum)]
+    outcomes = run_ranks(processes, _train_with_a_bad_sample, flags, 6, rank)  # a checkpoint is due after update 6
     assert [outcome.code for outcome in outcomes] == [2] * processes
     assert f"loss is NaN or infinite at update 6 on rank {rank}, samples" in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1 and all(outcome.err == "" for outcome in outcomes[1:])
     # the order by hand: update 6 is the second of the second epoch, cut into equal microbatches
-    microbatch = np.split(permutation(48, 0, 1)[12:24], processes)[rank]
+    microbatch = np.split(permutation(48, 0, 1)[12:24], processes * accum)[(rank + 1) * accum - 1]
     # --max_train_samples took a random subset: rows are positions in the whole split
     assert sorted(records("run", "bad_loss")[0]["samples"]) == sorted(returned(1, _rows, FLAGS, microbatch)[0])
     assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"

@@ -71,6 +71,22 @@ def test_settings_survive_saving_and_a_saved_file_is_a_config_file():
     assert parse("--config", "saved.yaml") == config
 
 
+def test_a_file_saved_before_small_images_could_be_cropped_does_not_begin_to_crop_them():
+    def old(config):  # without a format, in the order of the fields
+        return to_yaml(config).replace("format: 1\n", "")
+
+    for text, expected in (
+        (old(TrainConfig(min_scale=0.08)), None),  # the default of then, without effect on small images
+        (old(TrainConfig(min_scale=0.35)), 0.35),
+        (to_yaml(TrainConfig(min_scale=0.08)), 0.08),
+        ("min_scale: 0.08\nprofile: true\n", 0.08),  # written by hand
+    ):
+        Path("kept.yaml").write_text(text)
+        assert read_config(Path("kept.yaml")).min_scale == parse("--config", "kept.yaml").min_scale == expected
+    Path("kept.yaml").write_text(old(TrainConfig(min_scale=0.08)))
+    assert parse("--config", "kept.yaml", "--min_scale", "0.08").min_scale == 0.08
+
+
 def test_the_config_in_the_run_folder_repeats_the_run():
     flags = ("--model", "mlp", "--max_steps", "3", "--lr", "0.01", "--log_every", "1")
     first = train_run(1, "first", *flags)

@@ -9,7 +9,7 @@ from torch import nn
 import train
 import utils.models.zoo
 from utils.config.settings import TrainConfig
-from utils.data.order import Plan
+from utils.data.order import Plan, UpdateSampler
 from utils.models.batch_norm import check_batch_norm
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
@@ -64,12 +64,18 @@ def test_a_layer_that_does_more_than_normalise_is_refused_by_name():
 
 
 def test_a_step_of_one_sample_on_all_processes_together_is_refused():
-    plan = Plan(
-        samples=21, global_batch_size=10, microbatches=4, seed=0
-    )  # the last update: one sample, on one of two ranks
-    with pytest.raises(ValueError, match="more than one sample"):
-        check_batch_norm(plan, 3, together=2)
-    check_batch_norm(Plan(samples=22, global_batch_size=8, microbatches=2, seed=0), 3, together=2)
+    refused = []
+    for samples in range(9, 17):
+        plan = Plan(samples, global_batch_size=8, microbatches=4, seed=0)
+        emitted = [len(microbatch.indices) for microbatch in UpdateSampler(plan, 2, 2)]
+        steps = [sum(emitted[i : i + 2]) for i in range(0, len(emitted), 2)]  # each of both ranks together
+        if 1 in steps:
+            refused.append(samples)
+            with pytest.raises(ValueError, match="more than one sample"):
+                check_batch_norm(plan, 2, together=2)
+        else:
+            check_batch_norm(plan, 2, together=2)
+    assert refused == [9, 10, 11]  # the last update has one to three samples, for two steps of two ranks
 
 
 @pytest.mark.full

@@ -9,28 +9,32 @@ from helpers.ranks import returned
 import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
-from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in, permutation
+from utils.data.order import BlockSampler, Microbatch, Plan, UpdateSampler, fold_in, permutation
 from utils.ranks.accelerator import make_accelerator
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 
 
 def drawn_indices(*flags):
-    """Indices of each batch that this rank's prepared training loader gives, over the whole run."""
+    """(update, number, indices) of each batch that this rank's prepared training loader gives, over the whole run."""
     config = parse_args(TrainConfig, "train.py", ["--model", "mlp", *flags])
     with distributed_session("train.py", config) as ranks:
         ranks.join()
         run = train.build(config, ranks, Stopping(lambda: False), make_accelerator(ranks, config))
-        return [batch.indices.tolist() for batch in run.train_batches]
+        return [(batch.update, batch.number, batch.indices.tolist()) for batch in run.train_batches]
 
 
 def updates_drawn(processes, accum, *flags):
-    """The samples of each update over all ranks and accumulation steps."""
+    """The samples of each update, a list of its microbatches, which must be those that each rank is to compute."""
     by_rank = returned(processes, drawn_indices, "--grad_accum", str(accum), *flags)
-    assert len({len(batches) for batches in by_rank}) == 1, "ranks have unequal numbers of batches"
-    steps = list(zip(*by_rank, strict=True))
-    windows = [steps[i : i + accum] for i in range(0, len(steps), accum)]
-    return [[index for step in window for batch in step for index in batch] for window in windows]
+    updates = len(by_rank[0]) // accum
+    drawn = [[None] * processes * accum for _ in range(updates)]
+    for rank, batches in enumerate(by_rank):
+        places = [(update, rank * accum + step) for update in range(updates) for step in range(accum)]
+        assert [(update, number) for update, number, _ in batches] == places
+        for update, number, indices in batches:
+            drawn[update][number] = indices
+    return drawn
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,7 @@ def updates_drawn(processes, accum, *flags):
 )  # tails of 7, of 1 (ranks with nothing to do), and none
 def test_every_topology_draws_the_same_updates_and_each_sample_once(samples):
     flags = ("--data", f"synthetic/3x8x{samples}", "--global_batch_size", "24", "--epochs", "2")
-    alone = updates_drawn(1, 1, *flags)
+    alone = [sum(update, []) for update in updates_drawn(1, 1, *flags)]
     per_epoch = -(-samples // 24)
     assert len(alone) == 2 * per_epoch
     epochs = [alone[:per_epoch], alone[per_epoch:]]
@@ -47,13 +51,15 @@ def test_every_topology_draws_the_same_updates_and_each_sample_once(samples):
     assert epochs[0] != epochs[1]
     for processes, accum in ((2, 1), (3, 1), (1, 2), (2, 2), (3, 4)):
         updates = updates_drawn(processes, accum, *flags)
-        assert [sorted(update) for update in updates] == [sorted(update) for update in alone], (processes, accum)
+        # Microbatches are consecutive parts of an update, in the order of their numbers, whichever rank computes them.
+        expected = [np.array_split(update, processes * accum) for update in alone]
+        assert updates == [[part.tolist() for part in update] for update in expected], (processes, accum)
 
 
 @pytest.mark.parametrize(("processes", "accum"), [(1, 1), (2, 1), (2, 3)])
 def test_drop_last_leaves_out_only_the_tail(processes, accum):
     flags = ("--data", "synthetic/3x8x103", "--global_batch_size", "24", "--epochs", "2", "--drop_last")
-    updates = updates_drawn(processes, accum, *flags)
+    updates = [sum(update, []) for update in updates_drawn(processes, accum, *flags)]
     assert [len(update) for update in updates] == [24] * 8
     assert len(set(sum(updates[:4], []))) == len(set(sum(updates[4:], []))) == 96
 
@@ -77,18 +83,26 @@ def test_every_first_place_is_equally_likely():
 
 @pytest.mark.parametrize("position", [0, 24, 72, 96])
 def test_a_sampler_started_anywhere_continues_the_same_order(position):
-    plan = Plan(samples=103, global_batch_size=24, microbatches=2, seed=5)
-    whole = [(epoch, i.tolist()) for epoch, i in UpdateSampler(plan, 10)]
-    skipped = 2 * position // 24
-    rest = [(epoch, i.tolist()) for epoch, i in UpdateSampler(plan, 10 - position // 24, 0, position)]
-    assert rest == whole[skipped:]
+    plan, updates = Plan(samples=103, global_batch_size=24, microbatches=4, seed=5), position // 24
+    whole = [(*place, i.tolist()) for *place, i, _ in UpdateSampler(plan, 2, 10)]
+    rest = [(*place, i.tolist()) for *place, i, _ in UpdateSampler(plan, 2, 10 - updates, (updates, 0, position))]
+    assert rest == whole[4 * updates :]
+    assert [place[:3] for place in whole[20:24]] == [(5, 1, 0), (5, 1, 2), (5, 1, 1), (5, 1, 3)]
 
 
 def test_another_number_of_pieces_continues_at_the_next_sample():
     before, after = Plan(103, 24, 2, seed=5), Plan(103, 24, 3, seed=5)
-    whole = [i.tolist() for _, i in UpdateSampler(before, 5)]
-    rest = [i.tolist() for _, i in UpdateSampler(after, 3, 0, 48)]
+    whole = [microbatch.indices.tolist() for microbatch in UpdateSampler(before, 1, 5)]
+    rest = [microbatch.indices.tolist() for microbatch in UpdateSampler(after, 3, 3, (2, 0, 48))]
     assert sum(whole[:4], []) + sum(rest, []) == permutation(103, 5, 0).tolist()
+
+
+def test_samples_that_are_left_out_of_a_microbatch_take_their_occurrences_along():
+    microbatch = Microbatch(3, 1, 2, np.array([7, 5, 7]), np.array([0, 0, 1]))
+    for chosen in ([1, 2], np.array([False, True, True])):
+        taken = microbatch.take(chosen)
+        assert taken[:3] == (3, 1, 2) and taken.indices.tolist() == [5, 7] and taken.occurrences.tolist() == [0, 1]
+    assert microbatch._replace(occurrences=None).take([0]).occurrences is None
 
 
 def test_pieces_of_an_update_differ_by_at_most_one_sample():
@@ -99,8 +113,8 @@ def test_pieces_of_an_update_differ_by_at_most_one_sample():
 
 
 def test_blocks_are_consecutive_and_of_fixed_size():
-    blocks = [block.indices.tolist() for block in BlockSampler(10, 4)]
-    assert blocks == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and len(BlockSampler(10, 4)) == 3
+    blocks = [(block.number, block.indices.tolist()) for block in BlockSampler(10, 4)]
+    assert blocks == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7]), (2, [8, 9])] and len(BlockSampler(10, 4)) == 3
 
 
 def test_positions_run_on_without_a_gap():

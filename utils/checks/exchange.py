@@ -160,7 +160,7 @@ def shards(ranks: Ranks, accelerator: Accelerator) -> Finding:
     """Check that the loaders of all ranks together return each sample of an epoch once, as in training."""
     count = ranks.topology.world_size
     plan = Plan(samples=30 * count + 7, global_batch_size=8 * count, microbatches=2 * count, seed=0)
-    sampler: Any = UpdateSampler(plan, plan.updates_per_epoch)  # DataLoader's type hint requires lists
+    sampler: Any = UpdateSampler(plan, count, plan.updates_per_epoch)  # DataLoader's type hint requires lists
     loader = accelerator.prepare(DataLoader(_Indices(), batch_sampler=sampler, collate_fn=torch.as_tensor))
     mine = [index for batch in loader for index in batch.tolist()]
     given = [index for text in ranks.gather_text(json.dumps(mine)) for index in json.loads(text)]

@@ -74,12 +74,12 @@ class TrainConfig(LaunchConfig):
     std: list[float] | None = None
     """Standard deviation per channel to divide by (default: that of the pretrained weights, else 0.5)."""
     crop_padding: int = 0
-    """Shift small training images at random by up to this many pixels."""
+    """Shift training images at random by up to this many pixels, filled with black."""
     flip: bool = False
     """Mirror training images left to right at random."""
-    min_scale: float = 0.08
-    """Smallest fraction of a photograph's area that a random training crop takes; 1 takes the centre, as in
-    evaluation."""
+    min_scale: float | None = None
+    """Smallest fraction of an image's area that a random training crop takes; 1 takes none: photographs then show
+    their centre, as in evaluation (default: 1 for images up to 96 pixels, 0.08 for larger ones)."""
 
     model: str = "mnist_cnn"
     """Model: mnist_cnn, mlp, any torchvision classification model, or timm/NAME."""
@@ -244,8 +244,6 @@ def advice(config: TrainConfig, small_images: bool, processes: int) -> list[str]
     no_table = config.data.split("/")[0] in NOT_PATHS
     unused = (
         ("momentum", config.optimizer == "adamw", "adamw has no momentum"),
-        ("crop_padding", not small_images, "photographs are cropped, see --min_scale"),
-        ("min_scale", small_images, "small images are shifted, see --crop_padding"),
         ("comm_hook", processes == 1, "a single process exchanges no gradients"),
         ("sync_batchnorm", processes == 1, "a single process has all samples"),
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
@@ -266,7 +264,7 @@ def advice(config: TrainConfig, small_images: bool, processes: int) -> list[str]
 
 def to_yaml(config: TrainConfig) -> str:
     """The settings as a YAML file that --config reads."""
-    return dump_yaml(asdict(config))
+    return dump_yaml({"format": 1} | asdict(config))
 
 
 def absolute_data(name: str) -> str:

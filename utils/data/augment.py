@@ -1,72 +1,136 @@
-"""Random changes to training images: shifts, flips and crops.
+"""Random changes of training images. The same operations change photographs one by one and small images in batches.
 
-The random numbers of an image depend only on (seed, epoch, sample index). So an image is changed in the same way on
-every worker and rank, and in a resumed run.
-
-To add an augmentation, draw its random numbers with `uniform`. Change single photographs in `EncodedImages._image`
-(data/datasets.py), and batches in `Batches` (data/batches.py). Mixup also needs soft labels, and partners that follow
-from the order of the update: see docs/architecture.md.
+To add an augmentation, write an `Operation` and add it to AUGMENTATIONS. Mixup also needs soft labels, and partners
+that follow from the order of the update: see docs/architecture.md.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from utils.data.order import fold_in
-
-# SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIERS = ((30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB133111EB)))
-
-
-def uniform(seed: int, epoch: int, indices: np.ndarray, draws: int) -> np.ndarray:
-    """Random numbers in [0, 1) for each sample: float32 [n, draws] from int64 `indices` [n]."""
-    key = np.uint64(fold_in(seed, "augment", epoch) ^ 1 << 63)
-    states = _scramble(indices.astype(np.uint64) ^ key)[:, None]
-    counters = np.arange(1, draws + 1, dtype=np.uint64) * _GAMMA
-    return (_scramble(states + counters) >> 40).astype(np.float32) / 2**24
+from utils.config.settings import TrainConfig
+from utils.data.decode import EVAL_CROP, Shrink, center, resize, shrink_to_center, shrink_to_part
+from utils.data.draws import Draws
+from utils.data.order import Microbatch
+from utils.data.spec import InputSpec
 
 
-def _scramble(x: np.ndarray) -> np.ndarray:
-    for shift, multiplier in _MULTIPLIERS:
-        x = (x ^ x >> shift) * multiplier
-    return x ^ x >> 31
+class Operation:
+    """A change of images, uint8, with a random number in [0, 1) from each of its `streams`.
 
-
-def row_starts(random: np.ndarray, height: int, width: int, padding: int, flip: bool) -> tuple[Tensor, Tensor]:
-    """Arguments of `shift_and_flip`: (the samples to flip, int64 [m]; where each row of the result starts, [n * H]).
-
-    `random` is [n, 3] in [0, 1): vertical shift, horizontal shift, flip. This runs on the CPU, so that the host knows
-    the number of flipped images without waiting for a GPU.
+    Streams are names that no other operation uses. The numbers of an image are float32 [len(streams)].
     """
-    n, padded_height, padded_width = len(random), height + 2 * padding, width + 2 * padding
-    top, left = (random[:, :2] * (2 * padding + 1)).astype(np.int64).T
-    flipped = np.flatnonzero(random[:, 2] < (0.5 if flip else 0))
-    image, step = np.arange(n), np.full(n, padded_width)
-    # Flipped images come after the others, with all pixels in reverse order, so rows are read from last to first.
-    image[flipped], step[flipped] = n + np.arange(len(flipped)), -padded_width
-    top[flipped], left[flipped] = padded_height - 1 - top[flipped], 2 * padding - left[flipped]
-    first = (image * padded_height + top) * padded_width + left
-    starts = first[:, None] + step[:, None] * np.arange(height)
-    return torch.from_numpy(flipped), torch.from_numpy(starts.ravel())
+
+    streams: tuple[str, ...] = ()
+
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+        """The changed image [H, W, C]."""
+        raise NotImplementedError
+
+    def prepare(self, random: np.ndarray) -> Any:
+        """What `batch` needs for the random numbers [n, len(streams)]. This runs on the host.
+
+        The tensors of a dict are copied to the device.
+        """
+        return random
+
+    def batch(self, images: Tensor, prepared: Any) -> Tensor:
+        """The changed images [n, H, W, C] on the device: those of `image`, bit for bit on a CPU.
+
+        Override it, and `prepare`, if applying `image` to each of them is too slow. It must not wait for a GPU.
+        """
+        changed = [self.image(pixels, random) for pixels, random in zip(images, prepared, strict=True)]
+        return torch.stack(changed) if changed else images
+
+    def shrink(self, random: np.ndarray) -> Shrink | None:
+        """How many times smaller the operation makes a photograph, if it is the first one; None: decode it whole."""
+        return None
 
 
-def shift_and_flip(images: Tensor, flipped: Tensor, starts: Tensor, padding: int) -> Tensor:
-    """Shift images by up to `padding` pixels, filled with black, and flip some; [n, H, W, C] of the same dtype.
+class Center(Operation):
+    """The centre of a photograph, as in evaluation."""
 
-    `flipped` and `starts` come from `row_starts`.
-    """
-    n, height, width, channels = images.shape
-    sources = images.new_zeros(n + len(flipped), height + 2 * padding, width + 2 * padding, channels)
-    inner = sources[:, padding : padding + height, padding : padding + width]
-    inner[:n] = images
-    inner[n:] = images.index_select(0, flipped).flip(1, 2)
-    # Each row of the result is contiguous in `sources`, so one indexed copy of all rows gives the result.
-    runs = sources.as_strided((max(0, sources.numel() // channels - width + 1), width * channels), (channels, 1))
-    return runs.index_select(0, starts).view(n, height, width, channels)
+    def __init__(self, spec: InputSpec):
+        self.size = spec.height, spec.width
+
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+        return center(pixels, *self.size, EVAL_CROP)
+
+    def shrink(self, random: np.ndarray) -> Shrink:
+        return shrink_to_center(*self.size, EVAL_CROP)
+
+
+class Crop(Operation):
+    """A random part of the image with at least `min_scale` of its area, resized to the model's input."""
+
+    streams = ("crop_area", "crop_aspect", "crop_top", "crop_left")
+
+    def __init__(self, spec: InputSpec, min_scale: float):
+        self.size, self.min_scale = (spec.height, spec.width), min_scale
+
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+        height, width, _ = pixels.shape
+        top, left, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
+        return resize(pixels[top : top + rows, left : left + columns], *self.size)
+
+    def shrink(self, random: np.ndarray) -> Shrink:
+        return shrink_to_part(partial(crop_box, random=random.tolist(), min_scale=self.min_scale), *self.size)
+
+
+class ShiftAndFlip(Operation):
+    """Shift images by up to `padding` pixels, filled with black, and with `flip` mirror half of them left to right."""
+
+    def __init__(self, spec: InputSpec, padding: int, flip: bool):
+        self.height, self.width, self.padding, self.flip = spec.height, spec.width, padding, flip
+        self.streams = ("shift_top", "shift_left") * (padding > 0) + ("flip",) * flip
+
+    def _choices(self, random: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where each result starts in its padded image, int64 [n] twice, and whether it is flipped, bool [n]."""
+        n, span = len(random), 2 * self.padding + 1
+        top, left = (random[:, :2] * span).astype(np.int64).T if self.padding else np.zeros((2, n), np.int64)
+        return top, left, random[:, -1] < 0.5 if self.flip else np.zeros(n, bool)
+
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+        (top,), (left,), (flipped,) = self._choices(random[None])
+        if self.padding:
+            pixels = pad(pixels, (0, 0) + (self.padding,) * 4)[top : top + self.height, left : left + self.width]
+        return pixels.flip(1) if flipped else pixels
+
+    def prepare(self, random: np.ndarray) -> dict[str, Tensor]:
+        """The samples to flip, int64 [m], and where each row of the result starts, int64 [n * H].
+
+        This runs on the host, which then knows the number of flipped images without waiting for a GPU.
+        """
+        n, padding, padded_height, padded_width = len(random), self.padding, *self._padded()
+        top, left, is_flipped = self._choices(random)
+        flipped = np.flatnonzero(is_flipped)
+        image, step = np.arange(n), np.full(n, padded_width)
+        # Flipped images come after the others, with all pixels in reverse order, so rows are read from last to first.
+        image[flipped], step[flipped] = n + np.arange(len(flipped)), -padded_width
+        top[flipped], left[flipped] = padded_height - 1 - top[flipped], 2 * padding - left[flipped]
+        first = (image * padded_height + top) * padded_width + left
+        starts = first[:, None] + step[:, None] * np.arange(self.height)
+        return {"flipped": torch.from_numpy(flipped), "starts": torch.from_numpy(starts.ravel())}
+
+    def batch(self, images: Tensor, prepared: dict[str, Tensor]) -> Tensor:
+        n, height, width, channels = images.shape
+        flipped, padding = prepared["flipped"], self.padding
+        sources = images.new_zeros(n + len(flipped), *self._padded(), channels)
+        inner = sources[:, padding : padding + height, padding : padding + width]
+        inner[:n] = images
+        inner[n:] = images.index_select(0, flipped).flip(1, 2)
+        # Each row of the result is contiguous in `sources`, so one indexed copy of all rows gives the result.
+        runs = sources.as_strided((max(0, sources.numel() // channels - width + 1), width * channels), (channels, 1))
+        return runs.index_select(0, prepared["starts"]).view(n, height, width, channels)
+
+    def _padded(self) -> tuple[int, int]:
+        return self.height + 2 * self.padding, self.width + 2 * self.padding
 
 
 def crop_box(height: int, width: int, random: Sequence[float], min_scale: float) -> tuple[int, int, int, int]:
@@ -81,3 +145,61 @@ def crop_box(height: int, width: int, random: Sequence[float], min_scale: float)
     crop_height = max(1, min(height, round(math.sqrt(area / aspect))))
     crop_width = max(1, min(width, round(math.sqrt(area * aspect))))
     return int(top * (height - crop_height + 1)), int(left * (width - crop_width + 1)), crop_height, crop_width
+
+
+def _crop(config: TrainConfig, spec: InputSpec) -> Operation | None:
+    usual = 1.0 if spec.small else 0.08
+    min_scale = usual if config.min_scale is None else config.min_scale
+    return Crop(spec, min_scale) if min_scale < 1 else None
+
+
+def _shift_and_flip(config: TrainConfig, spec: InputSpec) -> Operation | None:
+    wanted = config.crop_padding > 0 or config.flip
+    return ShiftAndFlip(spec, config.crop_padding, config.flip) if wanted else None
+
+
+# In the order in which they are applied. A value makes the operation of these settings, or None if they have none.
+AUGMENTATIONS = {"crop": _crop, "shift and flip": _shift_and_flip}
+
+
+class Augmentation:
+    """The operations of a run, in order, for single images and for batches."""
+
+    def __init__(self, seed: int, operations: dict[str, Operation]):
+        self.seed, self.operations = seed, operations
+
+    def draw(self, microbatch: Microbatch) -> dict[str, np.ndarray]:
+        """The random numbers of its samples, float32 [n, len(streams)] for each operation."""
+        draws = Draws(self.seed, microbatch.epoch, microbatch.indices, microbatch.occurrences)
+        return {name: draws.uniform(*operation.streams) for name, operation in self.operations.items()}
+
+    def shrink(self, random: dict[str, np.ndarray], place: int) -> Shrink | None:
+        """How many times smaller the photograph at this place of its microbatch becomes."""
+        name, first = next(iter(self.operations.items()))
+        return first.shrink(random[name][place])
+
+    def image(self, pixels: Tensor, random: dict[str, np.ndarray], place: int) -> Tensor:
+        """Change the image at this place of its microbatch, [H, W, C]."""
+        for name, operation in self.operations.items():
+            pixels = operation.image(pixels, random[name][place])
+        return pixels
+
+    def prepare(self, microbatch: Microbatch) -> dict[str, Any]:
+        """What `batch` needs for the samples of a microbatch; its tensors belong on the device."""
+        random = self.draw(microbatch)
+        return {name: operation.prepare(random[name]) for name, operation in self.operations.items()}
+
+    def batch(self, images: Tensor, prepared: dict[str, Any]) -> Tensor:
+        """Change the images of a microbatch, [n, H, W, C]."""
+        for name, operation in self.operations.items():
+            images = operation.batch(images, prepared[name])
+        return images
+
+
+def make_augmentation(config: TrainConfig, spec: InputSpec, training: bool) -> Augmentation:
+    """The operations of these settings. Photographs that are not cropped begin with their centre."""
+    made = {name: make(config, spec) for name, make in AUGMENTATIONS.items()} if training else {}
+    operations = {name: operation for name, operation in made.items() if operation is not None}
+    if not spec.small and next(iter(operations), "") != "crop":
+        operations = {"center": Center(spec), **operations}
+    return Augmentation(config.seed, operations)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import row_starts, shift_and_flip, uniform
+from utils.data.augment import make_augmentation
 from utils.data.spec import InputSpec
 from utils.waiting import awaited
 
@@ -17,11 +17,16 @@ _CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
 
 
 class Batch(NamedTuple):
-    """Images [n, C, H, W] float32, labels [n] int64, and the samples' positions in their split [n] int64; n >= 0."""
+    """Images [n, C, H, W] float32, labels [n] int64, and the samples' positions in their split [n] int64; n >= 0.
+
+    `update` and `number` are those of its microbatch.
+    """
 
     images: Tensor
     labels: Tensor
     indices: Tensor
+    update: int
+    number: int
 
 
 class Batches:
@@ -34,14 +39,14 @@ class Batches:
 
     def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):
         self.loader: Any = loader  # as Accelerate wraps it
-        self.seed, self.device, self.left_out = config.seed, device, 0
+        self.device, self.left_out = device, 0
         self.error: Exception | None = None
         self.bad: dict[int, str] = {}
         self.agreed_bad: set[int] = set()
         self.what = "a training batch" if training else "an evaluation batch"
         self.loader.device = None  # Accelerate would copy on the compute stream; `_upload` copies instead
-        self.padding = config.crop_padding if training and spec.small else 0
-        self.flip = training and spec.small and config.flip
+        # Photographs were augmented when they were decoded.
+        self.augmentation = make_augmentation(config, spec, training) if spec.small else None
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
         scale, shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
@@ -67,7 +72,8 @@ class Batches:
             self.error = batch.get("error", self.error)
             self.left_out += batch["left_out"]
             self.bad |= batch.get("bad", {})
-            yield self._without_agreed_bad(Batch(self._input(batch), batch["labels"], batch["indices"]))
+            microbatch, tensors = batch["microbatch"], (self._input(batch), batch["labels"], batch["indices"])
+            yield self._without_agreed_bad(Batch(*tensors, microbatch.update, microbatch.number))
 
     def _without_agreed_bad(self, batch: Batch) -> Batch:
         """Leave out the images of `agreed_bad` even if they can be read again, as a resumed run would."""
@@ -75,19 +81,15 @@ class Batches:
             return batch
         kept = ~torch.isin(batch.indices, torch.tensor(sorted(self.agreed_bad), device=batch.indices.device))
         self.left_out += int((~kept).sum())
-        return Batch(*(values[kept] for values in batch))
+        return batch._replace(images=batch.images[kept], labels=batch.labels[kept], indices=batch.indices[kept])
 
     def _draw(self, batch: dict) -> dict:
-        if self.padding or self.flip:
-            random = uniform(self.seed, batch["epoch"], batch["indices"].numpy(), 3)
-            _, height, width, _ = batch["images"].shape
-            batch["flipped"], batch["starts"] = row_starts(random, height, width, self.padding, self.flip)
-        return batch
+        return batch | ({"prepared": self.augmentation.prepare(batch["microbatch"])} if self.augmentation else {})
 
     def _input(self, batch: dict) -> Tensor:
         images = batch["images"]
-        if "starts" in batch:
-            images = shift_and_flip(images, batch["flipped"], batch["starts"], self.padding)
+        if self.augmentation:
+            images = self.augmentation.batch(images, batch["prepared"])
         values = torch.empty(images.shape, device=images.device)
         # On a CPU, a few images at a time, whose floats stay in its cache between the two steps.
         count = max(1, _CACHE // max(1, images[:1].numel())) if images.device.type == "cpu" else max(1, len(images))
@@ -112,18 +114,27 @@ def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:
         yield _wait_for_copy(*previous)
 
 
-def _to(batch: dict, device: torch.device) -> dict:
-    def move(value: Tensor) -> Tensor:  # from pinned memory, so that the host does not wait for the copy
-        return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
-
-    return {name: move(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+def _to(batch: Any, device: torch.device) -> Any:
+    """The batch, a dict of values and dicts, with its tensors on the device."""
+    if isinstance(batch, dict):
+        return {name: _to(value, device) for name, value in batch.items()}
+    if not isinstance(batch, Tensor):
+        return batch
+    # From pinned memory, so that the host does not wait for the copy.
+    return (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
 
 
 def _wait_for_copy(batch: dict, copied: torch.cuda.Event) -> dict:
     """Make the current stream wait until another stream has copied the batch."""
     stream = torch.cuda.current_stream(batch["images"].device)
     stream.wait_event(copied)
-    for value in batch.values():
-        if isinstance(value, Tensor):
-            value.record_stream(stream)  # else its memory is reused as soon as Python frees the tensor
+    _record(batch, stream)
     return batch
+
+
+def _record(batch: Any, stream: torch.cuda.Stream) -> None:
+    """Keep the memory of the batch's tensors until the stream has used it, even if Python frees them earlier."""
+    if isinstance(batch, Tensor):
+        batch.record_stream(stream)
+    for value in batch.values() if isinstance(batch, dict) else ():
+        _record(value, stream)

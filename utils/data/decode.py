@@ -176,6 +176,8 @@ def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tenso
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     """Resize an image with bilinear interpolation and antialiasing; uint8 [H, W, C]."""
+    if pixels.is_cuda:  # where PyTorch can only resize floats
+        return F.resize(pixels.permute(2, 0, 1), [height, width], antialias=True).permute(1, 2, 0)
     # The batch dimension is added first: PyTorch only then detects the channels-last layout, which is faster.
     planes = pixels[None].permute(0, 3, 1, 2)
     return interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0)

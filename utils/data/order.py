@@ -1,12 +1,14 @@
 """The order of the samples, a pure function of (seed, epoch, position), which is the same on any number of processes.
 
 An update takes the next `global_batch_size` samples of the epoch's permutation, fewer at its end, and divides them into
-processes x accumulation microbatches. Rank r computes microbatch `a * processes + r` in accumulation step a.
+processes x accumulation microbatches, numbered by their position in the update. Rank r computes a contiguous range of
+them: microbatch `r * accumulation + a` in accumulation step a.
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -27,10 +29,22 @@ def permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Microbatch(NamedTuple):
-    """The samples of one forward pass of one rank: their epoch and their indices, int64 [n], n >= 0."""
+    """The samples of one forward pass of one rank: microbatch `number` of an update, both counted from 0 over the run.
 
+    `indices` is int64 [n], n >= 0. `occurrences`, int64 [n], counts how often a sample was drawn before in its epoch;
+    None stands for zeros.
+    """
+
+    update: int
     epoch: int
+    number: int
     indices: np.ndarray
+    occurrences: np.ndarray | None = None
+
+    def take(self, chosen: np.ndarray | list[int]) -> "Microbatch":
+        """The microbatch with only these of its samples, given by their places or as a mask."""
+        occurrences = None if self.occurrences is None else self.occurrences[chosen]
+        return self._replace(indices=self.indices[chosen], occurrences=occurrences)
 
 
 @dataclass(frozen=True)
@@ -94,24 +108,29 @@ class MicrobatchSampler(Sized, Iterable):
 
 
 class UpdateSampler(MicrobatchSampler):
-    """Emits the microbatches of `updates` updates over all epochs, starting at (epoch, position)."""
+    """Emits the microbatches of `updates` updates over all epochs, from `start`: (update, epoch, position).
 
-    def __init__(self, plan: Plan, updates: int, epoch: int = 0, position: int = 0):
-        self.plan, self.updates, self.epoch, self.position = plan, updates, epoch, position
+    The microbatches of an update are emitted in the order in which Accelerate assigns contiguous ranges to the ranks.
+    """
+
+    def __init__(self, plan: Plan, processes: int, updates: int, start: tuple[int, int, int] = (0, 0, 0)):
+        self.plan, self.updates, self.start = plan, updates, start
         self.largest = -(-plan.global_batch_size // plan.microbatches)
+        per_rank, rest = divmod(plan.microbatches, processes)
+        assert rest == 0, f"{plan.microbatches} microbatches cannot be divided among {processes} processes"
+        self.numbers = [rank * per_rank + step for step in range(per_rank) for rank in range(processes)]
 
     def __len__(self) -> int:
         return self.updates * self.plan.microbatches
 
     def __iter__(self) -> Iterator:  # of Microbatch; PyTorch's type hints ask for lists
-        plan, epoch, position, order = self.plan, self.epoch, self.position, None
-        for _ in range(self.updates):
+        plan, order, (first, epoch, position) = self.plan, None, self.start
+        for update in range(first, first + self.updates):
             if order is None:
                 order = permutation(plan.samples, plan.seed, epoch)
-            start = position
-            for size in plan.microbatch_sizes(position):
-                yield Microbatch(epoch, order[start : start + size])
-                start += size
+            ends = list(accumulate(plan.microbatch_sizes(position), initial=position))
+            for number in self.numbers:
+                yield Microbatch(update, epoch, number, order[ends[number] : ends[number + 1]])
             next_epoch, position = plan.advance(epoch, position)
             order, epoch = order if next_epoch == epoch else None, next_epoch
 
@@ -130,5 +149,5 @@ class BlockSampler(MicrobatchSampler):
         return -(-self.samples // self.block_size)
 
     def __iter__(self) -> Iterator:
-        for start in range(0, self.samples, self.block_size):
-            yield Microbatch(0, np.arange(start, min(start + self.block_size, self.samples)))
+        for number, start in enumerate(range(0, self.samples, self.block_size)):
+            yield Microbatch(0, 0, number, np.arange(start, min(start + self.block_size, self.samples)))

@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
+from utils.data.augment import make_augmentation
 from utils.data.cache import decode_all
 from utils.data.datasets import DecodedImages, EncodedImages
 from utils.data.order import MicrobatchSampler
@@ -24,8 +25,7 @@ def make_dataset(
     if spec.small:
         pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
         return DecodedImages(pixels, split.labels, split.readable)
-    min_scale = config.min_scale if training else None
-    return EncodedImages(split, spec, config.seed, min_scale, training and config.flip, config.bad_images == "skip")
+    return EncodedImages(split, spec, make_augmentation(config, spec, training), config.bad_images == "skip")
 
 
 def make_loader(

@@ -41,4 +41,5 @@ def _sample_sizes(plan: Plan, updates: int, together: int) -> set[int]:
     last = (plan.updates_per_epoch - 1) * plan.global_batch_size
     positions = (0, last) if updates >= plan.updates_per_epoch else (0,)
     microbatches = [plan.microbatch_sizes(position) for position in positions]
-    return {sum(sizes[i : i + together]) for sizes in microbatches for i in range(0, len(sizes), together)}
+    per_rank = plan.microbatches // together  # each rank computes a contiguous range; those at the same place share
+    return {sum(sizes[step::per_rank]) for sizes in microbatches for step in range(per_rank)}

@@ -25,7 +25,7 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
     sizes = plan.microbatch_sizes(plan.at(step)[1])
     start = sum(sizes[:microbatch])
     samples = train.rows[samples_of(plan, step)[start : start + sizes[microbatch]]].tolist()
-    rank = microbatch % ranks.topology.world_size
+    rank = microbatch // (plan.microbatches // ranks.topology.world_size)
     log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
     shown = ", ".join(map(str, samples[:_SHOWN]))
     more = f" and {len(samples) - _SHOWN} more (see {log.path})" if len(samples) > _SHOWN else ""

@@ -70,7 +70,7 @@ class Evaluator:
                 outputs = self.model(batch.images)
             own, predictions = task.evaluate(outputs.float(), batch.labels)
             sums += own
-            gathered.add(block - 1, batch.indices, predictions)
+            gathered.add(batch.number // processes, batch.indices, predictions)
             # Ranks may differ by one block, so they only meet after blocks that all of them have.
             if block <= blocks // processes and pace.due(block):
                 wants_to_stop = self.batches.error is not None or (stopping is not None and stopping.requested)
