@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.cli import parse_args
-from utils.config.settings import EvalConfig, TrainConfig, absolute_data
+from utils.config.settings import EvalConfig, TrainConfig
 from utils.console import Terminal, printable
 from utils.data.batches import Batches
 from utils.data.order import BlockSampler
 from utils.data.pipeline import make_dataset, make_loader
 from utils.data.selection import load_split
-from utils.data.sources import check_source
+from utils.data.sources import absolute_data, check_source
 from utils.data.splits import Split, fingerprint_of
 from utils.data.workers import check_workers
 from utils.errors import UserError

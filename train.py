@@ -30,7 +30,7 @@ from utils.data.batches import Batch, Batches
 from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in
 from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
 from utils.data.selection import load_data
-from utils.data.sources import check_source
+from utils.data.sources import SOURCES, check_source
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.data.workers import check_workers
@@ -61,21 +61,24 @@ from utils.runs.resume import (
 )
 from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
+from utils.tasks.losses import LOSSES
 from utils.training.bad_images import without_bad
 from utils.training.evaluation import Evaluator
 from utils.training.meter import Meter, Pace
-from utils.training.optim import begin_momentum, build_optimizer
+from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
 from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
 from utils.training.saving import save
-from utils.training.schedule import due_after, learning_rate, set_learning_rate, total_updates
+from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
+
+TABLES = SOURCES, LOSSES, OPTIMIZERS, SCHEDULES  # the names that settings may have
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Train and return the last evaluation. Exits with code 75 if the run was stopped early."""
     guard_output()
-    config, command = parse_args(TrainConfig, "train.py", argv), typed_command(argv)
+    config, command = parse_args(TrainConfig, "train.py", argv, TABLES), typed_command(argv)
     with (
         distributed_session("train.py", config) as ranks,
         Stopping(lambda: ranks.orphaned) as stopping,
@@ -152,7 +155,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         repeated = partial(delete_after, run_folder.checkpoints, state.step, state.best_step)
         ranks.run_on_main(repeated)
     ranks.remember("started", "yes")
-    log = ranks.run_on_all(lambda: RunLog(run_folder.path, ranks.is_main, state, updates))
+    log = ranks.run_on_all(lambda: RunLog(run_folder.path, ranks.is_main, state, updates, task))
     device = accelerator.device
     start_sums = state.since_log if ranks.is_main else {}
     evaluator = Evaluator(

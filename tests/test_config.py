@@ -134,7 +134,9 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_numbers_that_work(flags
 
 
 @pytest.mark.parametrize("place", ["model_args: {class_path: CLASS}", "model_args: {a: {class_path: CLASS}}",
-                                   "model_args: {a: [{b: {class_path: CLASS}}]}", "data: {class_path: CLASS}",
+                                   "model_args: {a: [{b: {class_path: CLASS}}]}",
+                                   "optimizer_args: {betas: {class_path: CLASS}}",
+                                   "lr_schedule_args: {class_path: CLASS}", "data: {class_path: CLASS}",
                                    "mean: {class_path: CLASS}"])  # fmt: skip
 def test_settings_from_a_stranger_import_and_execute_nothing(place, monkeypatch):
     """jsonargparse makes an object of a class_path wherever the type of a setting allows any."""

@@ -15,8 +15,10 @@ from helpers.training_runs import records
 from helpers.waiting import error_lines, has_logged, has_opened_session, lives, newest, records_so_far, until
 from torch.distributed import TCPStore
 
+from utils.config.settings import TrainConfig
 from utils.runs.log import RunLog
 from utils.runs.state import TrainState
+from utils.tasks.classification import Classification
 
 TESTS = Path(__file__).parent
 LOG = Path("runs/run/log.jsonl")
@@ -25,7 +27,7 @@ LOG = Path("runs/run/log.jsonl")
 def log_in_two_halves():
     """Log two updates; the second record is written in two parts, with a pause between them that the test ends."""
     LOG.parent.mkdir(parents=True)
-    log = RunLog(LOG.parent, True, TrainState(), 2)
+    log = RunLog(LOG.parent, True, TrainState(), 2, Classification(TrainConfig(), ["a", "b"]))
     log.write("start", step=1)
     write = os.write
 

@@ -214,15 +214,15 @@ def test_arrays_in_memory_are_known_by_their_content(monkeypatch):
 def _train_on_dimmed_digits(flags):
     import utils.data.sources as sources
 
-    digits = sources.open_digits
+    digits = sources.SOURCES["digits"]
 
-    def dimmed():
-        source = digits()
+    def dimmed(*given):
+        source = digits(*given)
         split = source.split("train")
         split.images[17] //= 2
         return source
 
-    sources.open_digits = dimmed
+    sources.SOURCES["digits"] = dimmed
     train.main(flags)
 
 

@@ -19,6 +19,7 @@ from utils.data.cache import decode_all
 from utils.data.order import Plan, UpdateSampler, fold_in
 from utils.data.selection import load_data
 from utils.models.zoo import build_model, input_spec
+from utils.training import optim
 from utils.training.schedule import learning_rate
 
 # 1438 training samples in batches of 120: the last of an epoch has 118, which 3 and 4 microbatches share unequally.
@@ -37,8 +38,11 @@ DIGITS = (
 TOPOLOGIES = {"one": (1, 1), "two": (2, 1), "accumulated": (1, 2), "three": (3, 1), "both": (2, 2)}
 
 
-def plain_losses(*flags):
-    """The loss of each update and the final weights of a single-process loop over whole global batches."""
+def plain_losses(*flags, vector_scale=lambda step: 1.0):
+    """The loss of each update and the final weights of a single-process loop over whole global batches.
+
+    `vector_scale(step)` is the factor of the learning rate of vectors.
+    """
     config = parse_args(TrainConfig, "train.py", [*DIGITS, *flags])
     data = load_data(config)
     spec = input_spec(config, 1, (8, 8))
@@ -49,14 +53,16 @@ def plain_losses(*flags):
     model = build_model(config, spec, 10)
     groups = [{"params": [p]} | ({} if p.ndim > 1 else {"weight_decay": 0}) for p in model.parameters()]
     if config.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups, 0.0, config.momentum, weight_decay=config.weight_decay, nesterov=True)
+        options = {"momentum": config.momentum, "nesterov": True} | config.optimizer_args
+        optimizer = torch.optim.SGD(groups, 0.0, weight_decay=config.weight_decay, **options)
     else:
-        optimizer = torch.optim.AdamW(groups, 0.0, weight_decay=config.weight_decay)
+        optimizer = torch.optim.AdamW(groups, 0.0, weight_decay=config.weight_decay, **config.optimizer_args)
     losses = []
     plan = Plan(len(labels), config.global_batch_size, 1, config.seed)
     for step, chosen in enumerate(microbatch.indices for microbatch in UpdateSampler(plan, 1, config.max_steps)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step, config.max_steps)
+            factor = vector_scale(step) if group["params"][0].ndim == 1 else 1.0
+            group["lr"] = factor * learning_rate(config, step, config.max_steps)
         logits = model(images[chosen])
         if config.loss == "cross_entropy":
             loss = F.cross_entropy(logits, labels[chosen], label_smoothing=config.label_smoothing)
@@ -90,8 +96,10 @@ def test_losses_of_50_updates_equal_a_plain_loop_over_global_batches(topology):
         ("--loss", "binary_cross_entropy", "--label_smoothing", "0.1"),
         ("--optimizer", "adamw", "--lr", "0.001", "--weight_decay", "0.1"),
         ("--lr_schedule", "cosine", "--warmup_steps", "5", "--momentum", "0.5", "--weight_decay", "0.01"),
+        ("--optimizer", "adamw", "--lr", "0.001", "--optimizer_args", "{betas: [0.5, 0.8], eps: 0.001}"),
+        ("--optimizer_args", "{nesterov: false}"),
     ],
-    ids=["smoothing and clipping", "binary cross-entropy", "adamw", "cosine"],
+    ids=["smoothing and clipping", "binary cross-entropy", "adamw", "cosine", "adamw's arguments", "sgd's arguments"],
 )
 def test_every_setting_of_the_step_means_what_plain_pytorch_means(flags):
     flags = ("--lr", "0.01", "--max_steps", "15", *flags)
@@ -139,6 +147,64 @@ def test_learning_rate_is_its_closed_form(schedule, warmup):
         expected = [0.2 * (u + 1) / w for u in range(w)] + decayed
     assert found == pytest.approx(expected, abs=1e-12)
     assert all(type(lr) is float for lr in found)  # a numpy scalar would make the checkpoint unreadable
+
+
+def _train_with_scaled_vectors(scale, name, *flags):
+    """Train with this `lr_scale` of the group of vectors; None leaves it out."""
+    own = optim.parameter_groups
+
+    def scaled(config, model):
+        matrices, vectors = own(config, model)
+        return [matrices, vectors if scale is None else vectors | {"lr_scale": scale}]
+
+    optim.parameter_groups = scaled
+    train.main(["--run_name", name, *DIGITS, *flags])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_group_learns_with_its_scale_times_the_learning_rate(optimizer):
+    flags = ("--optimizer", optimizer, "--lr", "0.004", "--max_steps", "12")
+    returned(2, _train_with_scaled_vectors, 0.125, "run", *flags)
+    losses, model = plain_losses(*flags, vector_scale=lambda step: 0.125)
+    assert [record["loss"] for record in records("run", "train")] == pytest.approx(losses, rel=1e-5)
+    for name, tensor in weights("run").items():
+        torch.testing.assert_close(tensor, model[name], rtol=1e-3, atol=5e-5)
+
+
+@pytest.mark.parametrize("scale", [0.25, None])
+def test_a_resumed_run_has_the_scales_of_its_own_groups(scale):
+    flags = ("--lr", "0.05", "--lr_schedule", "constant", "--max_steps")
+    returned(1, _train_with_scaled_vectors, 4.0, "run", *flags, "6")
+    returned(1, _train_with_scaled_vectors, scale, "run", *flags, "12", "--resume", "auto")
+    losses, _ = plain_losses(*flags, "12", vector_scale=lambda step: 4.0 if step < 6 else scale or 1.0)
+    assert [record["loss"] for record in records("run", "train")] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "factor"),
+    [
+        ("linear", "{end: 0.25}", lambda done: 1 - 0.75 * done),
+        ("cosine", "{end: 0.25}", lambda done: 0.25 + 0.75 * math.cos(math.pi * done / 2) ** 2),
+    ],
+)
+def test_a_decay_ends_at_its_argument(schedule, arguments, factor):
+    flags = ["--lr", "0.2", "--lr_schedule", schedule, "--warmup_steps", "10", "--lr_schedule_args", arguments]
+    config = parse_args(TrainConfig, "train.py", flags, train.TABLES)
+    found = [learning_rate(config, update, 110) for update in range(111)]
+    assert found == pytest.approx(
+        [0.02 * (u + 1) for u in range(10)] + [0.2 * factor(u / 100) for u in range(101)], abs=1e-12
+    )
+
+
+def test_the_arguments_of_onecycle_mean_what_they_mean_in_torch():
+    flags = ["--lr", "0.2", "--lr_schedule_args", "{div_factor: 4, final_div_factor: 10}"]
+    config = parse_args(TrainConfig, "train.py", flags, train.TABLES)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, 100, div_factor=4, final_div_factor=10)
+    for update in range(100):
+        assert learning_rate(config, update, 100) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        scheduler.step()
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

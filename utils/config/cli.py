@@ -1,6 +1,5 @@
 """Fill a settings dataclass from --config FILE, then from the flags. An error is reported on one line."""
 
-import difflib
 import re
 import sys
 import warnings
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from utils.config.settings import LaunchConfig, TrainConfig
+from utils.config.table import Table, suggestion
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
 from utils.launch.exits import exit_with_error, reports_for_machine, with_rank
@@ -20,14 +20,20 @@ from utils.launch.exits import exit_with_error, reports_for_machine, with_rank
 Config = TypeVar("Config", bound=LaunchConfig)
 
 
-def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None) -> Config:
-    """Fill `cls` from --config FILE, then from the flags. An error prints one line and exits with code 2."""
+def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None, tables: Sequence[Table] = ()) -> Config:
+    """Fill `cls` from --config FILE, then from the flags. An error prints one line and exits with code 2.
+
+    `tables` have the values of settings that are names, which --help lists.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     # torch.distributed.launch adds this flag.
     argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]
     try:
         files, flags = _split_config_files(argv)
-        return _fill(cls, prog, files, _normalise_flags(flags, [f.name for f in fields(cls)], cls))
+        config = _fill(cls, prog, files, _normalise_flags(flags, [f.name for f in fields(cls)], cls), tables)
+        for table in tables:
+            table.check(config)
+        return config
     except Exception as error:  # jsonargparse raises errors of many classes, all for invalid settings
         exit_with_error(with_rank(UserError(_simplify(one_line(error)))), prog, reports_for_machine())
 
@@ -41,9 +47,9 @@ def read_config(path: Path) -> TrainConfig:
         raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from error
 
 
-def _fill(cls: type[Config], prog: str, files: list[str], flags: list[str]) -> Config:
+def _fill(cls: type[Config], prog: str, files: list[str], flags: list[str], tables: Sequence[Table] = ()) -> Config:
     names = [f.name for f in fields(cls)]
-    parser = _parser(cls, prog)
+    parser = _parser(cls, prog, tables)
     given: dict[str, Any] = {}
     for path in files:
         given |= _read_config_file(path, names)
@@ -54,7 +60,7 @@ def _fill(cls: type[Config], prog: str, files: list[str], flags: list[str]) -> C
     return cls(**{name: values[name] for name in names})
 
 
-def _parser(cls: type, prog: str):
+def _parser(cls: type, prog: str, tables: Sequence[Table]):
     from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -67,6 +73,10 @@ def _parser(cls: type, prog: str):
     launch = {f.name for f in fields(LaunchConfig)} - own  # the help lists these last, although their class is first
     parser.add_class_arguments(cls, as_group=False, skip=launch)
     parser.add_class_arguments(LaunchConfig, as_group=False, skip=own)
+    helps = {setting: text for table in tables for setting, text in table.helps().items()}
+    for action in parser._actions:
+        if action.dest in helps:
+            action.help = f"{str(action.help).rstrip('.')}{helps[action.dest].replace('%', '%%')}"
     return parser
 
 
@@ -103,7 +113,7 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
             continue
         name = re.split(r"[.=+]", argument[2:])[0]
         if name not in names and argument not in ("--help", "--print_config"):
-            raise UserError(f"unknown flag --{name}", _suggestion(name, names))
+            raise UserError(f"unknown flag --{name}", suggestion(name, names, "--help lists all", "--"))
         following = argv[position + 1] if position + 1 < len(argv) else "--"
         if name in lists:
             words = argv[position + 1 :] if "=" not in argument else [argument.partition("=")[2]]
@@ -134,13 +144,8 @@ def _read_config_file(path: str, names: list[str]) -> dict:
     values.pop("format", None)
     for name in values:
         if name not in names:
-            raise UserError(f"{path}: unknown setting {name!r}", _suggestion(str(name), names, prefix=""))
+            raise UserError(f"{path}: unknown setting {name!r}", suggestion(str(name), names, "--help lists all"))
     return values
-
-
-def _suggestion(name: str, names: list[str], prefix: str = "--") -> str:
-    similar = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {prefix}{similar[0]}?" if similar else "--help lists all"
 
 
 def _simplify(text: str) -> str:

@@ -5,9 +5,8 @@ from typing import Literal
 
 from utils.config.bounds import check_ranges, check_run_name, require
 from utils.config.yaml_text import dump_yaml
-from utils.files import expand
 
-NOT_PATHS = ("digits", "synthetic", "torchvision")  # --data that begins with one of these is not a path
+Arguments = dict[str, bool | int | float | str | list | dict | None]  # keyword arguments, in YAML
 
 
 @dataclass(kw_only=True)
@@ -36,8 +35,7 @@ class TrainConfig(LaunchConfig):
     """Train an image classifier; the same run on one process or on many."""
 
     data: str = "digits"
-    """Data set: digits (bundled), synthetic[/CLASSESxSIZExCOUNT], a Hub id such as ylecun/mnist, torchvision/NAME, an
-    image folder, a folder of parquet or arrow files, or a save_to_disk folder."""
+    """Data set."""
     data_subset: str | None = None
     """Configuration of a Hub data set that has several, or the character set of torchvision/EMNIST."""
     train_split: str | None = None
@@ -83,7 +81,7 @@ class TrainConfig(LaunchConfig):
 
     model: str = "mnist_cnn"
     """Model: mnist_cnn, mlp, any torchvision classification model, or timm/NAME."""
-    model_args: dict[str, bool | int | float | str | list | dict | None] = field(default_factory=dict)
+    model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False
     """Start from the published weights of the model."""
@@ -100,22 +98,26 @@ class TrainConfig(LaunchConfig):
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
     drop_last: bool = False
     """Leave out the last samples of an epoch if they do not fill a global batch."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Optimizer: sgd (with Nesterov momentum) or adamw."""
+    optimizer: str = "sgd"
+    """Optimizer."""
+    optimizer_args: Arguments = field(default_factory=dict)
+    """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
     lr: float = 0.05
     """Peak learning rate."""
     momentum: float = 0.9
     """Momentum of sgd."""
     weight_decay: float = 5e-4
     """Weight decay of matrices and kernels; biases and normalisation layers have none."""
-    lr_schedule: Literal["constant", "linear", "cosine", "onecycle"] = "onecycle"
-    """Learning rate after the warm-up: constant, linear or cosine decay to 0, or onecycle (up, then down to ~0)."""
+    lr_schedule: str = "onecycle"
+    """Course of the learning rate."""
+    lr_schedule_args: Arguments = field(default_factory=dict)
+    """Keyword arguments of the schedule, such as '{end: 0.01}'."""
     warmup_steps: int | None = None
     """Updates over which the learning rate rises (default: 0; 30 percent of the run for onecycle)."""
     clip_norm: float | None = None
     """Scale gradients down to this norm if theirs is larger."""
-    loss: Literal["cross_entropy", "binary_cross_entropy"] = "cross_entropy"
-    """Loss: softmax cross-entropy, or binary cross-entropy (a sigmoid per class) averaged over the classes."""
+    loss: str = "cross_entropy"
+    """Loss."""
     label_smoothing: float = 0.0
     """Fraction of the target to spread evenly over all classes in training."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
@@ -174,8 +176,9 @@ class TrainConfig(LaunchConfig):
         require(self.mean != [], "--mean has no values", "give one value, or one for each channel")
         require(self.std != [], "--std has no values", "give one value, or one for each channel")
         require(self.data != "", "--data is empty", "name a data set, such as digits")
-        names = all(isinstance(name, str) for name in self.model_args)
-        require(names, "--model_args must map names to values", "for example '{dropout: 0.2}'")
+        for flag in ("model_args", "optimizer_args", "lr_schedule_args"):
+            names = all(isinstance(name, str) for name in getattr(self, flag))
+            require(names, f"--{flag} must map names to values", "write '{NAME: VALUE}'")
         exclusive = self.static_graph and self.find_unused_parameters
         require(not exclusive, "--static_graph and --find_unused_parameters exclude each other", "use only one")
         if self.resume == "auto":
@@ -239,9 +242,8 @@ class DoctorConfig(LaunchConfig):
         check_ranges(self)
 
 
-def advice(config: TrainConfig, small_images: bool, processes: int) -> list[str]:
+def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes: int) -> list[str]:
     """A line for each changed setting that has no effect in this run or does not suit its data."""
-    no_table = config.data.split("/")[0] in NOT_PATHS
     unused = (
         ("momentum", config.optimizer == "adamw", "adamw has no momentum"),
         ("comm_hook", processes == 1, "a single process exchanges no gradients"),
@@ -249,8 +251,8 @@ def advice(config: TrainConfig, small_images: bool, processes: int) -> list[str]
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
         ("static_graph", processes == 1, "a single process exchanges no gradients"),
         ("num_workers", small_images, "small images are decoded once, before training"),
-        ("image_column", no_table, f"{config.data} has no columns"),
-        ("label_column", no_table, f"{config.data} has no columns"),
+        ("image_column", not has_columns, f"{config.data} has no columns"),
+        ("label_column", not has_columns, f"{config.data} has no columns"),
     )
     lines = [
         f"--{name} has no effect: {reason}"
@@ -265,9 +267,3 @@ def advice(config: TrainConfig, small_images: bool, processes: int) -> list[str]
 def to_yaml(config: TrainConfig) -> str:
     """The settings as a YAML file that --config reads."""
     return dump_yaml({"format": 1} | asdict(config))
-
-
-def absolute_data(name: str) -> str:
-    """The value of --data with an absolute path, for use from any folder; other names are unchanged."""
-    is_path = name.split("/")[0] not in NOT_PATHS and expand(name).exists()
-    return str(expand(name).resolve()) if is_path else name

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from utils.config.settings import TrainConfig
 from utils.data.order import fold_in
 from utils.data.splits import Source, Split, fingerprint_of, whole_split
 from utils.errors import UserError
@@ -15,8 +16,8 @@ from utils.errors import UserError
 SYNTHETIC_IMAGES = 1024  # distinct images of a synthetic data set; samples above this number share them
 
 
-def open_digits() -> Source:
-    """The handwritten digits of scikit-learn, 1,797 images of 8x8 pixels."""
+def open_digits(_rest: str, _config: TrainConfig) -> Source:
+    """The 1,797 handwritten digits of scikit-learn, 8x8 pixels."""
     # The file that load_digits reads, without the slow import of scikit-learn.
     package = find_spec("sklearn")
     if package is None or package.origin is None:
@@ -28,8 +29,8 @@ def open_digits() -> Source:
     return Source({"train": lambda: split}, [str(i) for i in range(10)])
 
 
-def open_synthetic(numbers: str) -> Source:
-    """Generated images; `numbers` is CLASSESxSIZExCOUNT, or empty for the default."""
+def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
+    """CLASSESxSIZExCOUNT or nothing: generated images."""
     found = re.fullmatch(r"([0-9]{1,15})x([0-9]{1,15})x([0-9]{1,15})", numbers or "10x32x10000")
     if not found or min(map(int, found.groups())) < 1:
         raise UserError(

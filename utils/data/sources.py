@@ -1,12 +1,13 @@
 """Find what --data names, and open it as the source of its splits.
 
-To add a source, such as a CSV file, write a function that returns a `Source` (splits.py). Call it in `open_source`, and
-accept its name in `check_source`.
+To add a source, write a function of what follows the key and of the settings that returns a `Source` (splits.py), and
+add it to `SOURCES`. A key is a name, a prefix that ends in a slash, or a suffix of files, such as ".csv".
 """
 
 from pathlib import Path
 
-from utils.config.settings import TrainConfig, absolute_data
+from utils.config.settings import TrainConfig
+from utils.config.table import Table, suggestion
 from utils.console import printable
 from utils.data.builtin import open_digits, open_synthetic
 from utils.data.folders import image_folder
@@ -17,18 +18,52 @@ from utils.data.vision import open_torchvision, torchvision_class
 from utils.errors import UserError
 from utils.files import expand
 
+SOURCES = Table(
+    "data",
+    {"digits": open_digits, "synthetic/": open_synthetic, "torchvision/": open_torchvision},
+    others="a Hub id such as ylecun/mnist, an image folder, a folder of parquet or arrow files, a save_to_disk folder",
+)
+_EARLY_CHECKS = {"torchvision/": torchvision_class}  # of what follows the key; they open nothing
+
+
+def _find(data: str) -> tuple[str, str]:
+    """The key of SOURCES that --data matches, or "" if it is a path or a Hub id, and what follows the key.
+
+    For a suffix, this is the path.
+    """
+    path = expand(data)
+    for key in SOURCES:
+        if data == key or (f"{data}/".startswith(key) and key.endswith("/")):
+            return key, data[len(key) :]
+        if key.startswith(".") and path.suffix == key and path.is_file():
+            return key, str(path)
+    return "", data
+
+
+def absolute_data(name: str) -> str:
+    """The value of --data with an absolute path, for use from any folder; other names are unchanged."""
+    (key, _), path = _find(name), expand(name)
+    return str(path.resolve()) if path.exists() and (not key or key.startswith(".")) else name
+
+
+def has_columns(data: str) -> bool:
+    """Whether the images and labels of this --data are columns of a table."""
+    key, path = _find(data)[0], expand(data)
+    return key.startswith(".") or (not key and (not path.is_dir() or has_tables(path)))
+
 
 def check_source(config: TrainConfig) -> None:
     """Raise ValueError if what --data names does not exist. Does not open it."""
     _check_names(config)
-    name, (kind, _, rest) = config.data, config.data.partition("/")
-    path = expand(name)
-    if kind == "torchvision":
-        torchvision_class(rest)
-    elif name == "digits" or kind == "synthetic":
+    (key, rest), path = _find(config.data), expand(config.data)
+    if key in _EARLY_CHECKS:
+        _EARLY_CHECKS[key](rest)
+    elif key:
         return
-    elif not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):  # else it may be a Hub id
-        raise UserError(f"--data {name}: no such file, folder or data set", "--help lists the valid values")
+    elif not path.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") != 1):
+        names = [key for key in SOURCES if not key.startswith(".")]
+        fix = suggestion(config.data, names, f"use {SOURCES.listed()}")
+        raise UserError(f"--data {config.data}: no such file, folder or data set", fix)  # else it may be a Hub id
     elif not path.is_dir() or has_tables(path):
         import datasets  # noqa: F401  takes half a second; load_data would import it on one rank after the other
 
@@ -42,15 +77,10 @@ def _check_names(config: TrainConfig) -> None:
 
 def open_source(config: TrainConfig) -> Source:
     """The data set that --data names. Raises ValueError or OSError if it cannot be read."""
-    name = config.data
-    kind, _, rest = name.partition("/")
-    if name == "digits":
-        return open_digits()
-    if kind == "synthetic":
-        return open_synthetic(rest)
-    if kind == "torchvision":
-        return open_torchvision(rest, config)
-    path = expand(name)
+    key, rest = _find(config.data)
+    if key:
+        return SOURCES[key](rest, config)
+    path = expand(config.data)
     return _local(path, config) if path.exists() else load_hub(config)
 
 

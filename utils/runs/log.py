@@ -1,48 +1,49 @@
-"""log.jsonl, the record of a run, and its progress bar."""
+"""log.jsonl, the record of a run, whose records the sinks show or store."""
 
 import json
 import math
 import os
-import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from utils.console import clock
+from utils.errors import one_line
 from utils.files import naming_file, write_file
+from utils.runs.sinks import SINKS, is_kept
 from utils.runs.state import TrainState
+from utils.tasks.task import Task
 
 
 class RunLog:
-    """log.jsonl and the progress bar of the main process. On other ranks, its methods do nothing."""
+    """log.jsonl and the sinks of the main process. On other ranks, its methods do nothing."""
 
-    def __init__(self, folder: Path, is_main: bool, state: TrainState, updates: int):
-        self.path, self.is_main, self.updates = folder / "log.jsonl", is_main, updates
+    def __init__(self, folder: Path, is_main: bool, state: TrainState, updates: int, task: Task):
+        self.path, self.is_main = folder / "log.jsonl", is_main
         self.error: OSError | None = None
         if is_main:
             self.file, self.pending = _reopen(self.path, state), b""
-            self.bar = tqdm(total=updates, initial=state.step, unit="update", disable=not sys.stderr.isatty())
+            self.unseen: list[dict[str, Any]] = []  # records that are not written yet, so that no sink has them
+            self.sinks = {name: create(folder, state, updates, task) for name, create in SINKS.items()}
+            self.terminal: Any = self.sinks["terminal"]
 
     def advance(self) -> None:
         """Advance the bar by one update."""
         if self.is_main:
-            with suppress(OSError):  # a closed terminal must not end the run
-                self.bar.update()
+            self.terminal.advance()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a record to log.jsonl and show it. Records that cannot be written are kept for later; see `check`."""
+        """Append a record to log.jsonl, then hand it to the sinks.
+
+        Records that cannot be written are kept for later; see `check`.
+        """
         if not self.is_main:
             return
         # JSON has no infinity, and the loss of an evaluation can be infinite.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self.pending += json.dumps({"kind": kind, **finite}, allow_nan=False).encode() + b"\n"
+        self.unseen.append({"kind": kind, **values})
         self._flush()
-        if kind == "train":
-            self._show_training(values)
-        elif kind == "eval":
-            self.say(evaluation_line(values))
 
     def sync(self) -> None:
         """Flush the records to the disk; called before a checkpoint is saved."""
@@ -59,15 +60,13 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        if not self.is_main:
-            return
-        with suppress(OSError, ValueError):  # only a notebook's stream raises these; utils/output.py guards all others
-            self.bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
+        if self.is_main:
+            self.terminal.say(text)
 
     def close(self) -> None:
         if self.is_main:
-            self.bar.close()
+            for name in reversed(list(self.sinks)):  # the first is the terminal, which shows the errors of others
+                self._use(name, self.sinks.pop(name).close)
             os.close(self.file)
 
     def _flush(self) -> None:
@@ -77,21 +76,21 @@ class RunLog:
             self.error = None
         except OSError as error:
             self.error = error
+            return
+        records, self.unseen = self.unseen, []
+        for record in records:
+            for name, sink in list(self.sinks.items()):
+                self._use(name, sink.write, dict(record))
 
-    def _show_training(self, values: dict) -> None:
-        numbers = {
-            "loss": f"{values['loss']:.4f}",
-            "accuracy": f"{values['accuracy']:.4f}",
-            "lr": f"{values['lr']:.2e}",
-            "images/s": f"{values['images_per_second']:.0f}",
-            "data": f"{values['data_wait']:.0%}",
-        }
-        if self.bar.disable:  # no terminal: plain lines instead of a bar
-            shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
-            eta = (self.updates - values["step"]) * values["seconds"] / max(1, values["step"])
-            self.say(f"update {values['step']}/{self.updates}  epoch {values['epoch']}  {shown}  eta {clock(eta)}")
-        else:
-            self.bar.set_postfix(numbers, refresh=False)
+    def _use(self, name: str, method: Callable[..., None], *given: Any) -> None:
+        """Call a method of a sink. After an OSError the sink is closed, and the run continues without it."""
+        try:
+            method(*given)
+        except OSError as error:
+            self.say(f"sink {name}: {one_line(error)}; the run continues without it")
+            if name in self.sinks:
+                with suppress(OSError):
+                    self.sinks.pop(name).close()
 
 
 def _reopen(path: Path, state: TrainState) -> int:
@@ -104,19 +103,7 @@ def _reopen(path: Path, state: TrainState) -> int:
 
 
 def _is_kept(line: str, state: TrainState) -> bool:
-    """Whether a line of the log was written before the run reached this state."""
     try:
-        record = json.loads(line)
-        is_owed = record["kind"] == "eval" and record["step"] == state.step and state.owes_evaluation
-        return record["step"] <= state.step and not is_owed
-    except (ValueError, KeyError, TypeError):
+        return is_kept(json.loads(line), state)
+    except ValueError:
         return False  # a crash cut the line short
-
-
-def evaluation_line(record: dict) -> str:
-    """An evaluation's log record as a line."""
-    name = "hold-out" if record["split"].startswith("hold-out") else record["split"]
-    return (
-        f"update {record['step']}  eval ({name})  accuracy {record['accuracy']:.4f}  top-5 {record['top5']:.4f}  "
-        f"loss {record['loss']:.4f}  ({record['count']} samples, {record['seconds']:.1f} s)"
-    )

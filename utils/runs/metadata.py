@@ -13,9 +13,10 @@ import torch
 import torchvision
 
 from utils.config.cli import read_config
-from utils.config.settings import LaunchConfig, TrainConfig, absolute_data, to_yaml
+from utils.config.settings import LaunchConfig, TrainConfig, to_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
+from utils.data.sources import absolute_data
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.errors import UserError

@@ -25,7 +25,7 @@ class Classification(Task):
 
     def __init__(self, config: TrainConfig, class_names: list[str]):
         self.class_names, self.outputs = class_names, len(class_names)
-        self.sum_of_losses, self.smoothing = LOSSES[config.loss], config.label_smoothing
+        self.sum_of_losses, self.smoothing = LOSSES.choose(config.loss), config.label_smoothing
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.sum_of_losses(outputs, targets, self.smoothing)

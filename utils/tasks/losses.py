@@ -10,14 +10,19 @@ To add a loss, write a function with these arguments and add it to `LOSSES`:
 from torch import Tensor
 from torch.nn import functional as F
 
+from utils.config.table import Table
+
 
 def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Softmax cross-entropy."""
+    """Cross-entropy of the softmax."""
     return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
 
 
 def binary_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """A sigmoid per class, averaged over the classes (Wightman et al., "ResNet strikes back", 2021)."""
+    """Binary cross-entropy of each class against the rest, averaged over the classes.
+
+    As in "ResNet strikes back", Wightman et al., 2021.
+    """
     classes = logits.shape[1]
     if not targets.is_floating_point():
         targets = F.one_hot(targets, classes).to(logits.dtype)
@@ -25,4 +30,4 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / classes
 
 
-LOSSES = {"cross_entropy": cross_entropy, "binary_cross_entropy": binary_cross_entropy}
+LOSSES = Table("loss", {"cross_entropy": cross_entropy, "binary_cross_entropy": binary_cross_entropy})

@@ -1,26 +1,65 @@
 """Optimizers.
 
-To add an optimizer, add its name to `optimizer` in config/settings.py and create it in `build_optimizer`.
-Settings that it does not use belong in `advice` (config/settings.py).
+To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a default are what
+--optimizer_args may set. Settings that it does not use belong in `advice` (config/settings.py).
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from utils.config.settings import TrainConfig
+from utils.config.table import Table
+
+Groups = list[dict[str, Any]]
+
+
+def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum, see --momentum."""
+    nesterov = nesterov and config.momentum > 0
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=True)
+
+
+def adamw(
+    groups: Groups, config: TrainConfig, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8
+) -> torch.optim.Optimizer:
+    """Adam with decoupled weight decay."""
+    beta1, beta2 = betas
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=eps, fused=True)
+
+
+OPTIMIZERS = Table(
+    "optimizer", {"sgd": sgd, "adamw": adamw}, trial=lambda config: build_optimizer(config, nn.Linear(1, 1))
+)
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, or AdamW. Vectors (biases and normalisation weights) have no weight decay."""
+    """The optimizer that --optimizer names. Raises ValueError if it does not accept --optimizer_args."""
+    optimizer = OPTIMIZERS.call(config, parameter_groups(config, model), config)
+    for group in optimizer.param_groups:  # all have one, so that a resumed run keeps its own, not the checkpoint's
+        group.setdefault("lr_scale", 1.0)
+    return optimizer
+
+
+def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
+    """The trainable parameters. Vectors (biases and normalisation weights) have no weight decay.
+
+    A group may have an `lr_scale`, the factor of its learning rate (default: 1).
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, fused=True)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
+    return [group for group in groups if group["params"]]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of each group to `lr` times the group's `lr_scale`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
 
 
 def begin_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -15,6 +15,7 @@ from utils.console import table
 from utils.data.batches import Batches
 from utils.data.colour import remarks
 from utils.data.order import Plan
+from utils.data.sources import has_columns
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.files import write_file
@@ -68,7 +69,9 @@ def announce(run: Run) -> None:
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
     lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
-    lines += still_bad(run.data, run.state.bad_images) + advice(config, run.spec.small, processes)
+    lines += still_bad(run.data, run.state.bad_images) + advice(
+        config, run.spec.small, has_columns(config.data), processes
+    )
     run.log.say("\n".join([table(f"Lockstep  {folder}", rows), *lines]))
 
     def write_files() -> None:

@@ -1,15 +1,17 @@
 """What happens after which update: learning rate, evaluations, checkpoints, and the end of the run.
 
-To add a schedule, such as cosine with restarts, add its name to `lr_schedule` in config/settings.py and its formula to
-`learning_rate`.
+To add a schedule, such as cosine with restarts, write a function like those below and add it to `SCHEDULES`: its
+parameters with a default are what --lr_schedule_args may set.
 """
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from typing import NamedTuple
 
-import torch
-
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
+from utils.config.table import Table
 from utils.data.order import Plan
 from utils.errors import UserError
 from utils.runs.state import TrainState
@@ -45,26 +47,49 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
     return config.max_steps or config.epochs * plan.updates_per_epoch
 
 
-def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
-    """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology.
+def after_warmup(decay: Callable[..., float]) -> Callable[..., float]:
+    """A schedule that rises linearly to --lr over --warmup_steps and then follows `decay`.
 
-    After a linear warm-up of --warmup_steps, `constant` stays at --lr, and `linear` and `cosine` decay from --lr to 0
-    at the end of the run. `onecycle` rises from lr/25 to lr and decays to lr/250000, both as half a cosine. These are
-    the defaults of torch's OneCycleLR (Smith and Topin, 2017), except that the momentum is constant.
+    `decay(done)` returns the factor of --lr; `done` is the share of the updates after the warm-up, from 0 to 1.
     """
-    if config.lr_schedule == "onecycle":
-        return _one_cycle(config, update, updates)
-    warmup = config.warmup_steps or 0
-    if update < warmup:
-        return config.lr * (update + 1) / warmup
-    done = (update - warmup) / max(1, updates - warmup)  # share of the run after the warm-up
-    if config.lr_schedule == "cosine":
-        return config.lr * (1 + math.cos(math.pi * done)) / 2
-    return config.lr * (1 - done) if config.lr_schedule == "linear" else config.lr
+
+    @wraps(decay)  # keeps the parameters that --lr_schedule_args may set
+    def schedule(config: TrainConfig, update: int, updates: int, **arguments) -> float:
+        warmup = config.warmup_steps or 0
+        if update < warmup:
+            return config.lr * (update + 1) / warmup
+        return config.lr * decay((update - warmup) / max(1, updates - warmup), **arguments)
+
+    return schedule
 
 
-def _one_cycle(config: TrainConfig, update: int, updates: int) -> float:
-    start, end = config.lr / 25, config.lr / 25e4
+@after_warmup
+def constant(_done: float) -> float:
+    """No change after the warm-up."""
+    return 1.0
+
+
+@after_warmup
+def linear(done: float, end: float = 0.0) -> float:
+    """Linear decay to `end` times --lr, by default to 0."""
+    return end + (1 - end) * (1 - done)
+
+
+@after_warmup
+def cosine(done: float, end: float = 0.0) -> float:
+    """Cosine decay to `end` times --lr, by default to 0."""
+    return end + (1 - end) * ((1 + math.cos(math.pi * done)) / 2)
+
+
+def onecycle(
+    config: TrainConfig, update: int, updates: int, div_factor: float = 25.0, final_div_factor: float = 1e4
+) -> float:
+    """Rises for 30 percent of the run, or --warmup_steps, and falls to almost 0, both as half a cosine.
+
+    It starts at --lr / `div_factor` and ends at that / `final_div_factor`. These are the names and defaults of torch's
+    OneCycleLR (Smith and Topin, 2017), except that the momentum is constant.
+    """
+    start, end = config.lr / div_factor, config.lr / (div_factor * final_div_factor)
     top = float(0.3 * updates - 1) if config.warmup_steps is None else float(config.warmup_steps)
     if update <= top and top > 0:
         return _half_cosine(start, config.lr, update / top)
@@ -75,6 +100,22 @@ def _half_cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
+    """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology."""
+    return SCHEDULES.call(config, config, update, updates)
+
+
+def _check_arguments(config: TrainConfig) -> None:
+    """Raise ValueError if --lr_schedule_args give a learning rate that is negative, NaN or infinite."""
+    last = 2**32  # beyond any warm-up
+    for update in (0, last // 2, last):
+        lr = learning_rate(config, update, last)
+        problem = f"--lr_schedule_args for {config.lr_schedule}: they give a learning rate of {lr}"
+        require(0 <= lr < math.inf, problem, "change or remove them")
+
+
+SCHEDULES = Table(
+    "lr_schedule",
+    {"constant": constant, "linear": linear, "cosine": cosine, "onecycle": onecycle},
+    trial=_check_arguments,
+)

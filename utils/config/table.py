@@ -1,0 +1,105 @@
+"""Tables: functions by name, for settings such as --optimizer whose value is a name."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from utils.config.bounds import require
+from utils.errors import UserError, one_line
+
+
+class Table(dict[str, Any]):
+    """The functions that the setting `what` selects by name; the first line of a function's docstring is its help.
+
+    The setting `what`_args, if there is one, passes arguments to the selected function, by the names of its parameters
+    that have a default. `trial(config)` raises ValueError if these arguments have invalid values. `others` describes
+    values of the setting that are not in the table.
+    """
+
+    def __init__(
+        self, what: str, functions: dict[str, Any], others: str = "", trial: Callable[[Any], object] | None = None
+    ):
+        super().__init__(functions)
+        self.what, self.others, self.trial = what, others, trial
+
+    def choose(self, name: str) -> Any:
+        """The function of this name. Raises UserError, which suggests a similar name or lists all."""
+        if name not in self:
+            problem = f"--{self.what} {name}: no such {self.what.replace('_', ' ')}"
+            raise UserError(problem, suggestion(name, self, f"use {self.listed()}"))
+        return self[name]
+
+    def listed(self) -> str:
+        """All values of the setting, on one line."""
+        return ", ".join([*self, self.others] if self.others else self)
+
+    def call(self, config: Any, *given: Any) -> Any:
+        """What the selected function returns for `given` and the arguments in the settings.
+
+        Raises UserError if it does not accept these arguments.
+        """
+        function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
+        try:
+            return function(*given, **arguments)
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            if not arguments:
+                raise
+            raise UserError(f"{self._flag(config)}: {one_line(error)}", "change or remove these arguments") from error
+
+    def check(self, config: Any) -> None:
+        """Raise UserError if the table has no function of the selected name, or it does not accept its arguments."""
+        if self.others:
+            return
+        function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
+        parameters = inspect.signature(function).parameters
+        defaults, takes_any = _defaults(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        for name, value in arguments.items():
+            if name in defaults:
+                problem = f"{name} must be a value such as {defaults[name]}, got {value}"
+                require(_fits(value, defaults[name]), f"{self._flag(config)}: {problem}")
+            elif hasattr(config, name):
+                raise UserError(f"{self._flag(config)}: {name} is set by --{name}", "leave it out here")
+            elif not takes_any:
+                valid = f"use {', '.join(defaults)}" if defaults else "it takes none"
+                raise UserError(f"{self._flag(config)}: no argument {name}", suggestion(name, defaults, valid))
+        if arguments and self.trial:
+            self.trial(config)
+
+    def helps(self) -> dict[str, str]:
+        """What --help adds to the texts of the setting and of its arguments, by the names of the settings."""
+        names = [f"{name} ({_first_line(function)})" for name, function in self.items()]
+        takes = {name: ", ".join(_defaults(inspect.signature(function).parameters)) for name, function in self.items()}
+        arguments = "; ".join(f"{name}: {valid}" for name, valid in takes.items() if valid)
+        values = ", ".join([*names, self.others] if self.others else names)
+        return {self.what: f": {values}", f"{self.what}_args": f" ({arguments})"}
+
+    def _arguments(self, config: Any) -> dict[str, Any]:
+        return getattr(config, f"{self.what}_args", {})
+
+    def _flag(self, config: Any) -> str:
+        return f"--{self.what}_args for {getattr(config, self.what)}"
+
+
+def suggestion(name: str, names: Any, otherwise: str, prefix: str = "") -> str:
+    """The fix for a name that does not exist: the most similar of the valid names, or `otherwise`."""
+    similar = get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {prefix}{similar[0]}?" if similar else otherwise
+
+
+def _first_line(function: Any) -> str:
+    return (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")
+
+
+def _defaults(parameters: Any) -> dict[str, Any]:
+    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a value from a YAML text can stand for the default of a parameter."""
+    if type(default) is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if isinstance(default, tuple):
+        return isinstance(value, list)
+    return default is None or type(value) is type(default)

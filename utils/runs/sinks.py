@@ -1,0 +1,92 @@
+"""Sinks: they show or store the records of log.jsonl, such as the terminal or an experiment tracker.
+
+To add one, write a class with the methods of `Sink` and add it, or a function that creates it, to `SINKS`. All entries
+are used. Only the main process has sinks.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from utils.console import clock
+from utils.runs.state import TrainState
+from utils.tasks.task import Task
+
+
+class Sink(Protocol):
+    """Receives the records of log.jsonl, each once it is written there.
+
+    After an OSError the sink is closed and the run continues without it.
+    """
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Take one record. It should be stored at once, because a killed run does not call `close`."""
+
+    def close(self) -> None:
+        """Called at the end of a run that is complete or was asked to stop."""
+
+
+def is_kept(record: Any, state: TrainState) -> bool:
+    """Whether a record was written before the run reached this state. A resumed run writes all others again."""
+    try:
+        is_owed = record["kind"] == "eval" and record["step"] == state.step and state.owes_evaluation
+        return record["step"] <= state.step and not is_owed
+    except (KeyError, TypeError):
+        return False
+
+
+class ProgressBar:
+    """A progress bar and lines; without a terminal, lines only."""
+
+    def __init__(self, _folder: Path, state: TrainState, updates: int, task: Task):
+        self.updates, self.task = updates, task
+        self.bar = tqdm(total=updates, initial=state.step, unit="update", disable=not sys.stderr.isatty())
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train":
+            self._show_training(record)
+        elif record["kind"] == "eval":
+            self._show_evaluation(record)
+
+    def advance(self) -> None:
+        """Advance the bar by one update."""
+        with suppress(OSError):  # a closed terminal must not end the run
+            self.bar.update()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        with suppress(OSError, ValueError):  # only a notebook's stream raises these; utils/output.py guards all others
+            self.bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        self.bar.close()
+
+    def _show_training(self, record: dict[str, Any]) -> None:
+        numbers = {name: f"{record[name]:.4f}" for name in self.task.training}
+        numbers |= {
+            "lr": f"{record['lr']:.2e}",
+            "images/s": f"{record['images_per_second']:.0f}",
+            "data": f"{record['data_wait']:.0%}",
+        }
+        if self.bar.disable:  # no terminal: plain lines instead of a bar
+            shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
+            eta = (self.updates - record["step"]) * record["seconds"] / max(1, record["step"])
+            self.say(f"update {record['step']}/{self.updates}  epoch {record['epoch']}  {shown}  eta {clock(eta)}")
+        else:
+            self.bar.set_postfix(numbers, refresh=False)
+
+    def _show_evaluation(self, record: dict[str, Any]) -> None:
+        name = "hold-out" if record["split"].startswith("hold-out") else record["split"]
+        shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in self.task.shown.items())
+        took = f"({record['count']} samples, {record['seconds']:.1f} s)"
+        self.say(f"update {record['step']}  eval ({name})  {shown}  {took}")
+
+
+# Each is called with the run folder, the state that the run starts from, the number of updates of the whole run and its
+# task. A sink with records of an earlier start must drop those that are not kept (`is_kept`), as log.jsonl does.
+SINKS: dict[str, Callable[[Path, TrainState, int, Task], Sink]] = {"terminal": ProgressBar}
