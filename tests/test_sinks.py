@@ -1,0 +1,162 @@
+"""Sinks get each record of log.jsonl once, also in resumed runs, and their errors do not end a run."""
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from helpers.ranks import run_ranks, start_ranks
+from helpers.training_runs import records, returned, slow_train
+from helpers.waiting import has_logged, records_so_far, until
+
+import train
+from utils.runs.log import RunLog
+from utils.runs.sinks import SINKS, is_kept
+from utils.runs.state import TrainState
+
+FLAGS = ["--model", "mlp", "--max_train_samples", "240", "--global_batch_size", "24", "--threads", "1"]
+FLAGS += ["--lr", "0.01", "--max_steps", "12", "--log_every", "1", "--eval_every", "5", "--save_every", "4"]
+COPY = Path("runs/run/copy.jsonl")
+
+
+class Copy:
+    """Copies the records to a file, and drops those that a resumed run repeats."""
+
+    def __init__(self, folder: Path, state: TrainState, updates: int):
+        Path(f"sink-of-{os.environ.get('RANK', 0)}").touch()
+        kept = [record for record in records_so_far(folder / "copy.jsonl") if is_kept(record, state)]
+        (folder / "copy.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self.file, self.updates = (folder / "copy.jsonl").open("a"), updates
+
+    def write(self, record: dict) -> None:
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        Path("closed").touch()
+        self.file.close()
+
+
+class Failing(Copy):
+    """Cannot store the record of update 3."""
+
+    def write(self, record: dict) -> None:
+        if record["step"] == 3:
+            raise OSError(errno.ENOSPC, "No space left on device", "tracker.db")
+        super().write(record)
+
+
+def train_with(sink, *flags: str, **slowly) -> None:
+    SINKS["copy"] = sink
+    if slowly:
+        slow_train([*FLAGS, *flags], **slowly)
+    else:
+        train.main(["--run_name", "run", *FLAGS, *flags])
+
+
+def hold_at_7(*flags: str) -> None:
+    train_with(Copy, *flags, hold_at=7)
+
+
+def test_a_sink_of_the_main_process_gets_the_records_of_the_log_and_is_closed():
+    returned(2, train_with, Copy)
+    assert records_so_far(COPY) == records("run") and len(records("run", "train")) == 12
+    assert list(Path().glob("sink-of-*")) == [Path("sink-of-0")] and Path("closed").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resumed_run_gives_a_sink_no_record_twice_and_leaves_none_out(processes):
+    launch = start_ranks(processes, hold_at_7)
+    until(has_logged(7))
+    until(lambda: len(records_so_far(COPY)) == 9)  # start, updates 1 to 7, evaluation 5
+    launch.kill(signal.SIGKILL)
+    launch.finish()
+    assert not Path("closed").exists()
+    returned(processes, train_with, Copy, "--resume", "auto")
+    found = records_so_far(COPY)
+    assert found == records("run")
+    places = [(r["kind"], r["step"]) for r in found if r["kind"] in ("train", "eval")]
+    expected = [("train", step) for step in range(1, 13)] + [("eval", step) for step in (5, 10, 12)]
+    assert sorted(places) == sorted(expected)
+
+
+def test_an_evaluation_that_is_repeated_reaches_a_sink_once():
+    """A run that stopped during an evaluation owes it."""
+    state = TrainState(step=5, owes_evaluation=True)
+    kept = [("train", 5), ("eval", 4), ("start", 5)]
+    for kind, step in [*kept, ("eval", 5), ("train", 6), ("eval", 6), ("start", 6)]:
+        assert is_kept({"kind": kind, "step": step}, state) == ((kind, step) in kept)
+    assert is_kept({"kind": "eval", "step": 5}, TrainState(step=5))
+    assert not any(is_kept(record, state) for record in ({}, {"kind": "eval"}, None, 3, {"kind": "a", "step": "5"}))
+
+
+def test_a_sink_that_fails_is_closed_with_one_line_and_the_run_goes_on():
+    outcomes = run_ranks(2, train_with, Failing)
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, ""), (0, "")]
+    said = [line for line in outcomes[0].out.splitlines() if "sink" in line]
+    assert said == ["sink copy: tracker.db: No space left on device; the run continues without it"]
+    assert [record["step"] for record in records_so_far(COPY)] == [0, 1, 2] and Path("closed").exists()
+    assert [record["step"] for record in records("run", "train")] == list(range(1, 13))
+    assert "update 12/12" in outcomes[0].out
+
+
+def refuse(*_):
+    raise OSError(errno.EACCES, "Permission denied", "tracker.db")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_sink_that_cannot_be_created_ends_the_start_with_one_line(processes):
+    outcomes = run_ranks(processes, train_with, refuse)
+    assert [outcome.code for outcome in outcomes] == [2] * processes
+    assert outcomes[0].err == "train.py: error: tracker.db: Permission denied\n" and not any(
+        o.err for o in outcomes[1:]
+    )
+
+
+class Kept:
+    """Keeps its records, changes those that it gets, and fails to close."""
+
+    def __init__(self, *_):
+        self.records = []
+
+    def write(self, record: dict) -> None:
+        self.records.append(dict(record))
+        record.clear()
+
+    def close(self) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_records_reach_the_sinks_once_they_are_written_in_their_order(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(SINKS, "first", Kept)
+    monkeypatch.setitem(SINKS, "second", Kept)
+    log, write = RunLog(tmp_path, True, TrainState(), 9), os.write
+    log.write("note", step=1)
+
+    def full(file, data):
+        if len(data) < 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[:10])
+
+    monkeypatch.setattr(os, "write", full)
+    log.write("eval", step=2, split="test", accuracy=0.5, top5=1.0, loss=float("inf"), count=4, seconds=1.0)
+    log.write("note", step=3)
+    assert log.error is not None
+    assert [record["step"] for record in log.sinks["second"].records] == [1] and capsys.readouterr().out == ""
+    monkeypatch.undo()
+    log.write("note", step=4)
+    for name in ("first", "second"):
+        assert [record["step"] for record in log.sinks[name].records] == [1, 2, 3, 4]
+        assert log.sinks[name].records[1]["loss"] == float("inf")
+    assert [(r["step"], r.get("loss")) for r in records_so_far(tmp_path / "log.jsonl")] == [
+        (n, None) for n in range(1, 5)
+    ]
+    line = "update 2  eval (test)  accuracy 0.5000  top-5 1.0000  loss inf  (4 samples, 1.0 s)\n"
+    assert capsys.readouterr().out == line
+    log.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        f"sink {n}: [Errno 5] Input/output error; the run continues without it" for n in ("second", "first")
+    ]
