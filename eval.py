@@ -155,16 +155,7 @@ def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ran
     compile_model(accelerator, model)
     model.to(accelerator.device)  # without DDP: no gradients are exchanged
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    evaluator = Evaluator(
-        ranks=ranks,
-        accelerator=accelerator,
-        model=model,
-        batches=batches,
-        block_size=config.eval_batch_size,
-        task=task,
-        metrics=True,
-    )
-    result = evaluator.evaluate()
+    result = Evaluator(ranks, accelerator, model, batches, task, config).evaluate()
     assert result is not None  # nothing stops it
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")

@@ -158,15 +158,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     log = ranks.run_on_all(lambda: RunLog(run_folder.path, ranks.is_main, state, updates, task))
     device = accelerator.device
     start_sums = state.since_log if ranks.is_main else {}
-    evaluator = Evaluator(
-        ranks=ranks,
-        accelerator=accelerator,
-        model=module,
-        batches=Batches(eval_loader, spec, settings, device, training=False),
-        block_size=config.eval_batch_size,
-        task=task,
-        metrics=config.metrics,
-    )
+    eval_batches = Batches(eval_loader, spec, settings, device, training=False)
     return Run(
         config=settings,
         ranks=ranks,
@@ -184,7 +176,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         module=module,
         optimizer=optimizer,
         train_batches=Batches(train_loader, spec, settings, device, training=True),
-        evaluator=evaluator,
+        evaluator=Evaluator(ranks, accelerator, module, eval_batches, task, settings),
         meter=ranks.run_on_all(lambda: Meter(task, device, start_sums)),
         log=log,
         profile=Profile(config.profile, run_folder.path, ranks.topology.rank, log.say),

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batches
 from utils.errors import UserError
@@ -18,21 +19,20 @@ from utils.tasks.task import Task
 from utils.training.meter import Pace
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Evaluator:
-    """Evaluates a model on a split.
+    """Evaluates a model on a split, in blocks of --eval_batch_size.
 
-    `model` is the module without DDP's wrapper, because ranks may have different numbers of blocks. `block_size` is the
-    number of samples in a block of `batches`. With `metrics`, the result has those of `Task.metrics` too.
+    `model` is the module without DDP's wrapper, because ranks may have different numbers of blocks. With --metrics, the
+    result has those of `Task.metrics` too.
     """
 
     ranks: Ranks
     accelerator: Accelerator
     model: nn.Module
     batches: Batches
-    block_size: int
     task: Task
-    metrics: bool
+    config: TrainConfig
 
     @torch.no_grad()
     def evaluate(self, stopping: Stopping | None = None) -> dict | None:
@@ -53,7 +53,7 @@ class Evaluator:
             return None
         numbers, predictions = gathered.gather(self.accelerator, len(self.batches.labels))
         result = self._summary(sums, numbers)
-        if self.metrics and self.accelerator.is_main_process:
+        if self.config.metrics and self.accelerator.is_main_process:
             seen = numbers > 0
             result |= self.task.metrics(predictions[seen], self.batches.labels[seen])
         return result | {"seconds": time.perf_counter() - start}
@@ -61,9 +61,10 @@ class Evaluator:
     def _loop(self, stopping: Stopping | None) -> tuple[Tensor, "Gathered", bool]:
         """This rank's sums and predictions, and whether the ranks have agreed to stop."""
         device, task, processes = self.accelerator.device, self.task, self.accelerator.num_processes
-        blocks = -(-len(self.batches.labels) // self.block_size)
+        size = self.config.eval_batch_size
+        blocks = -(-len(self.batches.labels) // size)
         sums = torch.zeros(len(task.evaluation), dtype=torch.float64, device=device)
-        gathered = Gathered(self.block_size, -(-blocks // processes), task, device)
+        gathered = Gathered(size, -(-blocks // processes), task, device)
         bar, pace = Terminal(self.ranks.is_main).progress("evaluating"), Pace()
         for block, batch in enumerate(bar(self.batches), 1):
             with self.accelerator.autocast():
