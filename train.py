@@ -48,17 +48,11 @@ from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
-from utils.runs.checkpoint import delete_after
 from utils.runs.folder import Start, check_run_folder, find_start, open_run_folder
 from utils.runs.log import RunLog
 from utils.runs.metadata import settings_to_save
-from utils.runs.resume import (
-    batch_of_start,
-    restore_state,
-    restore_tensors,
-    resume_lines,
-    spec_of_start,
-)
+from utils.runs.parts import make_parts
+from utils.runs.resume import batch_of_start, restore, restore_state, resume_lines, spec_of_start
 from utils.runs.state import Totals, TrainState
 from utils.training.bad_images import without_bad
 from utils.training.evaluation import evaluate_split
@@ -67,7 +61,7 @@ from utils.training.meter import Meter, Pace
 from utils.training.optim import begin_momentum, build_optimizer
 from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
-from utils.training.saving import save
+from utils.training.saving import finish_save, save
 from utils.training.schedule import due_after, learning_rate, set_learning_rate, total_updates
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
@@ -92,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         run = build(config, ranks, stopping, make_accelerator(ranks, config))
         announce(run)
         stopping.training_begins()
-        with frozen_garbage(), run.profile:
+        with frozen_garbage(), run.profile, run.saver:  # a checkpoint is completed after an error too
             result = train(run)
         stopped = close(run, result, command)
     if stopped:
@@ -143,12 +137,10 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
 
     kept = grad_accum if start.saved else config.grad_accum
     settings = settings_to_save(config, plan, kept, accelerator.mixed_precision)
+    parts = make_parts(accelerator)
     if start.saved:
-        restore_tensors(start.saved, module, optimizer, accelerator, ranks)
         lines = resume_lines(start.saved, config, settings, plan, ranks)
-        Terminal(ranks.is_main).print("\n".join(lines))
-        repeated = partial(delete_after, run_folder.checkpoints, state.step, state.best_step)
-        ranks.run_on_main(repeated)
+        restore(start, module, optimizer, parts, lines, ranks)
     ranks.remember("started", "yes")
     log = ranks.run_on_all(lambda: RunLog(run_folder.path, ranks.is_main, state, updates))
     device = accelerator.device
@@ -167,6 +159,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         model=model,
         module=module,
         optimizer=optimizer,
+        parts=parts,
         train_batches=Batches(train_loader, spec, settings, device, training=True),
         eval_batches=Batches(eval_loader, spec, settings, device, training=False),
         meter=Meter(device, Totals(**state.since_log) if ranks.is_main else Totals()),
@@ -278,6 +271,7 @@ def evaluate(run: Run) -> dict | None:
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
+    finish_save(run)
     run.ranks.mark(f"after update {state.step}, evaluating")
     run.ranks.broadcast_buffers(run.module)
     parts = run.ranks, run.accelerator, run.module, run.eval_batches, run.config
@@ -288,6 +282,7 @@ def evaluate(run: Run) -> dict | None:
             agree_on_bad(run, split, run.eval_batches)
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
         state.evaluated(result["accuracy"])
+        state.record_evaluation(result)
     return result
 
 
