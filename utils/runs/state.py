@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 
 from utils.data.order import Plan
 
+_MOST_EVALUATIONS = 10_000  # about 3 MB of JSON, of which a checkpoint's file may have 8
+
 
 @dataclass
 class TrainState:
@@ -32,6 +34,8 @@ class TrainState:
     """Positions in the training split of images found to be unreadable during the run. The run no longer uses them."""
     batch_size: int = 0
     """The largest batch of one process so far. A resumed run on fewer processes accumulates instead of exceeding it."""
+    evaluations: list[dict] = field(default_factory=list)
+    """The step and the numbers of each evaluation so far, oldest first."""
 
     @property
     def epochs_begun(self) -> int:
@@ -51,12 +55,21 @@ class TrainState:
         if math.isfinite(value) and is_better:
             self.best, self.best_step = value, self.step
 
+    def record_evaluation(self, result: dict) -> None:
+        """Add an evaluation at this step to the history. NaN and infinity, which JSON lacks, become None."""
+        numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self.evaluations = [*self.evaluations[1 - _MOST_EVALUATIONS :], {"step": self.step, **finite}]
+
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
-        """The state from the output of `asdict`. Raises ValueError if a field is missing or malformed."""
+        """The state from the output of `asdict`. Raises ValueError if a field is missing or malformed.
+
+        Fields that were added to format 1 later may be missing, and then have their defaults.
+        """
         default = asdict(cls())
         for name in default:
-            given = isinstance(values, dict) and (name in values or name in _LATER)
+            given = name in values or name not in _FORMAT_1
             if not given or not _is_valid(name, values.get(name, default[name])):
                 raise ValueError(f"the training state {name!r} is missing or malformed")
         return cls(**{name: values[name] for name in default if name in values})
@@ -70,7 +83,9 @@ class TrainState:
             raise ValueError(f"step {self.step}, epoch {self.epoch} and position {self.position} contradict each other")
 
 
-_LATER = ("bad_images",)  # fields that older checkpoints lack
+# The fields of format 1, which are required, so that damage is noticed. Do not add later fields.
+_FORMAT_1 = {"step", "epoch", "position", "best", "best_step", "seconds", "images", "logged_seconds"}
+_FORMAT_1 |= {"since_log", "owes_evaluation", "bad_images", "batch_size", "evaluations"}
 
 
 def _is_valid(name: str, value) -> bool:
@@ -79,6 +94,8 @@ def _is_valid(name: str, value) -> bool:
         return type(value) is bool
     if name == "bad_images":
         return isinstance(value, list) and all(_is_number(position, int) for position in value)
+    if name == "evaluations":
+        return isinstance(value, list) and all(_is_evaluation(entry) for entry in value)
     if name == "since_log":
         fits = isinstance(value, dict) and (not value or value.keys() >= {"count", "wait", "loss"})
         return fits and all(_is_finite(total) for total in value.values())
@@ -88,6 +105,13 @@ def _is_valid(name: str, value) -> bool:
         return _is_finite(value)
     is_real = name in ("seconds", "logged_seconds")
     return _is_number(value, int, *(float,) * is_real) and (name != "batch_size" or value > 0)
+
+
+def _is_evaluation(value) -> bool:
+    if not isinstance(value, dict) or not _is_number(value.get("step"), int):
+        return False
+    numbers = [number for number in value.values() if number is not None]
+    return all(type(number) in (int, float) and -math.inf < number < math.inf for number in numbers)
 
 
 def _is_number(value, *kinds: type) -> bool:
