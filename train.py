@@ -123,8 +123,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     run_folder = open_run_folder(config, start, ranks)
 
     # Accelerate assigns what a sampler emits to the ranks in turn.
-    place = state.step, state.epoch, state.position
-    order = UpdateSampler(plan, processes, max(0, updates - state.step), place)
+    order = UpdateSampler(plan, processes, max(0, updates - state.step), state.place)
     blocks = BlockSampler(len(data.evaluation), config.eval_batch_size)
     loaders = make_loaders(
         {"training": (train_set, order), "evaluation": (eval_set, blocks)},
@@ -149,7 +148,6 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     ranks.remember("started", "yes")
     log = ranks.run_on_all(lambda: RunLog(run_folder.path, ranks.is_main, state, updates, task))
     device = accelerator.device
-    start_sums = state.since_log if ranks.is_main else {}
     eval_batches = Batches(eval_loader, spec, settings, device, training=False)
     return Run(
         config=settings,
@@ -170,7 +168,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         parts=parts,
         train_batches=Batches(train_loader, spec, settings, device, training=True),
         evaluator=Evaluator(ranks, accelerator, module, eval_batches, task, settings),
-        meter=ranks.run_on_all(lambda: Meter(task, device, start_sums)),
+        meter=ranks.run_on_all(lambda: Meter(task, device, state.since_log, ranks.is_main)),
         log=log,
         profile=Profile(config.profile, run_folder.path, ranks.topology.rank, log.say),
         saved_best=(state.best, state.best_step),
@@ -289,8 +287,7 @@ def evaluate(run: Run) -> dict | None:
         if "left_out" in result:
             agree_on_bad(run, split, run.evaluator.batches)
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
-        state.evaluated(result[run.task.metric], run.task.higher_is_better)
-        state.record_evaluation(result)
+        state.evaluated(result, run.task.metric, run.task.higher_is_better)
     return result
 
 

@@ -153,14 +153,15 @@ def test_the_history_of_evaluations_is_that_of_the_log_after_a_resume_too(proces
 def test_a_history_of_evaluations_stays_small_and_has_no_infinity():
     state = TrainState()
     for state.step in range(10_001):
-        state.record_evaluation({"loss": float("inf"), "accuracy": 0.5, "per_class": [1.0], "split": "test"})
+        result = {"loss": float("inf"), "accuracy": 0.5, "per_class": [1.0], "split": "test"}
+        state.evaluated(result, "accuracy", True)
     assert len(state.evaluations) == 10_000
     assert state.evaluations[-1] == {"step": 10_000, "loss": None, "accuracy": 0.5}
     saved = json.dumps(asdict(replace(state, batch_size=1)))
     assert TrainState.from_dict(json.loads(saved)).evaluations[0]["step"] == 1
 
 
-def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_said_aloud():
+def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_reported():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
     flags = ["--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "3", "--momentum", "0.5"]
     (outcome,) = run_ranks(1, _momentum_after_training, flags)

@@ -1,7 +1,9 @@
 """The training state, which every checkpoint stores as JSON and a resumed run starts from."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from utils.data.order import Plan
 
@@ -38,6 +40,11 @@ class TrainState:
     """The step and the numbers of each evaluation so far, oldest first."""
 
     @property
+    def place(self) -> tuple[int, int, int]:
+        """Where the run continues: the number of the next update, its epoch, and its position in the epoch."""
+        return self.step, self.epoch, self.position
+
+    @property
     def epochs_begun(self) -> int:
         """The epoch, counted from 1, of the last finished update."""
         return self.epoch + (self.position > 0)
@@ -48,18 +55,18 @@ class TrainState:
         self.epoch, self.position = plan.advance(self.epoch, self.position)
         self.step += 1
 
-    def evaluated(self, value: float, higher_is_better: bool) -> None:
-        """Store the value of an evaluation's metric at this step if it is the best so far."""
-        self.owes_evaluation = False
-        is_better = self.best is None or (value > self.best if higher_is_better else value < self.best)
-        if math.isfinite(value) and is_better:
-            self.best, self.best_step = value, self.step
+    def evaluated(self, result: Mapping[str, Any], metric: str, higher_is_better: bool) -> None:
+        """Add an evaluation at this step to the history, and store its `metric` if it is the best so far.
 
-    def record_evaluation(self, result: dict) -> None:
-        """Add an evaluation at this step to the history. NaN and infinity, which JSON lacks, become None."""
+        NaN and infinity, which JSON lacks, become None in the history and are never the best.
+        """
         numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self.evaluations = [*self.evaluations[1 - _MOST_EVALUATIONS :], {"step": self.step, **finite}]
+        value, best = finite[metric], self.best
+        if value is not None and (best is None or (value > best if higher_is_better else value < best)):
+            self.best, self.best_step = value, self.step
+        self.owes_evaluation = False
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
