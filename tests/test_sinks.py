@@ -75,7 +75,7 @@ def test_a_sink_of_the_main_process_gets_the_records_of_the_log_and_is_closed():
 def test_a_resumed_run_gives_a_sink_no_record_twice_and_leaves_none_out(processes):
     launch = start_ranks(processes, hold_at_7)
     until(has_logged(7))
-    until(lambda: len(records_so_far(COPY)) == 9)  # start, updates 1 to 7, evaluation 5
+    until(lambda: len(records_so_far(COPY)) >= 9)  # start, updates 1 to 7, evaluation 5
     launch.kill(signal.SIGKILL)
     launch.finish()
     assert not Path("closed").exists()
