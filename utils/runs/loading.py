@@ -22,7 +22,11 @@ def load_model(checkpoint: Path, model: nn.Module) -> None:
 
 def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
     """The checkpoint's weights. Raises ValueError if they do not fit the model."""
-    tensors = _read(checkpoint / "model.safetensors")
+    path = checkpoint / "model.safetensors"
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path}: not readable ({one_line(error)})", "use another checkpoint") from error
     difference = _difference(_shapes(tensors), _shapes(model.state_dict()))
     if difference:
         problem = f"{checkpoint}: holds a different model ({difference} in this model)"
@@ -63,34 +67,22 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part], values: dict[str, An
     lines = [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"] if unknown else []
     for name, part in parts.items():
         path = checkpoint / f"{name}.safetensors"
-        if name in saved:
-            tensors = _read(path)
-        elif name == LOSS_SCALE and values.get("scaler"):  # before format 1
-            path, tensors = checkpoint / "state.json", _scalars(values["scaler"])
-        else:
+        if name not in saved and not (name == LOSS_SCALE and values.get("scaler")):
             lines.append(f"{path.name} is not in the checkpoint: {name} starts anew")
             continue
         try:
+            if name in saved:
+                tensors = load_file(path)
+            else:  # from before format 1
+                path = checkpoint / "state.json"
+                tensors = {key: torch.tensor(value).double() for key, value in values["scaler"].items()}
             if difference := _difference(_shapes(tensors), _shapes(part.state_dict())):
                 raise ValueError(f"{difference} in this run")
             part.load_state_dict(tensors)
         except Exception as error:  # of any class, if a value is malformed
             problem = f"{path}: not this run's {name} ({one_line(error)[:160]})"
-            raise UserError(problem, "use the same settings") from error
+            raise UserError(problem, "use the same settings, or another checkpoint") from error
     return lines
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path}: not readable ({one_line(error)})", "use another checkpoint") from error
-
-
-def _scalars(values: Any) -> dict[str, Tensor]:
-    """The numbers of a dict as float64 scalars."""
-    numbers = values.items() if isinstance(values, dict) else ()
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers if type(value) in (int, float)}
 
 
 def _shapes(values: Mapping[str, Any]) -> dict[str, str]:

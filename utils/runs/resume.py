@@ -1,6 +1,6 @@
 """Resume a run from a checkpoint: its batch sizes, state and tensors, and what differs from the earlier run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -105,7 +105,7 @@ def restore(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     parts: Mapping[str, Part],
-    lines: Sequence[str],
+    lines: list[str],
     ranks: Ranks,
 ) -> None:
     """Load the checkpoint's tensors, print `lines`, and delete later checkpoints; collective.

@@ -115,10 +115,8 @@ def _is_valid(name: str, value) -> bool:
 
 
 def _is_evaluation(value) -> bool:
-    if not isinstance(value, dict) or not _is_number(value.get("step"), int):
-        return False
-    numbers = [number for number in value.values() if number is not None]
-    return all(type(number) in (int, float) and -math.inf < number < math.inf for number in numbers)
+    is_dict = isinstance(value, dict) and _is_number(value.get("step"), int)
+    return is_dict and all(v is None or (type(v) in (int, float) and -math.inf < v < math.inf) for v in value.values())
 
 
 def _is_number(value, *kinds: type) -> bool:

@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,22 +37,12 @@ from utils.training.profiling import Profile
 
 @dataclass
 class Saving:
-    """A checkpoint that a thread of the main process completes. On other ranks nothing is started."""
+    """A checkpoint that a thread of the main process completes. On other ranks both futures stay pending."""
 
     step: int
     best: tuple[float | None, int | None]  # accuracy and update of the best checkpoint, this one included
     published: Future = field(default_factory=Future)
-    pointed: Future = field(default_factory=Future)
-
-    def start(self, saver: ThreadPoolExecutor, publish: Callable, point: Callable) -> None:
-        """Complete the checkpoint, then update the pointers to it."""
-        published = self.published = saver.submit(publish)
-        self.pointed = saver.submit(lambda: (published.result(), point()))
-
-    @property
-    def failed(self) -> bool:
-        """Whether the thread has failed so far. The ranks must agree before they act on it."""
-        return self.pointed.done() and self.pointed.exception() is not None
+    pointed: Future = field(default_factory=Future)  # fails too if the first one fails
 
 
 @dataclass(kw_only=True)

@@ -20,8 +20,7 @@ def save(run: Run) -> None:
     state, ranks, step = run.state, run.ranks, run.state.step
     ranks.mark(f"after update {step}, saving")
     ranks.run_on_all(partial(check_weights, run.module, run.plan, run.data.train, step))
-    more = {"input": asdict(run.spec)}
-    files = metadata_files(run.config, state, run.plan, ranks, run.data, more)
+    files = metadata_files(run.config, state, run.plan, ranks, run.data, {"input": asdict(run.spec)})
     unfinished = partial_of(run.folder.checkpoints, step)
 
     def check_folder_and_log() -> None:
@@ -33,14 +32,14 @@ def save(run: Run) -> None:
         write_checkpoint(ranks, run.accelerator, unfinished, files, run.parts)
         run.saving = Saving(step, (state.best, state.best_step))
         if ranks.is_main:
-            folder, best, keep = unfinished.parent, state.best_step, run.config.keep
-            point = partial(update_pointers, folder, step, best, keep)
-            run.saving.start(run.saver, partial(publish, unfinished), point)
+            point = partial(update_pointers, unfinished.parent, step, state.best_step, run.config.keep)
+            published = run.saving.published = run.saver.submit(publish, unfinished)
+            run.saving.pointed = run.saver.submit(lambda: (published.result(), point()))
     except (OSError, AgreedError) as error:
-        _report(run, error, f"update {step} could not be saved", _is_last(run))
+        _report(run, error, f"update {step} could not be saved", step >= run.updates or run.stopping.agreed)
     run.meter.restart_save_clock()
     run.stopping.agreed = ranks.any_rank(run.stopping.agreed or run.stopping.requested)
-    if _is_last(run):
+    if step >= run.updates or run.stopping.agreed:  # no save follows
         finish_save(run, is_last=True)
 
 
@@ -60,11 +59,6 @@ def finish_save(run: Run, is_last: bool = False) -> None:
     except (OSError, AgreedError) as error:
         what = "was saved, but `latest` or `best` was not updated" if saved else "could not be saved"
         _report(run, error, f"update {saving.step} {what}", is_last)
-
-
-def _is_last(run: Run) -> bool:
-    """Whether no save follows that of this update."""
-    return run.state.step >= run.updates or run.stopping.agreed
 
 
 def _report(run: Run, error: Exception, what: str, is_last: bool) -> None:

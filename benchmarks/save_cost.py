@@ -1,0 +1,91 @@
+"""The seconds of each step of a save. The loop waits for the first; the others are those of the thread.
+
+    python benchmarks/save_cost.py                                   resnet50 with SGD, vit_l_16 with AdamW
+    python benchmarks/save_cost.py --models resnet50:sgd --epoch_seconds 60
+
+With --epoch_seconds the table also has both as shares of the training time of an epoch. A run saves after each epoch by
+default.
+"""
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from common import make_parser, report, spread
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from utils.config.settings import TrainConfig
+from utils.data.spec import InputSpec
+from utils.files import sync, write_file
+from utils.models.zoo import build_model
+from utils.runs.checkpoint import _put_in_place, partial_of
+from utils.runs.manifest import MANIFEST, manifest_text, sha256_of
+from utils.training.optim import build_optimizer
+
+SPEC = InputSpec(height=224, width=224, channels=3, mean=[0.5] * 3, std=[0.5] * 3)
+STEPS = ("save_state", "hash", "fsync", "rename")
+HEADER = ["model, optimizer", "MB", "tensors, s", "SHA-256, s", "fsync, s", "manifest, rename, s"]
+
+
+def seconds(action: Callable, *arguments) -> float:
+    begun = time.perf_counter()
+    action(*arguments)
+    return time.perf_counter() - begun
+
+
+def measure(name: str, optimizer_name: str, folder: Path, rounds: int) -> tuple[float, dict[str, list[float]]]:
+    """The size of a checkpoint in MB, and the seconds of each step of a save in each round."""
+    config = TrainConfig(model=name, optimizer=optimizer_name)
+    accelerator = Accelerator()
+    module = build_model(config, SPEC, classes=1000).to(accelerator.device)
+    optimizer = build_optimizer(config, module)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # creates its state
+    optimizer.zero_grad()
+    accelerator.prepare(module, optimizer)
+    results: dict[str, list[float]] = {step: [] for step in STEPS}
+    for step in range(rounds):
+        partial = partial_of(folder, step)
+        partial.mkdir()
+        results["save_state"].append(seconds(accelerator.save_state, str(partial)))
+        files = sorted(partial.iterdir())
+        results["hash"].append(sum(seconds(sha256_of, path) for path in files))
+        results["fsync"].append(sum(seconds(sync, path) for path in files))
+        manifest = seconds(write_file, partial / MANIFEST, manifest_text({}))
+        renaming = seconds(_put_in_place, partial, folder / f"step-{step:08d}")
+        results["rename"].append(manifest + renaming)
+        size = sum(path.stat().st_size for path in (folder / f"step-{step:08d}").iterdir()) / 1e6
+        shutil.rmtree(folder / f"step-{step:08d}")
+    accelerator.free_memory()
+    return size, results
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", default="resnet50:sgd,vit_l_16:adamw", help="(default: %(default)s)")
+    parser.add_argument("--folder", help="on the disk to measure (default: the system's folder for temporary files)")
+    parser.add_argument("--epoch_seconds", type=float, help="training time of an epoch")
+    args = parser.parse_args()
+    rows, results = [], {}
+    for pair in args.models.split(","):
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            size, steps = measure(*pair.split(":"), Path(folder), args.rounds)
+        results[pair] = steps
+        row = [pair.replace(":", ", "), f"{size:.0f}", *(spread(steps[step], ".2f") for step in STEPS)]
+        if args.epoch_seconds:
+            whole = [sum(times) / args.epoch_seconds for times in zip(*steps.values(), strict=True)]
+            waits = [time / args.epoch_seconds for time in steps["save_state"]]
+            row += [spread(whole, ".1%"), spread(waits, ".1%")]
+        rows.append(row)
+    shares = ["all of it, of an epoch", "the loop waits, of an epoch"] if args.epoch_seconds else []
+    report(args, HEADER + shares, rows, results)
+
+
+if __name__ == "__main__":
+    main()
