@@ -638,6 +638,9 @@ def test_a_checkpoint_from_before_there_was_a_format_resumes_bit_identical():
     def older(values):
         del values["format"], values["state"]["evaluations"], values["state"]["bad_images"]
         values["scaler"] = None
+        state = values["state"]
+        state["best_accuracy"] = state.pop("best")
+        state["since_log"] = {"loss": 0.0, "correct": 0.0, "count": 0.0, "wait": 0.0}
 
     change_state(older)
     (evaluated,) = run_ranks(1, eval.main, ("--ckpt", str(NEWEST)))
