@@ -48,17 +48,11 @@ from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
-from utils.runs.checkpoint import delete_after
 from utils.runs.folder import Start, check_run_folder, find_start, open_run_folder
 from utils.runs.log import RunLog
 from utils.runs.metadata import settings_to_save
-from utils.runs.resume import (
-    batch_of_start,
-    restore_state,
-    restore_tensors,
-    resume_lines,
-    spec_of_start,
-)
+from utils.runs.parts import make_parts
+from utils.runs.resume import batch_of_start, restore, restore_state, resume_lines, spec_of_start
 from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
@@ -68,7 +62,7 @@ from utils.training.meter import Meter, Pace
 from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
 from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
-from utils.training.saving import save
+from utils.training.saving import finish_save, save
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
@@ -95,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         run = build(config, ranks, stopping, make_accelerator(ranks, config))
         announce(run)
         stopping.training_begins()
-        with frozen_garbage(), run.profile:
+        with frozen_garbage(), run.profile, run.saver:  # a checkpoint is completed after an error too
             result = train(run)
         stopped = close(run, result, command)
     if stopped:
@@ -129,8 +123,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     run_folder = open_run_folder(config, start, ranks)
 
     # Accelerate assigns what a sampler emits to the ranks in turn.
-    place = state.step, state.epoch, state.position
-    order = UpdateSampler(plan, processes, max(0, updates - state.step), place)
+    order = UpdateSampler(plan, processes, max(0, updates - state.step), state.place)
     blocks = BlockSampler(len(data.evaluation), config.eval_batch_size)
     loaders = make_loaders(
         {"training": (train_set, order), "evaluation": (eval_set, blocks)},
@@ -148,16 +141,13 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
 
     kept = grad_accum if start.saved else config.grad_accum
     settings = settings_to_save(config, plan, kept, accelerator.mixed_precision)
+    parts = make_parts(accelerator)
     if start.saved:
-        restore_tensors(start.saved, module, optimizer, accelerator, ranks)
         lines = resume_lines(start.saved, config, settings, plan, ranks)
-        Terminal(ranks.is_main).print("\n".join(lines))
-        repeated = partial(delete_after, run_folder.checkpoints, state.step, state.best_step)
-        ranks.run_on_main(repeated)
+        restore(start, module, optimizer, parts, lines, ranks)
     ranks.remember("started", "yes")
     log = ranks.run_on_all(lambda: RunLog(run_folder.path, ranks.is_main, state, updates, task))
     device = accelerator.device
-    start_sums = state.since_log if ranks.is_main else {}
     eval_batches = Batches(eval_loader, spec, settings, device, training=False)
     return Run(
         config=settings,
@@ -175,9 +165,10 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         model=model,
         module=module,
         optimizer=optimizer,
+        parts=parts,
         train_batches=Batches(train_loader, spec, settings, device, training=True),
         evaluator=Evaluator(ranks, accelerator, module, eval_batches, task, settings),
-        meter=ranks.run_on_all(lambda: Meter(task, device, start_sums)),
+        meter=ranks.run_on_all(lambda: Meter(task, device, state.since_log, ranks.is_main)),
         log=log,
         profile=Profile(config.profile, run_folder.path, ranks.topology.rank, log.say),
         saved_best=(state.best, state.best_step),
@@ -287,6 +278,7 @@ def evaluate(run: Run) -> dict | None:
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
+    finish_save(run)
     run.ranks.mark(f"after update {state.step}, evaluating")
     run.ranks.broadcast_buffers(run.module)
     result = run.evaluator.evaluate(run.stopping)
@@ -295,7 +287,7 @@ def evaluate(run: Run) -> dict | None:
         if "left_out" in result:
             agree_on_bad(run, split, run.evaluator.batches)
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
-        state.evaluated(result[run.task.metric], run.task.higher_is_better)
+        state.evaluated(result, run.task.metric, run.task.higher_is_better)
     return result
 
 

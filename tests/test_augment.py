@@ -161,7 +161,7 @@ def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_
         assert (image == changed_by_hand(pixels[index], 5, 2, index, list(size))).all()
 
 
-def test_by_default_photographs_are_cropped_to_8_percent_or_more_and_small_images_are_not_cropped():
+def test_each_flag_has_effect_at_any_size_and_by_default_only_photographs_are_cropped():
     split, microbatch = photographs(), Microbatch(0, 0, 0, np.arange(12))
     default, explicit = (
         photograph_set(split, **settings).__getitems__(microbatch)["images"] for settings in ({}, {"min_scale": 0.08})
@@ -169,6 +169,8 @@ def test_by_default_photographs_are_cropped_to_8_percent_or_more_and_small_image
     assert torch.equal(default, explicit)
     assert make_augmentation(TrainConfig(), InputSpec(96, 96, 1, [0], [1]), True).operations == {}
     for spec in (SPEC, InputSpec(96, 96, 1, [0], [1])):
+        for name, settings in ENABLED.items():
+            assert all(name in make_augmentation(TrainConfig(**each), spec, True).operations for each in settings)
         assert "crop" not in make_augmentation(TrainConfig(min_scale=1.0), spec, True).operations
         assert "crop" not in make_augmentation(TrainConfig(min_scale=0.5), spec, False).operations
 

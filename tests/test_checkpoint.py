@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 import subprocess
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import train
 from utils import version
 from utils.config.cli import read_config
 from utils.runs.manifest import find_checkpoint
+from utils.runs.state import TrainState
 from utils.version import VERSION
 
 FLAGS = ("--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "1", "--global_batch_size", "120")
@@ -133,7 +135,33 @@ def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():
     assert [record["step"] for record in records("run", "start")] == [0, 5]
 
 
-def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_said_aloud():
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_history_of_evaluations_is_that_of_the_log_after_a_resume_too(processes):
+    flags = (*FLAGS, "--eval_every", "3", "--save_every", "2", "--keep", "99", "--metrics")
+    train_run(processes, "run", *flags, "--max_steps", "10")
+    train_run(processes, "run", *flags, "--resume", "runs/run/checkpoints/step-00000004")
+    logged = [
+        {name: value for name, value in record.items() if type(value) in (int, float) and name != "epoch"}
+        for record in records("run", "eval")
+    ]
+    assert [record["step"] for record in logged] == [3, 6, 9, 12] and "macro_f1" in logged[0]
+    for step in (2, 4, 6, 8, 12):
+        state = json.loads(Path(f"runs/run/checkpoints/step-{step:08d}/state.json").read_text())["state"]
+        assert state["evaluations"] == [record for record in logged if record["step"] <= step]
+
+
+def test_a_history_of_evaluations_stays_small_and_has_no_infinity():
+    state = TrainState()
+    for state.step in range(10_001):
+        result = {"loss": float("inf"), "accuracy": 0.5, "per_class": [1.0], "split": "test"}
+        state.evaluated(result, "accuracy", True)
+    assert len(state.evaluations) == 10_000
+    assert state.evaluations[-1] == {"step": 10_000, "loss": None, "accuracy": 0.5}
+    saved = json.dumps(asdict(replace(state, batch_size=1)))
+    assert TrainState.from_dict(json.loads(saved)).evaluations[0]["step"] == 1
+
+
+def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_reported():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
     flags = ["--run_name", "run", *FLAGS, "--resume", "auto", "--max_steps", "3", "--momentum", "0.5"]
     (outcome,) = run_ranks(1, _momentum_after_training, flags)

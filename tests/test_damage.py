@@ -12,13 +12,14 @@ import pickle
 import random
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, train_run, weights
+from helpers.training_runs import records, same_tensors, train_run, weights
 
 import eval
 import train
@@ -26,6 +27,7 @@ from utils.config.settings import TrainConfig
 from utils.runs.checkpoint import _write_manifest
 from utils.runs.manifest import damage_of, newest_good
 from utils.runs.metadata import read_settings
+from utils.runs.state import TrainState
 
 FLAGS = ("--data", "digits", "--model", "mlp", "--model_args", "{hidden: 16}", "--threads", "1", "--keep", "9")
 FLAGS += ("--lr_schedule", "constant", "--save_every", "2", "--eval_every", "99")
@@ -311,7 +313,7 @@ def test_all_is_verified_before_anything_is_loaded():
     assert outcome.value[:2] == [("verified", NEWEST, False), ("verified", good, True)], outcome.err
     *before, aside = outcome.value[2:]
     assert before[-4:] == [
-        ("read", good / "model.safetensors"), ("loaded", "Module"), ("read", good / "optimizer.bin"), ("loaded", "SGD"),
+        ("read", good / "model.safetensors"), ("read", good / "optimizer.bin"), ("loaded", "SGD"), ("loaded", "Module"),
     ]  # fmt: skip
     assert {event[0] for event in before[:-4]} <= {"loaded"}  # Accelerate gives the optimizer its own state
     assert aside == ("verified", NEWEST, False) and NEWEST.with_name(f"{NEWEST.name}.damaged").is_dir()
@@ -566,6 +568,9 @@ WRONG = [  # in state.json: what train.py goes on from
     *(("state.logged_seconds", value) for value in (None, math.nan)),
     *(("state.since_log", value) for value in ({"speed": 1}, {"loss": "x"}, {"loss": math.nan}, {"count": None}, [])),
     *(("state.owes_evaluation", value) for value in (None, 1)),
+    *(("format", value) for value in (0, -1, 1.5, "1", None, True, [])),
+    *(("state.evaluations", value) for value in (None, {}, [1], [{}], [{"step": "x"}])),
+    ("state.evaluations", [{"step": 1, "loss": math.nan}]),
     *(("state.batch_size", value) for value in (0, -120, "x", 1.5)),
     *(("global_batch_size", value) for value in (0, "x", -120, None, 1.5, 10**30, [120])),
     *((name, value) for name in ("samples", "labels", "seed") for value in (None, "x", [], -1, math.nan)),
@@ -580,6 +585,7 @@ WRONG_INPUT = [  # what eval.py feeds the model
 UNUSED = [("processes", "x"), ("threads", None), ("versions", []), ("device", 3), ("scaler", "x")]
 ALWAYS = ["state None", "state.step -1", f"state.step {10**18}", "state.position x", "state.position -1"]
 ALWAYS += ["state.seconds []", "state.since_log {'speed': 1}", "state.batch_size 0", "global_batch_size 0"]
+ALWAYS += ["format 0", "state.evaluations [1]"]
 ALWAYS += [f"global_batch_size {10**30}", "global_batch_size x", "input {}", "input.height -1"]
 
 
@@ -603,6 +609,75 @@ def test_a_value_of_the_wrong_kind_is_one_line(key, value, codes):
     place[last] = value
     path.write_text(json.dumps(saved))
     both(*codes)
+
+
+def change_state(change, checkpoint=NEWEST):
+    """Let `change` edit the contents of state.json, under a manifest that is made to match."""
+    path = checkpoint / "state.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    (checkpoint / "manifest.json").unlink()
+    _write_manifest(checkpoint)
+
+
+def test_a_newer_format_is_one_line_that_names_the_version_to_update_to():
+    def newer(values):
+        values |= {"format": 2, "state": "of another shape"}
+        values["versions"]["lockstep"] = "9.8"
+
+    change_state(newer)
+    before = contents(RUN)
+    for main, flags in ((eval.main, ("--ckpt", str(NEWEST))), (train.main, RESUME)):
+        (outcome,) = run_ranks(1, main, flags)
+        refused(outcome, f"{NEWEST}/state.json: format 2 of Lockstep 9.8 is newer than format 1; update Lockstep")
+        assert contents(RUN) == before
+
+
+def test_a_checkpoint_from_before_there_was_a_format_resumes_bit_identical():
+    def older(values):
+        del values["format"], values["state"]["evaluations"], values["state"]["bad_images"]
+        values["scaler"] = None
+
+    change_state(older)
+    (evaluated,) = run_ranks(1, eval.main, ("--ckpt", str(NEWEST)))
+    assert evaluated.code == 0 and evaluated.value["step"] == 8, evaluated.err
+    (outcome,) = run_ranks(1, train.main, RESUME)
+    assert outcome.code == 0 and f"resuming from {NEWEST}\n" in outcome.out, outcome.err
+    assert same_tensors(weights("run"), weights("whole"))
+    assert json.loads((CHECKPOINTS / "step-00000010/state.json").read_text())["format"] == 1
+
+
+@dataclass
+class LaterState(TrainState):
+    """The training state with a field that a later version has added to format 1."""
+
+    patience: int = 7
+
+
+def test_a_state_may_lack_fields_that_were_added_later_and_no_other():
+    values = json.loads((NEWEST / "state.json").read_text())["state"]
+    assert LaterState.from_dict(values) == LaterState(**values, patience=7)
+    assert LaterState.from_dict(values | {"patience": 3}).patience == 3
+    for name in values:
+        with pytest.raises(ValueError, match=f"'{name}' is missing or malformed"):
+            LaterState.from_dict({key: value for key, value in values.items() if key != name})
+
+
+def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint():
+    def add_later(values):
+        values["state"]["evaluations"] += [{"step": step, "accuracy": 0.5} for step in (8, 9, 10)]
+
+    change_state(add_later)
+    train_run(1, "run", *RESUME[2:])
+    found, expected = (
+        [
+            evaluation["step"]
+            for evaluation in json.loads((folder / "step-00000010/state.json").read_text())["state"]["evaluations"]
+        ]
+        for folder in (CHECKPOINTS, Path("runs/whole/checkpoints"))
+    )
+    assert expected == [10] and found == [8, 8, 10]  # update 8 had one already
 
 
 def test_two_processes_say_once_that_a_file_is_malformed():

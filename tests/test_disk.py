@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers.make_data import image_folder
 from helpers.ranks import Outcome, returned, run_ranks, start_ranks
-from helpers.training_runs import hold, records, slow_train, train_run, weights
+from helpers.training_runs import await_save, hold, records, slow_train, train_run, weights
 from helpers.waiting import has_ended, records_so_far, until
 from safetensors.torch import load_file
 
@@ -51,11 +51,16 @@ def whole(tmp_path_factory):
 
 
 def train_with(events, flags):
-    """Train; `events` has for some numbers of finished updates what happens before the next one."""
+    """Train; `events` has for some numbers of finished updates what happens before the next one.
+
+    They happen when no save is in progress, as its thread may take any time.
+    """
     update = train.train_update
 
     def eventful(run, batches):
-        events.get(run.state.step, lambda run: None)(run)
+        if run.state.step in events:
+            await_save(run)
+            events[run.state.step](run)
         update(run, batches)
 
     train.train_update = eventful

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, train_run, weights
+from helpers.training_runs import records, weights
 from torch.nn import functional as F
 
 import eval
 import train
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
+from utils.errors import UserError
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
 from utils.tasks.task import Task
 from utils.training.evaluation import Gathered
+from utils.training.meter import Meter
 
 FLAGS = ["--model", "mlp", "--model_args", "{hidden: 16}", "--lr", "0.01", "--global_batch_size", "120"]
 FLAGS += ["--max_steps", "12", "--eval_every", "4", "--save_every", "4", "--log_every", "3", "--threads", "1"]
@@ -106,9 +108,19 @@ def _check_independently(record):
 
 
 def test_a_run_does_not_continue_the_sums_of_another_task():
-    train_run(1, "run", *FLAGS[:-6], "--max_steps", "2", "--save_every", "1", "--log_every", "9", "--eval_every", "9")
-    outcomes = run_ranks(1, _train, ["--run_name", "again", "--resume", "runs/run", *FLAGS, "--max_steps", "3"])
-    assert outcomes[0].code == 2 and outcomes[0].err.count("\n") == 1
+    sums = {"loss": 3.0, "accuracy": 2.0, "count": 5.0, "wait": 0.1}
+    assert Meter(Classification(TrainConfig(), ["a", "b"]), torch.device("cpu"), sums, True).sums.tolist() == [3, 2]
+    with pytest.raises(UserError, match="sums of loss, accuracy, count, wait, not loss, bias, count, wait"):
+        Meter(Value(None, None), torch.device("cpu"), sums, False)
+
+
+def test_the_loss_of_an_evaluation_is_not_smoothed():
+    task = Classification(TrainConfig(label_smoothing=0.2), list("abcde"))
+    logits, labels = torch.randn(7, 5), torch.tensor([0, 1, 2, 3, 4, 0, 1])
+    (loss, right, _), predicted = task.evaluate(logits, labels)
+    assert loss.item() == pytest.approx(F.cross_entropy(logits, labels, reduction="sum").item(), rel=1e-6)
+    assert task.loss(logits, labels).item() != pytest.approx(loss.item(), rel=1e-2)
+    assert right == (predicted == labels).sum() and torch.equal(predicted, logits.argmax(1))
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -300,9 +300,13 @@ def _dropout_masks(flags):
     update = train.train_update
 
     def watched(run, batches):
-        hook = run.module.drop_units.register_forward_hook(lambda m, i, out: masks.append((out == 0).tolist()))
+        layer = run.module.drop_units
+        # Units may be zero before the dropout, which would look like dropped ones.
+        before = layer.register_forward_pre_hook(lambda m, inputs: 0 * inputs[0] + 1)
+        after = layer.register_forward_hook(lambda m, i, out: masks.append((out == 0).tolist()))
         update(run, batches)
-        hook.remove()
+        before.remove()
+        after.remove()
 
     train.train_update = watched
     train.main(flags)

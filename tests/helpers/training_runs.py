@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import train
@@ -80,6 +81,49 @@ def slow_train(flags: list[str], pause: float = 0.01, hold_at: int | None = None
     train.main(["--run_name", "run", *flags])
 
 
+class Average:
+    """A part of a run for the tests: a decaying average of the weights, by their names."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+        self.tensors = {name: torch.zeros_like(weight) for name, weight in module.named_parameters()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, weight in self.module.named_parameters():
+            self.tensors[name].mul_(0.9).add_(weight, alpha=0.1)
+
+    def state_dict(self) -> dict:
+        return self.tensors
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        for name, tensor in state_dict.items():
+            self.tensors[name].copy_(tensor)
+
+
+def with_average() -> None:
+    """From now on, runs have the part `average`, which changes with each update."""
+    update = train.train_update
+
+    def averaged(run, batches):
+        update(run, batches)
+        run.parts["average"].update()
+
+    train.make_parts = lambda accelerator: {"average": Average(accelerator.unwrap_model(accelerator._models[0]))}
+    train.train_update = averaged
+
+
+def train_with_average(flags: list[str]) -> None:
+    with_average()
+    train.main(flags)
+
+
+def await_save(run) -> None:
+    """Wait until the main process's thread has completed the last save, or failed. Not collective."""
+    if run.saving is not None and run.ranks.is_main:
+        run.saving.pointed.exception()
+
+
 def hold(run) -> None:
     """Make a file `held-RANK` and wait for the file `go`."""
     Path(f"held-{run.ranks.topology.rank}").touch()
@@ -93,10 +137,15 @@ def records(name: str, kind: str | None = None) -> list[dict]:
     return [record for record in records_so_far(log) if kind in (None, record["kind"])]
 
 
-def weights(name: str, which: str = "latest") -> dict:
+def weights(name: str, which: str = "latest", file: str = "model.safetensors") -> dict:
     """The tensors of a run's checkpoint."""
     folder = Path("runs") / name / "checkpoints"
-    return load_file(folder / (folder / which).read_text().strip() / "model.safetensors")
+    return load_file(folder / (folder / which).read_text().strip() / file)
+
+
+def same_tensors(one: dict, other: dict) -> bool:
+    """Whether both have the same names and, bit for bit, the same tensors."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def start(*command: str, seconds: float = 2 * PATIENCE, **env: str) -> tuple[int, str, str]:

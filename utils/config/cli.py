@@ -137,9 +137,9 @@ def _read_config_file(path: str, names: list[str]) -> dict:
     values = read_yaml(Path(path))
     if not isinstance(values, dict):
         raise UserError(f"{path}: is not a file of settings", "write one 'name: value' on each line")
-    # Runs save their settings in this order. Before format 1, min_scale was 0.08 and did not crop small images.
-    saved_before = "format" not in values and next(iter(values), "") == "cpu" and "profile" in values
-    if saved_before and values.get("min_scale") == 0.08:
+    # Runs save all settings in this order, and since format 1 the format first. Before, min_scale was 0.08 by default
+    # and did not crop small images.
+    if next(iter(values), "") == "cpu" and "profile" in values and values.get("min_scale") == 0.08:
         values["min_scale"] = None
     values.pop("format", None)
     for name in values:

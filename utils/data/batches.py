@@ -45,8 +45,9 @@ class Batches:
         self.agreed_bad: set[int] = set()
         self.what = "a training batch" if training else "an evaluation batch"
         self.loader.device = None  # Accelerate would copy on the compute stream; `_upload` copies instead
-        # Photographs were augmented when they were decoded.
-        self.augmentation = make_augmentation(config, spec, training) if spec.small else None
+        augmentation = make_augmentation(config, spec, training)
+        # Photographs are augmented when they are decoded.
+        self.augmentation = augmentation if spec.small and augmentation.operations else None
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
         scale, shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
@@ -84,7 +85,9 @@ class Batches:
         return batch._replace(images=batch.images[kept], labels=batch.labels[kept], indices=batch.indices[kept])
 
     def _draw(self, batch: dict) -> dict:
-        return batch | ({"prepared": self.augmentation.prepare(batch["microbatch"])} if self.augmentation else {})
+        if self.augmentation:
+            batch["prepared"] = self.augmentation.prepare(batch["microbatch"])
+        return batch
 
     def _input(self, batch: dict) -> Tensor:
         images = batch["images"]

@@ -1,57 +1,78 @@
 """Write and delete checkpoints. A checkpoint is a folder that is complete or does not exist.
 
 RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin, random_states_RANK.pkl   (Accelerate's save_state)
+                                 NAME.safetensors of each part                              (parts.py)
                                  state.json, config.yaml, labels.json, samples.json.gz      (metadata.py)
                                  manifest.json                                              (size and SHA-256 of each)
 RUN/checkpoints/latest, best     one line each: the name of such a folder
 """
 
-import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from accelerate import Accelerator
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from utils.errors import AgreedError, one_line
 from utils.files import naming_file, sync, write_file
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import MANIFEST, checkpoints_of, damage_of, manifest_text, read_pointer, sha256_of, step_of
+from utils.runs.parts import Part
 
 
-def save_checkpoint(
-    ranks: Ranks, accelerator: Accelerator, folder: Path, step: int, texts: dict[str, str | bytes]
+def write_checkpoint(
+    ranks: Ranks,
+    accelerator: Accelerator,
+    partial: Path,
+    texts: Mapping[str, str | bytes],
+    parts: Mapping[str, Part],
 ) -> None:
-    """Write `folder`/step-N with Accelerate's state and the small files `texts`; then call `update_pointers`.
+    """Write Accelerate's state, the parts and the small files `texts` to `partial`; then call `publish`.
 
     Collective. An error on any rank (OSError or AgreedError) is raised on all ranks. Older checkpoints do not change.
     """
-    final = folder / f"step-{step:08d}"
-    partial = folder / f".{final.name}.partial"
 
     def prepare() -> None:
-        if ranks.is_main:
-            if not folder.is_dir():  # not created again: its disk may be unmounted for a while
-                raise FileNotFoundError(f"{folder} no longer exists")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
+        if not partial.parent.is_dir():  # not created again: its disk may be unmounted for a while
+            raise FileNotFoundError(f"{partial.parent} no longer exists")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
 
-    def publish() -> None:
-        if ranks.is_main:
-            for name, text in texts.items():
-                with naming_file(partial / name):
-                    (partial / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-            _write_manifest(partial)
-            _put_in_place(partial, final)
+    def write() -> None:
+        _save_state(accelerator, partial, parts if ranks.is_main else {})
+        for name, text in texts.items() if ranks.is_main else ():
+            with naming_file(partial / name):
+                (partial / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
     try:
-        ranks.run_on_all(prepare)
-        ranks.run_on_all(lambda: _save_state(accelerator, partial))
-        ranks.run_on_all(publish)
+        ranks.run_on_main(prepare)
+        ranks.run_on_all(write)
     except (OSError, AgreedError):
         if ranks.is_main:
             shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
+        raise
+
+
+def partial_of(folder: Path, step: int) -> Path:
+    """The folder in which the checkpoint of `step` is written."""
+    return folder / f".step-{step:08d}.partial"
+
+
+def publish(partial: Path) -> None:
+    """Complete the checkpoint in `partial`: write its manifest, flush it to the disk, rename it. Call on one rank.
+
+    Raises OSError, and then deletes it.
+    """
+    try:
+        _write_manifest(partial)
+        _put_in_place(partial, partial.with_name(partial.name[1 : -len(".partial")]))
+    except OSError:
+        if not partial.parent.is_dir():
+            raise FileNotFoundError(f"{partial.parent} no longer exists") from None
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
@@ -120,9 +141,12 @@ def clean_up(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
 
 
-def _save_state(accelerator: Accelerator, folder: Path) -> None:
+def _save_state(accelerator: Accelerator, folder: Path, parts: Mapping[str, Part]) -> None:
     try:
         accelerator.save_state(str(folder))
+        for name, part in parts.items():
+            tensors = {key: tensor.contiguous() for key, tensor in part.state_dict().items()}
+            save_file(tensors, folder / f"{name}.safetensors")
     except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder.parent} no longer exists") from error
@@ -131,11 +155,9 @@ def _save_state(accelerator: Accelerator, folder: Path) -> None:
 
 def _write_manifest(folder: Path) -> None:
     """Write the manifest, give all files the default mode, and flush everything to the disk."""
-    umask = os.umask(0)
-    os.umask(umask)
-    entries = {}
+    mode, entries = folder.stat().st_mode & 0o666, {}  # the umask of the process could only be read by changing it
     for path in sorted(folder.iterdir()):
-        path.chmod(0o666 & ~umask)  # safetensors makes its files readable by the owner only
+        path.chmod(mode)  # safetensors makes its files readable by the owner only
         entries[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
         sync(path)
     write_file(folder / MANIFEST, manifest_text(entries))

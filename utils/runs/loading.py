@@ -1,54 +1,126 @@
-"""Load the tensors of a verified checkpoint into a model and an optimizer."""
+"""Load the tensors of a verified checkpoint into a model, an optimizer and the other parts of a run."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
+from utils.console import join_names
 from utils.errors import UserError, one_line
+from utils.runs.manifest import files_of
+from utils.runs.parts import LOSS_SCALE, Part
 
 
 def load_model(checkpoint: Path, model: nn.Module) -> None:
     """Load all of the checkpoint's weights into `model`. Raises ValueError, and loads none, if they do not fit."""
-    path = checkpoint / "model.safetensors"
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path}: not readable ({one_line(error)})", "use another checkpoint") from error
-    own = model.state_dict()
-    for name in [*own, *tensors]:
-        here, there = (t[name].shape if name in t else None for t in (own, tensors))
-        if here != there:
-            there, here = ("nothing" if s is None else f"shape {list(s)}" for s in (there, here))
-            problem = f"{checkpoint}: holds a different model ({name}: {there} in the checkpoint, {here} in this model)"
-            raise UserError(problem, "use the same --model and --model_args")
-    model.load_state_dict(tensors)
+    model.load_state_dict(read_weights(checkpoint, model))
+
+
+def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The checkpoint's weights. Raises ValueError if they do not fit the model."""
+    tensors = _read(checkpoint / "model.safetensors")
+    difference = _difference(_shapes(tensors), _shapes(model.state_dict()))
+    if difference:
+        problem = f"{checkpoint}: holds a different model ({difference} in this model)"
+        raise UserError(problem, "use the same --model and --model_args")
+    return tensors
 
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed."""
-    path = checkpoint / "optimizer.bin"
+    """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
+
+    Takes a step with zero gradients, to learn the names and shapes of the state, so the weights must be loaded later.
+    Settings such as the weight decay stay those of this run. Raises ValueError if the state does not fit.
+    """
+    path, optimizer = checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
         own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(state)
-        _check_shapes(optimizer)
+        expected = _state_after_a_step(optimizer)
+        optimizer.load_state_dict(saved)
+        for parameter, values in optimizer.state.items():
+            if difference := _difference(_shapes(values), expected[parameter]):
+                raise ValueError(f"{difference} in this optimizer")
         _lay_out(optimizer)
         for group, settings in zip(optimizer.param_groups, own, strict=True):
-            group.update(settings)  # keep weight decay, momentum etc. of this run
+            group.update(settings)
     except Exception as error:  # torch.load raises errors of many classes, such as those of struct and pickle
-        problem = f"{path}: not this run's optimizer ({one_line(error)[:120]})"
-        raise UserError(problem, "use the same --optimizer and --model") from error
+        problem = f"{path}: not this run's optimizer ({one_line(error)[:160]})"
+        raise UserError(problem, "use the same --optimizer, with the same arguments, and the same --model") from error
 
 
-def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a tensor that is neither a scalar nor has its parameter's shape: updates would fail."""
-    for parameter, values in optimizer.state.items():
-        for name, value in values.items():
-            if value is not None and value.shape not in ((), parameter.shape):
-                raise ValueError(f"{name} of shape {list(value.shape)} for a parameter of {list(parameter.shape)}")
+def load_parts(checkpoint: Path, parts: Mapping[str, Part], values: dict[str, Any]) -> list[str]:
+    """Load the parts that the checkpoint has; returns a line for each part that only one of both has.
+
+    `values` is the contents of state.json. Raises ValueError if the tensors of a part do not fit.
+    """
+    saved = {Path(name).stem for name in files_of(checkpoint) if name.endswith(".safetensors")} - {"model"}
+    unknown = sorted(saved - parts.keys())
+    lines = [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"] if unknown else []
+    for name, part in parts.items():
+        path = checkpoint / f"{name}.safetensors"
+        if name in saved:
+            tensors = _read(path)
+        elif name == LOSS_SCALE and values.get("scaler"):  # before format 1
+            path, tensors = checkpoint / "state.json", _scalars(values["scaler"])
+        else:
+            lines.append(f"{path.name} is not in the checkpoint: {name} starts anew")
+            continue
+        try:
+            if difference := _difference(_shapes(tensors), _shapes(part.state_dict())):
+                raise ValueError(f"{difference} in this run")
+            part.load_state_dict(tensors)
+        except Exception as error:  # of any class, if a value is malformed
+            problem = f"{path}: not this run's {name} ({one_line(error)[:160]})"
+            raise UserError(problem, "use the same settings") from error
+    return lines
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path}: not readable ({one_line(error)})", "use another checkpoint") from error
+
+
+def _scalars(values: Any) -> dict[str, Tensor]:
+    """The numbers of a dict as float64 scalars."""
+    numbers = values.items() if isinstance(values, dict) else ()
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers if type(value) in (int, float)}
+
+
+def _shapes(values: Mapping[str, Any]) -> dict[str, str]:
+    """The shape of each tensor, and the type of each other value except None, in words."""
+    return {
+        name: f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _difference(there: dict[str, str], here: dict[str, str]) -> str:
+    """The first name whose shapes differ, in words; empty if none does."""
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            return f"{name}: {there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')}"
+    return ""
+
+
+def _state_after_a_step(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, str]]:
+    """The `_shapes` of each parameter's state after one step with zero gradients. The state is discarded."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    shapes = {parameter: _shapes(optimizer.state[parameter]) for parameter in parameters}
+    optimizer.state.clear()
+    return shapes
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:

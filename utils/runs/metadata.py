@@ -32,6 +32,9 @@ _OF_ONE_START = ("run_name", "resume", "profile", *(field.name for field in fiel
 OF_THIS_MACHINE = (*_OF_ONE_START, "cache_dir", "data_dir", "output_dir", "num_workers")
 _OTHER = "use another checkpoint"
 
+FORMAT = 1
+"""The format of a checkpoint. A new file or a new field with a default does not change it; see `_upgrade`."""
+
 
 @dataclass(frozen=True)
 class SavedRun:
@@ -74,10 +77,14 @@ def read_classes(checkpoint: Path) -> list[str]:
 def _read_values(path: Path) -> tuple[dict[str, Any], TrainState, InputSpec]:
     """The contents of state.json, and its state and input. Raises ValueError if a value is missing or malformed."""
     values = read_json(path)
+    if isinstance(values, dict):
+        _check_format(path, values)
     needed = {"state": dict, "input": dict, "samples": int, "labels": str, "global_batch_size": int, "seed": int}
     for name, kind in (needed | {"processes": int, "threads": int}).items():
         if not isinstance(values, dict) or type(values.get(name)) is not kind:
             raise UserError(f"{path}: {name!r} is missing or malformed", _OTHER)
+    if "format" not in values:
+        values = _upgrade(values)
     try:
         state, spec = TrainState.from_dict(values["state"]), InputSpec.from_dict(values["input"])
         if not 1 <= values["global_batch_size"] <= 2**24:  # all of its divisors are tried
@@ -85,6 +92,31 @@ def _read_values(path: Path) -> tuple[dict[str, Any], TrainState, InputSpec]:
     except ValueError as error:
         raise UserError(f"{path}: {error}", _OTHER) from None
     return values, state, spec
+
+
+def _check_format(path: Path, values: dict[str, Any]) -> None:
+    """Raise ValueError if this version of Lockstep cannot read the format. State files without one are older."""
+    found, wrote = values.get("format", FORMAT), values.get("versions")
+    if type(found) is not int or found < 1:
+        raise UserError(f"{path}: 'format' is malformed", _OTHER)
+    if found > FORMAT:
+        version = wrote.get("lockstep") if isinstance(wrote, dict) else None
+        writer = f"Lockstep {' '.join(str(version).split())[:40]}"
+        raise UserError(f"{path}: format {found} of {writer} is newer than format {FORMAT}", "update Lockstep")
+
+
+def _upgrade(values: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a state.json without a format, which is older than format 1, as those of format 1.
+
+    Such a checkpoint has the loss scale of fp16 in `scaler` instead of in a file of its own; see `load_parts`.
+    """
+    state = {"bad_images": [], "evaluations": []} | values["state"]
+    if "best_accuracy" in state:
+        state["best"] = state.pop("best_accuracy")
+    sums = state.get("since_log")
+    if isinstance(sums, dict) and "correct" in sums:
+        state["since_log"] = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}
+    return values | {"format": 1, "state": state}
 
 
 @cache
@@ -99,6 +131,7 @@ def metadata_files(
 ) -> dict[str, str | bytes]:
     """The small files of a checkpoint, as {file name: contents}; `more` is added to state.json."""
     values = {
+        "format": FORMAT,
         "state": asdict(state),
         "samples": plan.samples,
         "labels": data.train.label_fingerprint,

@@ -1,25 +1,28 @@
 """Resume a run from a checkpoint: its batch sizes, state and tensors, and what differs from the earlier run."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from utils.config.batch import resolve_batch
 from utils.config.settings import TrainConfig
+from utils.console import Terminal
 from utils.data.decode import peek
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
 from utils.data.splits import Data, Split
-from utils.errors import UserError, one_line
+from utils.errors import UserError
 from utils.models.zoo import input_spec
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import load_model, load_optimizer
+from utils.runs.checkpoint import delete_after
+from utils.runs.folder import Start
+from utils.runs.loading import load_optimizer, load_parts, read_weights
 from utils.runs.metadata import OF_THIS_MACHINE, SavedRun
+from utils.runs.parts import Part
 from utils.runs.state import TrainState
 
 _SPEC_SETTINGS = ("model", "pretrained", "image_size", "channels", "mean", "std")  # what an InputSpec depends on
@@ -80,7 +83,9 @@ def restore_state(
         if there != here:
             problem = f"{saved.path}: was trained with {what} of {_short(there)}, not {_short(here)}"
             raise UserError(problem, "use the same settings")
-    state = replace(saved.state, bad_images=list(saved.state.bad_images))
+    owed = saved.state.step + (not saved.state.owes_evaluation)  # the first evaluation that is done again
+    done = [evaluation for evaluation in saved.state.evaluations if evaluation["step"] < owed]
+    state = replace(saved.state, bad_images=list(saved.state.bad_images), evaluations=done)
     try:
         state.check_place(plan)
         if any(position >= plan.samples for position in state.bad_images):
@@ -95,23 +100,35 @@ def restore_state(
     return state
 
 
-def restore_tensors(
-    saved: SavedRun, module: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, ranks: Ranks
+def restore(
+    start: Start,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[str, Part],
+    lines: Sequence[str],
+    ranks: Ranks,
 ) -> None:
-    """Load the checkpoint's weights, optimizer state and, in fp16, the loss scale; collective."""
-    ranks.run_on_all(lambda: load_model(saved.path, module))
-    ranks.run_on_all(lambda: load_optimizer(saved.path, optimizer))
-    scale = saved.values.get("scaler")
-    if accelerator.scaler is not None and scale:
-        ranks.run_on_all(lambda: _load_scale(scale, accelerator.scaler, saved.path / "state.json"))
+    """Load the checkpoint's tensors, print `lines`, and delete later checkpoints; collective.
 
+    Also prints a line for each part that only the checkpoint or only the run has. Raises ValueError, before any file is
+    changed, if the tensors do not fit.
+    """
+    saved, folder = start.saved, start.folder
+    assert saved is not None
 
-def _load_scale(scale: Any, scaler: torch.amp.GradScaler, path: Path) -> None:
-    """Restore the loss scale. A new one would overflow, and updates would be skipped."""
-    try:
-        scaler.load_state_dict(scale)
-    except (RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: 'scaler' is malformed ({one_line(error)[:120]})", "use another checkpoint") from error
+    def load() -> list[str]:
+        # An error about the weights names the cause best, so it comes first. They are loaded after the optimizer's
+        # state, because `load_optimizer` changes them.
+        weights = read_weights(saved.path, module)
+        load_optimizer(saved.path, optimizer)
+        module.load_state_dict(weights)
+        return load_parts(saved.path, parts, saved.values)
+
+    unmatched = ranks.run_on_all(load)
+    Terminal(ranks.is_main).print("\n".join([*lines, *unmatched]))
+    if folder is not None:
+        state = saved.state
+        ranks.run_on_main(lambda: delete_after(folder.checkpoints, state.step, state.best_step))
 
 
 def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, plan: Plan, ranks: Ranks) -> list[str]:

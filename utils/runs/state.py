@@ -1,9 +1,13 @@
 """The training state, which every checkpoint stores as JSON and a resumed run starts from."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from utils.data.order import Plan
+
+_MOST_EVALUATIONS = 10_000  # about 3 MB of JSON, of which a checkpoint's file may have 8
 
 
 @dataclass
@@ -32,6 +36,13 @@ class TrainState:
     """Positions in the training split of images found to be unreadable during the run. The run no longer uses them."""
     batch_size: int = 0
     """The largest batch of one process so far. A resumed run on fewer processes accumulates instead of exceeding it."""
+    evaluations: list[dict] = field(default_factory=list)
+    """The step and the numbers of each evaluation so far, oldest first."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where the run continues: the number of the next update, its epoch, and its position in the epoch."""
+        return self.step, self.epoch, self.position
 
     @property
     def epochs_begun(self) -> int:
@@ -44,19 +55,28 @@ class TrainState:
         self.epoch, self.position = plan.advance(self.epoch, self.position)
         self.step += 1
 
-    def evaluated(self, value: float, higher_is_better: bool) -> None:
-        """Store the value of an evaluation's metric at this step if it is the best so far."""
-        self.owes_evaluation = False
-        is_better = self.best is None or (value > self.best if higher_is_better else value < self.best)
-        if math.isfinite(value) and is_better:
+    def evaluated(self, result: Mapping[str, Any], metric: str, higher_is_better: bool) -> None:
+        """Add an evaluation at this step to the history, and store its `metric` if it is the best so far.
+
+        NaN and infinity, which JSON lacks, become None in the history and are never the best.
+        """
+        numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self.evaluations = [*self.evaluations[1 - _MOST_EVALUATIONS :], {"step": self.step, **finite}]
+        value, best = finite[metric], self.best
+        if value is not None and (best is None or (value > best if higher_is_better else value < best)):
             self.best, self.best_step = value, self.step
+        self.owes_evaluation = False
 
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
-        """The state from the output of `asdict`. Raises ValueError if a field is missing or malformed."""
+        """The state from the output of `asdict`. Raises ValueError if a field is missing or malformed.
+
+        Fields that were added to format 1 later may be missing, and then have their defaults.
+        """
         default = asdict(cls())
         for name in default:
-            given = isinstance(values, dict) and (name in values or name in _LATER)
+            given = name in values or name not in _FORMAT_1
             if not given or not _is_valid(name, values.get(name, default[name])):
                 raise ValueError(f"the training state {name!r} is missing or malformed")
         return cls(**{name: values[name] for name in default if name in values})
@@ -70,7 +90,9 @@ class TrainState:
             raise ValueError(f"step {self.step}, epoch {self.epoch} and position {self.position} contradict each other")
 
 
-_LATER = ("bad_images",)  # fields that older checkpoints lack
+# The fields of format 1, which are required, so that damage is noticed. Do not add later fields.
+_FORMAT_1 = {"step", "epoch", "position", "best", "best_step", "seconds", "images", "logged_seconds"}
+_FORMAT_1 |= {"since_log", "owes_evaluation", "bad_images", "batch_size", "evaluations"}
 
 
 def _is_valid(name: str, value) -> bool:
@@ -79,6 +101,8 @@ def _is_valid(name: str, value) -> bool:
         return type(value) is bool
     if name == "bad_images":
         return isinstance(value, list) and all(_is_number(position, int) for position in value)
+    if name == "evaluations":
+        return isinstance(value, list) and all(_is_evaluation(entry) for entry in value)
     if name == "since_log":
         fits = isinstance(value, dict) and (not value or value.keys() >= {"count", "wait", "loss"})
         return fits and all(_is_finite(total) for total in value.values())
@@ -88,6 +112,13 @@ def _is_valid(name: str, value) -> bool:
         return _is_finite(value)
     is_real = name in ("seconds", "logged_seconds")
     return _is_number(value, int, *(float,) * is_real) and (name != "batch_size" or value > 0)
+
+
+def _is_evaluation(value) -> bool:
+    if not isinstance(value, dict) or not _is_number(value.get("step"), int):
+        return False
+    numbers = [number for number in value.values() if number is not None]
+    return all(type(number) in (int, float) and -math.inf < number < math.inf for number in numbers)
 
 
 def _is_number(value, *kinds: type) -> bool:

@@ -52,13 +52,14 @@ class Synchronised(NamedTuple):
 class Meter:
     """This rank's sums since the last train record; `reduce` adds them up over the ranks.
 
-    `start` has the totals that a resumed run continues from, on one of the ranks.
+    `start` has the totals that a resumed run continues from. The main process adds them to its own.
     """
 
-    def __init__(self, task: Task, device: torch.device, start: Mapping[str, float]):
+    def __init__(self, task: Task, device: torch.device, start: Mapping[str, float], is_main: bool):
         self.task, self.names = task, (*task.training, "count", "wait")
         if start and start.keys() != set(self.names):
             raise UserError(f"the checkpoint has sums of {join_names(start)}, not {join_names(self.names)}", _FIX)
+        start = start if is_main else {}
         values = [start.get(name, 0.0) for name in task.training]
         self.sums = torch.tensor(values, dtype=torch.float64, device=device)
         self.count, self.wait = start.get("count", 0.0), start.get("wait", 0.0)

@@ -2,8 +2,9 @@
 
 import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -25,12 +26,33 @@ from utils.ranks.stopping import Stopping
 from utils.runs.folder import RunFolder
 from utils.runs.log import RunLog
 from utils.runs.metadata import versions
+from utils.runs.parts import Part
 from utils.runs.state import TrainState
 from utils.tasks.task import Task
 from utils.training.bad_images import still_bad, write_list
 from utils.training.evaluation import Evaluator
 from utils.training.meter import Meter
 from utils.training.profiling import Profile
+
+
+@dataclass
+class Saving:
+    """A checkpoint that a thread of the main process completes. On other ranks nothing is started."""
+
+    step: int
+    best: tuple[float | None, int | None]  # accuracy and update of the best checkpoint, this one included
+    published: Future = field(default_factory=Future)
+    pointed: Future = field(default_factory=Future)
+
+    def start(self, saver: ThreadPoolExecutor, publish: Callable, point: Callable) -> None:
+        """Complete the checkpoint, then update the pointers to it."""
+        published = self.published = saver.submit(publish)
+        self.pointed = saver.submit(lambda: (published.result(), point()))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the thread has failed so far. The ranks must agree before they act on it."""
+        return self.pointed.done() and self.pointed.exception() is not None
 
 
 @dataclass(kw_only=True)
@@ -52,12 +74,15 @@ class Run:
     model: nn.Module  # as Accelerate wraps it, for training
     module: nn.Module  # without the wrapper, for evaluation
     optimizer: Optimizer
+    parts: Mapping[str, Part]  # what checkpoints hold besides model and optimizer
     train_batches: Batches
     evaluator: Evaluator
     meter: Meter
     log: RunLog
     profile: Profile
     saved_best: tuple[float | None, int | None]  # metric and update of the best checkpoint on disk
+    saving: Saving | None = None  # the last save, until `finish_save`
+    saver: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saving"))
 
 
 def announce(run: Run) -> None:

@@ -1,23 +1,28 @@
-"""Save a checkpoint of a run."""
+"""Save checkpoints of a run. The main process completes each one in a thread while training continues."""
 
 from dataclasses import asdict
 from functools import partial
 
 from utils.errors import AgreedError, one_line
-from utils.runs.checkpoint import save_checkpoint, update_pointers
+from utils.runs.checkpoint import partial_of, publish, update_pointers, write_checkpoint
 from utils.runs.metadata import metadata_files
 from utils.training.divergence import check_weights
-from utils.training.run import Run
+from utils.training.run import Run, Saving
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint and delete old ones, then agree on stopping; collective."""
-    config, state, ranks, scaler = run.config, run.state, run.ranks, run.accelerator.scaler
-    more = {"input": asdict(run.spec), "scaler": scaler and scaler.state_dict()}
-    files = metadata_files(config, state, run.plan, ranks, run.data, more)
-    folder, step, saved = run.folder.checkpoints, state.step, False
+    """Write a checkpoint, then agree on stopping; collective.
+
+    All ranks wait until the tensors are written. Then a thread of the main process hashes and
+    flushes the files, renames the folder and deletes old checkpoints; `finish_save` waits for it.
+    """
+    finish_save(run)
+    state, ranks, step = run.state, run.ranks, run.state.step
     ranks.mark(f"after update {step}, saving")
     ranks.run_on_all(partial(check_weights, run.module, run.plan, run.data.train, step))
+    more = {"input": asdict(run.spec)}
+    files = metadata_files(run.config, state, run.plan, ranks, run.data, more)
+    unfinished = partial_of(run.folder.checkpoints, step)
 
     def check_folder_and_log() -> None:
         run.folder.check_own()
@@ -25,16 +30,46 @@ def save(run: Run) -> None:
 
     try:
         ranks.run_on_all(check_folder_and_log)
-        save_checkpoint(ranks, run.accelerator, folder, step, files)
-        saved, run.saved_best = True, (state.best, state.best_step)
-        move = partial(update_pointers, folder, step, state.best_step, config.keep)
-        ranks.run_on_main(move)
+        write_checkpoint(ranks, run.accelerator, unfinished, files, run.parts)
+        run.saving = Saving(step, (state.best, state.best_step))
+        if ranks.is_main:
+            folder, best, keep = unfinished.parent, state.best_step, run.config.keep
+            point = partial(update_pointers, folder, step, best, keep)
+            run.saving.start(run.saver, partial(publish, unfinished), point)
     except (OSError, AgreedError) as error:
-        is_last = step >= run.updates or run.stopping.agreed  # there is no next save
-        if config.if_save_fails == "stop" or is_last:
-            raise
-        state.best, state.best_step = run.saved_best
-        what = "was saved, but `latest` or `best` was not updated" if saved else "could not be saved"
-        run.log.say(f"update {step} {what}: {one_line(error)}")
+        _report(run, error, f"update {step} could not be saved", _is_last(run))
     run.meter.restart_save_clock()
     run.stopping.agreed = ranks.any_rank(run.stopping.agreed or run.stopping.requested)
+    if _is_last(run):
+        finish_save(run, is_last=True)
+
+
+def finish_save(run: Run, is_last: bool = False) -> None:
+    """Wait until the last checkpoint is complete; collective. If it is not, act as --if_save_fails says.
+
+    Called before each evaluation, because the best checkpoint is the best of those that were saved.
+    """
+    saving, run.saving, saved = run.saving, None, False
+    if saving is None:
+        return
+    run.ranks.mark(f"after update {run.state.step}, completing the checkpoint of update {saving.step}")
+    try:
+        run.ranks.run_on_main(lambda: saving.published.result())
+        saved, run.saved_best = True, saving.best
+        run.ranks.run_on_main(lambda: saving.pointed.result())
+    except (OSError, AgreedError) as error:
+        what = "was saved, but `latest` or `best` was not updated" if saved else "could not be saved"
+        _report(run, error, f"update {saving.step} {what}", is_last)
+
+
+def _is_last(run: Run) -> bool:
+    """Whether no save follows that of this update."""
+    return run.state.step >= run.updates or run.stopping.agreed
+
+
+def _report(run: Run, error: Exception, what: str, is_last: bool) -> None:
+    """Raise the error of a save, or report it if the run continues."""
+    if run.config.if_save_fails == "stop" or is_last:
+        raise error
+    run.state.best, run.state.best_step = run.saved_best
+    run.log.say(f"{what}: {one_line(error)}")

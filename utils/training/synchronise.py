@@ -10,6 +10,7 @@ from utils.training.bad_images import found_by_all, write_list
 from utils.training.divergence import report_bad_loss
 from utils.training.meter import Pace
 from utils.training.run import Run
+from utils.training.saving import finish_save
 from utils.training.schedule import learning_rate
 
 
@@ -23,11 +24,13 @@ def synchronise(run: Run, pace: Pace) -> float:
     run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
     failed = batches.error is not None
     failed = failed or (run.log.error is not None and run.config.if_save_fails == "stop")
+    failed = failed or (run.saving is not None and run.saving.failed)
     new_bad = len(batches.bad.keys() - batches.agreed_bad)
     reduced = run.meter.reduce(run.accelerator, failed, run.stopping.requested, new_bad)
     if reduced.failed:
         run.ranks.run_on_all(batches.check)
         run.ranks.run_on_all(run.log.check)
+        finish_save(run)
     if reduced.bad:
         state.bad_images += agree_on_bad(run, run.data.train, batches)
     if not reduced.totals["count"]:

@@ -1,0 +1,201 @@
+"""What a checkpoint holds besides the weights comes back exactly: any optimizer's state, and the parts of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import Average, same_tensors, train_run, train_with_average, weights
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import train
+from utils.config.settings import LaunchConfig
+from utils.launch.environment import Topology
+from utils.ranks.ranks import Ranks
+from utils.runs.checkpoint import _write_manifest, partial_of, publish, write_checkpoint
+from utils.runs.loading import load_optimizer, load_parts
+from utils.runs.manifest import files_of
+from utils.runs.parts import LOSS_SCALE, LossScale
+
+FLAGS = ["--model", "mnist_cnn", "--image_size", "12", "--global_batch_size", "120", "--threads", "1", "--lr", "0.02"]
+FLAGS += ["--max_train_samples", "480", "--lr_schedule", "constant", "--max_steps", "7"]
+RUN = ["--run_name", "run", *FLAGS, "--resume", "auto"]
+CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
+
+
+def optimizer_state(name):
+    """All tensors of a run's optimizer, by their places."""
+    folder = Path("runs") / name / "checkpoints"
+    path = folder / (folder / "latest").read_text().strip() / "optimizer.bin"
+    states = torch.load(path, weights_only=True)["state"]
+    return {f"{number} {key}": value for number, state in states.items() for key, value in state.items()}
+
+
+def sign_again(checkpoint):
+    """Write a manifest that fits what was changed."""
+    (checkpoint / "manifest.json").unlink()
+    _write_manifest(checkpoint)
+
+
+# Optimizers
+
+
+def train_with_adafactor(flags):
+    def adafactor(config, module):
+        return torch.optim.Adafactor(module.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+
+    train.build_optimizer = adafactor
+    train.main(flags)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_optimizer_whose_state_has_other_shapes_than_the_weights_resumes_bit_identical(processes):
+    returned(processes, train_with_adafactor, ["--run_name", "whole", *FLAGS])
+    for stop in ("3", "7"):
+        returned(processes, train_with_adafactor, [*RUN, "--max_steps", stop])
+    shapes = {tuple(value.shape) for name, value in optimizer_state("whole").items() if "row" in name}
+    assert len(shapes) > 2 and all(shape[-1] == 1 for shape in shapes)  # statistics of rows, not of weights
+    assert same_tensors(weights("run"), weights("whole"))
+    assert same_tensors(optimizer_state("run"), optimizer_state("whole"))
+
+
+def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
+    train_run(1, "run", *FLAGS, "--max_steps", "4", "--optimizer", "adamw")
+    path, flags = CHECKPOINT / "optimizer.bin", [*RUN, "--optimizer", "adamw"]
+    good = path.read_bytes()
+    for name, value, said in (
+        ("exp_avg", torch.zeros(1), "exp_avg: shape [1] in the checkpoint, shape [32, 1, 3, 3] in this optimizer"),
+        ("exp_avg_sq", None, "exp_avg_sq: nothing in the checkpoint, shape [32, 1, 3, 3] in this optimizer"),
+        ("max_exp_avg_sq", torch.zeros(1), "max_exp_avg_sq: shape [1] in the checkpoint, nothing in this optimizer"),
+        ("step", torch.zeros(2), "step: shape [2] in the checkpoint, shape [] in this optimizer"),
+    ):
+        saved = torch.load(path, weights_only=True)
+        saved["state"][0][name] = value
+        torch.save(saved, path)
+        sign_again(CHECKPOINT)
+        (outcome,) = run_ranks(1, train.main, flags)
+        assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome.err
+        assert f"{path}: not this run's optimizer ({said}); use the same --optimizer" in outcome.err
+        path.write_bytes(good)
+    sign_again(CHECKPOINT)
+    train_run(1, "run", *flags[2:])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_loading_an_optimizer_takes_all_of_its_state_and_keeps_the_settings_of_this_run(kind):
+    returned(1, _step_with_a_loaded_optimizer, kind)
+
+
+def _step_with_a_loaded_optimizer(kind):
+    def layers():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+
+    trained, fresh = layers(), layers()
+    optimizer, other = kind(trained.parameters(), lr=0.1), kind(fresh.parameters(), lr=0.3)
+    for _ in range(3):
+        trained(torch.ones(4, 6)).sum().backward()
+        optimizer.step()
+    torch.save(optimizer.state_dict(), "optimizer.bin")
+    load_optimizer(Path(), other)
+    fresh.load_state_dict(trained.state_dict())
+    assert other.param_groups[0]["lr"] == 0.3 and all(weight.grad is None for weight in fresh.parameters())
+    other.param_groups[0]["lr"] = 0.1
+    for model, step in ((trained, optimizer), (fresh, other)):
+        model.zero_grad()
+        model(torch.ones(4, 6)).sum().backward()
+        step.step()
+    assert same_tensors(trained.state_dict(), fresh.state_dict())
+
+
+# Parts
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_part_is_in_the_checkpoint_and_a_resumed_run_goes_on_with_it_bit_identical(processes):
+    returned(processes, train_with_average, ["--run_name", "whole", *FLAGS])
+    for stop in ("3", "7"):
+        returned(processes, train_with_average, [*RUN, "--max_steps", stop])
+    file = "average.safetensors"
+    assert file in files_of(Path("runs/run/checkpoints/step-00000003"))
+    assert same_tensors(weights("run", file=file), weights("whole", file=file))
+    assert not same_tensors(weights("run", file=file), weights("run"))
+
+
+def test_parts_that_only_the_run_or_only_the_checkpoint_has_are_reported():
+    train_run(1, "run", *FLAGS, "--max_steps", "4")
+    (outcome,) = run_ranks(1, train_with_average, [*RUN, "--max_steps", "5"])
+    assert "average.safetensors is not in the checkpoint: average starts anew" in outcome.out
+    tensors, now = (weights("run", file=file) for file in ("average.safetensors", "model.safetensors"))
+    assert tensors and all(torch.equal(tensor, 0.1 * now[name]) for name, tensor in tensors.items())  # of one update
+    (outcome,) = run_ranks(1, train.main, [*RUN, "--max_steps", "6"])
+    assert outcome.code == 0 and "parts of the checkpoint that this run does not have: average" in outcome.out
+    assert not Path("runs/run/checkpoints/step-00000006/average.safetensors").exists()
+
+
+@pytest.mark.parametrize("damage", ["shape", "name", "file"])
+def test_a_part_that_does_not_fit_is_one_line_and_changes_nothing(damage):
+    returned(1, train_with_average, ["--run_name", "run", *FLAGS, "--max_steps", "4"])
+    path = CHECKPOINT / "average.safetensors"
+    tensors = load_file(path)
+    first = next(iter(tensors))
+    if damage == "file":
+        path.write_bytes(b"\x02" + bytes(7) + b"[]")
+    else:
+        tensors[first if damage == "shape" else "other"] = torch.zeros(2)
+        save_file(tensors, path)
+    sign_again(CHECKPOINT)
+    log = Path("runs/run/log.jsonl").read_bytes()
+    (outcome,) = run_ranks(1, train_with_average, RUN)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and str(path) in outcome.err, outcome.err
+    assert (f"{first}: shape [2] in the checkpoint" in outcome.err) == (damage == "shape")
+    assert Path("runs/run/log.jsonl").read_bytes() == log and CHECKPOINT.is_dir()
+
+
+def scaler_after(*scales):
+    """A scaler that had these scales."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=7)
+    scaler.scale(torch.ones(()))
+    for scale in scales:
+        scaler.update(scale)
+    scaler._growth_tracker.fill_(5)
+    return scaler
+
+
+def test_the_loss_scale_of_fp16_is_a_part():
+    returned(1, _save_and_load_a_loss_scale)
+
+
+def _save_and_load_a_loss_scale():
+    ranks, accelerator, layer = Ranks(Topology(), LaunchConfig(threads=1)), Accelerator(cpu=True), nn.Linear(2, 2)
+    accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    used, average = scaler_after(1.0, 512.0), Average(layer)
+    average.update()
+    partial = partial_of(Path("checkpoints"), 3)
+    partial.parent.mkdir()
+    write_checkpoint(ranks, accelerator, partial, {}, {LOSS_SCALE: LossScale(used), "average": average})
+    publish(partial)
+    checkpoint, fresh = Path("checkpoints/step-00000003"), torch.amp.GradScaler("cpu")
+    assert {"loss_scale.safetensors", "average.safetensors"} <= files_of(checkpoint).keys()
+    other = Average(layer)
+    assert load_parts(checkpoint, {LOSS_SCALE: LossScale(fresh), "average": other}, {}) == []
+    assert fresh.state_dict() == used.state_dict() and fresh.get_scale() == 512.0
+    assert fresh.state_dict()["_growth_tracker"] == 5 and type(fresh.state_dict()["growth_interval"]) is int
+    assert same_tensors(other.state_dict(), average.state_dict())
+
+
+def test_a_loss_scale_from_before_there_were_parts_is_used(tmp_path):
+    _write_manifest(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "state.json").write_text("{}")
+    _write_manifest(tmp_path)
+    used, fresh = scaler_after(512.0), torch.amp.GradScaler("cpu")
+    values = json.loads(json.dumps({"scaler": used.state_dict()}))
+    assert load_parts(tmp_path, {LOSS_SCALE: LossScale(fresh)}, values) == []
+    assert fresh.state_dict() == used.state_dict()
+    for wrong in ("x", {"scale": "x"}, {"scale": 1.0}, used.state_dict() | {"growth_interval": float("nan")}):
+        with pytest.raises(ValueError, match=r"state.json: not this run's loss_scale"):
+            load_parts(tmp_path, {LOSS_SCALE: LossScale(torch.amp.GradScaler("cpu"))}, {"scaler": wrong})
