@@ -37,7 +37,7 @@ from utils.data.workers import check_workers
 from utils.launch.command import typed_command
 from utils.memory import frozen_garbage
 from utils.models.batch_norm import check_batch_norm, has_batch_norm
-from utils.models.zoo import build_model, check_model, seed_layers
+from utils.models.zoo import OWN_MODELS, build_model, check_model, seed_layers
 from utils.ranks.accelerator import (
     check_precision,
     compile_model,
@@ -66,7 +66,7 @@ from utils.training.saving import finish_save, save
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
-TABLES = SOURCES, LOSSES, OPTIMIZERS, SCHEDULES  # the names that settings may have
+TABLES = SOURCES, OWN_MODELS, LOSSES, OPTIMIZERS, SCHEDULES  # the names that settings may have
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:

@@ -295,7 +295,7 @@ def test_means_and_deviations_are_given_for_each_channel_or_for_all():
     "settings, text",
     [
         ({"model": "resnet81"}, "--model resnet81: no such model; did you mean .*resnet18"),
-        ({"model": "xyzzy"}, "--model xyzzy: no such model; use mnist_cnn, mlp, a torchvision model or timm/NAME$"),
+        ({"model": "xyzzy"}, "--model xyzzy: no such model; use mnist_cnn, mlp, any torchvision .* or timm/NAME$"),
         ({"model": "timm/resnet81"}, "--model timm/resnet81: timm has no such model; did you mean timm/resnet"),
         ({"model": "mnist_cnn", "pretrained": True}, "--pretrained: mnist_cnn has no published weights"),
     ],

@@ -44,11 +44,8 @@ def sign_again(checkpoint):
 
 
 def train_with_adafactor(flags):
-    def adafactor(config, module):
-        return torch.optim.Adafactor(module.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-
-    train.build_optimizer = adafactor
-    train.main(flags)
+    train.OPTIMIZERS["adafactor"] = lambda groups, config: torch.optim.Adafactor(groups, lr=config.lr)
+    train.main([*flags, "--optimizer", "adafactor"])
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -80,7 +80,7 @@ class TrainConfig(LaunchConfig):
     their centre, as in evaluation (default: 1 for images up to 96 pixels, 0.08 for larger ones)."""
 
     model: str = "mnist_cnn"
-    """Model: mnist_cnn, mlp, any torchvision classification model, or timm/NAME."""
+    """Model."""
     model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False

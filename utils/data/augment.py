@@ -159,7 +159,10 @@ def _shift_and_flip(config: TrainConfig, spec: InputSpec) -> Operation | None:
 
 
 # In the order in which they are applied. A value makes the operation of these settings, or None if they have none.
-AUGMENTATIONS = {"crop": _crop, "shift and flip": _shift_and_flip}
+AUGMENTATIONS = {
+    "crop": _crop,
+    "shift and flip": _shift_and_flip,
+}
 
 
 class Augmentation:

@@ -20,7 +20,11 @@ from utils.files import expand
 
 SOURCES = Table(
     "data",
-    {"digits": open_digits, "synthetic/": open_synthetic, "torchvision/": open_torchvision},
+    {
+        "digits": open_digits,
+        "synthetic/": open_synthetic,
+        "torchvision/": open_torchvision,
+    },
     others="a Hub id such as ylecun/mnist, an image folder, a folder of parquet or arrow files, a save_to_disk folder",
 )
 _EARLY_CHECKS = {"torchvision/": torchvision_class}  # of what follows the key; they open nothing

@@ -1,4 +1,7 @@
-"""Two small models: mnist_cnn and mlp. To add a model, write it here and add it to OWN_MODELS in zoo.py."""
+"""Two small models: mnist_cnn and mlp.
+
+To add a model, write a class or a function with the same first two arguments and add it to `OWN_MODELS` in zoo.py.
+"""
 
 import torch
 from torch import Tensor, nn

@@ -12,13 +12,18 @@ import torchvision
 from torch import nn
 
 from utils.config.settings import TrainConfig
+from utils.config.table import Table
 from utils.data.spec import SMALL, InputSpec
 from utils.errors import UserError, one_line
 from utils.models.small import MLP, MnistCNN
 
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to this size; 32 for other models
 STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
-OWN_MODELS = {"mnist_cnn": MnistCNN, "mlp": MLP}
+OWN_MODELS = Table(
+    "model",
+    {"mnist_cnn": MnistCNN, "mlp": MLP},
+    others="any torchvision classification model or timm/NAME",
+)
 
 
 def check_model(config: TrainConfig) -> None:
@@ -45,7 +50,7 @@ def check_model(config: TrainConfig) -> None:
 def _did_you_mean(names: list[str]) -> str:
     if names:
         return f"did you mean {' or '.join(names)}"
-    return f"use {', '.join(OWN_MODELS)}, a torchvision model or timm/NAME"
+    return f"use {OWN_MODELS.listed()}"
 
 
 def torchvision_models() -> list[str]:

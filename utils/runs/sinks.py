@@ -89,4 +89,6 @@ class ProgressBar:
 
 # Each is called with the run folder, the state that the run starts from, the number of updates of the whole run and its
 # task. A sink with records of an earlier start must drop those that are not kept (`is_kept`), as log.jsonl does.
-SINKS: dict[str, Callable[[Path, TrainState, int, Task], Sink]] = {"terminal": ProgressBar}
+SINKS: dict[str, Callable[[Path, TrainState, int, Task], Sink]] = {
+    "terminal": ProgressBar,
+}

@@ -30,4 +30,7 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / classes
 
 
-LOSSES = Table("loss", {"cross_entropy": cross_entropy, "binary_cross_entropy": binary_cross_entropy})
+LOSSES = Table(
+    "loss",
+    {"cross_entropy": cross_entropy, "binary_cross_entropy": binary_cross_entropy},
+)

@@ -39,7 +39,7 @@ class Task:
         raise NotImplementedError
 
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """The metrics of `count` samples from their sums, here the means."""
+        """The metrics of `count` samples from their sums, either `training` or `evaluation`; here the means."""
         return {name: total / count for name, total in sums.items()}
 
     def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:

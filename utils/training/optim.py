@@ -31,7 +31,9 @@ def adamw(
 
 
 OPTIMIZERS = Table(
-    "optimizer", {"sgd": sgd, "adamw": adamw}, trial=lambda config: build_optimizer(config, nn.Linear(1, 1))
+    "optimizer",
+    {"sgd": sgd, "adamw": adamw},
+    trial=lambda config: build_optimizer(config, nn.Linear(1, 1)),
 )
 
 

@@ -116,6 +116,11 @@ def _check_arguments(config: TrainConfig) -> None:
 
 SCHEDULES = Table(
     "lr_schedule",
-    {"constant": constant, "linear": linear, "cosine": cosine, "onecycle": onecycle},
+    {
+        "constant": constant,
+        "linear": linear,
+        "cosine": cosine,
+        "onecycle": onecycle,
+    },
     trial=_check_arguments,
 )

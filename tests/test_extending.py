@@ -1,0 +1,261 @@
+"""The diffs of docs/extending.md apply to a copy of the project, and all of them work together in one run.
+
+If a diff no longer applies: apply it by hand to a clone, and put the output of `git diff -U1` into the page.
+"""
+
+import csv
+import importlib
+import json
+import math
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers.draws import plain_uniform
+from helpers.make_data import pictures
+from helpers.ranks import run_ranks, start_ranks
+from helpers.training_runs import BIN, ROOT, await_save, hold, kept_in, records, restore, same_tensors, weights
+from helpers.waiting import until
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from utils.data.order import fold_in
+
+PAGE = (ROOT / "docs/extending.md").read_text()
+SECTIONS = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
+FOUND = {name: re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S) for name, text in SECTIONS.items()}
+DIFFS = {name: "".join(diffs) for name, diffs in FOUND.items() if diffs}
+COMMANDS = re.findall(r"^python train.py (.+)$", PAGE, re.M)
+FLAGS = [word for command in COMMANDS for word in shlex.split(command)]
+FLAGS += ["--global_batch_size", "12", "--epochs", "2", "--log_every", "1", "--save_every", "5", "--eval_every", "5"]
+FLAGS += ["--image_size", "16", "--eval_batch_size", "2", "--threads", "1"]
+FLAGS += ["--lr", "0.02"]  # a higher one amplifies differences in rounding
+CLASSES = ["ant", "bee, wasp", "cat"]
+
+
+def copy_project(folder: Path, *diffs: str) -> Path:
+    """A copy of the scripts and of utils/ with these diffs."""
+    folder.mkdir()
+    for name in ("train.py", "eval.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "utils", folder / "utils", ignore=shutil.ignore_patterns("__pycache__"))
+    for diff in diffs:
+        subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, text=True, check=True)
+    return folder
+
+
+def in_copy(copy: Path, script: str, flags: list[str], hold_at: int | None = None, keep_first: bool = False):
+    """Run a script of the copy, in a forked process that has imported the project itself.
+
+    Before update `hold_at` the ranks wait. With `keep_first`, each saves its initial weights and its first batch.
+    """
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("train", "eval", "doctor", "utils"):
+            del sys.modules[name]
+    sys.path.insert(0, str(copy))
+    module = importlib.import_module(script)
+    assert Path(str(module.__file__)).parent == copy
+    if script == "train":
+        update = module.train_update
+
+        def watched(run, batches):
+            if run.state.step == hold_at:
+                await_save(run)
+                hold(run)
+            if run.state.step == 0 and keep_first:
+                first = next(batches)
+                tensors = first.images, first.labels, first.indices
+                torch.save((run.module.state_dict(), tensors), f"first-{run.ranks.topology.rank}.pt")
+                batches = chain([first], batches)
+            update(run, batches)
+
+        module.train_update = watched
+    return module.main(flags)
+
+
+def write_list(name: str, count: int, seed: int) -> tuple[np.ndarray, list[str]]:
+    """Write photos/NAME.csv and its images; returns their pixels [N, 16, 16, 3] and classes."""
+    pixels, labels = pictures(count, (16, 16), seed=seed), [CLASSES[n * 5 % 7 % 3] for n in range(count)]
+    Path("photos").mkdir(exist_ok=True)
+    with Path(f"photos/{name}.csv").open("w", newline="") as file:
+        for number, (image, label) in enumerate(zip(pixels, labels, strict=True)):
+            pixels[number, :, :, 0] = 40 * CLASSES.index(label) + image[:, :, 0] // 3  # can be learnt
+            Image.fromarray(pixels[number]).save(f"photos/{name}-{number}.png")
+            csv.writer(file).writerow([f"{name}-{number}.png", label])
+    return pixels, labels
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Runs of the copy: on one and on two processes, on two with a kill and a resume, and evaluations."""
+    root = tmp_path_factory.mktemp("extending")
+    copy, folder = copy_project(root / "copy", *DIFFS.values()), root / "runs"
+    with kept_in(folder):
+        seen, other = write_list("list", 60, 0), write_list("other", 31, 1)
+        two = run_ranks(2, in_copy, copy, "train", ["--run_name", "two", *FLAGS], None, True)
+        one = run_ranks(1, in_copy, copy, "train", ["--run_name", "one", *FLAGS])
+        assert not any(outcome.code for outcome in (*two, *one)), two[0].err + one[0].err
+        again = ["--run_name", "killed", *FLAGS, "--resume", "auto"]
+        launch = start_ranks(2, in_copy, copy, "train", again, 8)
+        until(lambda: Path("held-0").exists() and Path("held-1").exists())
+        launch.kill(signal.SIGKILL)
+        launch.finish()
+        logged = Path("runs/killed/train.csv").read_text()
+        resumed = run_ranks(2, in_copy, copy, "train", again)
+        flags = ["--ckpt", "runs/two/checkpoints/step-00000010", "--data", "photos/other.csv", "--json", "found.json"]
+        evaluated = run_ranks(2, in_copy, copy, "eval", flags)
+        assert not any(outcome.code for outcome in (*resumed, *evaluated)), resumed[0].err + evaluated[0].err
+    out = {"two": two[0].out, "resumed": resumed[0].out, "eval": evaluated[0].out}
+    return SimpleNamespace(copy=copy, folder=folder, seen=seen, other=other, logged=logged, out=out)
+
+
+@pytest.fixture
+def runs(made, monkeypatch):
+    """The runs as they were made, in the working directory."""
+    monkeypatch.chdir(restore(made.folder))
+    return made
+
+
+def logits_of(w: dict[str, Tensor], images: Tensor) -> Tensor:
+    """The network of the page in plain operations, with its default depth and inputs of 16x16."""
+    w = {name: value.double() for name, value in w.items()}
+    x = F.conv2d(images.double(), w["0.weight"], w["0.bias"], padding=1)
+    for i in range(1, 17, 4):
+        x = F.conv2d(x, w[f"{i}.weight"], w[f"{i}.bias"], padding=1, groups=x.shape[1])
+        x = torch.einsum("nchw,dc->ndhw", x, w[f"{i + 1}.weight"][:, :, 0, 0]) + w[f"{i + 1}.bias"][:, None, None]
+        x = (x - x.mean((1, 2, 3), True)) / (x.var((1, 2, 3), keepdim=True, correction=0) + 1e-5).sqrt()
+        x = (x * w[f"{i + 2}.weight"][:, None, None] + w[f"{i + 2}.bias"][:, None, None]).relu()
+    x = x.unflatten(3, (4, 4)).unflatten(2, (4, 4)).mean((3, 5))
+    return x.flatten(1) @ w["19.weight"].T + w["19.bias"]
+
+
+def focal_losses(logits: Tensor, labels: list[int]) -> list[float]:
+    right = [row[label] for row, label in zip(logits.softmax(1).tolist(), labels, strict=True)]
+    return [-((1 - p) ** 2) * math.log(p) for p in right]
+
+
+def normalised(pixels: np.ndarray) -> Tensor:
+    """uint8 [..., H, W, 3] as the model's input, float32 [..., 3, H, W]."""
+    return (torch.from_numpy(pixels).movedim(-1, -3) / 255 - 0.5) / 0.5
+
+
+def optimizer_state(name: str) -> dict:
+    folder = Path("runs") / name / "checkpoints"
+    return torch.load(folder / (folder / "latest").read_text().strip() / "optimizer.bin", weights_only=True)
+
+
+@pytest.mark.parametrize("name", DIFFS)
+def test_each_diff_adds_at_most_fifteen_lines_to_at_most_two_files_and_works_alone(name, tmp_path):
+    changed = re.findall(r"^\+\+\+ b/(.+)$", DIFFS[name], re.M)
+    added = re.findall(r"^\+(?!\+\+ b/)(.*)$", DIFFS[name], re.M)
+    assert 1 <= len(changed) <= 2 and 1 <= len(added) <= 15 and max(map(len, added)) <= 100
+    copy = copy_project(tmp_path / "copy", DIFFS[name])
+    for command in (["check"], ["format", "--check"]):  # finds names that only another diff defines
+        result = subprocess.run([BIN / "ruff", *command, *changed], cwd=copy, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+
+
+def test_each_kind_of_part_has_a_diff_and_a_command():
+    kinds = ["model", "augmentation", "optimizer", "schedule", "loss", "source", "metric", "sink"]
+    assert [name.split()[-1] for name in DIFFS] == kinds
+    assert all(re.search(r"^```bash\n\S.*\n```$", SECTIONS[name], re.M) for name in DIFFS)
+
+
+def test_two_processes_train_with_all_parts_at_once(runs):
+    assert f"{Path('photos/list.csv').resolve()}: 54 training, 6 hold-out" in runs.out["two"]
+    files = [torch.load(f"first-{rank}.pt") for rank in (0, 1)]
+    initial = files[0][0]
+    assert initial["1.weight"].shape == (32, 1, 3, 3) and initial["2.weight"].shape == (32, 32, 1, 1)
+    images, labels, indices = (torch.cat(parts) for parts in zip(*(tensors for _, tensors in files), strict=True))
+    plain, solarized = (normalised(p) for p in (runs.seen[0], np.minimum(runs.seen[0], 255 - runs.seen[0])))
+    changed = 0
+    for image, label, index in zip(images, labels, indices, strict=True):
+        draw = plain_uniform(0, 0, int(index), fold_in("stream", "solarize"))
+        expected = solarized if draw < 0.2 else plain
+        (sample,) = [n for n in range(60) if torch.allclose(image, expected[n], atol=1e-6)]
+        assert CLASSES[label] == runs.seen[1][sample]
+        changed += draw < 0.2
+    assert 0 < changed < len(images) == 12
+    log = records("two", "train")
+    losses = focal_losses(logits_of(initial, images), labels.tolist())
+    assert log[0]["loss"] == pytest.approx(math.fsum(losses) / 12, rel=1e-5)
+    cycle = [0.02 * (1 + math.cos(math.pi * n / 5)) / 2 for n in range(5)]
+    assert [record["lr"] for record in log] == pytest.approx(cycle * 2)
+    optimizer = optimizer_state("two")
+    shapes = {frozenset(state) for state in optimizer["state"].values()}
+    assert shapes == {frozenset({"step", "row_var", "col_var"}), frozenset({"step", "variance"})}
+    assert [group["d"] for group in optimizer["param_groups"]] == [2.0, 2.0]
+    rows = [[float(value) for value in line.split(",")] for line in Path("runs/two/train.csv").read_text().split()]
+    assert rows == [[record["step"], record["lr"], record["loss"]] for record in log] and len(rows) == 10
+
+
+def test_the_evaluation_has_the_loss_and_the_metric_of_the_weights(runs):
+    found, (pixels, names) = json.loads(Path("found.json").read_text()), runs.other
+    labels = [CLASSES.index(name) for name in names]
+    logits = logits_of(weights("two"), normalised(pixels))
+    confidence, predicted = logits.softmax(1).max(1)
+    right = predicted == torch.tensor(labels)
+    assert found["count"] == 31 and found["accuracy"] == pytest.approx(right.double().mean().item())
+    assert found["loss"] == pytest.approx(math.fsum(focal_losses(logits, labels)) / 31, rel=1e-4)
+    error = 0.0
+    for edge in np.linspace(0, 0.9, 10):  # the average over the samples of |accuracy - confidence| of their bins
+        inside = (confidence >= edge) & (confidence < edge + 0.1)
+        if inside.any():
+            gap = right[inside].double().mean() - confidence[inside].mean()
+            error += abs(gap.item()) * inside.sum().item() / 31
+    assert found["ece"] == pytest.approx(error, rel=1e-4) and found["ece"] > 0.01
+    assert re.search(rf"^ece +{found['ece']:.4f}$", runs.out["eval"], re.M)
+    assert f"ECE {records('two', 'eval')[-1]['ece']:.4f}" in runs.out["two"]
+    assert not any("ece" in record for record in records("two", "train"))
+
+
+def test_a_killed_run_with_all_parts_resumes_to_the_same_bits(runs):
+    assert len(runs.logged.splitlines()) == 8 and "10 in all, from 5" in runs.out["resumed"]
+    assert same_tensors(weights("killed"), weights("two"))
+    states = [optimizer_state(name)["state"] for name in ("killed", "two")]
+    assert len(states[0]) == len(weights("two")) and all(same_tensors(states[0][n], states[1][n]) for n in states[1])
+    assert Path("runs/killed/train.csv").read_text() == Path("runs/two/train.csv").read_text()
+    found = [[record["ece"] for record in records(name, "eval")] for name in ("killed", "two")]
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+def test_one_and_two_processes_agree_to_rounding(runs):
+    for kind, names in (("train", ("loss", "accuracy", "lr")), ("eval", ("loss", "accuracy", "ece"))):
+        one, two = records("one", kind), records("two", kind)
+        for name in names:
+            assert [record[name] for record in one] == pytest.approx([record[name] for record in two], rel=1e-3)
+    one, two = weights("one"), weights("two")
+    assert one.keys() == two.keys()
+    vectors = [torch.cat([w[name].flatten() for name in two]) for w in (one, two)]
+    assert (vectors[0] - vectors[1]).norm() < 1e-3 * vectors[1].norm()
+
+
+def test_help_lists_the_new_names_and_errors_suggest_them(made):
+    (outcome,) = run_ranks(1, in_copy, made.copy, "train", ["--help"])
+    text = " ".join(outcome.out.split())
+    for entry in (
+        "separable_cnn (Depthwise",
+        "--solarize",
+        "adafactor (Adafactor",
+        "restarts (Cosine",
+        "focal (Focal",
+        ".csv (A CSV",
+        "separable_cnn: width, depth",
+        "adafactor: d)",
+        "restarts: cycles)",
+    ):
+        assert entry in text
+    wrong = {"model": "separable_cn", "optimizer": "adafacto", "lr_schedule": "restart", "loss": "foca"}
+    for flag, name in wrong.items():
+        (outcome,) = run_ranks(1, in_copy, made.copy, "train", [f"--{flag}", name])
+        assert outcome.code == 2 and re.search(f"; did you mean {name}.*\n", outcome.err), outcome.err
