@@ -134,7 +134,8 @@ def logits_of(w: dict[str, Tensor], images: Tensor) -> Tensor:
         x = F.conv2d(x, w[f"{i}.weight"], w[f"{i}.bias"], padding=1, groups=x.shape[1])
         x = torch.einsum("nchw,dc->ndhw", x, w[f"{i + 1}.weight"][:, :, 0, 0]) + w[f"{i + 1}.bias"][:, None, None]
         x = (x - x.mean((1, 2, 3), True)) / (x.var((1, 2, 3), keepdim=True, correction=0) + 1e-5).sqrt()
-        x = (x * w[f"{i + 2}.weight"][:, None, None] + w[f"{i + 2}.bias"][:, None, None]).relu()
+        x = x * w[f"{i + 2}.weight"][:, None, None] + w[f"{i + 2}.bias"][:, None, None]
+        x = x * (1 + (x / math.sqrt(2)).erf()) / 2
     x = x.unflatten(3, (4, 4)).unflatten(2, (4, 4)).mean((3, 5))
     return x.flatten(1) @ w["19.weight"].T + w["19.bias"]
 
