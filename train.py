@@ -66,7 +66,7 @@ from utils.training.saving import finish_save, save
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
-TABLES = SOURCES, OWN_MODELS, LOSSES, OPTIMIZERS, SCHEDULES  # the names that settings may have
+TABLES = SOURCES, OWN_MODELS, LOSSES, OPTIMIZERS, SCHEDULES  # what settings choose by name
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         run = build(config, ranks, stopping, make_accelerator(ranks, config))
         announce(run)
         stopping.training_begins()
-        with frozen_garbage(), run.profile, run.saver:  # a checkpoint is completed after an error too
+        with frozen_garbage(), run.profile, run.saver:  # even after an error, wait until the checkpoint is complete
             result = train(run)
         stopped = close(run, result, command)
     if stopped:

@@ -1,10 +1,10 @@
-"""The seconds of each step of a save. The loop waits for the first; the others are those of the thread.
+"""Measure the seconds of each step of a save. Training waits for the first step; a thread does the others.
 
     python benchmarks/save_cost.py                                   resnet50 with SGD, vit_l_16 with AdamW
     python benchmarks/save_cost.py --models resnet50:sgd --epoch_seconds 60
 
-With --epoch_seconds the table also has both as shares of the training time of an epoch. A run saves after each epoch by
-default.
+With --epoch_seconds, the table also has the whole save and the wait as shares of the training time of an epoch. A run
+saves after each epoch by default.
 """
 
 import shutil
@@ -83,7 +83,7 @@ def main() -> None:
             waits = [time / args.epoch_seconds for time in steps["save_state"]]
             row += [spread(whole, ".1%"), spread(waits, ".1%")]
         rows.append(row)
-    shares = ["all of it, of an epoch", "the loop waits, of an epoch"] if args.epoch_seconds else []
+    shares = ["whole save / epoch", "wait / epoch"] if args.epoch_seconds else []
     report(args, HEADER + shares, rows, results)
 
 

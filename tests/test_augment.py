@@ -1,4 +1,4 @@
-"""Images change as plain loops would change them, photographs one by one and small images in batches alike."""
+"""Augmentation equals plain loops, for single photographs and for batches of small images."""
 
 import io
 import math
@@ -88,7 +88,7 @@ def test_crop_boxes_reach_every_side_of_the_image():
     assert 0.45 < np.mean([(box[0] + box[2] / 2) / 100 for box in boxes]) < 0.55
 
 
-# -- the two ends ----------------------------------------------------------------------------------------------------
+# -- single images and batches ---------------------------------------------------------------------------------------
 
 # Settings with which each entry of AUGMENTATIONS makes an operation
 ENABLED = {
@@ -124,7 +124,7 @@ def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name, channels):
 
 
 class DarkenTop(Operation):
-    """An operation whose place in the order shows."""
+    """An operation that does not commute with the others."""
 
     streams = ("darken",)
 

@@ -33,7 +33,7 @@ def _train_with_a_bad_sample(flags, step, rank):
 
 
 @pytest.mark.parametrize(("processes", "accum", "rank"), [(1, 1, 0), (2, 2, 0), (3, 1, 0), (2, 1, 1)])
-def test_a_loss_that_is_no_number_names_update_rank_and_samples_and_saves_nothing(processes, accum, rank):
+def test_a_nan_or_infinite_loss_names_update_rank_and_samples_and_saves_nothing(processes, accum, rank):
     flags = [*FLAGS, "--grad_accum", str(accum)]
     outcomes = run_ranks(processes, _train_with_a_bad_sample, flags, 6, rank)  # a checkpoint is due after update 6
     assert [outcome.code for outcome in outcomes] == [2] * processes

@@ -621,16 +621,16 @@ def change_state(change, checkpoint=NEWEST):
     _write_manifest(checkpoint)
 
 
-def test_a_newer_format_is_one_line_that_names_the_version_to_update_to():
-    def newer(values):
-        values |= {"format": 2, "state": "of another shape"}
-        values["versions"]["lockstep"] = "9.8"
-
-    change_state(newer)
-    before = contents(RUN)
-    for main, flags in ((eval.main, ("--ckpt", str(NEWEST))), (train.main, RESUME)):
+def test_a_newer_format_is_refused_with_the_version_that_wrote_it():
+    for main, flags, wrote, writer in (
+        (eval.main, ("--ckpt", str(NEWEST)), {"lockstep": "9.8"}, "Lockstep 9.8"),
+        (train.main, RESUME, None, "a newer Lockstep"),
+    ):
+        change_state(lambda values, wrote=wrote: values.update(format=2, state="of another shape", versions=wrote))
+        before = contents(RUN)
         (outcome,) = run_ranks(1, main, flags)
-        refused(outcome, f"{NEWEST}/state.json: format 2 of Lockstep 9.8 is newer than format 1; update Lockstep")
+        problem = f"format 2, written by {writer}, is newer than format 1, which this version reads"
+        refused(outcome, f"{NEWEST}/state.json: {problem}; update Lockstep")
         assert contents(RUN) == before
 
 

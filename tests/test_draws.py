@@ -1,4 +1,4 @@
-"""Random numbers are a function of (seed, epoch, sample, occurrence, stream), and spread as they should be."""
+"""Random numbers are a function of (seed, epoch, sample, occurrence, stream), uniform and independent."""
 
 import hashlib
 import math

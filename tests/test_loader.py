@@ -53,7 +53,7 @@ def test_large_batches_are_normalised_like_single_images(channels_last):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("min_scale", [1.0, 0.3])
-def test_a_gpu_is_given_the_batches_of_the_processor(min_scale):
+def test_batches_on_a_gpu_equal_those_on_the_cpu(min_scale):
     spec = InputSpec(32, 32, 3, [0.5] * 3, [0.25] * 3)
     config = TrainConfig(crop_padding=4, flip=True, min_scale=min_scale)
     order = np.random.default_rng(0).permutation(4000)

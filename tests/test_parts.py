@@ -34,8 +34,8 @@ def optimizer_state(name):
     return {f"{number} {key}": value for number, state in states.items() for key, value in state.items()}
 
 
-def sign_again(checkpoint):
-    """Write a manifest that fits what was changed."""
+def rewrite_manifest(checkpoint):
+    """Write a manifest for the changed files."""
     (checkpoint / "manifest.json").unlink()
     _write_manifest(checkpoint)
 
@@ -72,12 +72,12 @@ def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
         saved = torch.load(path, weights_only=True)
         saved["state"][0][name] = value
         torch.save(saved, path)
-        sign_again(CHECKPOINT)
+        rewrite_manifest(CHECKPOINT)
         (outcome,) = run_ranks(1, train.main, flags)
         assert outcome.code == 2 and outcome.err.count("\n") == 1, outcome.err
         assert f"{path}: not this run's optimizer ({said}); use the same --optimizer" in outcome.err
         path.write_bytes(good)
-    sign_again(CHECKPOINT)
+    rewrite_manifest(CHECKPOINT)
     train_run(1, "run", *flags[2:])
 
 
@@ -112,7 +112,7 @@ def _step_with_a_loaded_optimizer(kind):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_part_is_in_the_checkpoint_and_a_resumed_run_goes_on_with_it_bit_identical(processes):
+def test_a_part_is_saved_and_resumes_bit_identically(processes):
     returned(processes, train_with_average, ["--run_name", "whole", *FLAGS])
     for stop in ("3", "7"):
         returned(processes, train_with_average, [*RUN, "--max_steps", stop])
@@ -125,7 +125,7 @@ def test_a_part_is_in_the_checkpoint_and_a_resumed_run_goes_on_with_it_bit_ident
 def test_parts_that_only_the_run_or_only_the_checkpoint_has_are_reported():
     train_run(1, "run", *FLAGS, "--max_steps", "4")
     (outcome,) = run_ranks(1, train_with_average, [*RUN, "--max_steps", "5"])
-    assert "average.safetensors is not in the checkpoint: average starts anew" in outcome.out
+    assert "average.safetensors is not in the checkpoint: average keeps its initial state" in outcome.out
     tensors, now = (weights("run", file=file) for file in ("average.safetensors", "model.safetensors"))
     assert tensors and all(torch.equal(tensor, 0.1 * now[name]) for name, tensor in tensors.items())  # of one update
     (outcome,) = run_ranks(1, train.main, [*RUN, "--max_steps", "6"])
@@ -144,7 +144,7 @@ def test_a_part_that_does_not_fit_is_one_line_and_changes_nothing(damage):
     else:
         tensors[first if damage == "shape" else "other"] = torch.zeros(2)
         save_file(tensors, path)
-    sign_again(CHECKPOINT)
+    rewrite_manifest(CHECKPOINT)
     log = Path("runs/run/log.jsonl").read_bytes()
     (outcome,) = run_ranks(1, train_with_average, RUN)
     assert outcome.code == 2 and outcome.err.count("\n") == 1 and str(path) in outcome.err, outcome.err
@@ -185,8 +185,6 @@ def _save_and_load_a_loss_scale():
 
 
 def test_a_loss_scale_from_before_there_were_parts_is_used(tmp_path):
-    _write_manifest(tmp_path)
-    (tmp_path / "manifest.json").unlink()
     (tmp_path / "state.json").write_text("{}")
     _write_manifest(tmp_path)
     used, fresh = scaler_after(512.0), torch.amp.GradScaler("cpu")
@@ -194,5 +192,5 @@ def test_a_loss_scale_from_before_there_were_parts_is_used(tmp_path):
     assert load_parts(tmp_path, {LOSS_SCALE: LossScale(fresh)}, values) == []
     assert fresh.state_dict() == used.state_dict()
     for wrong in ("x", {"scale": "x"}, {"scale": 1.0}, used.state_dict() | {"growth_interval": float("nan")}):
-        with pytest.raises(ValueError, match=r"state.json: not this run's loss_scale"):
+        with pytest.raises(ValueError, match=r"state.json: does not fit this run's loss_scale"):
             load_parts(tmp_path, {LOSS_SCALE: LossScale(torch.amp.GradScaler("cpu"))}, {"scaler": wrong})

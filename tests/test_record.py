@@ -243,7 +243,7 @@ def test_a_checkpoint_from_before_there_were_records_is_still_evaluated_and_resu
     before, _ = evaluated()
     (checkpoint() / FILE).unlink()
     state = json.loads((checkpoint() / "state.json").read_text())
-    del state["state"]["bad_images"]
+    del state["format"], state["state"]["bad_images"]
     (checkpoint() / "state.json").write_text(json.dumps(state))
     (checkpoint() / "manifest.json").unlink()
     _write_manifest(checkpoint())

@@ -43,7 +43,7 @@ def train_with(publish=None, before=None, always_synchronise=False, flags=RUN):
     train.main(flags)
 
 
-def when_it_may_go_on(partial, real):
+def publish_after_go(partial, real):
     until(Path("go").exists)
     real(partial)
 
@@ -73,7 +73,7 @@ def step_of(partial):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_run_goes_on_while_a_checkpoint_is_completed(processes):
-    launch = start_ranks(processes, train_with, when_it_may_go_on)
+    launch = start_ranks(processes, train_with, publish_after_go)
     until(has_logged(6))  # and then the next save waits
     assert names() == [".step-00000003.partial"]  # no pointer names what is not there
     assert newest_good(CHECKPOINTS) == (None, [])
@@ -118,7 +118,7 @@ def _order_of_saves():
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_an_error_of_the_thread_ends_all_ranks_at_their_next_agreement(processes):
+def test_an_error_of_the_thread_ends_all_ranks_when_they_next_synchronise(processes):
     outcomes = run_ranks(processes, train_with, fails_at(3), await_save, True)
     assert [outcome.code for outcome in outcomes] == [2] * processes
     error = f"{CHECKPOINTS}/.step-00000003.partial: No space left on device"
@@ -158,7 +158,7 @@ def test_a_run_that_fails_completes_the_checkpoint_before_it_ends():
             Path("go").touch()
             raise OSError("a disk with data is gone")
 
-    (outcome,) = run_ranks(1, train_with, when_it_may_go_on, fail)
+    (outcome,) = run_ranks(1, train_with, publish_after_go, fail)
     assert outcome.code == 2 and "a disk with data is gone" in outcome.err
     assert names() == ["latest", "step-00000003"]
     verify(CHECKPOINTS / "step-00000003")
@@ -166,7 +166,7 @@ def test_a_run_that_fails_completes_the_checkpoint_before_it_ends():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_is_stopped_waits_for_its_checkpoint(processes):
-    launch = start_ranks(processes, train_with, when_it_may_go_on)
+    launch = start_ranks(processes, train_with, publish_after_go)
     until(has_logged(5))
     os.kill(launch.pids[-1], signal.SIGTERM)
     Path("go").touch()
@@ -181,7 +181,7 @@ def test_a_run_that_is_stopped_waits_for_its_checkpoint(processes):
 def test_a_run_that_is_killed_while_a_checkpoint_is_completed_resumes_from_the_one_before():
     train_run(1, "whole", *FLAGS)
     train_run(1, "run", *FLAGS, "--max_steps", "3")
-    launch = start_ranks(1, train_with, when_it_may_go_on, None, False, [*RUN, "--resume", "auto"])
+    launch = start_ranks(1, train_with, publish_after_go, None, False, [*RUN, "--resume", "auto"])
     until(has_logged(9))
     os.kill(launch.pids[0], signal.SIGKILL)
     launch.finish()

@@ -67,16 +67,16 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
         ("--optimizer sgd", "{lr: 1}", "lr is set by --lr; leave it out here"),
         ("--optimizer sgd", "{momentum: 0.5}", "momentum is set by --momentum; leave it out here"),
         ("--optimizer adamw", "{weight_decay: 0}", "weight_decay is set by --weight_decay; leave it out here"),
-        ("--optimizer adamw", "{beta: [0.9, 0.99]}", "no argument beta; did you mean betas?"),
-        ("--optimizer adamw", "{fused: false}", "no argument fused; use betas, eps"),
+        ("--optimizer adamw", "{beta: [0.9, 0.99]}", "unknown argument beta; did you mean betas?"),
+        ("--optimizer adamw", "{fused: false}", "unknown argument fused; use betas, eps"),
         ("--optimizer adamw", "{betas: 0.9}", "betas must be a value such as (0.9, 0.999), got 0.9"),
         ("--optimizer adamw", "{betas: [0.9, 0.95, 0.99]}", "too many values to unpack (expected 2); change or remove"),
         ("--optimizer adamw", "{betas: [0.9, 1]}", "Invalid beta parameter at index 1"),
         ("--optimizer adamw", "{eps: true}", "eps must be a value such as 1e-08, got True"),
         ("--optimizer adamw", "{eps: .nan}", "eps must be a value such as 1e-08, got nan"),
         ("--optimizer sgd", "{nesterov: 1}", "nesterov must be a value such as True, got 1"),
-        ("--lr_schedule constant", "{end: 1}", "no argument end; it takes none"),
-        ("--lr_schedule cosine", "{end: -1}", "they give a learning rate of -0.05"),
+        ("--lr_schedule constant", "{end: 1}", "unknown argument end; remove it, this function takes no arguments"),
+        ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -0.05"),
         ("--lr_schedule onecycle", "{div_factor: 0}", "division by zero; change or remove these arguments"),
         ("--lr_schedule onecycle", "{warmup_steps: 3}", "warmup_steps is set by --warmup_steps"),
     ],
@@ -128,7 +128,7 @@ def _train_with_own_entries(flags):
 OWN = (*FLAGS, "--optimizer", "sign", "--optimizer_args", "{scale: 0.5}", "--lr_schedule", "restarts")
 
 
-def test_entries_of_ones_own_are_used_with_their_arguments_and_evaluation_needs_no_table():
+def test_custom_entries_are_used_with_their_arguments_and_evaluation_needs_no_table():
     flags = [*OWN, "--run_name", "run", "--lr_schedule_args", "{cycles: 2}", "--warmup_steps", "2", "--max_steps", "12"]
     returned(2, _train_with_own_entries, flags)
     cycle = [0.01 * math.cos(math.pi * u / 10) ** 2 for u in range(5)]
@@ -147,9 +147,9 @@ def test_entries_of_ones_own_are_used_with_their_arguments_and_evaluation_needs_
     assert torch.allclose(steps[steps > 0], torch.tensor(0.01 * 0.5), rtol=1e-3) and (steps > 0).float().mean() > 0.2
 
 
-def test_wrong_names_and_arguments_of_ones_own_entries_are_refused_too():
+def test_wrong_names_and_arguments_of_custom_entries_are_refused_too():
     for flags, error in (
-        (("--lr_schedule_args", "{cycle: 2}"), "restarts: no argument cycle; did you mean cycles?"),
+        (("--lr_schedule_args", "{cycle: 2}"), "restarts: unknown argument cycle; did you mean cycles?"),
         (("--lr_schedule_args", "{cycles: 1.5}"), "restarts: cycles must be a value such as 1, got 1.5"),
         (("--lr_schedule", "restart"), "--lr_schedule restart: no such lr schedule; did you mean restarts?"),
         (("--optimizer_args", "{other: 1}"), "--optimizer_args for sign: takes no other; change or remove"),
@@ -178,7 +178,7 @@ def _train_with_own_sources(flags):
     train.main(flags)
 
 
-def test_a_kind_of_file_and_a_prefix_of_ones_own_are_data_sets():
+def test_a_custom_suffix_and_a_custom_prefix_are_data_sets():
     image_folder("photos", {"cat": 20, "dog": 20})
     Path("photos/all.list").write_text("".join(f"{c}/{n:03}.png,{c}\n" for c in ("cat", "dog") for n in range(20)))
     Path("grey/40").mkdir(parents=True)  # a path, which the prefix hides
@@ -214,7 +214,7 @@ def test_data_with_a_misspelt_name_are_refused_with_the_names_of_the_table():
         assert fix in str(error.value)
 
 
-def test_columns_that_the_data_do_not_have_are_announced_as_without_effect():
+def test_column_flags_without_a_table_are_reported_as_without_effect():
     image_folder("photos", {"cat": 20, "dog": 20})
     flags = ["--data", "photos", "--model", "mlp", "--max_steps", "1", "--label_column", "kind"]
     (outcome,) = run_ranks(1, train.main, flags)

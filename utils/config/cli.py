@@ -23,7 +23,7 @@ Config = TypeVar("Config", bound=LaunchConfig)
 def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None, tables: Sequence[Table] = ()) -> Config:
     """Fill `cls` from --config FILE, then from the flags. An error prints one line and exits with code 2.
 
-    `tables` have the values of settings that are names, which --help lists.
+    `tables` are those of settings whose value is a name. --help lists names and arguments, `Table.check` checks them.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     # torch.distributed.launch adds this flag.
@@ -137,8 +137,8 @@ def _read_config_file(path: str, names: list[str]) -> dict:
     values = read_yaml(Path(path))
     if not isinstance(values, dict):
         raise UserError(f"{path}: is not a file of settings", "write one 'name: value' on each line")
-    # Runs save all settings in this order, and since format 1 the format first. Before, min_scale was 0.08 by default
-    # and did not crop small images.
+    # A file that a run saved before format 1 has all settings, and `cpu` is the first. Then min_scale was 0.08 by
+    # default and had no effect on small images.
     if next(iter(values), "") == "cpu" and "profile" in values and values.get("min_scale") == 0.08:
         values["min_scale"] = None
     values.pop("format", None)

@@ -76,8 +76,8 @@ class TrainConfig(LaunchConfig):
     flip: bool = False
     """Mirror training images left to right at random."""
     min_scale: float | None = None
-    """Smallest fraction of an image's area that a random training crop takes; 1 takes none: photographs then show
-    their centre, as in evaluation (default: 1 for images up to 96 pixels, 0.08 for larger ones)."""
+    """Smallest area of a random training crop, as a fraction of the image; with 1, images are not cropped at random,
+    and photographs are cropped to their centre as in evaluation (default: 1 for images up to 96 pixels, else 0.08)."""
 
     model: str = "mnist_cnn"
     """Model."""
@@ -109,7 +109,7 @@ class TrainConfig(LaunchConfig):
     weight_decay: float = 5e-4
     """Weight decay of matrices and kernels; biases and normalisation layers have none."""
     lr_schedule: str = "onecycle"
-    """Course of the learning rate."""
+    """Learning rate schedule."""
     lr_schedule_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the schedule, such as '{end: 0.01}'."""
     warmup_steps: int | None = None

@@ -49,7 +49,7 @@ class Table(dict[str, Any]):
             raise UserError(f"{self._flag(config)}: {one_line(error)}", "change or remove these arguments") from error
 
     def check(self, config: Any) -> None:
-        """Raise UserError if the table has no function of the selected name, or it does not accept its arguments."""
+        """Raise UserError for an unknown name or invalid arguments. Does nothing for a table with `others`."""
         if self.others:
             return
         function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
@@ -62,8 +62,8 @@ class Table(dict[str, Any]):
             elif hasattr(config, name):
                 raise UserError(f"{self._flag(config)}: {name} is set by --{name}", "leave it out here")
             elif not takes_any:
-                valid = f"use {', '.join(defaults)}" if defaults else "it takes none"
-                raise UserError(f"{self._flag(config)}: no argument {name}", suggestion(name, defaults, valid))
+                valid = f"use {', '.join(defaults)}" if defaults else "remove it, this function takes no arguments"
+                raise UserError(f"{self._flag(config)}: unknown argument {name}", suggestion(name, defaults, valid))
         if arguments and self.trial:
             self.trial(config)
 

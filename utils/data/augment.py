@@ -22,7 +22,7 @@ from utils.data.spec import InputSpec
 
 
 class Operation:
-    """A change of images, uint8, with a random number in [0, 1) from each of its `streams`.
+    """An augmentation of uint8 images. Each image has one random number in [0, 1) from each of the `streams`.
 
     Streams are names that no other operation uses. The numbers of an image are float32 [len(streams)].
     """
@@ -34,9 +34,9 @@ class Operation:
         raise NotImplementedError
 
     def prepare(self, random: np.ndarray) -> Any:
-        """What `batch` needs for the random numbers [n, len(streams)]. This runs on the host.
+        """Compute the input of `batch` from the random numbers [n, len(streams)], on the host.
 
-        The tensors of a dict are copied to the device.
+        If it is a dict, its tensors are copied to the device.
         """
         return random
 
@@ -49,7 +49,7 @@ class Operation:
         return torch.stack(changed) if changed else images
 
     def shrink(self, random: np.ndarray) -> Shrink | None:
-        """How many times smaller the operation makes a photograph, if it is the first one; None: decode it whole."""
+        """How many times smaller the first operation makes a photograph, as a function of its size; None: full size."""
         return None
 
 
@@ -158,7 +158,7 @@ def _shift_and_flip(config: TrainConfig, spec: InputSpec) -> Operation | None:
     return ShiftAndFlip(spec, config.crop_padding, config.flip) if wanted else None
 
 
-# In the order in which they are applied. A value makes the operation of these settings, or None if they have none.
+# In the order in which they are applied. Each function returns the operation, or None if the settings do not use it.
 AUGMENTATIONS = {
     "crop": _crop,
     "shift and flip": _shift_and_flip,
@@ -177,7 +177,7 @@ class Augmentation:
         return {name: draws.uniform(*operation.streams) for name, operation in self.operations.items()}
 
     def shrink(self, random: dict[str, np.ndarray], place: int) -> Shrink | None:
-        """How many times smaller the photograph at this place of its microbatch becomes."""
+        """`Operation.shrink` of the first operation, for the photograph at this place of its microbatch."""
         name, first = next(iter(self.operations.items()))
         return first.shrink(random[name][place])
 
@@ -188,7 +188,7 @@ class Augmentation:
         return pixels
 
     def prepare(self, microbatch: Microbatch) -> dict[str, Any]:
-        """What `batch` needs for the samples of a microbatch; its tensors belong on the device."""
+        """What `batch` needs for the samples of a microbatch; its tensors must be copied to the device."""
         random = self.draw(microbatch)
         return {name: operation.prepare(random[name]) for name, operation in self.operations.items()}
 
@@ -200,7 +200,7 @@ class Augmentation:
 
 
 def make_augmentation(config: TrainConfig, spec: InputSpec, training: bool) -> Augmentation:
-    """The operations of these settings. Photographs that are not cropped begin with their centre."""
+    """The operations of these settings. Photographs not cropped at random are first cropped to their centre."""
     made = {name: make(config, spec) for name, make in AUGMENTATIONS.items()} if training else {}
     operations = {name: operation for name, operation in made.items() if operation is not None}
     if not spec.small and next(iter(operations), "") != "crop":

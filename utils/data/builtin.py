@@ -30,7 +30,7 @@ def open_digits(_rest: str, _config: TrainConfig) -> Source:
 
 
 def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
-    """CLASSESxSIZExCOUNT or nothing: generated images."""
+    """Generated images, optionally with CLASSESxSIZExCOUNT after the slash."""
     found = re.fullmatch(r"([0-9]{1,15})x([0-9]{1,15})x([0-9]{1,15})", numbers or "10x32x10000")
     if not found or min(map(int, found.groups())) < 1:
         raise UserError(

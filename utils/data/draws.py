@@ -1,6 +1,6 @@
 """Random numbers of samples, a pure function of (seed, epoch, sample, occurrence, stream).
 
-So an image is changed in the same way on every rank and worker, and in a resumed run.
+An image is therefore augmented in the same way on every rank, in every worker and in a resumed run.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ from utils.data.order import fold_in
 # SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 _GAMMA = 0x9E3779B97F4A7C15
 _MULTIPLIERS = ((30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB133111EB)))
-# The counters of the first streams. They must not change, so that earlier runs can be resumed.
+# The counters of the oldest streams, fixed so that earlier runs can be resumed; any other is a hash of its name.
 _COUNTERS = {"shift_top": 1, "shift_left": 2, "flip": 3}
 _COUNTERS |= {"crop_area": 5, "crop_aspect": 6, "crop_top": 7, "crop_left": 8}
 

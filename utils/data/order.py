@@ -29,10 +29,10 @@ def permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Microbatch(NamedTuple):
-    """The samples of one forward pass of one rank: microbatch `number` of an update, both counted from 0 over the run.
+    """The samples of one forward pass on one rank. `update` counts from 0 over the run, `number` from 0 in each update.
 
     `indices` is int64 [n], n >= 0. `occurrences`, int64 [n], counts how often a sample was drawn before in its epoch;
-    None stands for zeros.
+    None stands for zeros. In an evaluation, `update` is 0 and `number` counts the blocks of the split.
     """
 
     update: int

@@ -1,7 +1,7 @@
 """Find what --data names, and open it as the source of its splits.
 
-To add a source, write a function of what follows the key and of the settings that returns a `Source` (splits.py), and
-add it to `SOURCES`. A key is a name, a prefix that ends in a slash, or a suffix of files, such as ".csv".
+To add a source, add a function `(rest, config)` that returns a `Source` (splits.py) to `SOURCES`. A key is a name, a
+prefix that ends in a slash, or a file suffix such as ".csv". `rest` is the part of --data after it, or a file's path.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ SOURCES = Table(
     },
     others="a Hub id such as ylecun/mnist, an image folder, a folder of parquet or arrow files, a save_to_disk folder",
 )
-_EARLY_CHECKS = {"torchvision/": torchvision_class}  # of what follows the key; they open nothing
+_EARLY_CHECKS = {"torchvision/": torchvision_class}  # check the part after the key without opening data
 
 
 def _find(data: str) -> tuple[str, str]:

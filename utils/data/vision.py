@@ -32,7 +32,7 @@ class DecodedItems:
 
 
 def open_torchvision(name: str, config: TrainConfig) -> Source:
-    """NAME: that class of torchvision.datasets, downloaded to --data_dir if it is missing."""
+    """The data set torchvision.datasets.NAME, downloaded to --data_dir if it is missing."""
     cls = torchvision_class(name)
     parameters = inspect.signature(cls).parameters
     root = expand(config.data_dir or str(Path(config.cache_dir) / "torchvision"))

@@ -41,5 +41,5 @@ def _sample_sizes(plan: Plan, updates: int, together: int) -> set[int]:
     last = (plan.updates_per_epoch - 1) * plan.global_batch_size
     positions = (0, last) if updates >= plan.updates_per_epoch else (0,)
     microbatches = [plan.microbatch_sizes(position) for position in positions]
-    per_rank = plan.microbatches // together  # each rank computes a contiguous range; those at the same place share
+    per_rank = plan.microbatches // together  # ranks compute contiguous ranges; an accumulation step shares statistics
     return {sum(sizes[step::per_rank]) for sizes in microbatches for step in range(per_rank)}

@@ -30,9 +30,10 @@ def write_checkpoint(
     texts: Mapping[str, str | bytes],
     parts: Mapping[str, Part],
 ) -> None:
-    """Write Accelerate's state, the parts and the small files `texts` to `partial`; then call `publish`.
+    """Write Accelerate's state, the parts and the small files `texts` to `partial`.
 
-    Collective. An error on any rank (OSError or AgreedError) is raised on all ranks. Older checkpoints do not change.
+    Collective. Call `publish` to complete the checkpoint. Older checkpoints do not change. An error on any rank
+    (OSError or AgreedError) is raised on all ranks.
     """
 
     def prepare() -> None:
@@ -64,7 +65,7 @@ def partial_of(folder: Path, step: int) -> Path:
 def publish(partial: Path) -> None:
     """Complete the checkpoint in `partial`: write its manifest, flush it to the disk, rename it. Call on one rank.
 
-    Raises OSError, and then deletes it.
+    If this fails, deletes the folder and raises OSError.
     """
     try:
         _write_manifest(partial)

@@ -37,8 +37,8 @@ def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
-    Takes a step with zero gradients, to learn the names and shapes of the state, so the weights must be loaded later.
-    Settings such as the weight decay stay those of this run. Raises ValueError if the state does not fit.
+    Takes one step with zero gradients to learn the names and shapes of the state. It can change the weights, so load
+    them afterwards. Settings such as the weight decay stay as in this run. Raises ValueError if the state does not fit.
     """
     path, optimizer = checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     try:
@@ -58,7 +58,7 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_parts(checkpoint: Path, parts: Mapping[str, Part], values: dict[str, Any]) -> list[str]:
-    """Load the parts that the checkpoint has; returns a line for each part that only one of both has.
+    """Load the checkpoint's parts. Returns lines to print about parts that only the checkpoint or only the run has.
 
     `values` is the contents of state.json. Raises ValueError if the tensors of a part do not fit.
     """
@@ -68,7 +68,7 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part], values: dict[str, An
     for name, part in parts.items():
         path = checkpoint / f"{name}.safetensors"
         if name not in saved and not (name == LOSS_SCALE and values.get("scaler")):
-            lines.append(f"{path.name} is not in the checkpoint: {name} starts anew")
+            lines.append(f"{path.name} is not in the checkpoint: {name} keeps its initial state")
             continue
         try:
             if name in saved:
@@ -80,7 +80,7 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part], values: dict[str, An
                 raise ValueError(f"{difference} in this run")
             part.load_state_dict(tensors)
         except Exception as error:  # of any class, if a value is malformed
-            problem = f"{path}: not this run's {name} ({one_line(error)[:160]})"
+            problem = f"{path}: does not fit this run's {name} ({one_line(error)[:160]})"
             raise UserError(problem, "use the same settings, or another checkpoint") from error
     return lines
 

@@ -1,4 +1,4 @@
-"""log.jsonl, the record of a run, whose records the sinks show or store."""
+"""Write the records of a run to log.jsonl, and pass them to the sinks."""
 
 import json
 import math
@@ -23,7 +23,7 @@ class RunLog:
         self.error: OSError | None = None
         if is_main:
             self.file, self.pending = _reopen(self.path, state), b""
-            self.unseen: list[dict[str, Any]] = []  # records that are not written yet, so that no sink has them
+            self.unseen: list[dict[str, Any]] = []  # records that are neither written nor passed to the sinks yet
             self.sinks = {name: create(folder, state, updates, task) for name, create in SINKS.items()}
             self.terminal: Any = self.sinks["terminal"]
 
@@ -33,7 +33,7 @@ class RunLog:
             self.terminal.advance()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a record to log.jsonl, then hand it to the sinks.
+        """Append a record to log.jsonl, then pass it to the sinks.
 
         Records that cannot be written are kept for later; see `check`.
         """

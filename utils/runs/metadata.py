@@ -101,12 +101,13 @@ def _check_format(path: Path, values: dict[str, Any]) -> None:
         raise UserError(f"{path}: 'format' is malformed", _OTHER)
     if found > FORMAT:
         version = wrote.get("lockstep") if isinstance(wrote, dict) else None
-        writer = f"Lockstep {' '.join(str(version).split())[:40]}"
-        raise UserError(f"{path}: format {found} of {writer} is newer than format {FORMAT}", "update Lockstep")
+        writer = f"Lockstep {' '.join(str(version).split())[:40]}" if version else "a newer Lockstep"
+        problem = f"format {found}, written by {writer}, is newer than format {FORMAT}, which this version reads"
+        raise UserError(f"{path}: {problem}", "update Lockstep")
 
 
 def _upgrade(values: dict[str, Any]) -> dict[str, Any]:
-    """The contents of a state.json without a format, which is older than format 1, as those of format 1.
+    """Convert the contents of a state.json from before format 1 to format 1.
 
     Such a checkpoint has the loss scale of fp16 in `scaler` instead of in a file of its own; see `load_parts`.
     """

@@ -83,7 +83,7 @@ def restore_state(
         if there != here:
             problem = f"{saved.path}: was trained with {what} of {_short(there)}, not {_short(here)}"
             raise UserError(problem, "use the same settings")
-    owed = saved.state.step + (not saved.state.owes_evaluation)  # the first evaluation that is done again
+    owed = saved.state.step + (not saved.state.owes_evaluation)  # evaluations from this step on are repeated
     done = [evaluation for evaluation in saved.state.evaluations if evaluation["step"] < owed]
     state = replace(saved.state, bad_images=list(saved.state.bad_images), evaluations=done)
     try:
@@ -110,15 +110,15 @@ def restore(
 ) -> None:
     """Load the checkpoint's tensors, print `lines`, and delete later checkpoints; collective.
 
-    Also prints a line for each part that only the checkpoint or only the run has. Raises ValueError, before any file is
+    Also prints lines about parts that only the checkpoint or only the run has. Raises ValueError, before any file is
     changed, if the tensors do not fit.
     """
     saved, folder = start.saved, start.folder
     assert saved is not None
 
     def load() -> list[str]:
-        # An error about the weights names the cause best, so it comes first. They are loaded after the optimizer's
-        # state, because `load_optimizer` changes them.
+        # Check the weights first, because their error names the cause best. Load them after the optimizer's state,
+        # because `load_optimizer` changes the weights.
         weights = read_weights(saved.path, module)
         load_optimizer(saved.path, optimizer)
         module.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""Sinks: they show or store the records of log.jsonl, such as the terminal or an experiment tracker.
+"""Sinks, such as the terminal or an experiment tracker, show or store the records of log.jsonl.
 
 To add one, write a class with the methods of `Sink` and add it, or a function that creates it, to `SINKS`. All entries
 are used. Only the main process has sinks.
@@ -18,7 +18,7 @@ from utils.tasks.task import Task
 
 
 class Sink(Protocol):
-    """Receives the records of log.jsonl, each once it is written there.
+    """Receives each record after it is written to log.jsonl.
 
     After an OSError the sink is closed and the run continues without it.
     """
@@ -31,7 +31,7 @@ class Sink(Protocol):
 
 
 def is_kept(record: Any, state: TrainState) -> bool:
-    """Whether a record was written before the run reached this state. A resumed run writes all others again."""
+    """Whether a run resumed from this state keeps the record. It repeats later updates, and an evaluation it owes."""
     try:
         is_owed = record["kind"] == "eval" and record["step"] == state.step and state.owes_evaluation
         return record["step"] <= state.step and not is_owed

@@ -7,7 +7,7 @@ from typing import Any
 
 from utils.data.order import Plan
 
-_MOST_EVALUATIONS = 10_000  # about 3 MB of JSON, of which a checkpoint's file may have 8
+_MAX_EVALUATIONS = 10_000  # about 3 MB of JSON; state.json may have at most 8 MB
 
 
 @dataclass
@@ -37,7 +37,7 @@ class TrainState:
     batch_size: int = 0
     """The largest batch of one process so far. A resumed run on fewer processes accumulates instead of exceeding it."""
     evaluations: list[dict] = field(default_factory=list)
-    """The step and the numbers of each evaluation so far, oldest first."""
+    """The step and the numbers of the last 10,000 evaluations, oldest first."""
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -62,7 +62,7 @@ class TrainState:
         """
         numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self.evaluations = [*self.evaluations[1 - _MOST_EVALUATIONS :], {"step": self.step, **finite}]
+        self.evaluations = [*self.evaluations[1 - _MAX_EVALUATIONS :], {"step": self.step, **finite}]
         value, best = finite[metric], self.best
         if value is not None and (best is None or (value > best if higher_is_better else value < best)):
             self.best, self.best_step = value, self.step

@@ -16,7 +16,7 @@ _ROWS = ("accuracy", "top5", "loss", "macro_f1", "macro_precision", "macro_recal
 
 
 class Classification(Task):
-    """One class per image. Targets are classes, int64 [n], or a share for each class, float [n, classes]."""
+    """One class per image. Targets are class indices, int64 [n], or class probabilities, float [n, classes]."""
 
     metric, higher_is_better = "accuracy", True
     training = ("loss", "accuracy")

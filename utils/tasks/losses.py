@@ -3,7 +3,7 @@
 To add a loss, write a function with these arguments and add it to `LOSSES`:
 
 * `logits` [n, classes], where n may be 0
-* `targets`: classes, int64 [n], or a share for each class, float [n, classes], as from Mixup
+* `targets`: class indices, int64 [n], or class probabilities, float [n, classes], as from Mixup
 * `smoothing`: the fraction of the target to spread evenly over all classes
 """
 

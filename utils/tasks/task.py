@@ -1,4 +1,4 @@
-"""What a label means: all that the loop, the log and the evaluation need to know about it."""
+"""The interface of a task: its loss, logged sums, predictions and metrics."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from torch import Tensor
 class Task:
     """The loss, the numbers to log, what evaluation gathers, and the metric of the best checkpoint.
 
-    `classification.py` is the example. A task keeps no state. What it counts are sums over samples,
-    which are added up exactly over microbatches, ranks and resumes. Batches may be empty.
+    `classification.py` is the example. A task keeps no state. Its numbers are sums over samples, which are added
+    exactly over microbatches, ranks and resumes. Batches may be empty.
     """
 
     outputs: int

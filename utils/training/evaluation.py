@@ -38,10 +38,10 @@ class Evaluator:
     def evaluate(self, stopping: Stopping | None = None) -> dict | None:
         """The metrics of the whole split, and its `count` of samples; collective.
 
-        About once a second the ranks agree whether to stop early, because a rank could not read a sample or, with
-        `stopping`, was asked to stop. The result is None if the evaluation was stopped. Only the main process's result
-        has `Task.metrics`. The result has `left_out` if images were skipped. Raises ValueError if images cannot be
-        read, and RuntimeError if a sample was missed or counted twice.
+        About once a second, the ranks agree whether to stop early: if a rank could not read a sample, or, with
+        `stopping`, if it was asked to stop. Returns None if asked to stop. Only the main process's result has
+        `Task.metrics`. The result has `left_out` if images were skipped. Raises ValueError if images cannot be read,
+        and RuntimeError if a sample is missing or in the wrong place.
         """
         start, was_training = time.perf_counter(), self.model.training
         self.model.eval()
@@ -72,7 +72,7 @@ class Evaluator:
             own, predictions = task.evaluate(outputs.float(), batch.labels)
             sums += own
             gathered.add(batch.number // processes, batch.indices, predictions)
-            # Ranks may differ by one block, so they only meet after blocks that all of them have.
+            # Ranks may differ by one block, so they synchronise only after blocks that all of them have.
             if block <= blocks // processes and pace.due(block):
                 wants_to_stop = self.batches.error is not None or (stopping is not None and stopping.requested)
                 if self._any_wants_to_stop(wants_to_stop, pace, block):
@@ -95,7 +95,8 @@ class Evaluator:
         samples, count = len(numbers), int((numbers > 0).sum())
         is_right = (numbers == 0) | (numbers == np.arange(1, samples + 1))
         if count + missing != samples or not is_right.all():
-            raise RuntimeError(f"evaluation counted {count} of {samples} samples; please report this")
+            problem = f"the evaluation did not count each of the {samples} samples once"
+            raise RuntimeError(f"{problem} ({count} counted, {missing:.0f} left out); please report this")
         if not count:
             fix = "set another --eval_split or --data"
             raise UserError(f"none of the {samples} images to evaluate can be read", fix)
@@ -133,6 +134,6 @@ class Gathered:
         return numbers, predictions
 
     def _in_order(self, values: Tensor, processes: int) -> Tensor:
-        """Accelerate deals block i to rank i modulo the number of processes: put the blocks back in order."""
+        """Accelerate assigns block i to rank i modulo the number of processes: put the blocks back in order."""
         blocks = values.view(processes, self.rounds, self.block_size, *values.shape[1:])
         return blocks.transpose(0, 1).flatten(0, 2)

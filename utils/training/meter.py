@@ -14,8 +14,6 @@ from utils.errors import UserError
 from utils.ranks.accelerator import sum_over_ranks
 from utils.tasks.task import Task
 
-_FIX = "use another checkpoint"
-
 
 class Pace:
     """When the ranks synchronise: about once a second, after the same number of steps on all of them."""
@@ -58,7 +56,9 @@ class Meter:
     def __init__(self, task: Task, device: torch.device, start: Mapping[str, float], is_main: bool):
         self.task, self.names = task, (*task.training, "count", "wait")
         if start and start.keys() != set(self.names):
-            raise UserError(f"the checkpoint has sums of {join_names(start)}, not {join_names(self.names)}", _FIX)
+            there, here = join_names(start), join_names(self.names)
+            problem = f"the checkpoint has the training sums {there}; this task needs {here}"
+            raise UserError(problem, "use another checkpoint")
         start = start if is_main else {}
         values = [start.get(name, 0.0) for name in task.training]
         self.sums = torch.tensor(values, dtype=torch.float64, device=device)

@@ -40,9 +40,9 @@ class Saving:
     """A checkpoint that a thread of the main process completes. On other ranks both futures stay pending."""
 
     step: int
-    best: tuple[float | None, int | None]  # accuracy and update of the best checkpoint, this one included
+    best: tuple[float | None, int | None]  # metric and update of the best checkpoint, this one included
     published: Future = field(default_factory=Future)
-    pointed: Future = field(default_factory=Future)  # fails too if the first one fails
+    pointers_updated: Future = field(default_factory=Future)  # fails if `published` fails
 
 
 @dataclass(kw_only=True)

@@ -13,8 +13,7 @@ from utils.training.run import Run, Saving
 def save(run: Run) -> None:
     """Write a checkpoint, then agree on stopping; collective.
 
-    All ranks wait until the tensors are written. Then a thread of the main process hashes and
-    flushes the files, renames the folder and deletes old checkpoints; `finish_save` waits for it.
+    All ranks wait until the tensors are written. A thread of the main process does the rest, see `finish_save`.
     """
     finish_save(run)
     state, ranks, step = run.state, run.ranks, run.state.step
@@ -32,9 +31,9 @@ def save(run: Run) -> None:
         write_checkpoint(ranks, run.accelerator, unfinished, files, run.parts)
         run.saving = Saving(step, (state.best, state.best_step))
         if ranks.is_main:
-            point = partial(update_pointers, unfinished.parent, step, state.best_step, run.config.keep)
+            update = partial(update_pointers, unfinished.parent, step, state.best_step, run.config.keep)
             published = run.saving.published = run.saver.submit(publish, unfinished)
-            run.saving.pointed = run.saver.submit(lambda: (published.result(), point()))
+            run.saving.pointers_updated = run.saver.submit(lambda: (published.result(), update()))
     except (OSError, AgreedError) as error:
         _report(run, error, f"update {step} could not be saved", step >= run.updates or run.stopping.agreed)
     run.meter.restart_save_clock()
@@ -44,9 +43,9 @@ def save(run: Run) -> None:
 
 
 def finish_save(run: Run, is_last: bool = False) -> None:
-    """Wait until the last checkpoint is complete; collective. If it is not, act as --if_save_fails says.
+    """Wait until the last checkpoint is complete; collective. If it cannot be completed, act as --if_save_fails says.
 
-    Called before each evaluation, because the best checkpoint is the best of those that were saved.
+    Call this before an evaluation: after a failed save, `state.best` is reset to the best checkpoint on disk.
     """
     saving, run.saving, saved = run.saving, None, False
     if saving is None:
@@ -55,7 +54,7 @@ def finish_save(run: Run, is_last: bool = False) -> None:
     try:
         run.ranks.run_on_main(lambda: saving.published.result())
         saved, run.saved_best = True, saving.best
-        run.ranks.run_on_main(lambda: saving.pointed.result())
+        run.ranks.run_on_main(lambda: saving.pointers_updated.result())
     except (OSError, AgreedError) as error:
         what = "was saved, but `latest` or `best` was not updated" if saved else "could not be saved"
         _report(run, error, f"update {saving.step} {what}", is_last)

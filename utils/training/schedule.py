@@ -84,10 +84,10 @@ def cosine(done: float, end: float = 0.0) -> float:
 def onecycle(
     config: TrainConfig, update: int, updates: int, div_factor: float = 25.0, final_div_factor: float = 1e4
 ) -> float:
-    """Rises for 30 percent of the run, or --warmup_steps, and falls to almost 0, both as half a cosine.
+    """Half-cosine rise over 30 percent of the run, or --warmup_steps, then half-cosine decay to almost 0.
 
-    It starts at --lr / `div_factor` and ends at that / `final_div_factor`. These are the names and defaults of torch's
-    OneCycleLR (Smith and Topin, 2017), except that the momentum is constant.
+    It starts at --lr / `div_factor` and ends at that / `final_div_factor`. The arguments and defaults are those of
+    torch's OneCycleLR (Smith and Topin, 2017). Unlike there, the momentum is constant.
     """
     start, end = config.lr / div_factor, config.lr / (div_factor * final_div_factor)
     top = float(0.3 * updates - 1) if config.warmup_steps is None else float(config.warmup_steps)
@@ -110,7 +110,7 @@ def _check_arguments(config: TrainConfig) -> None:
     last = 2**32  # beyond any warm-up
     for update in (0, last // 2, last):
         lr = learning_rate(config, update, last)
-        problem = f"--lr_schedule_args for {config.lr_schedule}: they give a learning rate of {lr}"
+        problem = f"--lr_schedule_args for {config.lr_schedule}: the learning rate would be {lr}"
         require(0 <= lr < math.inf, problem, "change or remove them")
 
 

@@ -24,8 +24,8 @@ def synchronise(run: Run, pace: Pace) -> float:
     run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
     failed = batches.error is not None
     failed = failed or (run.log.error is not None and run.config.if_save_fails == "stop")
-    if run.saving is not None and run.saving.pointed.done():
-        failed = failed or run.saving.pointed.exception() is not None
+    if run.saving is not None and run.saving.pointers_updated.done():
+        failed = failed or run.saving.pointers_updated.exception() is not None
     new_bad = len(batches.bad.keys() - batches.agreed_bad)
     reduced = run.meter.reduce(run.accelerator, failed, run.stopping.requested, new_bad)
     if reduced.failed:
