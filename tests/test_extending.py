@@ -54,17 +54,23 @@ def copy_project(folder: Path, *diffs: str) -> Path:
     return folder
 
 
-def in_copy(copy: Path, script: str, flags: list[str], hold_at: int | None = None, keep_first: bool = False):
-    """Run a script of the copy, in a forked process that has imported the project itself.
-
-    Before update `hold_at` the ranks wait. With `keep_first`, each saves its initial weights and its first batch.
-    """
+def imported(copy: Path, script: str):
+    """A script of the copy as a module, in a forked process that has imported the project itself."""
     for name in list(sys.modules):
         if name.split(".")[0] in ("train", "eval", "doctor", "utils"):
             del sys.modules[name]
     sys.path.insert(0, str(copy))
     module = importlib.import_module(script)
     assert Path(str(module.__file__)).parent == copy
+    return module
+
+
+def in_copy(copy: Path, script: str, flags: list[str], hold_at: int | None = None, keep_first: bool = False):
+    """Run a script of the copy.
+
+    Before update `hold_at` the ranks wait. With `keep_first`, each saves its initial weights and its first batch.
+    """
+    module = imported(copy, script)
     if script == "train":
         update = module.train_update
 
@@ -81,6 +87,14 @@ def in_copy(copy: Path, script: str, flags: list[str], hold_at: int | None = Non
 
         module.train_update = watched
     return module.main(flags)
+
+
+def summary_in_copy(copy: Path, logits: Tensor, labels: Tensor) -> dict:
+    """The metrics of a classification whose samples are evaluated in three batches, one of them empty."""
+    module = imported(copy, "eval")
+    task = module.Classification(module.TrainConfig(), CLASSES)
+    sums = [task.evaluate(logits[part], labels[part])[0] for part in (slice(50), slice(0), slice(50, None))]
+    return task.summary(dict(zip(task.evaluation, sum(sums).tolist(), strict=True)), len(labels))
 
 
 def write_list(name: str, count: int, seed: int) -> tuple[np.ndarray, list[str]]:
@@ -145,6 +159,18 @@ def focal_losses(logits: Tensor, labels: list[int]) -> list[float]:
     return [-((1 - p) ** 2) * math.log(p) for p in right]
 
 
+def calibration_error(logits: Tensor, labels: list[int]) -> float:
+    """The mean over the samples of |accuracy - confidence| of their bins."""
+    confidence, predicted = logits.double().softmax(1).max(1)
+    right, error = predicted == torch.tensor(labels), 0.0
+    for edge in np.linspace(0, 0.9, 10):
+        inside = (confidence >= edge) & (confidence < edge + 0.1)
+        if inside.any():
+            gap = right[inside].double().mean() - confidence[inside].mean()
+            error += abs(gap.item()) * inside.sum().item() / len(labels)
+    return error
+
+
 def normalised(pixels: np.ndarray) -> Tensor:
     """uint8 [..., H, W, 3] as the model's input, float32 [..., 3, H, W]."""
     return (torch.from_numpy(pixels).movedim(-1, -3) / 255 - 0.5) / 0.5
@@ -204,20 +230,25 @@ def test_the_evaluation_has_the_loss_and_the_metric_of_the_weights(runs):
     found, (pixels, names) = json.loads(Path("found.json").read_text()), runs.other
     labels = [CLASSES.index(name) for name in names]
     logits = logits_of(weights("two"), normalised(pixels))
-    confidence, predicted = logits.softmax(1).max(1)
-    right = predicted == torch.tensor(labels)
+    right = logits.argmax(1) == torch.tensor(labels)
     assert found["count"] == 31 and found["accuracy"] == pytest.approx(right.double().mean().item())
     assert found["loss"] == pytest.approx(math.fsum(focal_losses(logits, labels)) / 31, rel=1e-4)
-    error = 0.0
-    for edge in np.linspace(0, 0.9, 10):  # the average over the samples of |accuracy - confidence| of their bins
-        inside = (confidence >= edge) & (confidence < edge + 0.1)
-        if inside.any():
-            gap = right[inside].double().mean() - confidence[inside].mean()
-            error += abs(gap.item()) * inside.sum().item() / 31
-    assert found["ece"] == pytest.approx(error, rel=1e-4) and found["ece"] > 0.01
+    assert found["ece"] == pytest.approx(calibration_error(logits, labels), rel=1e-4) and found["ece"] > 0.01
     assert re.search(rf"^ece +{found['ece']:.4f}$", runs.out["eval"], re.M)
     assert f"ECE {records('two', 'eval')[-1]['ece']:.4f}" in runs.out["two"]
     assert not any("ece" in record for record in records("two", "train"))
+
+
+def test_the_metric_is_right_for_confidences_in_all_bins(made):
+    random = torch.Generator().manual_seed(0)
+    logits, labels = 3 * torch.randn(200, 3, generator=random), torch.randint(3, (200,), generator=random)
+    logits[0] = torch.tensor([100.0, 0, 0])  # a confidence of 1
+    (outcome,) = run_ranks(1, summary_in_copy, made.copy, logits, labels)
+    confidence = logits.softmax(1).amax(1)
+    assert {int(10 * value) for value in confidence} >= set(range(3, 10)) and confidence.max() == 1
+    clamped = logits.clone()
+    clamped[0] = torch.tensor([20.0, 0, 0])  # in the last bin of the independent computation too
+    assert outcome.value["ece"] == pytest.approx(calibration_error(clamped, labels.tolist()), rel=1e-4)
 
 
 def test_a_killed_run_with_all_parts_resumes_to_the_same_bits(runs):
