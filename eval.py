@@ -41,19 +41,8 @@ from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
 from utils.training.evaluation import Evaluator
 
-OVERRIDES = (  # settings of the run that a flag of eval.py replaces
-    "data",
-    "data_subset",
-    "image_column",
-    "label_column",
-    "bad_images",
-    "check_images",
-    "eval_batch_size",
-    "mixed_precision",
-    "num_workers",
-    "data_dir",
-    "cache_dir",
-)
+# Settings of the run that a flag of eval.py replaces: those that both have, except where and how it is launched.
+OVERRIDES = set(EvalConfig.__annotations__) & set(TrainConfig.__annotations__)
 
 
 def main(argv: Sequence[str] | None = None) -> dict:

@@ -14,12 +14,12 @@ from utils.output import guard_output  # the first import: see its docstring
 import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from utils.config.batch import resolve_batch
@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     guard_output()
     config, command = parse_args(TrainConfig, "train.py", argv, TABLES), typed_command(argv)
     with (
+        ThreadPoolExecutor(1) as saver,  # an error is printed first, then the last save is completed
         distributed_session("train.py", config) as ranks,
         Stopping(lambda: ranks.orphaned) as stopping,
     ):
@@ -86,10 +87,10 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         if config.resume is None:
             resolve_batch(config, ranks.topology.world_size)
         ranks.join()
-        run = build(config, ranks, stopping, make_accelerator(ranks, config))
+        run = build(config, ranks, stopping, saver)
         announce(run)
         stopping.training_begins()
-        with frozen_garbage(), run.profile, run.saver:  # even after an error, wait until the checkpoint is complete
+        with frozen_garbage(), run.profile:
             result = train(run)
         stopped = close(run, result, command)
     if stopped:
@@ -97,8 +98,9 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     return result
 
 
-def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Accelerator) -> Run:
+def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor) -> Run:
     """Load the data, build the model, and restore the checkpoint of a resumed run; collective."""
+    accelerator = make_accelerator(ranks, config)
     start, processes = find_start(config, ranks), ranks.topology.world_size
     sizes = partial(batch_of_start, config, start.saved, processes)
     _, grad_accum, global_batch_size = ranks.run_on_all(sizes)  # may fail, so before loading data
@@ -125,12 +127,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
     # Accelerate assigns what a sampler emits to the ranks in turn.
     order = UpdateSampler(plan, processes, max(0, updates - state.step), state.place)
     blocks = BlockSampler(len(data.evaluation), config.eval_batch_size)
-    loaders = make_loaders(
-        {"training": (train_set, order), "evaluation": (eval_set, blocks)},
-        config,
-        ranks.threads,
-        ranks.device,
-    )
+    sets = {"training": (train_set, order), "evaluation": (eval_set, blocks)}
+    loaders = make_loaders(sets, config, ranks.threads, ranks.device)
     compile_model(accelerator, module)
     model, wrapped, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
     if accelerator.scaler:  # only fp16 needs the wrapper, which costs 0.3 ms per update
@@ -171,6 +169,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, accelerator: Ac
         meter=ranks.run_on_all(lambda: Meter(task, device, state.since_log, ranks.is_main)),
         log=log,
         profile=Profile(config.profile, run_folder.path, ranks.topology.rank, log.say),
+        saver=saver,
         saved_best=(state.best, state.best_step),
     )
 

@@ -18,6 +18,7 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.selection import load_data
+from utils.tasks.classification import Classification
 from utils.tasks.metrics import label_metrics
 from utils.training import evaluation
 
@@ -177,12 +178,12 @@ def test_an_evaluation_that_cannot_read_an_image_ends_when_the_ranks_next_meet(p
 
 
 def _evaluate_and_meet_in_each_block(flags):
-    blocks, add = [], evaluation.Gathered.add
+    blocks, add = [], Classification.evaluate
 
     def counted(*arguments):
         blocks.append(1)
         Path(f"blocks-{os.getpid()}").write_text(str(len(blocks)))
         return add(*arguments)
 
-    evaluation.Gathered.add, evaluation.Pace.due = counted, lambda self, step: True
+    Classification.evaluate, evaluation.Pace.due = counted, lambda self, step: True
     eval.main(flags)

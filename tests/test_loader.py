@@ -1,11 +1,15 @@
 """What a loader's batches are: pixels scaled like torchvision's, uploads in order."""
 
+import subprocess
+import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from helpers.make_data import CPU, encoded, pictures, smooth
+from helpers.training_runs import ROOT
+from helpers.waiting import lives, until
 from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
@@ -75,3 +79,31 @@ def test_batches_on_a_gpu_equal_those_on_the_cpu(min_scale):
     for one, other in zip(*found, strict=True):
         rounding = 1e-5 if min_scale == 1 else 1.01 / 255 / 0.25  # a GPU resizes floats
         torch.testing.assert_close(one, other, rtol=0, atol=rounding)
+
+
+ORPHANS = """
+import time
+from torch.utils.data import DataLoader, Dataset
+from utils.data.worker_process import worker_processes
+
+class Large(Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return bytes(300_000)
+
+batches = iter(DataLoader(Large(), batch_size=1, collate_fn=list, **worker_processes(3, 4)))
+next(batches)
+print(*(worker.pid for worker in batches._workers), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sigtimedwait")
+def test_workers_end_with_a_rank_that_is_killed_even_if_nobody_reads_their_batches():
+    with subprocess.Popen([sys.executable, "-c", ORPHANS], cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
+        workers = [int(pid) for pid in rank.stdout.readline().split()]
+        rank.kill()
+    assert len(workers) == 3
+    until(lambda: not any(lives(worker) for worker in workers))

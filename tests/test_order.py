@@ -1,5 +1,6 @@
 """Which sample is next: the same global batches on every topology, each sample once an epoch."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,6 @@ import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.order import BlockSampler, Microbatch, Plan, UpdateSampler, fold_in, permutation
-from utils.ranks.accelerator import make_accelerator
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 
@@ -20,7 +20,7 @@ def drawn_indices(*flags):
     config = parse_args(TrainConfig, "train.py", ["--model", "mlp", *flags])
     with distributed_session("train.py", config) as ranks:
         ranks.join()
-        run = train.build(config, ranks, Stopping(lambda: False), make_accelerator(ranks, config))
+        run = train.build(config, ranks, Stopping(lambda: False), ThreadPoolExecutor(1))
         return [(batch.update, batch.number, batch.indices.tolist()) for batch in run.train_batches]
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,18 @@ def test_a_run_told_to_continue_says_what_the_thread_could_not_save_and_saves_ag
     assert names() == ["best", "latest", "step-00000009"]
 
 
+def test_a_full_disk_that_keeps_log_and_checkpoint_from_being_written_does_not_end_a_run_told_to_continue():
+    def fill_the_log_too(run):
+        await_save(run)
+        if run.state.step == 4:
+            run.log.error = OSError(errno.ENOSPC, "No space left on device")
+
+    flags = [*RUN, "--if_save_fails", "continue", "--log_every", "9"]
+    (outcome,) = run_ranks(1, train_with, fails_at(3), fill_the_log_too, True, flags)
+    assert (outcome.code, outcome.err) == (0, "") and "update 3 could not be saved" in outcome.out
+    assert names() == ["best", "latest", "step-00000006", "step-00000009"]
+
+
 def test_the_last_checkpoint_must_be_completed_even_if_the_run_continues_after_others():
     (outcome,) = run_ranks(1, train_with, fails_at(9), None, False, [*RUN, "--if_save_fails", "continue"])
     assert outcome.code == 2 and "step-00000009.partial: No space left" in outcome.err
@@ -152,14 +165,20 @@ def test_the_best_checkpoint_is_the_best_of_those_that_the_thread_could_complete
     assert (CHECKPOINTS / "best").read_text().strip() == max(there, key=accuracy.get)
 
 
-def test_a_run_that_fails_completes_the_checkpoint_before_it_ends():
+def publish_after_the_error(partial, real):
+    until(lambda: "a disk with data is gone" in sys.stderr.getvalue())
+    real(partial)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_fails_reports_its_error_and_then_completes_the_checkpoint(processes):
     def fail(run):
-        if run.state.step == 4:
-            Path("go").touch()
+        if run.state.step == 4 and run.ranks.is_main:
             raise OSError("a disk with data is gone")
 
-    (outcome,) = run_ranks(1, train_with, publish_after_go, fail)
-    assert outcome.code == 2 and "a disk with data is gone" in outcome.err
+    outcomes = run_ranks(processes, train_with, publish_after_the_error, fail)
+    assert [outcome.code for outcome in outcomes] == [2] * processes
+    assert outcomes[0].err.count("a disk with data is gone") == 1
     assert names() == ["latest", "step-00000003"]
     verify(CHECKPOINTS / "step-00000003")
 

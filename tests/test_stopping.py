@@ -108,9 +108,9 @@ def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run(proc
 
 
 def _train_and_evaluate_slowly(flags):
-    import utils.training.evaluation as evaluation
+    from utils.tasks.classification import Classification
 
-    add, blocks = evaluation.Gathered.add, count(1)
+    add, blocks = Classification.evaluate, count(1)
 
     def slow(*arguments):
         if next(blocks) == 2:
@@ -119,7 +119,7 @@ def _train_and_evaluate_slowly(flags):
         time.sleep(0.4)  # so that the ranks, who meet once a second, meet before the last of 22 blocks
         return add(*arguments)
 
-    evaluation.Gathered.add = slow
+    Classification.evaluate = slow
     slow_train(flags)
 
 

@@ -18,7 +18,8 @@ from utils.errors import UserError
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
 from utils.tasks.task import Task
-from utils.training.evaluation import Gathered
+from utils.training import evaluation
+from utils.training.evaluation import gather_rows
 from utils.training.meter import Meter
 
 FLAGS = ["--model", "mlp", "--model_args", "{hidden: 16}", "--lr", "0.01", "--global_batch_size", "120"]
@@ -140,27 +141,44 @@ def test_soft_targets_of_one_class_equal_hard_ones_and_mixed_ones_are_the_mixtur
 
 
 class _Accelerator:
-    """Gathers the tensors of ranks that this test holds."""
+    """Gathers the rows of ranks that this test holds."""
 
-    def __init__(self, ranks):
-        self.num_processes, self.ranks = len(ranks), ranks
+    def __init__(self, rows, counts):
+        padded = [F.pad(own, (0, 0, 0, max(1, *counts) - len(own)), value=7.0) for own in rows]
+        self.gathered = torch.cat(padded)
 
-    def gather(self, values):
-        name = "numbers" if values.dtype == torch.int64 else "predictions"
-        return torch.cat([getattr(rank, name) for rank in self.ranks])
+    def gather(self, own):
+        assert len(own) * len(COUNTS) == len(self.gathered)
+        return self.gathered
 
 
-@pytest.mark.parametrize(("processes", "samples", "size"), [(1, 7, 3), (2, 13, 3), (3, 8, 4), (4, 9, 4), (5, 3, 2)])
-def test_predictions_of_unequal_ranks_are_put_back_in_the_order_of_the_split(processes, samples, size):
-    task, blocks = Value(None, None), -(-samples // size)
-    ranks = [Gathered(size, -(-blocks // processes), task, torch.device("cpu")) for _ in range(processes)]
-    left_out = 1
-    for block in range(blocks):
-        indices = torch.arange(block * size, min((block + 1) * size, samples))
-        indices = indices[indices != left_out]
-        ranks[block % processes].add(block // processes, indices, indices[:, None] * 0.5)
-    numbers, predictions = ranks[0].gather(_Accelerator(ranks), samples)
-    expected = np.arange(samples)
-    seen = expected != left_out
-    assert (numbers[seen] == expected[seen] + 1).all() and numbers[left_out] == 0 and len(numbers) == samples
-    assert (predictions[seen, 0] == expected[seen] / 2).all() and predictions.shape == (samples, 1)
+COUNTS = [3, 0, 5, 4]
+
+
+def test_rows_of_ranks_with_different_numbers_of_samples_are_gathered_without_padding():
+    rows = [torch.randn(count, 2) for count in COUNTS]
+    for own in rows:
+        assert torch.equal(gather_rows(_Accelerator(rows, COUNTS), own, COUNTS), torch.cat(rows))
+
+
+def test_an_evaluation_that_counts_a_sample_twice_or_not_at_all_is_an_error():
+    for planted, code in ((None, 0), ("twice", 1), ("missing", 1)):
+        outcomes = run_ranks(2, _train_with_wrong_blocks, [planted, "--run_name", f"run-{planted}", *FLAGS])
+        assert [outcome.code for outcome in outcomes] == [code] * 2, outcomes[0].err
+        assert ("did not count each of the 180 samples once" in outcomes[0].err) == bool(code)
+
+
+def _train_with_wrong_blocks(flags):
+    planted, *flags = flags
+    iterate = evaluation.Batches.__iter__
+
+    def wrong(self):
+        for number, batch in enumerate(iterate(self)):
+            if self.what == "an evaluation batch" and number == 0 and planted == "missing":
+                continue
+            yield batch
+            if self.what == "an evaluation batch" and number == 0 and planted == "twice":
+                yield batch
+
+    evaluation.Batches.__iter__ = wrong
+    train.main([*flags, "--eval_batch_size", "20"])

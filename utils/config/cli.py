@@ -141,7 +141,8 @@ def _read_config_file(path: str, names: list[str]) -> dict:
     # default and had no effect on small images.
     if next(iter(values), "") == "cpu" and "profile" in values and values.get("min_scale") == 0.08:
         values["min_scale"] = None
-    values.pop("format", None)
+    if values.pop("format", 1) != 1:
+        raise UserError(f"{path}: was written by a newer version of Lockstep", "update Lockstep")
     for name in values:
         if name not in names:
             raise UserError(f"{path}: unknown setting {name!r}", suggestion(str(name), names, "--help lists all"))

@@ -203,6 +203,6 @@ def make_augmentation(config: TrainConfig, spec: InputSpec, training: bool) -> A
     """The operations of these settings. Photographs not cropped at random are first cropped to their centre."""
     made = {name: make(config, spec) for name, make in AUGMENTATIONS.items()} if training else {}
     operations = {name: operation for name, operation in made.items() if operation is not None}
-    if not spec.small and next(iter(operations), "") != "crop":
+    if not spec.small and "crop" not in operations:
         operations = {"center": Center(spec), **operations}
     return Augmentation(config.seed, operations)

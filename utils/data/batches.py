@@ -73,8 +73,8 @@ class Batches:
             self.error = batch.get("error", self.error)
             self.left_out += batch["left_out"]
             self.bad |= batch.get("bad", {})
-            microbatch, tensors = batch["microbatch"], (self._input(batch), batch["labels"], batch["indices"])
-            yield self._without_agreed_bad(Batch(*tensors, microbatch.update, microbatch.number))
+            rest = [batch[name] for name in Batch._fields[1:]]
+            yield self._without_agreed_bad(Batch(self._input(batch), *rest))
 
     def _without_agreed_bad(self, batch: Batch) -> Batch:
         """Leave out the images of `agreed_bad` even if they can be read again, as a resumed run would."""

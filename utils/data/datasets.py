@@ -28,7 +28,8 @@ class DecodedImages(Dataset):
         requested = len(microbatch.indices)
         if self.readable is not None:
             microbatch = microbatch.take(self.readable[microbatch.indices])
-        return _batch(microbatch, torch.from_numpy(self.pixels[microbatch.indices]), self.labels, requested)
+        images = torch.from_numpy(self.pixels[microbatch.indices])
+        return _batch(microbatch, images, self.labels, requested) | {"microbatch": microbatch}
 
 
 class EncodedImages(Dataset):
@@ -81,5 +82,6 @@ def _batch(microbatch: Microbatch, images: Tensor, labels: np.ndarray, requested
         "images": images,
         "labels": torch.from_numpy(labels[microbatch.indices]),
         "indices": torch.from_numpy(microbatch.indices),
-        "microbatch": microbatch,
+        "update": microbatch.update,
+        "number": microbatch.number,
     }

@@ -71,12 +71,14 @@ def _leave_signals_to_parent(worker: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
+    if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_parents_sigterm, args=(os.getppid(),), daemon=True).start()
 
 
 def _await_parents_sigterm(parent: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
+    while os.getppid() == parent:  # a parent that is killed sends no signal
+        received = signal.sigtimedwait({signal.SIGTERM}, 2)
+        if received is not None and received.si_pid == parent:
+            break
     os._exit(0)

@@ -83,13 +83,13 @@ class RunLog:
                 self._use(name, sink.write, dict(record))
 
     def _use(self, name: str, method: Callable[..., None], *given: Any) -> None:
-        """Call a method of a sink. After an OSError the sink is closed, and the run continues without it."""
+        """Call a method of a sink. After an error the sink is closed, and the run continues without it."""
         try:
             method(*given)
-        except OSError as error:
+        except Exception as error:  # of any class, as trackers are other people's code
             self.say(f"sink {name}: {one_line(error)}; the run continues without it")
             if name in self.sinks:
-                with suppress(OSError):
+                with suppress(Exception):
                     self.sinks.pop(name).close()
 
 

@@ -13,7 +13,10 @@ LOSS_SCALE = "loss_scale"
 
 
 class Part(Protocol):
-    """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes during the whole run."""
+    """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes during the whole run.
+
+    Only the main process calls `state_dict`; all ranks call `load_state_dict` with the same state.
+    """
 
     def state_dict(self) -> dict[str, Tensor]: ...
 

@@ -20,7 +20,7 @@ from utils.tasks.task import Task
 class Sink(Protocol):
     """Receives each record after it is written to log.jsonl.
 
-    After an OSError the sink is closed and the run continues without it.
+    After an error the sink is closed and the run continues without it.
     """
 
     def write(self, record: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The evaluation loop of train.py and eval.py. It counts each sample once, on any number of processes."""
 
+import json
 import time
 from dataclasses import dataclass
 
@@ -36,48 +37,52 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self, stopping: Stopping | None = None) -> dict | None:
-        """The metrics of the whole split, and its `count` of samples; collective.
+        """The metrics of the whole split, and its `count` of samples; the same on all ranks; collective.
 
         About once a second, the ranks agree whether to stop early: if a rank could not read a sample, or, with
-        `stopping`, if it was asked to stop. Returns None if asked to stop. Only the main process's result has
-        `Task.metrics`. The result has `left_out` if images were skipped. Raises ValueError if images cannot be read,
-        and RuntimeError if a sample is missing or in the wrong place.
+        `stopping`, if it was asked to stop. Returns None if asked to stop. The result has `left_out` if images were
+        skipped. Raises ValueError if images cannot be read, and RuntimeError if a sample is missing or counted twice.
         """
         start, was_training = time.perf_counter(), self.model.training
         self.model.eval()
-        sums, gathered, stopped = self._loop(stopping)
+        sums, indices, predictions, stopped = self._loop(stopping)
         self.model.train(was_training)
         self.ranks.run_on_all(self.batches.check)
         if stopped and stopping is not None:
             stopping.agreed = True
             return None
-        numbers, predictions = gathered.gather(self.accelerator, len(self.batches.labels))
-        result = self._summary(sums, numbers)
-        if self.config.metrics and self.accelerator.is_main_process:
-            seen = numbers > 0
-            result |= self.task.metrics(predictions[seen], self.batches.labels[seen])
+        counts = [int(text) for text in self.ranks.gather_text(str(len(indices)))]
+        seen = gather_rows(self.accelerator, indices, counts).cpu().numpy()
+        result = self._summary(sums, seen)
+        if self.config.metrics:
+            predicted = gather_rows(self.accelerator, predictions, counts)
+            own = self.ranks.run_on_main(lambda: json.dumps(self._metrics(seen, predicted)))
+            result |= json.loads(self.ranks.broadcast_text(own or ""))
         return result | {"seconds": time.perf_counter() - start}
 
-    def _loop(self, stopping: Stopping | None) -> tuple[Tensor, "Gathered", bool]:
-        """This rank's sums and predictions, and whether the ranks have agreed to stop."""
+    def _loop(self, stopping: Stopping | None) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """This rank's sums, the indices and predictions of its samples, and whether the ranks have agreed to stop."""
         device, task, processes = self.accelerator.device, self.task, self.accelerator.num_processes
-        size = self.config.eval_batch_size
-        blocks = -(-len(self.batches.labels) // size)
-        sums = torch.zeros(len(task.evaluation), dtype=torch.float64, device=device)
-        gathered = Gathered(size, -(-blocks // processes), task, device)
+        shared_blocks = -(-len(self.batches.labels) // self.config.eval_batch_size) // processes
+        indices = [torch.zeros(0, dtype=torch.int64, device=device)]
+        # A rank without samples needs the shape and type of the predictions, too.
+        sums, nothing = task.evaluate(torch.zeros(0, task.outputs, device=device), indices[0])
+        predictions, stopped = [nothing], False
         bar, pace = Terminal(self.ranks.is_main).progress("evaluating"), Pace()
         for block, batch in enumerate(bar(self.batches), 1):
             with self.accelerator.autocast():
                 outputs = self.model(batch.images)
-            own, predictions = task.evaluate(outputs.float(), batch.labels)
+            own, predicted = task.evaluate(outputs.float(), batch.labels)
             sums += own
-            gathered.add(batch.number // processes, batch.indices, predictions)
+            indices.append(batch.indices)
+            predictions.append(predicted)
             # Ranks may differ by one block, so they synchronise only after blocks that all of them have.
-            if block <= blocks // processes and pace.due(block):
+            if block <= shared_blocks and pace.due(block):
                 wants_to_stop = self.batches.error is not None or (stopping is not None and stopping.requested)
-                if self._any_wants_to_stop(wants_to_stop, pace, block):
-                    return sums, gathered, True
-        return sums, gathered, False
+                stopped = self._any_wants_to_stop(wants_to_stop, pace, block)
+                if stopped:
+                    break
+        return sums, torch.cat(indices), torch.cat(predictions), stopped
 
     def _any_wants_to_stop(self, wants_to_stop: bool, pace: Pace, block: int) -> bool:
         self.ranks.mark_waiting(f"block {block} of the evaluation")
@@ -88,13 +93,12 @@ class Evaluator:
         pace.synced(block, seconds / self.accelerator.num_processes)
         return stops > 0
 
-    def _summary(self, sums: Tensor, numbers: np.ndarray) -> dict:
-        """The metrics over all ranks. `numbers` is from `Gathered.gather`."""
+    def _summary(self, sums: Tensor, seen: np.ndarray) -> dict:
+        """The metrics over all ranks; `seen` has the indices of all samples that were evaluated, int64 [n]."""
         left_out = torch.tensor([self.batches.left_out], dtype=torch.float64, device=sums.device)
         *totals, missing = sum_over_ranks(self.accelerator, torch.cat([sums, left_out])).tolist()
-        samples, count = len(numbers), int((numbers > 0).sum())
-        is_right = (numbers == 0) | (numbers == np.arange(1, samples + 1))
-        if count + missing != samples or not is_right.all():
+        samples, count = len(self.batches.labels), len(seen)
+        if count + missing != samples or len(np.unique(seen)) != count:
             problem = f"the evaluation did not count each of the {samples} samples once"
             raise RuntimeError(f"{problem} ({count} counted, {missing:.0f} left out); please report this")
         if not count:
@@ -103,37 +107,18 @@ class Evaluator:
         result = self.task.summary(dict(zip(self.task.evaluation, totals, strict=True)), count)
         return {**result, "count": count} | ({"left_out": int(missing)} if missing else {})
 
+    def _metrics(self, seen: np.ndarray, predicted: Tensor) -> dict:
+        order = np.argsort(seen)
+        return self.task.metrics(predicted.cpu().numpy()[order], self.batches.labels[seen[order]])
 
-class Gathered:
-    """The predictions of this rank's blocks, which `gather` combines with those of the other ranks.
 
-    Ranks may have different numbers of blocks, and blocks different numbers of samples. `accelerator.gather` needs
-    tensors of one shape, so each rank has room for `rounds` whole blocks, as many as the rank with the most blocks.
+def gather_rows(accelerator: Accelerator, rows: Tensor, counts: list[int]) -> Tensor:
+    """The `rows` [n, ...] of all ranks, one rank after the other; collective.
+
+    `counts` has the n of each rank. They differ, and `accelerator.gather` needs tensors of one shape, so the rows are
+    padded.
     """
-
-    def __init__(self, block_size: int, rounds: int, task: Task, device: torch.device):
-        nothing = torch.zeros(0, task.outputs, device=device), torch.zeros(0, dtype=torch.int64, device=device)
-        _, like = task.evaluate(*nothing)  # a rank without blocks needs their shape and type too
-        self.block_size, self.rounds = block_size, rounds
-        self.predictions = like.new_zeros(rounds * block_size, *like.shape[1:])
-        # 1 + the position of each sample in its split; 0 where there is no sample, or an unreadable one
-        self.numbers = torch.zeros(rounds * block_size, dtype=torch.int64, device=device)
-
-    def add(self, block: int, indices: Tensor, predictions: Tensor) -> None:
-        """Store the predictions of the samples at `indices` [n], which are in this rank's `block`, counted from 0."""
-        places = block * self.block_size + indices % self.block_size
-        self.numbers[places] = indices + 1
-        self.predictions[places] = predictions
-
-    def gather(self, accelerator: Accelerator, samples: int) -> tuple[np.ndarray, np.ndarray]:
-        """`numbers` [N] and `predictions` [N, ...] of all `samples`, in the order of the split; collective."""
-        numbers, predictions = (
-            self._in_order(accelerator.gather(values), accelerator.num_processes)[:samples].cpu().numpy()
-            for values in (self.numbers, self.predictions)
-        )
-        return numbers, predictions
-
-    def _in_order(self, values: Tensor, processes: int) -> Tensor:
-        """Accelerate assigns block i to rank i modulo the number of processes: put the blocks back in order."""
-        blocks = values.view(processes, self.rounds, self.block_size, *values.shape[1:])
-        return blocks.transpose(0, 1).flatten(0, 2)
+    padded = rows.new_zeros(max(1, *counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = accelerator.gather(padded).split(len(padded))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -3,7 +3,7 @@
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,8 +71,8 @@ class Run:
     log: RunLog
     profile: Profile
     saved_best: tuple[float | None, int | None]  # metric and update of the best checkpoint on disk
+    saver: Executor  # of one thread
     saving: Saving | None = None  # the last save, until `finish_save`
-    saver: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "saving"))
 
 
 def announce(run: Run) -> None:

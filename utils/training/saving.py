@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 from utils.errors import AgreedError, one_line
 from utils.runs.checkpoint import partial_of, publish, update_pointers, write_checkpoint
@@ -19,7 +20,9 @@ def save(run: Run) -> None:
     state, ranks, step = run.state, run.ranks, run.state.step
     ranks.mark(f"after update {step}, saving")
     ranks.run_on_all(partial(check_weights, run.module, run.plan, run.data.train, step))
-    files = metadata_files(run.config, state, run.plan, ranks, run.data, {"input": asdict(run.spec)})
+    files: dict[str, str | bytes] = {}
+    if ranks.is_main:
+        files = metadata_files(run.config, state, run.plan, ranks, run.data, {"input": asdict(run.spec)})
     unfinished = partial_of(run.folder.checkpoints, step)
 
     def check_folder_and_log() -> None:
@@ -32,7 +35,7 @@ def save(run: Run) -> None:
         run.saving = Saving(step, (state.best, state.best_step))
         if ranks.is_main:
             update = partial(update_pointers, unfinished.parent, step, state.best_step, run.config.keep)
-            published = run.saving.published = run.saver.submit(publish, unfinished)
+            published = run.saving.published = run.saver.submit(_complete, run, unfinished)
             run.saving.pointers_updated = run.saver.submit(lambda: (published.result(), update()))
     except (OSError, AgreedError) as error:
         _report(run, error, f"update {step} could not be saved", step >= run.updates or run.stopping.agreed)
@@ -40,6 +43,11 @@ def save(run: Run) -> None:
     run.stopping.agreed = ranks.any_rank(run.stopping.agreed or run.stopping.requested)
     if step >= run.updates or run.stopping.agreed:  # no save follows
         finish_save(run, is_last=True)
+
+
+def _complete(run: Run, unfinished: Path) -> None:
+    """Complete a checkpoint. `run` is given because it holds the lock on the folder, even if training has failed."""
+    publish(unfinished)
 
 
 def finish_save(run: Run, is_last: bool = False) -> None:

@@ -30,7 +30,8 @@ def synchronise(run: Run, pace: Pace) -> float:
     reduced = run.meter.reduce(run.accelerator, failed, run.stopping.requested, new_bad)
     if reduced.failed:
         run.ranks.run_on_all(batches.check)
-        run.ranks.run_on_all(run.log.check)
+        if run.config.if_save_fails == "stop":
+            run.ranks.run_on_all(run.log.check)
         finish_save(run)
     if reduced.bad:
         state.bad_images += agree_on_bad(run, run.data.train, batches)
