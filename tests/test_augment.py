@@ -117,10 +117,10 @@ def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name, channels):
         numbers = np.arange(count) * 3
         single, batch = both_ends(made, images, Microbatch(0, 1, 0, numbers))
         assert torch.equal(single, batch)
-        assert sum(torch.equal(*pair) for pair in zip(single, images, strict=True)) < 0.7 * count
+        assert sum(torch.equal(*pair) for pair in zip(single, images, strict=True)) < 0.9 * count
         repeated = both_ends(made, images, Microbatch(0, 1, 0, numbers, np.arange(count) % 2))[1]
         same = [torch.equal(*pair) for pair in zip(repeated, batch, strict=True)]
-        assert all(same[::2]) and sum(same[1::2]) < 0.7 * count / 2
+        assert all(same[::2]) and sum(same[1::2]) < 0.9 * count / 2
 
 
 class DarkenTop(Operation):
