@@ -118,7 +118,7 @@ def test_a_run_does_not_continue_the_sums_of_another_task():
 def test_the_loss_of_an_evaluation_is_not_smoothed():
     task = Classification(TrainConfig(label_smoothing=0.2), list("abcde"))
     labels = torch.tensor([0, 1, 2, 3, 4, 0, 1])
-    logits = 4.0 * F.one_hot(labels, 5).roll(1, 0) + torch.arange(5)
+    logits = 4.5 * F.one_hot(labels, 5).roll(1, 0) + torch.arange(5)
     (loss, right, _), predicted = task.evaluate(logits, labels)
     assert loss.item() == pytest.approx(F.cross_entropy(logits, labels, reduction="sum").item(), rel=1e-6)
     assert task.loss(logits, labels).item() != pytest.approx(loss.item(), rel=1e-2)
