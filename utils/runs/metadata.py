@@ -141,7 +141,7 @@ def metadata_files(
         "processes": ranks.topology.world_size,
         "threads": ranks.threads,
         "device": ranks.device.type,
-        "versions": versions() if ranks.is_main else {},  # only the main process writes the file
+        "versions": versions(),
     }
     return {
         "state.json": json.dumps(values | more, indent=1, allow_nan=False),

@@ -20,9 +20,8 @@ def save(run: Run) -> None:
     state, ranks, step = run.state, run.ranks, run.state.step
     ranks.mark(f"after update {step}, saving")
     ranks.run_on_all(partial(check_weights, run.module, run.plan, run.data.train, step))
-    files: dict[str, str | bytes] = {}
-    if ranks.is_main:
-        files = metadata_files(run.config, state, run.plan, ranks, run.data, {"input": asdict(run.spec)})
+    spec = {"input": asdict(run.spec)}
+    files = metadata_files(run.config, state, run.plan, ranks, run.data, spec) if ranks.is_main else {}
     unfinished = partial_of(run.folder.checkpoints, step)
 
     def check_folder_and_log() -> None:
