@@ -82,7 +82,7 @@ def test_batches_on_a_gpu_equal_those_on_the_cpu(min_scale):
 
 
 ORPHANS = """
-import time
+import os, sys, time
 from torch.utils.data import DataLoader, Dataset
 from utils.data.worker_process import worker_processes
 
@@ -93,16 +93,21 @@ class Large(Dataset):
     def __getitem__(self, index):
         return bytes(300_000)
 
+starting = sys.argv[1] == "starting"
+if starting:
+    os.register_at_fork(after_in_child=lambda: time.sleep(1))
 batches = iter(DataLoader(Large(), batch_size=1, collate_fn=list, **worker_processes(3, 4)))
-next(batches)
+if not starting:
+    next(batches)
 print(*(worker.pid for worker in batches._workers), flush=True)
 time.sleep(1000)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sigtimedwait")
-def test_workers_end_with_a_rank_that_is_killed_even_if_nobody_reads_their_batches():
-    with subprocess.Popen([sys.executable, "-c", ORPHANS], cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
+@pytest.mark.parametrize("when", ["starting", "working"])
+def test_workers_end_with_a_rank_that_is_killed_even_if_nobody_reads_their_batches(when):
+    with subprocess.Popen([sys.executable, "-c", ORPHANS, when], cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
         workers = [int(pid) for pid in rank.stdout.readline().split()]
         rank.kill()
     assert len(workers) == 3

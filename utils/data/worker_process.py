@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,13 +60,14 @@ def worker_processes(count: int, ahead: int = 2) -> dict:
         "num_workers": count,
         "prefetch_factor": ahead if count else None,
         "multiprocessing_context": _START_METHOD if count else None,
-        "worker_init_fn": _leave_signals_to_parent,
+        # The worker does not ask for its parent itself: if the rank is killed first, it would be another process.
+        "worker_init_fn": partial(_leave_signals_to_parent, os.getpid()),
         "generator": torch.Generator(),  # because starting workers must not draw from the global generator
     }
 
 
-def _leave_signals_to_parent(worker: int) -> None:
-    """Called in each worker, so that only its own rank can stop it.
+def _leave_signals_to_parent(parent: int, worker: int) -> None:
+    """Called in each worker, so that only its own rank, the process `parent`, can stop it.
 
     Ctrl-C in a terminal and scancel signal the workers too, but the rank needs them to finish its update.
     """
@@ -73,7 +75,7 @@ def _leave_signals_to_parent(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_await_parents_sigterm, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_await_parents_sigterm, args=(parent,), daemon=True).start()
 
 
 def _await_parents_sigterm(parent: int) -> None:
