@@ -6,6 +6,7 @@ parameters with a default are what --lr_schedule_args may set.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import NamedTuple
 
@@ -107,6 +108,7 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
 
 def _check_arguments(config: TrainConfig) -> None:
     """Raise ValueError if --lr_schedule_args give a learning rate that is negative, NaN or infinite."""
+    config = replace(config, lr=config.lr or 1.0)  # the data, which may decide it, is not known yet
     last = 2**32  # beyond any warm-up
     for update in (0, last // 2, last):
         lr = learning_rate(config, update, last)
