@@ -11,7 +11,7 @@ NAMES = ("global_batch_size", "drop_last", "log_every", "lr", "weight_decay", "m
 
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
 _UPDATES_PER_EPOCH = 8
-_RECORDS = 5  # train records of a short run
+_RECORDS = 4  # train records of a short run
 
 
 class Rates(NamedTuple):
@@ -58,7 +58,8 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
     drop_last = config.drop_last or chosen.get("drop_last", False)
     per_epoch = samples // batch + (rest > 0 and not drop_last)
     if "global_batch_size" in chosen:
-        sizes.append(f"global batch {batch} ({samples} training images: {per_epoch} updates per epoch)")
+        times = f"{per_epoch} update{'s' * (per_epoch != 1)} per epoch"
+        sizes.append(f"global batch {batch} ({samples} training images: {times})")
     if chosen.get("drop_last"):
         sizes.append(f"drop_last (the last batch would have {rest})")
     if config.log_every is None:

@@ -161,7 +161,7 @@ class TrainConfig(LaunchConfig):
     eval_every: int | None = None
     """Updates between evaluations (default: one epoch); the last update is always evaluated."""
     log_every: int = FROM_DATA
-    """Updates between training records in the log (default: 50, fewer in a run of under 250 updates)."""
+    """Updates between training records in the log (default: 50, less in a run of under 200 updates)."""
     eval_batch_size: int = 256
     """Samples per process in an evaluation batch, the same batches on every topology."""
     metrics: bool = False
@@ -261,6 +261,8 @@ def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes
         for name, applies, reason in unused
         if applies and getattr(config, name) != getattr(TrainConfig, name)
     ]
+    if config.sync_batchnorm and processes == 1:
+        lines.append("--sync_batchnorm is slower on one process; it only brings the results closer to those of several")
     if config.model == "mnist_cnn" and not small_images:
         lines.append("mnist_cnn is made for small images; for photographs try --model resnet18")
     return lines
