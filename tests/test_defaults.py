@@ -117,8 +117,9 @@ def saved_settings(name):
     return {setting: values[setting] for setting in NAMES}
 
 
-def test_photographs_train_with_the_same_settings_on_one_process_and_on_two_and_after_a_resume():
-    image_folder("photos", {"a": 13, "b": 14}, size=(100, 120), kind="jpg")  # 25 to train on
+def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
+    for split, counts in (("train", {"a": 13, "b": 12}), ("val", {"a": 2, "b": 2})):
+        image_folder(f"photos/{split}", counts, size=(100, 120), kind="jpg")
     flags = [*PHOTOS, "--image_size", "16"]
     outcomes = [run_ranks(n, train.main, [*flags, "--run_name", f"on-{n}"]) for n in (1, 2)]
     assert [outcome.code for run in outcomes for outcome in run] == [0, 0, 0], outcomes[0][0].err
@@ -132,28 +133,15 @@ def test_photographs_train_with_the_same_settings_on_one_process_and_on_two_and_
     assert rows[0][2] == "flip (photographs)" and "chosen" not in other.out
 
 
-def test_a_checkpoint_whose_settings_are_not_the_defaults_is_resumed_with_them():
-    given = ["--data", "synthetic/3x8x103", "--model", "mlp", "--threads", "1", "--max_steps", "2"]
-    odd = [
-        "--lr",
-        "0.31",
-        "--flip",
-        "--log_every",
-        "2",
-        "--weight_decay",
-        "0.3",
-        "--drop_last",
-        "--global_batch_size",
-        "9",
-    ]
-    train_run(1, "run", *given, *odd)
-    before = saved_settings("run")
-    train_run(1, "run", "--data", "synthetic/3x8x103", "--threads", "1", "--max_steps", "4", "--resume", "auto")
-    assert saved_settings("run") == before == dict(zip(NAMES, (9, True, 2, 0.31, 0.3, "mlp", True), strict=True))
-    train_run(
-        1, "run", "--data", "synthetic/3x8x103", "--threads", "1", "--max_steps", "5", "--resume", "auto", "--lr", "0.1"
-    )
-    assert saved_settings("run") == before | {"lr": 0.1}
+def test_a_resumed_run_keeps_the_settings_of_its_checkpoint_unless_they_are_given():
+    same = ["--data", "synthetic/3x8x103", "--threads", "1"]
+    first = ["--lr", "0.31", "--flip", "--log_every", "2", "--weight_decay", "0.3", "--drop_last", "--model", "mlp"]
+    train_run(1, "run", *same, *first, "--max_steps", "2", "--global_batch_size", "9")
+    expected = dict(zip(NAMES, (9, True, 2, 0.31, 0.3, "mlp", True), strict=True))
+    train_run(1, "run", *same, "--max_steps", "4", "--resume", "auto")
+    assert saved_settings("run") == expected
+    train_run(1, "run", *same, "--max_steps", "5", "--resume", "auto", "--lr", "0.1")
+    assert saved_settings("run") == expected | {"lr": 0.1}
 
 
 def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_the_fix():

@@ -68,7 +68,7 @@ def plan_of_start(
     config: TrainConfig, saved: SavedRun | None, samples: int, processes: int
 ) -> tuple[TrainConfig, list[str], Plan]:
     """The settings with what follows from the number of training samples, lines about it, and the run's plan."""
-    config, lines = choose_sizes(config, samples, processes)
+    config, lines = (config, []) if saved else choose_sizes(config, samples, processes)
     _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
     return config, lines, Plan(samples, global_batch_size, grad_accum * processes, config.seed, config.drop_last)
 

@@ -34,7 +34,7 @@ def adamw(
 OPTIMIZERS = Table(
     "optimizer",
     {"sgd": sgd, "adamw": adamw},
-    trial=lambda config: _try(config),
+    trial=lambda config: _try_arguments(config),
 )
 
 
@@ -46,7 +46,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     return optimizer
 
 
-def _try(config: TrainConfig) -> None:
+def _try_arguments(config: TrainConfig) -> None:
     """Raise ValueError if the optimizer does not accept --optimizer_args. The data is not known yet."""
     known = replace(config, lr=config.lr or 1.0, weight_decay=config.weight_decay or 0.0)
     build_optimizer(known, nn.Linear(1, 1))

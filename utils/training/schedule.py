@@ -112,8 +112,8 @@ def _check_arguments(config: TrainConfig) -> None:
     last = 2**32  # beyond any warm-up
     for update in (0, last // 2, last):
         lr = learning_rate(config, update, last)
-        problem = f"--lr_schedule_args for {config.lr_schedule}: the learning rate would be {lr}"
-        require(0 <= lr < math.inf, problem, "change or remove them")
+        problem = f"the learning rate would be {lr / config.lr:g} times --lr"
+        require(0 <= lr < math.inf, f"--lr_schedule_args for {config.lr_schedule}: {problem}", "change or remove them")
 
 
 SCHEDULES = Table(
