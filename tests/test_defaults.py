@@ -12,6 +12,7 @@ import yaml
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
 from helpers.training_runs import records, train_run
+from torch import nn
 
 import train
 from utils.config.batch import resolve_batch
@@ -24,7 +25,7 @@ from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
 from utils.training.divergence import report_explosion
-from utils.training.sameness import differences
+from utils.training.sameness import differences, has_dropout
 from utils.training.schedule import total_updates
 
 
@@ -193,6 +194,16 @@ def test_what_depends_on_the_number_of_processes_is_named_with_how_to_avoid_it(m
         module = build(config)
     text = differences(config, module, grad_accum)
     assert text == (f"on another number of processes: {', '.join(parts)}; the rest agrees up to rounding" * bool(parts))
+
+
+def test_layers_that_drop_at_random_are_found_by_their_rate():
+    for layer in (
+        nn.MultiheadAttention(8, 2, dropout=0.1),
+        nn.Dropout2d(0.1),
+        torchvision.ops.StochasticDepth(0.1, "row"),
+    ):
+        assert has_dropout(nn.Sequential(nn.Linear(8, 8), layer))
+    assert not has_dropout(nn.Sequential(nn.MultiheadAttention(8, 2), nn.Dropout(0.0), nn.BatchNorm1d(8)))
 
 
 def build(config):
