@@ -20,7 +20,9 @@ from utils.data.sources import has_columns
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.files import write_file
-from utils.launch.command import resume_command
+from utils.launch.command import resume_command, script_command
+from utils.launch.exits import inform_launcher
+from utils.ranks.cores import taken_cores
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.folder import RunFolder
@@ -84,8 +86,10 @@ def announce(run: Run) -> None:
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
     lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
-    lines += still_bad(run.data, run.state.bad_images) + advice(
-        config, run.spec.small, has_columns(config.data), processes
+    lines += (
+        taken_cores(ranks)
+        + still_bad(run.data, run.state.bad_images)
+        + advice(config, run.spec.small, has_columns(config.data), processes)
     )
     run.log.say("\n".join([table(f"Lockstep  {folder}", rows), *lines]))
 
@@ -128,11 +132,13 @@ def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
             if place and place != getattr(TrainConfig, flag[2:])
             for word in (flag, place)
         ]
-        words = ["python", "eval.py", "--ckpt", str(checkpoint), *given]
+        words = [*script_command("eval.py"), "--ckpt", str(checkpoint), *given]
         title, following = "Done", f"evaluate it: {shlex.join(words)}"
     else:
         title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
+        if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
+            inform_launcher(f"{title}\n{following}")
     run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.log.close()
     return not done
