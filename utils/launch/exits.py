@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from tqdm import tqdm
+
 from utils.errors import UserError, fix_of, one_line, problem_of
 from utils.files import write_file
 from utils.launch.environment import claimed_ranks, is_launched
@@ -37,9 +39,9 @@ def exit_with_error(error: BaseException, prog: str, show: bool = True, show_tra
     if show and show_traceback:
         traceback.print_exception(error)
     if show:
-        # One write, so that the lines of several processes do not mix.
+        # One write, so that the lines of several processes do not mix; above a progress bar.
         text = f"{prog}: error: {one_line(error)}"
-        sys.stderr.write(f"{text}\n")
+        tqdm.write(f"{text}\n", file=sys.stderr, end="")
         sys.stderr.flush()
         inform_launcher(text)
     else:  # when this rank exits, a launcher ends the others: wait for the rank that prints the error
