@@ -19,9 +19,10 @@ from utils.data.order import Plan
 from utils.data.sources import has_columns
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
-from utils.files import write_file
+from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
 from utils.launch.exits import inform_launcher
+from utils.memory import MB
 from utils.ranks.cores import taken_cores
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
@@ -152,4 +153,7 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:
         rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
-    return [*rows, ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s")]
+    rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
+    if run.ranks.is_main:  # no other rank prints
+        rows.append(("checkpoints", f"{size_of(run.folder.checkpoints) / MB:.0f} MB"))
+    return rows
