@@ -4,13 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers.ranks import run_ranks, start_ranks
+from helpers.ranks import Outcome, run_ranks, start_ranks
 from helpers.training_runs import MLP, slow_train
 from helpers.waiting import error_lines, has_logged, newest, until
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import doctor
 import train
+from utils.launch.exits import inform_launcher
 
 
 def last_lines(outcomes: list, count: int) -> list[str]:
@@ -22,6 +23,12 @@ def last_lines(outcomes: list, count: int) -> list[str]:
     *lines, rule = str(ChildFailedError("train.py", ends)).splitlines()
     assert set(rule) == {"="}
     return [line.strip().removeprefix("traceback : ") for line in lines[-count:]]
+
+
+def test_the_text_comes_last_even_if_another_rank_exits_in_the_same_second(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error-1.json")
+    inform_launcher("the reason")
+    assert last_lines([Outcome(None, 2, "", ""), Outcome(None, 2, "", "")], 1) == ["the reason"]
 
 
 def under_launcher(function, *arguments):
