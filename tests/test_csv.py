@@ -299,6 +299,8 @@ def test_another_list_is_evaluated_whole_or_by_its_splits(trained):
         "path,label,split\ncat/000.bmp,cat,train\ndog/002.bmp,dog,train\ndog/000.bmp,dog,val\ndog/001.bmp,dog,val\n",
         "photos/three.csv",
     )
+    write("path,label,split\ncat/000.bmp,cat,train\ndog/000.bmp,dog,train\ndog/001.bmp,dog,fold 2\n", "photos/odd.csv")
+    assert evaluated("--data", "photos/odd.csv")[0]["split"] == "train"
     for flags in ((), ("--split", "validation")):
         found = evaluated("--data", "photos/three.csv", *flags)[0]
         assert (found["count"], found["split"], found["classes_evaluated"]) == (2, "val", 1)
