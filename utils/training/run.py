@@ -37,6 +37,7 @@ from utils.training.bad_images import still_bad, write_list
 from utils.training.evaluation import Evaluator
 from utils.training.meter import Meter
 from utils.training.profiling import Profile
+from utils.training.sameness import differences
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Run:
     """All parts of a training run."""
 
     config: TrainConfig
+    chosen: list[str]  # lines about the settings that follow from the data
     ranks: Ranks
     stopping: Stopping
     accelerator: Accelerator
@@ -107,6 +109,8 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     plan, data, processes = run.plan, run.data, len(places)
     parameters = sum(parameter.numel() for parameter in run.module.parameters())
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
+    chosen = [("" if number else "chosen", line) for number, line in enumerate(run.chosen)]
+    same = differences(run.config, run.module, plan.microbatches // processes)
     return [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
@@ -115,6 +119,8 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
         ("batch", plan.describe(processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
+        *chosen,
+        *([("differs", same)] if same else []),
     ]
 
 
@@ -154,7 +160,9 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     if done and result is None:
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:
-        rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
+        equal = [e["step"] for e in state.evaluations if e.get(run.task.metric) == state.best]
+        first = f", the first of {len(equal)} equal" if len(equal) > 1 else ""
+        rows.append(("best", f"{state.best:.4f} at update {state.best_step}{first}"))
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", f"{size_of(run.folder.checkpoints) / MB:.0f} MB"))
