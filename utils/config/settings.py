@@ -266,7 +266,7 @@ GROUPS = {
         "eval_every": "evaluation and log",
     },
     "EvalConfig": {"ckpt": "evaluation"},
-    "DoctorConfig": {"output_dir": "checks"},
+    "DoctorConfig": {"timeout": "checks"},
 }
 
 

@@ -230,6 +230,7 @@ def _check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classe
         except (RuntimeError, AssertionError, ValueError) as error:
             what = f"{spec.height}x{spec.width}x{spec.channels} images" if count else "an empty batch"
             fix = f"try --image_size {_usual_size(name)}" if count else "use another model: a rank may get one"
+            fix = f"change --model_args, or {fix}" if config.model_args else fix
             raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
         if not isinstance(logits, torch.Tensor) or logits.shape != (count, classes):
             shape = f"of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
