@@ -273,7 +273,7 @@ def went_on(outcome, good):
     assert damage_of(CHECKPOINTS / "step-00000008") is None  # made anew
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_without_a_good_checkpoint_nothing_is_trained_and_nothing_changes(processes):
     for number, name in enumerate(STEPS):
         DAMAGES[number](random.Random(number), CHECKPOINTS / name)

@@ -79,7 +79,7 @@ def test_training_evaluates_alike_on_every_topology():
 
 
 def test_batch_norm_is_evaluated_with_the_statistics_that_are_saved():
-    flags = ("--data", "synthetic/3x32x96", "--model", "resnet18", "--global_batch_size", "48", "--max_steps", "2")
+    flags = ("--data", "synthetic/3x32x96", "--model", "resnet18", "--global_batch_size", "12", "--max_steps", "2")
     log = train_run(2, "run", *flags, "--max_eval_samples", "9", "--eval_batch_size", "4")
     for processes in (1, 2):
         found = returned(processes, eval.main, ["--ckpt", "runs/run", "--max_eval_samples", "9"])[0]
@@ -142,7 +142,7 @@ def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
     for folder, count in (("whole", 11), ("split/train", 12), ("split/test", 7)):
         image_folder(folder, dict.fromkeys("012", count), size=(32, 32))  # the classes that the checkpoint knows
     for flags, split, count in (
-        (("--data", "whole"), "train", 33),
+        (("--data", "whole"), "all images", 33),
         (("--data", "split"), "test", 21),
         (("--data", "split", "--split", "train"), "train", 36),
     ):

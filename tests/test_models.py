@@ -89,7 +89,7 @@ def test_heavy_families_take_small_images_too(name, channels):
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "swin_t", "inception_v3", "squeezenet1_0"])
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_photographs_go_through_as_well(name, channels):
     spec = spec_of(224, channels)
     assert logits_of(build(name, spec), spec, 1).shape == (1, 7)

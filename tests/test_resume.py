@@ -94,7 +94,7 @@ def test_what_is_due_after_an_update():
     assert due(100, 128, save_seconds=60) == (True, True, True)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_save_seconds_saves_by_wall_time(processes):
     flags = ["--save_seconds", "1.5", "--eval_every", "999", "--keep", "99", "--max_steps", "50"]
     outcomes = run_ranks(processes, _train_at_ten_updates_a_second, [*FLAGS, *flags])

@@ -72,7 +72,7 @@ def step_of(partial):
     return int(partial.name.split(".")[1][len("step-") :])
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_run_goes_on_while_a_checkpoint_is_completed(processes):
     launch = start_ranks(processes, train_with, publish_after_go)
     until(has_logged(6))  # and then the next save waits
@@ -118,7 +118,7 @@ def _order_of_saves():
     return events
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_error_of_the_thread_ends_all_ranks_when_they_next_synchronise(processes):
     outcomes = run_ranks(processes, train_with, fails_at(3), await_save, True)
     assert [outcome.code for outcome in outcomes] == [2] * processes
@@ -128,7 +128,7 @@ def test_an_error_of_the_thread_ends_all_ranks_when_they_next_synchronise(proces
     assert names() == []
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_told_to_continue_says_what_the_thread_could_not_save_and_saves_again(processes):
     flags = [*RUN, "--if_save_fails", "continue"]
     outcomes = run_ranks(processes, train_with, fails_at(3, 6), None, False, flags)
@@ -170,7 +170,7 @@ def publish_after_the_error(partial, real):
     real(partial)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_that_fails_reports_its_error_and_then_completes_the_checkpoint(processes):
     def fail(run):
         if run.state.step == 4 and run.ranks.is_main:
@@ -183,7 +183,7 @@ def test_a_run_that_fails_reports_its_error_and_then_completes_the_checkpoint(pr
     verify(CHECKPOINTS / "step-00000003")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_that_is_stopped_waits_for_its_checkpoint(processes):
     launch = start_ranks(processes, train_with, publish_after_go)
     until(has_logged(5))

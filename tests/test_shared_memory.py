@@ -142,7 +142,7 @@ def _fill(launch_flags, processes, name):
     return launch.finish(), time.monotonic() - filled
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one_line(photos, processes):
     flags = ["--max_steps", "100000", "--eval_every", "100000", "--save_every", "100000", "--num_workers", "1"]
     outcomes, seconds = in_small_shm(24, _fill, flags, processes, "run")
@@ -222,7 +222,7 @@ def test_another_death_of_a_worker_is_not_blamed_on_shared_memory():
 # Too many workers
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_thousands_of_workers_are_refused_before_anything_is_begun(photos, processes):
     outcomes = run_ranks(processes, train.main, [*FLAGS, "--run_name", "run", "--num_workers", "3000"])
     assert [outcome.code for outcome in outcomes] == [2] * processes

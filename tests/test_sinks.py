@@ -71,7 +71,7 @@ def test_a_sink_of_the_main_process_gets_the_records_of_the_log_and_is_closed():
     assert list(Path().glob("sink-of-*")) == [Path("sink-of-0")] and Path("closed").exists()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_resumed_run_gives_a_sink_no_record_twice_and_leaves_none_out(processes):
     launch = start_ranks(processes, hold_at_7)
     until(has_logged(7))
@@ -111,7 +111,7 @@ def refuse(*_):
     raise OSError(errno.EACCES, "Permission denied", "tracker.db")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_sink_that_cannot_be_created_ends_the_start_with_one_line(processes):
     outcomes = run_ranks(processes, train_with, refuse)
     assert [outcome.code for outcome in outcomes] == [2] * processes

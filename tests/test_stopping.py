@@ -59,7 +59,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_update_and_loses_nothing(
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_ranks_whose_launcher_is_killed_save_and_leave(processes):
     launch = start_ranks(processes, slow_train, [*FLAGS, "--max_steps", "10000"], launcher=True)
     until(has_logged(20))
@@ -123,7 +123,7 @@ def _train_and_evaluate_slowly(flags):
     slow_train(flags)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_stop_while_a_checkpoint_is_written_leaves_after_it(processes):
     launch = start_ranks(processes, _train_and_save_slowly, [*FLAGS, "--max_steps", "500"])
     until(lambda: list(Path("runs").glob("run/checkpoints/.step-00000030.partial/*")))

@@ -38,6 +38,11 @@ DIGITS = (
 TOPOLOGIES = {"one": (1, 1), "two": (2, 1), "accumulated": (1, 2), "three": (3, 1), "both": (2, 2)}
 
 
+def quick(*names):
+    """The names of all topologies, those other than `names` marked full."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in TOPOLOGIES]
+
+
 def plain_losses(*flags, vector_scale=lambda step: 1.0):
     """The loss of each update and the final weights of a single-process loop over whole global batches.
 
@@ -79,7 +84,7 @@ def plain_losses(*flags, vector_scale=lambda step: 1.0):
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", quick("three", "both"))
 def test_losses_of_50_updates_equal_a_plain_loop_over_global_batches(topology):
     processes, accum = TOPOLOGIES[topology]
     flags = ("--lr", "0.01", "--max_steps", "50")
@@ -207,7 +212,7 @@ def test_the_arguments_of_onecycle_mean_what_they_mean_in_torch():
         scheduler.step()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", quick("both"))
 def test_learning_rate_per_update_is_the_same_on_every_topology(topology):
     processes, accum = TOPOLOGIES[topology]
     flags = (*DIGITS, "--lr_schedule", "cosine", "--warmup_steps", "3", "--max_steps", "14")
@@ -278,7 +283,7 @@ def _reads_of_the_device(flags):
 
 
 def test_an_update_never_waits_for_the_device():
-    flags = ["--data", "synthetic/4x32x96", "--model", "resnet18", "--global_batch_size", "16", "--max_steps", "3"]
+    flags = ["--data", "synthetic/4x32x96", "--model", "resnet18", "--global_batch_size", "8", "--max_steps", "2"]
     flags += [
         "--min_scale",
         "0.5",

@@ -91,6 +91,7 @@ def test_a_rank_that_never_comes_back_is_named_with_its_place_and_ends_too(victi
     assert f"rank {other} ended: " in said(int(victim))
 
 
+@pytest.mark.full
 def test_ranks_that_wait_for_a_slow_download_say_so_and_go_on_waiting():
     launch = start_ranks(2, stuck, "loading", "0")
     until(lambda: Path("err-1").exists() and "at: loading the data\n" in said(1))
@@ -149,6 +150,7 @@ def looks() -> int:
     return Path("looks").stat().st_size if Path("looks").exists() else 0
 
 
+@pytest.mark.full
 def test_a_pause_of_all_ranks_does_not_count_as_waiting():
     """As when a terminal or a scheduler stops the whole job while one rank waits for another, here for 12 seconds.
 

@@ -130,7 +130,7 @@ def test_processes_of_one_machine_that_count_as_several_are_told_what_to_export(
         assert done.code == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in done.err
 
 
-@pytest.mark.parametrize("function", ["notebook_launcher", "debug_launcher"])
+@pytest.mark.parametrize("function", ["notebook_launcher", pytest.param("debug_launcher", marks=pytest.mark.full)])
 def test_accelerates_launcher_functions_start_the_same_run(function, expected):
     more = {"use_port": str(free_port())} if function == "notebook_launcher" else {}
     returned(1, launch_by_a_function, function, more)

@@ -45,9 +45,9 @@ class TrainConfig(LaunchConfig):
     eval_fraction: float | None = None
     """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead of a split."""
     image_column: str | None = None
-    """Column with the images (default: found by its type)."""
+    """Column with the images (default: found by its type; in a CSV file path)."""
     label_column: str | None = None
-    """Column with the labels (default: found by its type)."""
+    """Column with the labels (default: found by its type; in a CSV file label)."""
     max_train_samples: int | None = None
     """Train on a random subset of this many samples, for debugging."""
     max_eval_samples: int | None = None

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from utils.config.settings import TrainConfig, advice, to_yaml
 from utils.console import table
 from utils.data.batches import Batches
+from utils.data.class_counts import classes_row
 from utils.data.colour import remarks
 from utils.data.order import Plan
 from utils.data.sources import has_columns
@@ -106,6 +107,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
+        ("classes", classes_row(data)),
         ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images{stem and f', {stem}'}"),
         ("batch", plan.describe(processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
