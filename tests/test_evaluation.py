@@ -187,3 +187,16 @@ def _evaluate_and_meet_in_each_block(flags):
 
     Classification.evaluate, evaluation.Pace.due = counted, lambda self, step: True
     eval.main(flags)
+
+
+def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says():
+    image_folder("photos", {"cat": 12, "dog": 12}, size=(130, 160))
+    flags = ("--data", "photos", "--image_size", "100", "--model", "mlp", "--max_steps", "1", "--threads", "1")
+    train_run(1, "usual", *flags)
+    train_run(1, "half", *flags, "--eval_crop", "0.5")  # the weights are the same
+    usual, half = (records(name, "eval")[-1]["loss"] for name in ("usual", "half"))
+    assert abs(usual - half) > 1e-4
+    evaluations = {("usual",): usual, ("half",): half, ("usual", "--eval_crop", "0.5"): half}
+    for (name, *more), loss in evaluations.items():
+        (result,) = returned(1, eval.main, ["--ckpt", f"runs/{name}", "--num_workers", "0", *more])
+        assert result["loss"] == pytest.approx(loss, rel=1e-6)
