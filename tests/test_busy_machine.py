@@ -1,4 +1,4 @@
-"""A machine whose cores other programs use: threads wait without spinning, and the start says who uses them."""
+"""A machine whose cores other programs use: threads wait without spinning, and a line at the start reports it."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_what_a_process_and_its_children_use_is_not_taken_for_other_programs():
 
 
 class _Gathered:
-    """Ranks that have measured this: (host, threads, cores, used by all, used by the rank)."""
+    """Ranks with these measurements: (host, threads, cores, used by all, used by the rank)."""
 
     threads = 1
 
@@ -108,8 +108,8 @@ class _Gathered:
 TWO = [0, 1]
 TAKEN = [
     ([("a", 2, TWO, 1.9, 0.9)], ["1.0 of the 2"], "stop them, use --threads 1, or use another machine"),
-    ([("a", 1, TWO, 1.9, 0.4), ("a", 1, TWO, 1.9, 0.4)], ["1.1 of the 2"], "stop them, use another machine"),
-    ([("a", 1, [0], 0.9, 0.5), ("a", 1, [1], 0.9, 0.5)], ["0.8 of the 2"], "stop them, use another machine"),
+    ([("a", 1, TWO, 1.9, 0.4), ("a", 1, TWO, 1.9, 0.4)], ["1.1 of the 2"], "stop them or use another machine"),
+    ([("a", 1, [0], 0.9, 0.5), ("a", 1, [1], 0.9, 0.5)], ["0.8 of the 2"], "stop them or use another machine"),
     ([("a", 2, TWO, 1.9, 1.9), ("b", 2, TWO, 1.9, 0.1)], ["b: other programs use 1.8 of the 2"], "--threads 1"),
     ([("a", 2, TWO, 1.9, 1.5)], [], ""),  # hardly anything
     ([("a", 64, list(range(64)), 9.0, 1.0)], [], ""),  # 8 of 64

@@ -144,12 +144,12 @@ def test_the_training_split_that_is_asked_for_defines_the_classes():
     [
         (
             "a.png,cat\nb.png,dog\n",
-            ("must name one column 'path', and has a.png, cat;", "add a first line"),
+            ("must name one column 'path', but has a.png, cat;", "add a first line"),
         ),
-        ("path,class\na.png,cat\n", ("one column 'label', and has path, class;", "--label_column")),
+        ("path,class\na.png,cat\n", ("one column 'label', but has path, class;", "--label_column")),
         ("path,label,label\na.png,cat,dog\n", ("one column 'label'",)),
-        ("", ("must name one column 'path', and has nothing",)),
-        ("\npath,label\n\n", ("has no rows below its first line",)),
+        ("", ("must name one column 'path', but has nothing",)),
+        ("\npath,label\n\n", ("no rows below the first line",)),
         ("path,label\na.png,cat\n\nb.png,\n", ("line 4: the label is empty",)),
         ("path,label\n,cat\n", ("line 2: the path is empty",)),
         ("path,label,split\na.png,cat,\n", ("line 2: the split is empty",)),

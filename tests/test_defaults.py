@@ -1,4 +1,4 @@
-"""Settings that are not given follow from the data, and what of a run depends on the number of processes is printed."""
+"""Settings that follow from the data, and the printed row about what depends on the number of processes."""
 
 import math
 import re
@@ -152,12 +152,12 @@ def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_
     for number in ("8", "12"):
         (outcome,) = run_ranks(1, train.main, [*flags, "--lr", "3", "--max_steps", number, "--resume", "auto"])
         assert outcome.code == 0, outcome.err
-        said.append([line for line in outcome.out.splitlines() if "that of guessing" in line])
+        said.append([line for line in outcome.out.splitlines() if "the loss of guessing" in line])
     losses = [record["loss"] for record in records("run", "train")]
     step = next(step for step, loss in enumerate(losses, 1) if loss > 10 * math.log(4))
     assert step <= 8 and max(losses[8:]) > 10 * math.log(4)
     assert len(said[0]) == 1 and said[1] == []
-    expected = f"update {step}: the training loss is {losses[step - 1]:.4g}, that of guessing is 1.386; lower --lr"
+    expected = f"update {step}: the training loss is {losses[step - 1]:.4g}, the loss of guessing 1.386; lower --lr"
     assert said[0][0].startswith(expected) and "--clip_norm" in said[0][0]
 
 
@@ -170,7 +170,7 @@ def test_the_loss_of_guessing_is_that_of_equal_scores(loss, guessing):
     for mean in (math.nan, 9.9 * guessing, 10.1 * guessing, 99 * guessing):
         report_explosion(log, state, mean, task.loss_of_guessing)
     assert len(lines) == 1 and f"is {10.1 * guessing:.4g}," in lines[0] and state.exploded
-    report_explosion(log, TrainState(), 1e30, Task.loss_of_guessing)  # of a task that does not say it
+    report_explosion(log, TrainState(), 1e30, Task.loss_of_guessing)  # of a task that does not define it
     assert len(lines) == 1
 
 
@@ -218,5 +218,5 @@ def test_the_start_table_names_what_differs_and_the_end_counts_equal_bests():
     (plain,) = run_ranks(1, train.main, [*flags, "--model", "mlp", "--sync_batchnorm"])
     assert "\ndiffers  on another number of processes: dropout masks; the rest agrees" in dropping.out
     assert "differs" not in plain.out
-    assert re.search(r"^best +0\.\d{4} at update 1, the first of 2 equal$", plain.out, re.M)
+    assert re.search(r"^best +0\.\d{4} at update 1, the first of 2 equal evaluations$", plain.out, re.M)
     assert "--sync_batchnorm is slower on one process" in plain.out and "has no effect" not in plain.out

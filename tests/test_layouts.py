@@ -197,7 +197,7 @@ def test_empty_class_folders_are_not_classes_and_are_reported():
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 2)
     assert data.train.notes[0] == "folder/train: class folders without readable images are left out: emu, fox"
-    assert data.train.notes[1] == "folder/train: files of types that are not read are left out: .txt (1), .heic (1)"
+    assert data.train.notes[1] == "folder/train: files of unsupported types are left out: .txt (1), .heic (1)"
     assert data.evaluation.notes[0] == "folder/test: class folders without readable images are left out: gnu"
     assert data.train.images.left_out.empty_classes == ["emu", "fox"]
     assert data.train.images.left_out.not_images == {".txt": 1, ".heic": 1}
@@ -207,7 +207,7 @@ def test_a_folder_of_images_of_unknown_types_is_refused_with_the_types_that_are_
     for name in ("cat/1.HEIC", "cat/2.heic", "dog/3.avif"):
         Path("folder", name).parent.mkdir(parents=True, exist_ok=True)
         Path("folder", name).write_bytes(b"a photo")
-    refused("folder: no images in it of a type that is read, only .heic (2), .avif (1); convert them to one of .jpg, ")
+    refused("folder: no images of a supported type, only .heic (2), .avif (1); convert them to one of .jpg, ")
 
 
 def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_its_data():
@@ -220,12 +220,13 @@ def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_it
     Path("folder/train/cat/000.png").write_bytes(b"cut")
     flags = ["--data", "folder", "--bad_images", "skip", *SHORT, "--run_name", "run"]
     out = [outcome.out for outcome in run_ranks(2, train.main, flags)]
-    row = "classes  3, each with 12 (ant) to 30 (bee) training images, 0 (ant) to 6 (cat) evaluation images"
+    row = "classes  3, each with 12 (class ant) to 30 (class bee) training images, "
+    row += "0 (class ant) to 6 (class cat) evaluation images"
     assert out[0].splitlines().count(row) == 1 and row not in out[1]
     for line in (
         "1 of 3 classes have no evaluation image: ant",
         "folder/train: class folders without readable images are left out: emu",
-        "folder/train: files of types that are not read are left out: .heic (1)",
+        "folder/train: files of unsupported types are left out: .heic (1)",
         "folder/test: hidden files and folders are left out: files (2)",
     ):
         assert out[0].splitlines().count(line) == 1 and line not in out[1]
@@ -251,10 +252,10 @@ def test_only_readable_samples_count_for_the_size_of_a_class():
     train = replace(whole_split("train", pixels, [0, 0, 0, 1, 1, 2], ""), bad={0: "cut", 5: "cut"})
     even = whole_split("test", pixels, [0, 1, 2, 2, 1, 0], "")
     data = Data(train, even, names)
-    assert classes_row(data) == "3, each with 0 (dog) to 2 (ant) training images, 2 evaluation images"
+    assert classes_row(data) == "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
     assert absent_classes(data) == ["1 of 3 classes have no training image: dog"]
     data = Data(even, train.select(np.asarray([0, 1])), names)
-    assert classes_row(data) == "3, each with 2 training images, 0 (bee cat) to 1 (ant) evaluation images"
+    assert classes_row(data) == "3, each with 2 training images, 0 (class bee cat) to 1 (class ant) evaluation images"
     assert absent_classes(data) == ["2 of 3 classes have no evaluation image: bee cat, dog"]
 
 

@@ -180,9 +180,9 @@ def test_the_small_stem_can_be_chosen_for_larger_images():
 @pytest.mark.parametrize(
     "settings, text",
     [
-        ({"model": "mlp"}, "--stem small: mlp is not a model of torchvision; leave it out"),
-        ({"model": "timm/resnet10t"}, "--stem small: timm/resnet10t is not a model of torchvision; leave it out"),
-        ({"model": "resnet18", "pretrained": True}, "--stem small: the published weights have the standard stem"),
+        ({"model": "mlp"}, "--stem small: mlp is not a torchvision model; leave it out"),
+        ({"model": "timm/resnet10t"}, "--stem small: timm/resnet10t is not a torchvision model; leave it out"),
+        ({"model": "resnet18", "pretrained": True}, "--stem small: published weights have the standard stem"),
         ({"model": "swin_t"}, "--stem small: swin_t has no stem that can be replaced; leave it out"),
         ({"model": "vgg11"}, "--stem small: vgg11 has no stem that can be replaced; leave it out"),
     ],
@@ -208,7 +208,7 @@ def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
     with pytest.raises(RuntimeError, match=r"conv1\.weight"):
         torchvision.models.resnet18(num_classes=2).load_state_dict(weights("auto"))
     line = refused(train.main, *flags, "--run_name", "standard", "--resume", "auto")
-    assert "was trained with a stem of standard, not auto; use the same settings" in line
+    assert "was trained with a --stem of standard, not auto; use the same settings" in line
     (result,) = returned(1, eval.main, ["--ckpt", "runs/standard"])
     assert result["accuracy"] == records("standard", "eval")[-1]["accuracy"]
     _without_settings("auto", "stem")  # as written by earlier versions
@@ -258,7 +258,7 @@ def publish(hub, name, **arguments):
 
 
 def fix_of(config, spec):
-    """The fix in the error of weights that cannot be loaded."""
+    """The fix in the error about weights that cannot be loaded."""
     with pytest.raises(UserError) as error:
         build_model(config, spec, 7)
     assert f"--pretrained: the weights of {config.model} cannot be loaded (" in error.value.problem
@@ -310,7 +310,7 @@ def test_weights_that_are_missing_or_damaged_are_one_line_with_the_fix(hub):
     spec = input_spec(config, 3, None)
     file = hub.resolve() / "resnet18-f37072fd.pth"
     url = "https://download.pytorch.org/models/resnet18-f37072fd.pth"
-    assert fix_of(config, spec) == f"without a network put {url} at {file}"
+    assert fix_of(config, spec) == f"without a network, save {url} as {file}"
     publish(hub, "resnet18")
     for content in (file.read_bytes()[:1000], b"nothing", b""):
         file.write_bytes(content)
@@ -323,7 +323,7 @@ def test_weights_that_are_missing_or_damaged_are_one_line_with_the_fix(hub):
     config = TrainConfig(model="timm/resnet10t", pretrained=True)
     fix = fix_of(config, input_spec(config, 3, None))
     assert fix.startswith(
-        "without a network first run `hf download timm/resnet10t.c3_in1k` elsewhere, and copy it to /"
+        "without a network, run `hf download timm/resnet10t.c3_in1k` elsewhere and copy the files to /"
     )
 
 
@@ -473,7 +473,7 @@ def test_a_wrong_model_argument_is_named(name):
         (
             "timm/resnet10t",
             {"features_only": True},
-            "has an output list, not one score per class; leave out --model_args",
+            "has an output of type list, not one score per class; leave out --model_args",
         ),
         (
             "timm/resnet10t",

@@ -3,7 +3,7 @@
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
 
-LARGEST_BATCH = 128  # of the global batches that are chosen from the data
+LARGEST_BATCH = 128  # the largest global batch that is chosen from the data
 
 
 def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
@@ -16,8 +16,8 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
         parts = processes * (accum or 1)
         if total is None and LARGEST_BATCH % parts:  # all batches that are chosen from the data are powers of two
             raise UserError(
-                f"the default --global_batch_size is a power of two, which {processes} processes x {accum or 1} "
-                "accumulation steps do not divide",
+                f"the default --global_batch_size is a power of two, so it is not divisible by {processes} processes "
+                f"x {accum or 1} accumulation steps",
                 f"set it to a multiple of {parts}, or use a different number of processes",
             )
         total = total or LARGEST_BATCH

@@ -41,7 +41,7 @@ _SETTINGS = {
     "cpu": "device no_cuda use_cpu",
 }
 # What to do instead, where no single setting does it.
-_CROPS = "there are --flip, --min_scale and --crop_padding"
+_CROPS = "use --flip, --min_scale or --crop_padding"
 _LAUNCH = "the launcher starts the processes: accelerate launch --num_processes N train.py"
 _ADVICE = {
     "augment augmentation augmentations": f"{_CROPS} for training images",

@@ -23,12 +23,12 @@ def absent_classes(data: Data) -> list[str]:
 
 
 def _range(split: Split, names: list[str]) -> str:
-    """For example `12 (cat) to 40 (dog)`, or `12` if all classes have as many."""
+    """For example `12 (class cat) to 40 (class dog)`, or `12` if all classes have the same number."""
     counts = _counts(split, len(names))
     least, most = int(counts.argmin()), int(counts.argmax())
     if counts[least] == counts[most]:
         return str(counts[least])
-    return " to ".join(f"{counts[index]} ({printable(names[index])})" for index in (least, most))
+    return " to ".join(f"{counts[index]} (class {printable(names[index])})" for index in (least, most))
 
 
 def _counts(split: Split, classes: int) -> np.ndarray:

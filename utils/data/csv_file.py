@@ -25,7 +25,7 @@ class _Rows:
 
 
 class ListedFiles(Files):
-    """The image files that a CSV file lists, on these lines of it."""
+    """The image files that a CSV file lists, with their line numbers."""
 
     missing = "no longer listed"
 
@@ -91,7 +91,7 @@ def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:
         rows.labels.append(label)
         rows.lines.append(number)
     if not found:
-        raise UserError(f"{file}: has no rows below its first line", "list one image on each line")
+        raise UserError(f"{file}: no rows below the first line", "list one image on each line")
     return found
 
 
@@ -121,27 +121,28 @@ def _column(file: Path, header: list[str], kind: str, name: str) -> int:
     """The number of the column with this name, in upper or lower case."""
     lower = [text.lower() for text in header]
     if lower.count(name.lower()) != 1:
-        problem = f"{file}: its first line must name one column {name!r}, and has {join_names(header) or 'nothing'}"
+        problem = f"{file}: the first line must name one column {name!r}, but has {join_names(header) or 'nothing'}"
         raise UserError(problem, f"add a first line such as path,label, or set --{kind}_column")
     return lower.index(name.lower())
 
 
 def _split_names(file: Path, written: list[str]) -> dict[str, str]:
-    """The name of each split, by the names that the file and the usual flags have for it, as in image folders."""
+    """Map the names in the file, and train, validation and test, to the names of the splits, as for image folders."""
     names: dict[str, str] = {}
     words: dict[str, str] = {}
     for text in written:
         word, lower = split_word(text), text.lower()
         if word and words.setdefault(word, text) != text:
             raise UserError(
-                f"{file}: the splits {words[word]} and {text} may be the same", "use one name, or another word for one"
+                f"{file}: the splits {words[word]} and {text} may be the same",
+                "use one name for both, or rename one of them, for example to extra",
             )
         names[text] = lower if lower in ("train", *EVAL_NAMES) else word or text
     return {word: names[text] for word, text in words.items()} | names
 
 
 def _sorted(labels: list[str]) -> list[str]:
-    """The class names: in the order of the numbers if all labels are whole numbers, else in alphabetical order."""
+    """The class names: in numeric order if all labels consist of digits, else in alphabetical order."""
     unique = sorted(set(labels))
     is_numeric = all(label.isdecimal() and len(label) < 19 for label in unique)
     return sorted(unique, key=int) if is_numeric else unique

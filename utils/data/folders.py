@@ -176,8 +176,8 @@ def _ambiguous(path: Path, classes_in: Mapping[str, list[str]], others: list[str
     seen = [f"{n} (with the folders {join_names(inner, 4)})" if inner else n for n, inner in classes_in.items()]
     return UserError(
         f"{path}: cannot tell splits from classes: {' and '.join(seen)} next to {join_names(others)}",
-        f"give --train_split {next(iter(classes_in))} to train on one of them (--eval_split names another), "
-        "or --train_split . to use all folders as classes",
+        f"give --train_split {next(iter(classes_in))} to train on one of them "
+        "(and --eval_split to evaluate on another), or --train_split . to use all folders as classes",
     )
 
 
@@ -230,7 +230,7 @@ def _no_images(folder: Path, left_out: LeftOut) -> UserError:
             "(if this split has no labels, choose another --eval_split or give --eval_fraction 0.1)",
         )
     if left_out.not_images:
-        problem = f"{folder}: no images in it of a type that is read, only {left_out.kinds()}"
+        problem = f"{folder}: no images of a supported type, only {left_out.kinds()}"
         return UserError(problem, f"convert them to one of {join_names(IMG_EXTENSIONS)}")
     names = [entry.name + "/" * is_folder(entry) for entry in os.scandir(folder)]
     seen = f" (only {join_names(sorted(names), 6)})" if names else ""

@@ -29,7 +29,7 @@ class LeftOut:
     linked: list[str] = field(default_factory=list)  # links to folders that are already included
 
     def kinds(self) -> str:
-        """The types of the files that are not images, and their numbers."""
+        """The types of the files that are not images, and how many files each has."""
         return join_names((f"{kind or 'no extension'} ({count})" for kind, count in self.not_images.most_common()), 6)
 
     def notes(self, folder: Path) -> list[str]:
@@ -38,7 +38,7 @@ class LeftOut:
         if self.empty_classes:
             lines.append(f"class folders without readable images are left out: {join_names(self.empty_classes)}")
         if self.not_images:
-            lines.append(f"files of types that are not read are left out: {self.kinds()}")
+            lines.append(f"files of unsupported types are left out: {self.kinds()}")
         if self.hidden_files or self.hidden_folders:
             folders = [f"{name}/ ({count})" for name, count in self.hidden_folders.most_common()]
             files = [f"files ({self.hidden_files})"] if self.hidden_files else []

@@ -1,4 +1,4 @@
-"""Published weights of torchvision's and timm's models: the input that they were evaluated with, errors in loading."""
+"""Published weights of torchvision's and timm's models: the input that they expect, and errors in loading them."""
 
 import pickle
 from collections.abc import Iterator
@@ -46,9 +46,10 @@ def _fix_of_weights(config: TrainConfig) -> str:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         cfg = timm.get_pretrained_cfg(config.model[5:])
-        where = f"hf download {cfg.hf_hub_id}" if cfg and cfg.hf_hub_id else f"download {cfg.url if cfg else 'them'}"
-        return ", or ".join([*fixes, f"without a network first run `{where}` elsewhere, and copy it to {HF_HUB_CACHE}"])
+        get = f"download {cfg.url if cfg else 'them'}"
+        get = f"run `hf download {cfg.hf_hub_id}`" if cfg and cfg.hf_hub_id else get
+        return ", or ".join([*fixes, f"without a network, {get} elsewhere and copy the files to {HF_HUB_CACHE}"])
     url = torchvision.models.get_model_weights(config.model).DEFAULT.url
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name
-    fixes.append(f"delete {path} if it is damaged" if path.exists() else f"without a network put {url} at {path}")
+    fixes.append(f"delete {path} if it is damaged" if path.exists() else f"without a network, save {url} as {path}")
     return ", or ".join(fixes)

@@ -54,9 +54,9 @@ def check_model(config: TrainConfig) -> None:
     if name not in OWN_MODELS and (given := {"weights", "pretrained"} & config.model_args.keys()):
         raise UserError(f"--model_args {min(given)}: cannot be set here", "leave it out, or use --pretrained")
     if config.stem == "small" and (name in OWN_MODELS or name.startswith("timm/")):
-        raise UserError(f"--stem small: {name} is not a model of torchvision", "leave it out")
+        raise UserError(f"--stem small: {name} is not a torchvision model", "leave it out")
     if config.stem == "small" and config.pretrained:
-        raise UserError("--stem small: the published weights have the standard stem", "leave out this or --pretrained")
+        raise UserError("--stem small: published weights have the standard stem", "leave out --stem or --pretrained")
 
 
 def _similar_model(name: str) -> str:
@@ -99,7 +99,7 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
             )
     mean, std = (_per_channel(given[key] or weights.get(key) or [0.5], channels) for key in given)
     spec = InputSpec(height, width, channels, mean, std)
-    if not spec.small:  # small images are resized only once, for the cache, bilinearly
+    if not spec.small:  # small images are resized once, for the cache, with bilinear interpolation
         spec = replace(spec, **{key: weights[key] for key in ("interpolation", "squash") if key in weights})
     return spec.cropped(config.eval_crop or weights.get("crop") or EVAL_CROP)
 
@@ -126,7 +126,7 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
         _check_output(model, config, spec, classes)
     except UserError:
         raise
-    except Exception as error:  # arguments of any value cause errors of any class
+    except Exception as error:  # invalid arguments can cause errors of any class
         if not config.model_args and not isinstance(error, TypeError | RuntimeError):
             raise
         what, fix = ("--model_args for", "change or remove these arguments") if config.model_args else ("--model", "")
@@ -143,7 +143,7 @@ def seed_layers(device: torch.device, seed: int) -> None:
 
 
 def _problem(what: str, error: Exception) -> str:
-    """`what` and the error, on one line. Errors such as KeyError have a text that says nothing without their class."""
+    """`what` and the error, on one line. The text of a KeyError and others means nothing without the class."""
     plain = isinstance(error, TypeError | ValueError | RuntimeError)
     return f"{what}: {'' if plain else type(error).__name__ + ' '}{one_line(error)[:200]}"
 
@@ -235,7 +235,8 @@ def _check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classe
             fix = f"change --model_args, or {fix}" if config.model_args else fix
             raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
         if not isinstance(logits, torch.Tensor) or logits.shape != (count, classes):
-            shape = f"of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+            is_tensor = isinstance(logits, torch.Tensor)
+            shape = f"of shape {list(logits.shape)}" if is_tensor else f"of type {type(logits).__name__}"
             problem = f"{name} has an output {shape}, not one score per class"
             raise UserError(problem, "leave out --model_args, or use another model")
     model.train(training)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from utils.memory import usable_cores, used_cores
 from utils.ranks.ranks import Ranks
 
-_LEAST, _SHARE = 0.5, 0.25  # cores, and fraction of all cores, that others must use to be reported
+_LEAST, _SHARE = 0.5, 0.25  # other programs are reported if they use this many cores and this fraction of all
 
 
 def taken_cores(ranks: Ranks) -> list[str]:
@@ -23,7 +23,7 @@ def taken_cores(ranks: Ranks) -> list[str]:
 def _line(host: str, members: list[list]) -> str:
     """The line for a machine; empty if its cores are free.
 
-    `members` has, for each rank, its threads, its cores, and how many of them all programs use, and the rank itself.
+    `members` has for each rank: its threads, its cores, how many cores all programs use, and how many the rank uses.
     """
     cores = len({core for _, own, _, _ in members for core in own})
     everyone = sum({tuple(own): used for _, own, used, _ in members}.values())  # ranks may share their cores
@@ -31,6 +31,6 @@ def _line(host: str, members: list[list]) -> str:
     if taken < max(_LEAST, _SHARE * cores):
         return ""
     threads = max(1, int((cores - taken) / len(members)))
-    fewer = f"use --threads {threads}, or " if threads < members[0][0] else ""
+    fixes = f"stop them, use --threads {threads}, or" if threads < members[0][0] else "stop them or"
     problem = f"other programs use {taken:.1f} of the {cores} processor cores, which slows this run down"
-    return f"{host}{': ' * bool(host)}{problem}; stop them, {fewer}use another machine"
+    return f"{host}{': ' * bool(host)}{problem}; {fixes} use another machine"

@@ -55,7 +55,7 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
 
 
 def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> TrainConfig:
-    """The settings, with those of the checkpoint where they would follow from the data.
+    """The settings; those that would follow from the data are the checkpoint's, if there is one.
 
     Raises ValueError if the batch sizes do not fit, before the data is loaded.
     """
@@ -68,7 +68,7 @@ def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: in
 def plan_of_start(
     config: TrainConfig, saved: SavedRun | None, samples: int, processes: int
 ) -> tuple[TrainConfig, list[str], Plan]:
-    """The settings with what follows from the number of training samples, lines about it, and the run's plan."""
+    """The settings with those chosen from the number of training samples, lines about these, and the run's plan."""
     config, lines = (config, []) if saved else choose_sizes(config, samples, processes)
     _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
     return config, lines, Plan(samples, global_batch_size, grad_accum * processes, config.seed, config.drop_last)
@@ -77,10 +77,10 @@ def plan_of_start(
 def spec_of_start(
     config: TrainConfig, saved: SavedRun | None, train: Split
 ) -> tuple[TrainConfig, list[str], InputSpec]:
-    """The settings with what follows from the images, lines about it, and the model's input.
+    """The settings with those chosen from the images, lines about these, and the model's input.
 
-    The input is the checkpoint's if its settings are unchanged. A resumed run does not derive it again, because some of
-    the images may no longer exist.
+    The input is the checkpoint's if the settings that it depends on are unchanged. It is not derived again, because
+    some of the images may no longer exist.
     """
     if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in _SPEC_SETTINGS):
         return config, [], saved.spec
@@ -102,7 +102,7 @@ def restore_state(
         return TrainState(batch_size=batch_size)
     for what, there, here in (
         ("a model", saved.settings.model, config.model),
-        ("a stem", saved.settings.stem, config.stem),
+        ("a --stem", saved.settings.stem, config.stem),
         ("an optimizer", saved.settings.optimizer, config.optimizer),
         ("a seed", saved.values["seed"], plan.seed),
         ("training samples", saved.values["samples"], plan.samples),

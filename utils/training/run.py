@@ -108,7 +108,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     """The rows of the table at the start of a run; `places` describes where each rank runs."""
     plan, data, processes = run.plan, run.data, len(places)
     parameters = sum(parameter.numel() for parameter in run.module.parameters())
-    stem = getattr(run.module, "stem_change", "")  # of a model of torchvision
+    stem = getattr(run.module, "stem_change", "")  # only torchvision models have it
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "chosen", line) for number, line in enumerate(run.chosen)]
     same = differences(run.config, run.module, plan.microbatches // processes)
@@ -162,7 +162,7 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:
         equal = [e["step"] for e in state.evaluations if e.get(run.task.metric) == state.best]
-        first = f", the first of {len(equal)} equal" if len(equal) > 1 else ""
+        first = f", the first of {len(equal)} equal evaluations" if len(equal) > 1 else ""
         rows.append(("best", f"{state.best:.4f} at update {state.best_step}{first}"))
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
