@@ -6,7 +6,7 @@ from typing import Any, Literal
 from utils.config.bounds import check_ranges, check_run_name, require
 from utils.config.yaml_text import dump_yaml
 
-FROM_DATA: Any = None  # of a setting that defaults.py fills once the data is known
+FROM_DATA: Any = None  # the default of settings that defaults.py fills when the data is known
 Arguments = dict[str, bool | int | float | str | list | dict | None]  # keyword arguments, in YAML
 
 
@@ -46,9 +46,9 @@ class TrainConfig(LaunchConfig):
     eval_fraction: float | None = None
     """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead of a split."""
     image_column: str | None = None
-    """Column with the images (default: found by its type; in a CSV file path)."""
+    """Column with the images (default: found by its type, or named path in a CSV file)."""
     label_column: str | None = None
-    """Column with the labels (default: found by its type; in a CSV file label)."""
+    """Column with the labels (default: found by its type, or named label in a CSV file)."""
     max_train_samples: int | None = None
     """Train on a random subset of this many samples, for debugging."""
     max_eval_samples: int | None = None
@@ -85,35 +85,35 @@ class TrainConfig(LaunchConfig):
     0.875); images up to 96 pixels are used whole."""
 
     model: str = FROM_DATA
-    """Model (default: mnist_cnn for images up to 96 pixels, else resnet18)."""
+    """Model (default: mnist_cnn for images up to 96 pixels without --pretrained, else resnet18)."""
     model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False
     """Start from the published weights of the model."""
     stem: Literal["auto", "small", "standard"] = "auto"
-    """First layers of a torchvision model: small replaces them by a 3x3 convolution with stride 1, which is more
-    accurate on small images and slower, and does not fit torchvision's weights; standard keeps them; auto is small for
-    images up to 96 pixels without --pretrained."""
+    """First layers of a torchvision model: standard keeps them; small replaces them with a 3x3 convolution of stride
+    1, which is slower but more accurate on small images and does not fit torchvision's weights; auto is small for
+    inputs up to 96 pixels without --pretrained, else standard."""
 
     epochs: int = 20
     """Passes over the training data."""
     max_steps: int | None = None
     """Updates of the whole run; overrides --epochs."""
     global_batch_size: int | None = None
-    """Samples per update over all processes and accumulation steps (default: 128, less for under 900 samples)."""
+    """Samples per update over all processes and accumulation steps (default: 128, or less for up to 896 samples)."""
     batch_size: int | None = None
     """Samples per process and accumulation step; give this or --global_batch_size."""
     grad_accum: int | None = None
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
     drop_last: bool = FROM_DATA
-    """Leave out the last samples of an epoch if they do not fill a global batch (default: true if the global batch is
-    chosen to be below 128, and they would fill less than half of it)."""
+    """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
+    below 128 was chosen and they would fill less than half of it)."""
     optimizer: str = "sgd"
     """Optimizer."""
     optimizer_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
     lr: float = FROM_DATA
-    """Peak learning rate (default: by optimizer, --pretrained and the global batch; 0.05 for sgd and 128 samples)."""
+    """Peak learning rate (default: depends on optimizer, --pretrained and batch; 0.05 for sgd and 128 samples)."""
     momentum: float = 0.9
     """Momentum of sgd."""
     weight_decay: float = FROM_DATA
@@ -169,7 +169,7 @@ class TrainConfig(LaunchConfig):
     eval_every: int | None = None
     """Updates between evaluations (default: one epoch); the last update is always evaluated."""
     log_every: int = FROM_DATA
-    """Updates between training records in the log (default: 50, less in a run of under 200 updates)."""
+    """Updates between training records in the log (default: 50, or a quarter of the run's updates if that is less)."""
     eval_batch_size: int = 256
     """Samples per process in an evaluation batch, the same batches on every topology."""
     metrics: bool = False
@@ -291,7 +291,7 @@ def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes
         if applies and getattr(config, name) != getattr(TrainConfig, name)
     ]
     if config.sync_batchnorm and processes == 1:
-        lines.append("--sync_batchnorm is slower on one process; it only brings the results closer to those of several")
+        lines.append("--sync_batchnorm is slower on one process; it only helps to compare with runs on several")
     if config.model == "mnist_cnn" and not small_images:
         lines.append("mnist_cnn is made for small images; for photographs try --model resnet18")
     return lines

@@ -84,9 +84,9 @@ class Table(dict[str, Any]):
 
 
 def suggestion(name: str, names: Iterable[str], otherwise: str, prefix: str = "") -> str:
-    """The fix for a name that does not exist: up to four valid names that are like it, or `otherwise`.
+    """The fix for a name that does not exist: up to four similar valid names, or `otherwise`.
 
-    These are the same name in another spelling, else names that begin with it, else that contain it, else similar ones.
+    The first of these that exist: the name in another spelling, names that begin with it, contain it, or resemble it.
     """
     given, known = re.sub(r"[-\s]", "_", name.lower()), {known.lower(): known for known in names}
     similar = [given] if given in known else [word for word in known if given and word.startswith(given)]
