@@ -314,7 +314,7 @@ SHAPES = [(427, 640), (640, 427), (375, 500), (333, 500), (500, 331), (180, 250)
 
 
 def photograph(name, height, width):
-    """A photograph that scikit-learn has, as a JPEG file of that size."""
+    """A photograph from scikit-learn, as a JPEG file of this size."""
     image = Image.fromarray(load_sample_image(f"{name}.jpg"))
     image = image.transpose(Image.Transpose.ROTATE_90) if height > width else image
     return encoded(image.crop((0, 0, width, height)) if width * height < 2**18 else image, "JPEG", quality=95)
@@ -327,7 +327,7 @@ def evaluated(raw, spec):
 
 
 def published(name):
-    """The input of a model's published weights, and torchvision's or timm's own transform for them, to 0..255."""
+    """The input of a model's published weights, and torchvision's or timm's own transform, scaled to 0..255."""
     spec = input_spec(TrainConfig(model=name, pretrained=True), 3, None)
     if name.startswith("timm/"):
         cfg = timm.get_pretrained_cfg(name[5:]).to_dict()

@@ -1,4 +1,4 @@
-"""The failure table of a launcher ends with our own line. PyTorch's own reader makes the table, as in torchrun."""
+"""The failure table of a launcher ends with our own line. The tests print the table with torchrun's own code."""
 
 import os
 from pathlib import Path

@@ -41,7 +41,7 @@ TOPOLOGIES = {"one": (1, 1), "two": (2, 1), "accumulated": (1, 2), "three": (3, 
 
 
 def quick(*names):
-    """The names of all topologies, those other than `names` marked full."""
+    """The names of all topologies; those other than `names` are marked full."""
     return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in TOPOLOGIES]
 
 

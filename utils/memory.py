@@ -60,9 +60,9 @@ def usable_cores() -> set[int]:
 
 
 def _seconds() -> tuple[float, float, float]:
-    """The time, and the processor seconds of all programs on the usable cores, and of this process; all in seconds.
+    """In seconds: the time, the processor time of all programs on the usable cores, and that of this process.
 
-    Its child processes that have ended are included. Programs with a lower priority (nice) are not.
+    The last includes child processes that have ended. Programs with a lower priority (nice) are not counted.
     """
     mine = usable_cores()
     used = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in mine]
@@ -73,7 +73,7 @@ _AT_IMPORT = os.getpid(), _seconds()
 
 
 def used_cores() -> tuple[float, float]:
-    """How many of the usable cores all programs together have used since the import, and how many this process.
+    """How many of the usable cores all programs, and this process alone, have used on average since the import.
 
     Zero in a process that was forked after the import, as from a notebook, because its own time starts at the fork.
     """

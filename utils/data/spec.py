@@ -43,9 +43,9 @@ class InputSpec:
         return spec
 
     def cropped(self, share: float | None) -> "InputSpec":
-        """The same input where evaluation uses this share of a photograph's shorter side; None and small images: self.
+        """The same input, except that evaluation uses this fraction of a photograph's shorter side.
 
-        torchvision's and timm's sizes are rounded down as here.
+        Unchanged if `share` is None and for small inputs. The size is rounded down, as in torchvision and timm.
         """
         if share is None or self.small:
             return self

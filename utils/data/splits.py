@@ -117,7 +117,7 @@ class Data:
 class Files:
     """Image files by path, most or all of them below a folder `root`; indexing returns the bytes of a file."""
 
-    missing = "the file is gone"  # the reason for a file of a checkpoint's record that this split does not have
+    missing = "the file is gone"  # why a file that a checkpoint records cannot be read if this split does not have it
 
     def __init__(self, paths: list[str], root: str = "", left_out: LeftOut | None = None):
         self.paths, self.root = paths, root

@@ -24,7 +24,7 @@ def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
 
 
 def script_command(script: str) -> list[str]:
-    """The command that runs another script of this project: this Python, and the script beside the one that runs."""
+    """The command that runs another script of this project, with this Python and from the folder of train.py."""
     own = Path(sys.argv[0])
     return [_shell_name(sys.executable), str(own.with_name(script)) if own.name == "train.py" else script]
 
@@ -35,7 +35,7 @@ def _shell_name(program: str) -> str:
         return program
     for name in ("python", Path(program).name) if program == sys.executable else (Path(program).name,):
         found = shutil.which(name)
-        # The files alone may be the same: the Python of an environment is a link to the one that it was made with.
+        # Comparing the files is not enough: the Pythons of two environments may be links to the same file.
         if found and _same_file(found, program) and _same_file(os.path.dirname(found), os.path.dirname(program)):
             return name
     inside = os.path.relpath(program)

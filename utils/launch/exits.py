@@ -39,7 +39,7 @@ def exit_with_error(error: BaseException, prog: str, show: bool = True, show_tra
     if show and show_traceback:
         traceback.print_exception(error)
     if show:
-        # One write, so that the lines of several processes do not mix; above a progress bar.
+        # One write, so that the lines of several processes do not mix. tqdm writes it above a progress bar.
         text = f"{prog}: error: {one_line(error)}"
         tqdm.write(f"{text}\n", file=sys.stderr, end="")
         sys.stderr.flush()
@@ -56,7 +56,7 @@ def inform_launcher(text: str) -> None:
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        # The launcher prints the earliest error last. It knows the time of other ranks' exits in whole seconds only.
+        # The launcher prints the earliest error last. It rounds the times of other exits down to seconds: hence - 1.
         info = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
         with suppress(OSError):
             write_file(Path(file), json.dumps({"message": {"message": text, "extraInfo": info}}))

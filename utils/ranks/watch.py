@@ -213,7 +213,7 @@ class Watch:
 
 
 def print_error(prog: str, text: str, last: bool = False) -> None:
-    """Print a line to stderr, below any remains of a progress bar. `last` means that this rank then exits."""
+    """Print a line to stderr, below any remains of a progress bar. `last`: this rank then exits."""
     sys.stderr.write(f"\n{prog}: {text}\n")
     sys.stderr.flush()
     if last:

@@ -44,7 +44,7 @@ class ProgressBar:
 
     def __init__(self, _folder: Path, state: TrainState, updates: int, task: Task):
         self.updates, self.task = updates, task
-        # The bar is on stderr. If stdout is not the terminal, as with `| tee`, its lines would break the bar.
+        # The bar is on stderr. If stdout is not the terminal, as with `| tee`, lines on stdout would break it.
         shown = sys.stderr.isatty() and sys.stdout.isatty()
         self.bar = tqdm(total=updates, initial=state.step, unit="update", leave=False, disable=not shown)
 

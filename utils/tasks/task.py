@@ -27,7 +27,7 @@ class Task:
     evaluation: Sequence[str]
     """Names of the sums of an evaluation batch; the first one is "loss"."""
     shown: Mapping[str, str]
-    """The metrics to print after an evaluation, in this order, if it has them, and the words for them."""
+    """The metrics to print after an evaluation, in this order, and the words for them; absent ones are skipped."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The training loss, a scalar, summed over the samples of `outputs` [n, outputs]."""

@@ -47,7 +47,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def _try_arguments(config: TrainConfig) -> None:
-    """Raise ValueError if the optimizer does not accept --optimizer_args. The data is not known yet."""
+    """Raise ValueError if the optimizer does not accept --optimizer_args."""
+    # The default of --lr is chosen later, from the data.
     known = replace(config, lr=config.lr or 1.0, weight_decay=config.weight_decay or 0.0)
     build_optimizer(known, nn.Linear(1, 1))
 

@@ -1,4 +1,4 @@
-"""What of a run depends on the number of processes."""
+"""Which parts of a run depend on the number of processes."""
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
