@@ -1,13 +1,13 @@
-"""Images per second on MNIST, idle and beside a busy loop: waiting with and without spinning, and a plain PyTorch loop.
+"""Images per second on MNIST, on an idle machine and beside a busy loop, if OpenMP's threads sleep or spin.
 
     python benchmarks/busy_cores.py --mnist DIR --rounds 5 --json FILE
 
-OpenMP's threads wait for each other. *passive* is train.py as it is: they sleep. *spinning* is train.py with PyTorch's
-own default (GOMP_SPINCOUNT=300000). *plain* is a loop of PyTorch alone, with its defaults and the tutorials' network,
-on one batch in memory. All use batches of 128 per process and all cores. The busy loop is one Python process.
+OpenMP's threads wait for each other. *passive* is train.py as it is: they sleep while they wait. *spinning* is train.py
+with PyTorch's default (GOMP_SPINCOUNT=300000). *plain* is a loop of PyTorch alone, with its defaults and the tutorials'
+network, on one batch in memory. All use batches of 128 per process and all cores. The busy loop is one Python process.
 
-A rate is the median of the stretches of 20 updates after the first. A ratio is of the same round. The load average
-shows how idle the machine was.
+A rate is the median over stretches of 20 updates, without the first. A ratio compares rates of the same round. The load
+average shows how busy the machine was before.
 """
 
 import json
@@ -74,7 +74,7 @@ def plain_rate() -> float:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--mnist", type=Path, metavar="DIR", required=True, help="MNIST's parquet files")
-    parser.add_argument("--processes", default="1,2", help="how many (default: %(default)s)")
+    parser.add_argument("--processes", default="1,2", help="numbers of processes (default: %(default)s)")
     args = parser.parse_args()
     cases = [(side, n) for n in map(int, args.processes.split(",")) for side in WAITING] + [("plain", 1)]
     keys = [(side, n, load) for side, n in cases for load in ("idle", "busy")]
@@ -85,7 +85,7 @@ def main() -> None:
         ours = ratios(found["passive", n, load], found[side, n, load])
         loads = [turn["load"] for turn in results[side, n, load]]
         rows.append([side, n, load, spread(found[side, n, load]), spread(ours, ".2f"), spread(loads, ".1f")])
-    header = ["side", "processes", "beside", "images/s", "passive over it", "load average"]
+    header = ["side", "processes", "beside", "images/s", "passive over this", "load average"]
     report(args, header, rows, {" ".join(map(str, key)): turns for key, turns in results.items()})
 
 
