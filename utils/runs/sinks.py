@@ -40,11 +40,13 @@ def is_kept(record: Any, state: TrainState) -> bool:
 
 
 class ProgressBar:
-    """A progress bar and lines; without a terminal, lines only."""
+    """A progress bar and lines; without a terminal, lines only. The bar is removed at the end."""
 
     def __init__(self, _folder: Path, state: TrainState, updates: int, task: Task):
         self.updates, self.task = updates, task
-        self.bar = tqdm(total=updates, initial=state.step, unit="update", disable=not sys.stderr.isatty())
+        # The bar is on stderr. If stdout is not the terminal, as with `| tee`, its lines would break the bar.
+        shown = sys.stderr.isatty() and sys.stdout.isatty()
+        self.bar = tqdm(total=updates, initial=state.step, unit="update", leave=False, disable=not shown)
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "train":

@@ -26,6 +26,8 @@ class Classification(Task):
     def __init__(self, config: TrainConfig, class_names: list[str]):
         self.class_names, self.outputs = class_names, len(class_names)
         self.sum_of_losses, self.smoothing = LOSSES.choose(config.loss), config.label_smoothing
+        equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
+        self.loss_of_guessing = self.sum_of_losses(equal_scores, any_class).item()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.sum_of_losses(outputs, targets, self.smoothing)
