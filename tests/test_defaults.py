@@ -127,7 +127,8 @@ def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
     (alone,), (main, other) = outcomes
     expected = dict(zip(NAMES, (8, True, 1, 0.003125, 5e-4, "mlp", True), strict=True))
     assert saved_settings("on-1") == saved_settings("on-2") == expected
-    rows = [re.findall(r"(?:chosen| {6})   ?(.+)", outcome.out) for outcome in (alone, main)]
+    found = [re.search(r"^chosen .*\n(?: .*\n)*", outcome.out, re.M)[0] for outcome in (alone, main)]
+    rows = [[line.removeprefix("chosen").strip() for line in text.splitlines()] for text in found]
     assert rows[0] == rows[1] and len(rows[0]) == 3, rows
     assert rows[0][0].startswith("global batch 8 (25 training images: 3 updates per epoch), drop_last (")
     assert rows[0][1].startswith("lr 0.00313 (sgd, new model: 0.05 for batch 128), weight decay 0.0005")
