@@ -189,8 +189,7 @@ def test_the_small_stem_can_be_chosen_for_larger_images():
 )
 def test_a_small_stem_that_cannot_be_made_is_refused(settings, text):
     config = TrainConfig(stem="small", **settings)
-    with pytest.raises(UserError, match=text):
-        check_model(config)
+    with pytest.raises(UserError, match=text):  # even if the data chose the model, after `check_model`
         build_model(config, spec_of(32, 3), 7)
 
 
@@ -207,6 +206,8 @@ def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
     torchvision.models.resnet18(num_classes=2).load_state_dict(weights("standard"))
     with pytest.raises(RuntimeError, match=r"conv1\.weight"):
         torchvision.models.resnet18(num_classes=2).load_state_dict(weights("auto"))
+    line = refused(train.main, "--stem", "small")  # the data chooses the model
+    assert "--stem small: mnist_cnn is not a model of torchvision; leave it out" in line
     line = refused(train.main, *flags, "--run_name", "standard", "--resume", "auto")
     assert "was trained with a --stem of standard, not auto; use the same settings" in line
     (result,) = returned(1, eval.main, ["--ckpt", "runs/standard"])

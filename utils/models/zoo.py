@@ -115,6 +115,7 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
     Its weights are random. With --pretrained they are the published ones, unless `load` is False. Raises ValueError if
     --model_args are invalid or the model does not accept the images.
     """
+    check_model(config)  # again: the data may have chosen the model
     name = config.model
     try:
         if name in OWN_MODELS:
