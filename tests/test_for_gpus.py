@@ -138,7 +138,6 @@ def test_gpus_that_are_hidden_are_not_missed(two_gpus, hidden):
 def test_the_doctor_is_red_about_gpus_that_pytorch_cannot_use(two_gpus):
     (outcome,) = run_ranks(1, doctor.main, [])
     assert outcome.code == 1 and "nvidia-smi lists 2 GPUs" in outcome.out
-    assert "2 GPUs" not in run_ranks(1, doctor.main, ["--cpu"])[0].out
 
 
 # Errors and timeouts.
