@@ -33,7 +33,7 @@ SPEC = InputSpec(height=28, width=28, channels=1, mean=[0.5], std=[0.5])  # MNIS
 
 def make_step(args: argparse.Namespace, device: torch.device):
     """A function that does one update on the resident batch."""
-    config = TrainConfig(model="mnist_cnn")
+    config = TrainConfig(model="mnist_cnn", lr=0.05, weight_decay=5e-4)
     torch.manual_seed(0)
     model = build_model(config, SPEC, classes=10).to(device)
     optimizer = build_optimizer(config, model)

@@ -142,7 +142,7 @@ def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
     for folder, count in (("whole", 11), ("split/train", 12), ("split/test", 7)):
         image_folder(folder, dict.fromkeys("012", count), size=(32, 32))  # the classes that the checkpoint knows
     for flags, split, count in (
-        (("--data", "whole"), "train", 33),
+        (("--data", "whole"), "all images", 33),
         (("--data", "split"), "test", 21),
         (("--data", "split", "--split", "train"), "train", 36),
     ):

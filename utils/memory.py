@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -62,6 +63,29 @@ def usable_physical_cores() -> int:
     """How many cores that is without simultaneous multithreading, if that is the same on all cores."""
     threads = psutil.cpu_count() or 1
     return max(1, len(usable_cores()) * (psutil.cpu_count(logical=False) or threads) // threads)
+
+
+def _seconds() -> tuple[float, float, float]:
+    """The time, and the processor seconds of all programs on the usable cores, and of this process; all in seconds.
+
+    Its child processes that have ended are included. Programs with a lower priority (nice) are not.
+    """
+    mine = usable_cores()
+    used = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in mine]
+    return time.monotonic(), sum(times.user + times.system for times in used), sum(os.times()[:4])
+
+
+_AT_IMPORT = os.getpid(), _seconds()
+
+
+def used_cores() -> tuple[float, float]:
+    """How many of the usable cores all programs together have used since the import, and how many this process.
+
+    Zero in a process that was forked after the import, as from a notebook, because its own time starts at the fork.
+    """
+    process, before = _AT_IMPORT
+    seconds, everyone, own = (b - a for a, b in zip(before, _seconds(), strict=True))
+    return (everyone / seconds, own / seconds) if process == os.getpid() and seconds > 0 else (0.0, 0.0)
 
 
 def shm_space() -> tuple[int, int] | None:

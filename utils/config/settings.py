@@ -1,11 +1,12 @@
 """The settings of train.py, eval.py and doctor.py, and warnings about settings without effect."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from utils.config.bounds import check_ranges, check_run_name, require
 from utils.config.yaml_text import dump_yaml
 
+FROM_DATA: Any = None  # of a setting that defaults.py fills once the data is known
 Arguments = dict[str, bool | int | float | str | list | dict | None]  # keyword arguments, in YAML
 
 
@@ -45,9 +46,9 @@ class TrainConfig(LaunchConfig):
     eval_fraction: float | None = None
     """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead of a split."""
     image_column: str | None = None
-    """Column with the images (default: found by its type)."""
+    """Column with the images (default: found by its type; in a CSV file path)."""
     label_column: str | None = None
-    """Column with the labels (default: found by its type)."""
+    """Column with the labels (default: found by its type; in a CSV file label)."""
     max_train_samples: int | None = None
     """Train on a random subset of this many samples, for debugging."""
     max_eval_samples: int | None = None
@@ -74,14 +75,14 @@ class TrainConfig(LaunchConfig):
     """Standard deviation per channel to divide by (default: that of the pretrained weights, else 0.5)."""
     crop_padding: int = 0
     """Shift training images at random by up to this many pixels, filled with black."""
-    flip: bool = False
-    """Mirror training images left to right at random."""
+    flip: bool = FROM_DATA
+    """Mirror training images left to right at random (default: true for photographs)."""
     min_scale: float | None = None
     """Smallest area of a random training crop, as a fraction of the image; with 1, images are not cropped at random,
     and photographs are cropped to their centre as in evaluation (default: 1 for images up to 96 pixels, else 0.08)."""
 
-    model: str = "mnist_cnn"
-    """Model."""
+    model: str = FROM_DATA
+    """Model (default: mnist_cnn for images up to 96 pixels, else resnet18)."""
     model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False
@@ -92,23 +93,25 @@ class TrainConfig(LaunchConfig):
     max_steps: int | None = None
     """Updates of the whole run; overrides --epochs."""
     global_batch_size: int | None = None
-    """Samples per update over all processes and accumulation steps (default: 128)."""
+    """Samples per update over all processes and accumulation steps (default: 128, less for under 900 samples)."""
     batch_size: int | None = None
     """Samples per process and accumulation step; give this or --global_batch_size."""
     grad_accum: int | None = None
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
-    drop_last: bool = False
-    """Leave out the last samples of an epoch if they do not fill a global batch."""
+    drop_last: bool = FROM_DATA
+    """Leave out the last samples of an epoch if they do not fill a global batch (default: true if the global batch is
+    chosen to be below 128, and they would fill less than half of it)."""
     optimizer: str = "sgd"
     """Optimizer."""
     optimizer_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
-    lr: float = 0.05
-    """Peak learning rate."""
+    lr: float = FROM_DATA
+    """Peak learning rate (default: by optimizer, --pretrained and the global batch; 0.05 for sgd and 128 samples)."""
     momentum: float = 0.9
     """Momentum of sgd."""
-    weight_decay: float = 5e-4
-    """Weight decay of matrices and kernels; biases and normalisation layers have none."""
+    weight_decay: float = FROM_DATA
+    """Weight decay of matrices and kernels; biases and normalisation layers have none (default: 5e-4 for sgd, 0.05 for
+    adamw)."""
     lr_schedule: str = "onecycle"
     """Learning rate schedule."""
     lr_schedule_args: Arguments = field(default_factory=dict)
@@ -161,8 +164,8 @@ class TrainConfig(LaunchConfig):
     """Number of newest checkpoints to keep, besides the best one."""
     eval_every: int | None = None
     """Updates between evaluations (default: one epoch); the last update is always evaluated."""
-    log_every: int = 50
-    """Updates between training records in the log."""
+    log_every: int = FROM_DATA
+    """Updates between training records in the log (default: 50, less in a run of under 200 updates)."""
     eval_batch_size: int = 256
     """Samples per process in an evaluation batch, the same batches on every topology."""
     metrics: bool = False
@@ -252,7 +255,6 @@ def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes
     unused = (
         ("momentum", config.optimizer == "adamw", "adamw has no momentum"),
         ("comm_hook", processes == 1, "a single process exchanges no gradients"),
-        ("sync_batchnorm", processes == 1, "a single process has all samples"),
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
         ("static_graph", processes == 1, "a single process exchanges no gradients"),
         ("num_workers", small_images, "small images are decoded once, before training"),
@@ -264,6 +266,8 @@ def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes
         for name, applies, reason in unused
         if applies and getattr(config, name) != getattr(TrainConfig, name)
     ]
+    if config.sync_batchnorm and processes == 1:
+        lines.append("--sync_batchnorm is slower on one process; it only brings the results closer to those of several")
     if config.model == "mnist_cnn" and not small_images:
         lines.append("mnist_cnn is made for small images; for photographs try --model resnet18")
     return lines

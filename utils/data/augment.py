@@ -154,8 +154,8 @@ def _crop(config: TrainConfig, spec: InputSpec) -> Operation | None:
 
 
 def _shift_and_flip(config: TrainConfig, spec: InputSpec) -> Operation | None:
-    wanted = config.crop_padding > 0 or config.flip
-    return ShiftAndFlip(spec, config.crop_padding, config.flip) if wanted else None
+    padding, flip = config.crop_padding, bool(config.flip)  # None before it is chosen from the data
+    return ShiftAndFlip(spec, padding, flip) if padding or flip else None
 
 
 # In the order in which they are applied. Each function returns the operation, or None if the settings do not use it.

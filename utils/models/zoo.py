@@ -29,6 +29,8 @@ OWN_MODELS = Table(
 def check_model(config: TrainConfig) -> None:
     """Raise ValueError if there is no model of this name, or no pretrained weights for it. Does not build it."""
     name = config.model
+    if name is None:  # chosen from the data
+        return
     if name in OWN_MODELS:
         if config.pretrained:
             raise UserError(f"--pretrained: {name} has no published weights", "use a torchvision model or timm/NAME")
