@@ -134,6 +134,7 @@ def find_split(saved: SavedRun, config: TrainConfig, name: str | None, own_data:
 def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ranks: Ranks) -> dict:
     """The metrics of one split; collective."""
     accelerator, terminal, spec = make_accelerator(ranks, config), Terminal(ranks.is_main), saved.spec
+    spec = spec.cropped(config.eval_crop)
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, spec, task.outputs, load=False))

@@ -12,6 +12,7 @@ import yaml
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
 from helpers.training_runs import records, train_run
+from torch import nn
 
 import train
 from utils.config.batch import resolve_batch
@@ -24,7 +25,7 @@ from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
 from utils.training.divergence import report_explosion
-from utils.training.sameness import differences
+from utils.training.sameness import differences, has_dropout
 from utils.training.schedule import total_updates
 
 
@@ -126,7 +127,8 @@ def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
     (alone,), (main, other) = outcomes
     expected = dict(zip(NAMES, (8, True, 1, 0.003125, 5e-4, "mlp", True), strict=True))
     assert saved_settings("on-1") == saved_settings("on-2") == expected
-    rows = [re.findall(r"(?:chosen| {6})   ?(.+)", outcome.out) for outcome in (alone, main)]
+    found = [re.search(r"^chosen .*\n(?: .*\n)*", outcome.out, re.M)[0] for outcome in (alone, main)]
+    rows = [[line.removeprefix("chosen").strip() for line in text.splitlines()] for text in found]
     assert rows[0] == rows[1] and len(rows[0]) == 3, rows
     assert rows[0][0].startswith("global batch 8 (25 training images: 3 updates per epoch), drop_last (")
     assert rows[0][1].startswith("lr 0.00313 (sgd, new model: 0.05 for batch 128), weight decay 0.0005")
@@ -193,6 +195,16 @@ def test_what_depends_on_the_number_of_processes_is_named_with_how_to_avoid_it(m
         module = build(config)
     text = differences(config, module, grad_accum)
     assert text == (f"on another number of processes: {', '.join(parts)}; the rest agrees up to rounding" * bool(parts))
+
+
+def test_layers_that_drop_at_random_are_found_by_their_rate():
+    for layer in (
+        nn.MultiheadAttention(8, 2, dropout=0.1),
+        nn.Dropout2d(0.1),
+        torchvision.ops.StochasticDepth(0.1, "row"),
+    ):
+        assert has_dropout(nn.Sequential(nn.Linear(8, 8), layer))
+    assert not has_dropout(nn.Sequential(nn.MultiheadAttention(8, 2), nn.Dropout(0.0), nn.BatchNorm1d(8)))
 
 
 def build(config):

@@ -81,12 +81,20 @@ class TrainConfig(LaunchConfig):
     """Smallest area of a random training crop, as a fraction of the image; with 1, images are not cropped at random,
     and photographs are cropped to their centre as in evaluation (default: 1 for images up to 96 pixels, else 0.08)."""
 
+    eval_crop: float | None = None
+    """Fraction of a photograph's shorter side that evaluation uses (default: that of the pretrained weights, else
+    0.875); images up to 96 pixels are used whole."""
+
     model: str = FROM_DATA
     """Model (default: mnist_cnn for images up to 96 pixels, else resnet18)."""
     model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False
     """Start from the published weights of the model."""
+    stem: Literal["auto", "small", "standard"] = "auto"
+    """First layers of a torchvision model: small replaces them by a 3x3 convolution with stride 1, which is more
+    accurate on small images and slower, and does not fit torchvision's weights; standard keeps them; auto is small for
+    images up to 96 pixels without --pretrained."""
 
     epochs: int = 20
     """Passes over the training data."""
@@ -219,6 +227,8 @@ class EvalConfig(LaunchConfig):
     the run)."""
     check_images: Literal["quick", "full"] | None = None
     """How to check images: quick reads both ends of each image, full decodes it (default: as in the run)."""
+    eval_crop: float | None = None
+    """Fraction of a photograph's shorter side to use (default: as in the run)."""
     json: str | None = None
     """File to write the results to, as JSON."""
     num_workers: int | None = None
@@ -250,6 +260,24 @@ class DoctorConfig(LaunchConfig):
         check_ranges(self)
 
 
+# The groups of --help, by the first setting of each.
+GROUPS = {
+    "LaunchConfig": {"cpu": "processes and devices"},
+    "TrainConfig": {
+        "data": "data",
+        "image_size": "input and augmentation",
+        "model": "model",
+        "epochs": "length and batch size",
+        "optimizer": "optimizer, schedule and loss",
+        "mixed_precision": "precision, speed and randomness",
+        "output_dir": "run folder and checkpoints",
+        "eval_every": "evaluation and log",
+    },
+    "EvalConfig": {"ckpt": "evaluation"},
+    "DoctorConfig": {"timeout": "checks"},
+}
+
+
 def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes: int) -> list[str]:
     """A line for each changed setting that has no effect in this run or does not suit its data."""
     unused = (
@@ -258,6 +286,7 @@ def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
         ("static_graph", processes == 1, "a single process exchanges no gradients"),
         ("num_workers", small_images, "small images are decoded once, before training"),
+        ("eval_crop", small_images, "small images are evaluated whole"),
         ("image_column", not has_columns, f"{config.data} has no columns"),
         ("label_column", not has_columns, f"{config.data} has no columns"),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from utils.config.settings import TrainConfig
-from utils.data.decode import EVAL_CROP, Shrink, center, resize, shrink_to_center, shrink_to_part
+from utils.data.decode import EVAL_CROP, Shrink, center_of_photograph, resize, shrink_to_center, shrink_to_part
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -57,13 +57,14 @@ class Center(Operation):
     """The centre of a photograph, as in evaluation."""
 
     def __init__(self, spec: InputSpec):
-        self.size = spec.height, spec.width
+        self.spec = spec
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
-        return center(pixels, *self.size, EVAL_CROP)
+        return center_of_photograph(pixels, self.spec)
 
     def shrink(self, random: np.ndarray) -> Shrink:
-        return shrink_to_center(*self.size, EVAL_CROP)
+        size = self.spec.height, self.spec.width
+        return shrink_to_center(*size, min(size) / self.spec.resize if self.spec.resize else EVAL_CROP)
 
 
 class Crop(Operation):
@@ -72,12 +73,12 @@ class Crop(Operation):
     streams = ("crop_area", "crop_aspect", "crop_top", "crop_left")
 
     def __init__(self, spec: InputSpec, min_scale: float):
-        self.size, self.min_scale = (spec.height, spec.width), min_scale
+        self.size, self.min_scale, self.interpolation = (spec.height, spec.width), min_scale, spec.interpolation
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
         height, width, _ = pixels.shape
         top, left, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
-        return resize(pixels[top : top + rows, left : left + columns], *self.size)
+        return resize(pixels[top : top + rows, left : left + columns], *self.size, self.interpolation)
 
     def shrink(self, random: np.ndarray) -> Shrink:
         return shrink_to_part(partial(crop_box, random=random.tolist(), min_scale=self.min_scale), *self.size)

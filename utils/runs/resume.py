@@ -26,7 +26,8 @@ from utils.runs.metadata import OF_THIS_MACHINE, SavedRun
 from utils.runs.parts import Part
 from utils.runs.state import TrainState
 
-_SPEC_SETTINGS = ("model", "pretrained", "image_size", "channels", "mean", "std")  # what an InputSpec depends on
+# What an InputSpec depends on.
+_SPEC_SETTINGS = ("model", "pretrained", "image_size", "channels", "mean", "std", "eval_crop")
 
 
 def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> tuple[int, int, int]:
@@ -101,6 +102,7 @@ def restore_state(
         return TrainState(batch_size=batch_size)
     for what, there, here in (
         ("a model", saved.settings.model, config.model),
+        ("a stem", saved.settings.stem, config.stem),
         ("an optimizer", saved.settings.optimizer, config.optimizer),
         ("a seed", saved.values["seed"], plan.seed),
         ("training samples", saved.values["samples"], plan.samples),

@@ -108,6 +108,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     """The rows of the table at the start of a run; `places` describes where each rank runs."""
     plan, data, processes = run.plan, run.data, len(places)
     parameters = sum(parameter.numel() for parameter in run.module.parameters())
+    stem = getattr(run.module, "stem_change", "")  # of a model of torchvision
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "chosen", line) for number, line in enumerate(run.chosen)]
     same = differences(run.config, run.module, plan.microbatches // processes)
@@ -116,7 +117,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
-        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
+        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images{stem and f', {stem}'}"),
         ("batch", plan.describe(processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         *chosen,
