@@ -107,8 +107,9 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 
 def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor) -> Run:
     """Load the data, build the model, and restore the checkpoint of a resumed run; collective."""
-    accelerator = make_accelerator(ranks, config)
     start, processes = find_start(config, ranks), ranks.topology.world_size
+    before = start.saved.settings.mixed_precision if start.saved else None
+    accelerator = make_accelerator(ranks, config, before)
     config = ranks.run_on_all(lambda: settings_of_start(config, start.saved, processes))
     data = find_data(config, start, ranks)
     samples = len(data.train)

@@ -59,6 +59,12 @@ def usable_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))  # macOS
 
 
+def usable_physical_cores() -> int:
+    """How many cores that is without simultaneous multithreading, if that is the same on all cores."""
+    threads = psutil.cpu_count() or 1
+    return max(1, len(usable_cores()) * (psutil.cpu_count(logical=False) or threads) // threads)
+
+
 def _seconds() -> tuple[float, float, float]:
     """In seconds: the time, the processor time of all programs on the usable cores, and that of this process.
 

@@ -19,7 +19,7 @@ _CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
 class Batch(NamedTuple):
     """Images [n, C, H, W] float32, labels [n] int64, and the samples' positions in their split [n] int64; n >= 0.
 
-    `update` and `number` are those of its microbatch.
+    The positions may stay on the host. `update` and `number` are those of its microbatch.
     """
 
     images: Tensor
@@ -73,6 +73,7 @@ class Batches:
             self.error = batch.get("error", self.error)
             self.left_out += batch["left_out"]
             self.bad |= batch.get("bad", {})
+            batch["indices"] = torch.as_tensor(batch["indices"])
             rest = [batch[name] for name in Batch._fields[1:]]
             yield self._without_agreed_bad(Batch(self._input(batch), *rest))
 
@@ -93,28 +94,33 @@ class Batches:
         images = batch["images"]
         if self.augmentation:
             images = self.augmentation.batch(images, batch["prepared"])
-        values = torch.empty(images.shape, device=images.device)
-        # On a CPU, a few images at a time, whose floats stay in its cache between the two steps.
-        count = max(1, _CACHE // max(1, images[:1].numel())) if images.device.type == "cpu" else max(1, len(images))
+        if images.device.type == "cpu":
+            values = self._normalised_in_parts(images)
+        else:  # one kernel
+            values = torch.addcmul(self.shift, images.flatten(2), self.scale).view(images.shape)
+        return values.permute(0, 3, 1, 2).contiguous(memory_format=self.format)
+
+    def _normalised_in_parts(self, images: Tensor) -> Tensor:
+        """A few images at a time, whose floats stay in the CPU's cache between the two steps."""
+        values, count = torch.empty(images.shape), max(1, _CACHE // max(1, images[:1].numel()))
         for pixels, result in zip(images.flatten(2).split(count), values.flatten(2).split(count), strict=True):
             torch.addcmul(self.shift, result.copy_(pixels), self.scale, out=result)
-        return values.permute(0, 3, 1, 2).contiguous(memory_format=self.format)
+        return values
 
 
 def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:
-    """The batches with their tensors on the device. A GPU receives each batch while it computes the previous one."""
+    """The batches with their tensors on the device.
+
+    A GPU receives a batch while it still computes earlier ones, because the host does not wait for it.
+    """
     if device.type != "cuda":
         yield from (_to(batch, device) for batch in batches)
         return
-    stream, previous = torch.cuda.Stream(device), None
+    stream = torch.cuda.Stream(device)
     for batch in batches:
         with torch.cuda.stream(stream):
-            current = _to(batch, device), stream.record_event()
-        if previous is not None:
-            yield _wait_for_copy(*previous)
-        previous = current
-    if previous is not None:
-        yield _wait_for_copy(*previous)
+            uploaded, copied = _to(batch, device), stream.record_event()
+        yield _wait_for_copy(uploaded, copied)
 
 
 def _to(batch: Any, device: torch.device) -> Any:
