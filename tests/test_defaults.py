@@ -158,8 +158,8 @@ def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_
     step = next(step for step, loss in enumerate(losses, 1) if loss > 10 * math.log(4))
     assert step <= 8 and max(losses[8:]) > 10 * math.log(4)
     assert len(said[0]) == 1 and said[1] == []
-    expected = f"update {step}: the training loss is {losses[step - 1]:.4g}, the loss of guessing 1.386; lower --lr"
-    assert said[0][0].startswith(expected) and "--clip_norm" in said[0][0]
+    expected = f"update {step}: the training loss is {losses[step - 1]:.4g}, while the loss of guessing is 1.386; lower"
+    assert said[0][0].startswith(f"{expected} --lr") and "--clip_norm" in said[0][0]
 
 
 @pytest.mark.parametrize(("loss", "guessing"), [("cross_entropy", math.log(7)), ("binary_cross_entropy", math.log(2))])

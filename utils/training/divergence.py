@@ -46,7 +46,8 @@ def report_explosion(log: RunLog, state: TrainState, loss: float, guessing: floa
     """Report, once in a run, that the mean training loss since the last record is above 10 times that of guessing."""
     if loss > _EXPLODED * guessing and not state.exploded:
         state.exploded = True
-        log.say(f"update {state.step}: the training loss is {loss:.4g}, the loss of guessing {guessing:.4g}; {_FIX}")
+        problem = f"the training loss is {loss:.4g}, while the loss of guessing is {guessing:.4g}"
+        log.say(f"update {state.step}: {problem}; {_FIX}")
 
 
 def check_weights(module: nn.Module, plan: Plan, train: Split, step: int) -> None:
