@@ -13,6 +13,7 @@ from helpers.ranks import run_ranks
 from helpers.training_runs import ROOT, same_tensors, start, weights
 
 import doctor
+from utils import memory
 from utils.ranks import cores
 
 SYNTHETIC = ["--data", "synthetic/10x28x2000", "--log_every", "1"]
@@ -108,8 +109,8 @@ class _Gathered:
 TWO = [0, 1]
 TAKEN = [
     ([("a", 2, TWO, 1.9, 0.9)], ["1.0 of the 2"], "stop them, use --threads 1, or use another machine"),
-    ([("a", 1, TWO, 1.9, 0.4), ("a", 1, TWO, 1.9, 0.4)], ["1.1 of the 2"], "stop them, use another machine"),
-    ([("a", 1, [0], 0.9, 0.5), ("a", 1, [1], 0.9, 0.5)], ["0.8 of the 2"], "stop them, use another machine"),
+    ([("a", 1, TWO, 1.9, 0.4), ("a", 1, TWO, 1.9, 0.4)], ["1.1 of the 2"], "; stop them, or use another machine"),
+    ([("a", 1, [0], 0.9, 0.5), ("a", 1, [1], 0.9, 0.5)], ["0.8 of the 2"], "; stop them, or use another machine"),
     ([("a", 2, TWO, 1.9, 1.9), ("b", 2, TWO, 1.9, 0.1)], ["b: other programs use 1.8 of the 2"], "--threads 1"),
     ([("a", 2, TWO, 1.9, 1.5)], [], ""),  # hardly anything
     ([("a", 64, list(range(64)), 9.0, 1.0)], [], ""),  # 8 of 64
@@ -131,6 +132,14 @@ def test_the_doctor_reports_taken_cores_without_judging_them(monkeypatch):
     (outcome,) = run_ranks(1, doctor.main, [])
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("cores")]
     assert outcome.code == 0 and "other programs use" in line and "✗" not in line
+
+
+def test_a_machine_that_does_not_say_how_busy_it_is_reports_nothing(monkeypatch):
+    def refuse(percpu):
+        raise PermissionError(13, "Permission denied", "/proc/stat")
+
+    monkeypatch.setattr(memory.psutil, "cpu_times", refuse)
+    assert memory.used_cores() == (0.0, 0.0)
 
 
 def _environment(folder: Path) -> Path:

@@ -62,10 +62,14 @@ def usable_cores() -> set[int]:
 def _seconds() -> tuple[float, float, float]:
     """The time, and the processor seconds of all programs on the usable cores, and of this process; all in seconds.
 
-    Its child processes that have ended are included. Programs with a lower priority (nice) are not.
+    Its child processes that have ended are included. Programs with a lower priority (nice) are not. All three are zero
+    if the system does not say, as in a sandbox without /proc/stat.
     """
     mine = usable_cores()
-    used = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in mine]
+    try:
+        used = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in mine]
+    except OSError:
+        return 0.0, 0.0, 0.0
     return time.monotonic(), sum(times.user + times.system for times in used), sum(os.times()[:4])
 
 

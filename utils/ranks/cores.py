@@ -31,6 +31,6 @@ def _line(host: str, members: list[list]) -> str:
     if taken < max(_LEAST, _SHARE * cores):
         return ""
     threads = max(1, int((cores - taken) / len(members)))
-    fewer = f"use --threads {threads}, or " if threads < members[0][0] else ""
+    fewer = f"use --threads {threads}, " if threads < members[0][0] else ""
     problem = f"other programs use {taken:.1f} of the {cores} processor cores, which slows this run down"
-    return f"{host}{': ' * bool(host)}{problem}; stop them, {fewer}use another machine"
+    return f"{host}{': ' * bool(host)}{problem}; stop them, {fewer}or use another machine"
