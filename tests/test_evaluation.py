@@ -200,3 +200,11 @@ def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says(
     for (name, *more), loss in evaluations.items():
         (result,) = returned(1, eval.main, ["--ckpt", f"runs/{name}", "--num_workers", "0", *more])
         assert result["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_share_of_small_images_is_said_to_have_no_effect():
+    train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--eval_crop", "0.5"])
+    assert "--eval_crop has no effect: small images are evaluated whole\n" in outcome.out
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
+    assert outcome.code == 0 and "has no effect" not in outcome.out
