@@ -134,6 +134,8 @@ def find_split(saved: SavedRun, config: TrainConfig, name: str | None, own_data:
 def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ranks: Ranks) -> dict:
     """The metrics of one split; collective."""
     accelerator, terminal, spec = make_accelerator(ranks, config), Terminal(ranks.is_main), saved.spec
+    if config.eval_crop is not None and spec.small:
+        terminal.print("--eval_crop has no effect: small images are evaluated whole")
     spec = spec.cropped(config.eval_crop)
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)

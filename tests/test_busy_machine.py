@@ -13,6 +13,7 @@ from helpers.ranks import run_ranks
 from helpers.training_runs import ROOT, same_tensors, start, weights
 
 import doctor
+from utils import memory
 from utils.ranks import cores
 
 SYNTHETIC = ["--data", "synthetic/10x28x2000", "--log_every", "1"]
@@ -131,6 +132,14 @@ def test_the_doctor_reports_taken_cores_without_judging_them(monkeypatch):
     (outcome,) = run_ranks(1, doctor.main, [])
     (line,) = [line for line in outcome.out.splitlines() if line.startswith("cores")]
     assert outcome.code == 0 and "other programs use" in line and "✗" not in line
+
+
+def test_a_machine_that_does_not_say_how_busy_it_is_reports_nothing(monkeypatch):
+    def refuse(percpu):
+        raise PermissionError(13, "Permission denied", "/proc/stat")
+
+    monkeypatch.setattr(memory.psutil, "cpu_times", refuse)
+    assert memory.used_cores() == (0.0, 0.0)
 
 
 def _environment(folder: Path) -> Path:

@@ -136,6 +136,17 @@ def test_the_training_split_that_is_asked_for_defines_the_classes():
     assert opened("labels.csv", train_split="fold 2").class_names == ["dog", "emu"]
 
 
+def test_rows_of_an_unusual_split_are_said_to_be_left_out_unless_a_flag_names_it():
+    image_folder("photos", {"cat": 10, "dog": 10})
+    rows = "".join(f"{c}/{n:03}.png,{c},{'fold 2' if n > 7 else 'train'}\n" for c in ("cat", "dog") for n in range(10))
+    write(f"path,label,split\n{rows}", "photos/labels.csv")
+    settings = {"data": "photos/labels.csv", "cache_dir": "cache"}
+    (note,) = load_data(TrainConfig(**settings)).train.notes
+    assert "labels.csv: rows of other splits are left out: fold 2 (4)" in note and "--eval_split" in note
+    data = load_data(TrainConfig(**settings, eval_split="fold 2"))
+    assert len(data.evaluation) == 4 and not data.train.notes and not data.evaluation.notes
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 

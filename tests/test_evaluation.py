@@ -209,3 +209,11 @@ def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says(
     images = load_data(changed).train
     assert spec_of_start(changed, saved, images)[-1] == other.spec != saved.spec
     assert spec_of_start(saved.settings, saved, images)[-1] is saved.spec
+
+
+def test_a_share_of_small_images_is_said_to_have_no_effect():
+    train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--eval_crop", "0.5"])
+    assert "--eval_crop has no effect: small images are evaluated whole\n" in outcome.out
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
+    assert outcome.code == 0 and "has no effect" not in outcome.out

@@ -69,9 +69,13 @@ def _seconds() -> tuple[float, float, float]:
     """In seconds: the time, the processor time of all programs on the usable cores, and that of this process.
 
     The last includes child processes that have ended. Programs with a lower priority (nice) are not counted.
+    All three are zero if the system does not report them, as in a sandbox without /proc/stat.
     """
     mine = usable_cores()
-    used = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in mine]
+    try:
+        used = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in mine]
+    except OSError:
+        return 0.0, 0.0, 0.0
     return time.monotonic(), sum(times.user + times.system for times in used), sum(os.times()[:4])
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from utils.config.batch import LARGEST_BATCH, resolve_batch
 from utils.config.settings import TrainConfig
+from utils.errors import UserError
 
 NAMES = ("global_batch_size", "drop_last", "log_every", "lr", "weight_decay", "model", "flip")
 """The settings that `choose_sizes` and `choose_images` fill."""
@@ -39,7 +40,7 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
     """Fill the batch size, learning rate, weight decay and log interval for this number of training samples.
 
     Returns the settings, and lines with the chosen values and their reasons. `processes` matters only with
-    --batch_size, the batch size per process.
+    --batch_size, the batch size per process. Raises ValueError if they do not divide the batch.
     """
     chosen: dict[str, Any] = {}
     sizes: list[str] = []
@@ -50,6 +51,13 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
     else:
         while batch > _SMALLEST_BATCH and samples <= batch * (_UPDATES_PER_EPOCH - 1):
             batch //= 2
+        parts = processes * (config.grad_accum or 1)
+        if batch % parts:
+            raise UserError(
+                f"the default global batch for {samples} training images is {batch}, which {processes} processes x "
+                f"{config.grad_accum or 1} accumulation steps do not divide",
+                f"set --global_batch_size to a multiple of {parts}, or use fewer processes",
+            )
         chosen["global_batch_size"] = batch
     rest = samples % batch
     if config.drop_last is None:  # a small last batch gives poor batch statistics
@@ -65,7 +73,7 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
     if config.log_every is None:
         updates = config.max_steps or config.epochs * per_epoch
         chosen["log_every"] = max(1, min(50, updates // _RECORDS))
-        sizes.append(f"log every {chosen['log_every']} updates")
+        sizes.append(f"log every {chosen['log_every']} update{'s' * (chosen['log_every'] != 1)}")
     own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
         base, start = (own.pretrained, "pretrained") if config.pretrained else (own.new, "new")

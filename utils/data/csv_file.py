@@ -4,7 +4,7 @@ import csv
 import io
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -49,11 +49,20 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     wanted = config.train_split and names.get(config.train_split, config.train_split)
     splits = {names[written]: rows for written, rows in rows_of.items()}
     class_names = _sorted(splits[split_that_defines_classes(splits, wanted)].labels)
-    openers = {name: partial(_make, name, rows, file, class_names) for name, rows in splits.items()}
+    notes = _notes(file, splits, {names.get(name, name) for name in (config.train_split, config.eval_split) if name})
+    openers = {name: partial(_make, name, rows, file, class_names, notes) for name, rows in splits.items()}
     return Source(openers, class_names, {alias: name for alias, name in names.items() if alias not in splits})
 
 
-def _make(name: str, rows: _Rows, file: Path, class_names: list[str]) -> Split:
+def _notes(file: Path, splits: dict[str, _Rows], wanted: set[str]) -> tuple[str, ...]:
+    """A line about the rows of splits that have neither a usual name nor one of these names, if there are any."""
+    usual = {"train", *EVAL_NAMES, *wanted}
+    others = [f"{name} ({len(rows.paths)})" for name, rows in splits.items() if name not in usual]
+    fix = "--train_split and --eval_split select others"
+    return (f"{file}: rows of other splits are left out: {join_names(others)}; {fix}",) if others else ()
+
+
+def _make(name: str, rows: _Rows, file: Path, class_names: list[str], notes: tuple[str, ...]) -> Split:
     number = {class_name: index for index, class_name in enumerate(class_names)}
     labels = [number.get(label, -1) for label in rows.labels]
     if -1 in labels:
@@ -62,7 +71,7 @@ def _make(name: str, rows: _Rows, file: Path, class_names: list[str]) -> Split:
         raise UserError(f"{_place(file, rows.lines[place])}: {problem}", "fix the label")
     folder = os.path.join(file.parent, "")
     images = ListedFiles([p if p[0] == "/" else folder + p for p in rows.paths], file, rows.lines)
-    return whole_split(name, images, labels, fingerprint_of(file.resolve()))
+    return replace(whole_split(name, images, labels, fingerprint_of(file.resolve())), notes=notes)
 
 
 def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:

@@ -70,6 +70,10 @@ class TrainState:
             self.best, self.best_step = value, self.step
         self.owes_evaluation = False
 
+    def equal_bests(self, metric: str) -> int:
+        """How many evaluations are as good as the best one. Those of an earlier run, which precede it, do not count."""
+        return sum(e.get(metric) == self.best for e in self.evaluations if e["step"] >= (self.best_step or 0))
+
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
         """The state from the output of `asdict`. Raises ValueError if a field is missing or malformed.

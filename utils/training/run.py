@@ -111,7 +111,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     stem = getattr(run.module, "stem_change", "")  # only torchvision models have it
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "chosen", line) for number, line in enumerate(run.chosen)]
-    same = differences(run.config, run.module, plan.microbatches // processes)
+    same = differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)
     return [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
@@ -161,8 +161,8 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     if done and result is None:
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:
-        equal = [e["step"] for e in state.evaluations if e.get(run.task.metric) == state.best]
-        first = f", the first of {len(equal)} equal evaluations" if len(equal) > 1 else ""
+        equal = state.equal_bests(run.task.metric)
+        first = f", the first of {equal} equal evaluations" if equal > 1 else ""
         rows.append(("best", f"{state.best:.4f} at update {state.best_step}{first}"))
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints

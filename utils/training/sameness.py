@@ -7,7 +7,7 @@ from utils.config.settings import TrainConfig
 from utils.models.batch_norm import has_batch_norm
 
 
-def differences(config: TrainConfig, module: nn.Module, grad_accum: int) -> str:
+def differences(config: TrainConfig, module: nn.Module, grad_accum: int, microbatches: int) -> str:
     """What would differ on another number of processes, besides rounding, and how to avoid it; empty if nothing."""
     parts = []
     if has_batch_norm(module) and not config.sync_batchnorm:
@@ -15,12 +15,12 @@ def differences(config: TrainConfig, module: nn.Module, grad_accum: int) -> str:
     elif has_batch_norm(module) and grad_accum > 1:
         parts.append("batch statistics (not with --grad_accum 1)")
     if has_dropout(module):
-        parts.append("dropout masks")
+        parts.append(f"dropout masks (unless processes x accumulation is {microbatches})")
     if config.comm_hook != "no":
         parts.append(f"gradients, rounded to {config.comm_hook} (not with --comm_hook no)")
     if not parts:
         return ""
-    return f"on another number of processes: {', '.join(parts)}; the rest agrees up to rounding"
+    return f"on another number of processes, besides rounding: {', '.join(parts)}"
 
 
 def has_dropout(module: nn.Module) -> bool:
