@@ -11,6 +11,7 @@ import pytest
 from datasets import ClassLabel, DatasetDict, Value
 from helpers.make_data import encoded, image_folder, parquet, pictures, table
 from helpers.ranks import run_ranks
+from helpers.training_runs import records
 from PIL import Image as PillowImage
 
 import eval
@@ -230,7 +231,7 @@ def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_it
         "folder/test: hidden files and folders are left out: files (2)",
     ):
         assert out[0].splitlines().count(line) == 1 and line not in out[1]
-    log = [json.loads(line) for line in Path("runs/run/log.jsonl").read_text().splitlines()]
+    log = records("run")
     assert "top" not in out[0] and [r["kind"] for r in log if "accuracy" in r] and not any("top5" in r for r in log)
     checkpoint = Path("runs/run/checkpoints/step-00000002")
     for given, data, split in (
