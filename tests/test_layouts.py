@@ -17,6 +17,7 @@ from PIL import Image as PillowImage
 import eval
 import train
 from utils.config.settings import TrainConfig
+from utils.console import printable
 from utils.data.class_counts import absent_classes, classes_row
 from utils.data.colour import colour_lost
 from utils.data.decode import peek
@@ -524,3 +525,7 @@ def test_of_a_large_data_set_4096_headers_are_read():
     assert colour_lost(split) is None and len(set(read)) == len(read) == 4096 and max(read) == 10**5 - 1
     split.images[1] = encoded(pictures(1)[0], "PNG")
     assert colour_lost(split).startswith("at least 64 of 4096 images of train")
+
+
+def test_a_name_with_escape_codes_is_printed_without_them():
+    assert printable("cat\x1b[31m\n two\udce9") == "cat?[31m two?"

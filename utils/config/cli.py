@@ -63,11 +63,23 @@ def _fill(cls: type[Config], prog: str, files: list[str], flags: list[str], tabl
 
 
 def _parser(cls: type, prog: str, tables: Sequence[Table]):
-    from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_loader, set_parsing_settings
+
+    class Formatter(DefaultHelpFormatter):
+        """Shows the default unless the help describes it, and no type."""
+
+        def _get_help_string(self, action: argparse.Action) -> str:
+            text = super()._get_help_string(action).replace("type: %(type)s, default", "default")
+            return text.replace(" (default: %(default)s)", "") if action.default in (None, {}) else text
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     set_loader("lockstep", load_yaml, exceptions=(yaml.YAMLError,))  # also for strings inside a file
-    options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": "lockstep"}
+    options: dict[str, Any] = {
+        "exit_on_error": False,
+        "allow_abbrev": False,
+        "parser_mode": "lockstep",
+        "formatter_class": Formatter,
+    }
     parser = ArgumentParser(prog=prog, usage="%(prog)s [flags]", description=cls.__doc__, **options)
     if cls is TrainConfig:
         parser.add_argument("--config", action="config", help="YAML file of settings, applied before all flags.")
