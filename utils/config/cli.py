@@ -69,7 +69,8 @@ def _parser(cls: type, prog: str, tables: Sequence[Table]):
         """Shows the default unless the help describes it, and no type."""
 
         def _get_help_string(self, action: argparse.Action) -> str:
-            text = super()._get_help_string(action).replace("type: %(type)s, default", "default")
+            text = super()._get_help_string(action).replace(", type: %(type)s", "")
+            text = text.replace("type: %(type)s, default", "default")
             return text.replace(" (default: %(default)s)", "") if action.default in (None, {}) else text
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
