@@ -62,6 +62,9 @@ class TrainConfig(LaunchConfig):
     """Folder for decoded small images and the results of image checks."""
     num_workers: int | None = None
     """Loader processes per rank that decode photographs (default: the threads per process, at most 8)."""
+    data_on_device: Literal["auto", "yes", "no"] = "auto"
+    """Keep decoded small images in the memory of the device, and draw batches there; auto does so on a GPU if they take
+    at most a quarter of its free memory. The images are the same."""
 
     image_size: int | None = None
     """Side of the square model input in pixels (default: the size of the images up to 96 pixels, else 224)."""
@@ -251,6 +254,7 @@ def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
         ("static_graph", processes == 1, "a single process exchanges no gradients"),
         ("num_workers", small_images, "small images are decoded once, before training"),
+        ("data_on_device", not small_images, "only small images are decoded before training"),
         ("image_column", not has_columns, f"{config.data} has no columns"),
         ("label_column", not has_columns, f"{config.data} has no columns"),
     )

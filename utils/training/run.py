@@ -16,6 +16,7 @@ from utils.console import table
 from utils.data.batches import Batches
 from utils.data.colour import remarks
 from utils.data.order import Plan
+from utils.data.resident import describe_place
 from utils.data.sources import has_columns
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
@@ -105,6 +106,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
+        ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
         ("batch", plan.describe(processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
