@@ -101,8 +101,9 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 
 def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor) -> Run:
     """Load the data, build the model, and restore the checkpoint of a resumed run; collective."""
-    accelerator = make_accelerator(ranks, config)
     start, processes = find_start(config, ranks), ranks.topology.world_size
+    before = start.saved.settings.mixed_precision if start.saved else None
+    accelerator = make_accelerator(ranks, config, before)
     sizes = partial(batch_of_start, config, start.saved, processes)
     _, grad_accum, global_batch_size = ranks.run_on_all(sizes)  # may fail, so before loading data
     data = find_data(config, start, ranks)

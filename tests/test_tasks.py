@@ -110,7 +110,7 @@ def _check_independently(record):
 
 def test_a_run_does_not_continue_the_sums_of_another_task():
     sums = {"loss": 3.0, "accuracy": 2.0, "count": 5.0, "wait": 0.1}
-    assert Meter(Classification(TrainConfig(), ["a", "b"]), torch.device("cpu"), sums, True).sums.tolist() == [3, 2]
+    assert Meter(Classification(TrainConfig(), ["a", "b"]), torch.device("cpu"), sums, True).sums == [3, 2]
     with pytest.raises(UserError, match="sums loss, accuracy, count, wait; this task needs loss, bias, count, wait"):
         Meter(Value(None, None), torch.device("cpu"), sums, False)
 
@@ -134,7 +134,7 @@ def test_soft_targets_of_one_class_equal_hard_ones_and_mixed_ones_are_the_mixtur
     hard = task.loss(logits, labels)
     assert task.loss(logits, soft).item() == pytest.approx(hard.item(), rel=1e-12)
     own, other = task.training_sums(hard, logits, labels), task.training_sums(hard, logits, soft)
-    assert torch.equal(own, other) and own[1] == (logits.argmax(1) == labels).sum()
+    assert own == other and own[1] == (logits.argmax(1) == labels).sum()
     mixed = 0.3 * soft + 0.7 * soft.flip(0)
     expected = 0.3 * hard + 0.7 * task.loss(logits, labels.flip(0))
     assert task.loss(logits, mixed).item() == pytest.approx(expected.item(), rel=1e-12)

@@ -58,6 +58,12 @@ def usable_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))  # macOS
 
 
+def usable_physical_cores() -> int:
+    """How many cores that is without simultaneous multithreading, if that is the same on all cores."""
+    threads = psutil.cpu_count() or 1
+    return max(1, len(usable_cores()) * (psutil.cpu_count(logical=False) or threads) // threads)
+
+
 def shm_space() -> tuple[int, int] | None:
     """Free and total bytes of /dev/shm; (0, 0) if it cannot be used, None if shared memory has no limit."""
     if sys.platform != "linux":

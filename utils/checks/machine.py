@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +13,11 @@ from urllib.parse import urlparse
 import psutil
 
 from utils.checks.findings import Finding, red
-from utils.config.settings import DoctorConfig
-from utils.data.workers import AHEAD, bytes_needed
+from utils.config.settings import DoctorConfig, TrainConfig
+from utils.data.workers import AHEAD, bytes_needed, default_workers
 from utils.errors import problem_of
 from utils.files import expand
+from utils.launch.devices import nvidia_smi
 from utils.launch.environment import Topology, is_launched, read_topology, threads_per_process
 from utils.launch.network import address_of, is_own_address, port_owner, set_interface, system_text
 from utils.launch.rendezvous import launcher_serves, leads_to_this_machine
@@ -25,7 +25,7 @@ from utils.memory import SHM, SHM_FIX, free_memory
 from utils.ranks.ranks import Ranks
 
 GB = 1e9
-_BATCH = 64 * 224 * 224 * 3  # bytes of 64 decoded photographs, which loader processes write to /dev/shm
+_BATCH = TrainConfig.eval_batch_size * 224 * 224 * 3  # bytes of photographs that loaders write to /dev/shm
 
 
 def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None, bool]:
@@ -174,16 +174,6 @@ def _gpu_memory() -> dict[int, int]:
     return memory
 
 
-def nvidia_smi(query: str) -> list[str]:
-    """The lines that nvidia-smi prints; none if it does not exist, fails or takes over ten seconds."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    with suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-    return []
-
-
 def check_open_files(processes: int) -> Finding:
     """Check that a process may open enough files, for its connections and the batches of its loaders."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -199,7 +189,8 @@ def check_shared_memory(threads: int, processes: int) -> Finding:
     """Check that /dev/shm is large enough for the loaders of photographs."""
     with suppress(OSError):
         free = shutil.disk_usage(SHM).free
-        need = processes * bytes_needed([_BATCH], [(min(8, threads), AHEAD)])
+        loaders = [(default_workers(threads, processes), AHEAD)] * 2  # for training and evaluation
+        need = processes * bytes_needed([_BATCH] * 2, loaders)
         value = f"{free / GB:.2f} GB free, loaders of photographs need {need / GB:.2f} GB"
         fix = f"loading would be slower, with fewer loader processes and fewer batches in advance; {SHM_FIX} "
         fix += "(small images need no loaders)"

@@ -18,9 +18,10 @@ import accelerate
 import torch
 
 from utils.checks.findings import Finding
-from utils.checks.machine import GB, nvidia_smi
+from utils.checks.machine import GB
 from utils.config.settings import DoctorConfig
 from utils.files import expand
+from utils.launch.devices import nvidia_smi
 from utils.launch.network import address_of
 from utils.memory import free_memory, usable_cores
 from utils.ranks.ranks import Ranks

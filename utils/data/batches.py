@@ -20,7 +20,7 @@ _CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
 class Batch(NamedTuple):
     """Images [n, C, H, W] float32, labels [n] int64, and the samples' positions in their split [n] int64; n >= 0.
 
-    `update` and `number` are those of its microbatch.
+    The positions may stay on the host. `update` and `number` are those of its microbatch.
     """
 
     images: Tensor
@@ -77,6 +77,7 @@ class Batches:
             self.error = batch.get("error", self.error)
             self.left_out += batch["left_out"]
             self.bad |= batch.get("bad", {})
+            batch["indices"] = torch.as_tensor(batch["indices"])
             rest = [batch[name] for name in Batch._fields[1:]]
             yield self._without_agreed_bad(Batch(self._normalised(batch["images"]), *rest))
 
@@ -92,17 +93,16 @@ class Batches:
         operations = self.augmentation.operations.values() if self.augmentation else ()
         groups = resident.groups(loaded, together=all(operation.on_device for operation in operations))
         for group in _upload(map(self._prepared, groups), self.device):
-            indices = group["indices"]
-            images, labels = resident.draw(indices)
+            images, labels = resident.draw(group["indices"])
             if self.augmentation:
-                samples = group["microbatch"]._replace(indices=indices, occurrences=group.get("occurrences"))
+                tensors = {name: group.get(name) for name in ("indices", "occurrences")}
+                samples = group["microbatch"]._replace(**tensors)
                 prepared = group["prepared"] | self.augmentation.prepare(samples, on_device=True)
                 images = self.augmentation.batch(images, prepared)
-            sizes = [len(part["microbatch"].indices) for part in group["parts"]]
-            tensors = (images.split(sizes), labels.split(sizes), indices.split(sizes))
-            for part, *cut in zip(group["parts"], *tensors, strict=True):
-                where = part["microbatch"].update, part["microbatch"].number
-                yield part | dict(zip(Batch._fields, [*cut, *where], strict=True))
+            sizes = [len(part["indices"]) for part in group["parts"]]
+            cuts = zip(images.split(sizes), labels.split(sizes), strict=True)
+            for part, (pixels, classes) in zip(group["parts"], cuts, strict=True):
+                yield part | {"images": pixels, "labels": classes}
 
     def _without_agreed_bad(self, batch: Batch) -> Batch:
         """Leave out the images of `agreed_bad` even if they can be read again, as a resumed run would."""
@@ -121,28 +121,33 @@ class Batches:
 
     def _normalised(self, images: Tensor) -> Tensor:
         """The model's input from pixels [n, H, W, C]."""
-        values = torch.empty(images.shape, device=images.device)
-        # On a CPU, a few images at a time, whose floats stay in its cache between the two steps.
-        count = max(1, _CACHE // max(1, images[:1].numel())) if images.device.type == "cpu" else max(1, len(images))
+        if images.device.type == "cpu":
+            values = self._normalised_in_parts(images)
+        else:  # one kernel
+            values = torch.addcmul(self.shift, images.flatten(2), self.scale).view(images.shape)
+        return values.permute(0, 3, 1, 2).contiguous(memory_format=self.format)
+
+    def _normalised_in_parts(self, images: Tensor) -> Tensor:
+        """A few images at a time, whose floats stay in the CPU's cache between the two steps."""
+        values, count = torch.empty(images.shape), max(1, _CACHE // max(1, images[:1].numel()))
         for pixels, result in zip(images.flatten(2).split(count), values.flatten(2).split(count), strict=True):
             torch.addcmul(self.shift, result.copy_(pixels), self.scale, out=result)
-        return values.permute(0, 3, 1, 2).contiguous(memory_format=self.format)
+        return values
 
 
 def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:
-    """The batches with their tensors on the device. A GPU receives each batch while it computes the previous one."""
+    """The batches with their tensors on the device.
+
+    A GPU receives a batch while it still computes earlier ones, because the host does not wait for it.
+    """
     if device.type != "cuda":
         yield from (_to(batch, device) for batch in batches)
         return
-    stream, previous = torch.cuda.Stream(device), None
+    stream = torch.cuda.Stream(device)
     for batch in batches:
         with torch.cuda.stream(stream):
-            current = _to(batch, device), stream.record_event()
-        if previous is not None:
-            yield _wait_for_copy(*previous, device)
-        previous = current
-    if previous is not None:
-        yield _wait_for_copy(*previous, device)
+            uploaded, copied = _to(batch, device), stream.record_event()
+        yield _wait_for_copy(uploaded, copied, device)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

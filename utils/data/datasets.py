@@ -83,7 +83,7 @@ def _batch(microbatch: Microbatch, images: Tensor, labels: np.ndarray, requested
         "left_out": requested - len(images),
         "images": images,
         "labels": torch.from_numpy(labels[microbatch.indices]),
-        "indices": torch.from_numpy(microbatch.indices),
+        "indices": microbatch.indices,  # an array, which is not copied to the device
         "update": microbatch.update,
         "number": microbatch.number,
     }

@@ -14,7 +14,8 @@ from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.data.worker_process import move_to_shared_memory, worker_processes
-from utils.data.workers import AHEAD, most_workers, workers_that_fit
+from utils.data.workers import AHEAD, default_workers, most_workers, workers_that_fit
+from utils.launch.environment import local_rank_and_size
 
 ImageDataset = DecodedImages | EncodedImages
 
@@ -40,7 +41,9 @@ def make_loaders(
     parts: Mapping[str, tuple[ImageDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
 ) -> list[DataLoader]:
     """The loaders of a rank, for `Accelerator.prepare`. They are created together, because they share /dev/shm."""
-    wanted = min(8, threads) if config.num_workers is None else config.num_workers
+    wanted = config.num_workers
+    if wanted is None:
+        wanted = default_workers(threads, local_rank_and_size()[1])
     wanted = min(wanted, most_workers())  # the settings may come from a larger machine
     sizes = {}  # bytes of the images in the largest batch, by name of the loader
     for name, (dataset, sampler) in parts.items():

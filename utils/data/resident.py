@@ -36,7 +36,13 @@ class ResidentImages(DecodedImages):
 
     def __getitems__(self, microbatch: Microbatch) -> dict:
         readable = self.readable_part(microbatch)
-        return {"microbatch": readable, "left_out": len(microbatch.indices) - len(readable.indices)}
+        return {
+            "left_out": len(microbatch.indices) - len(readable.indices),
+            "indices": readable.indices,
+            "update": readable.update,
+            "number": readable.number,
+            "microbatch": readable,
+        }
 
     def groups(self, batches: Iterator[dict], together: bool) -> Iterator[dict]:
         """Join microbatches of one epoch, if they may be drawn `together`; tensors are copied to the device."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from utils.errors import UserError
 from utils.launch.environment import local_rank_and_size, print_for_machine
-from utils.memory import MB, SHM, SHM_FIX, shm_space
+from utils.memory import MB, SHM, SHM_FIX, shm_space, usable_physical_cores
 
 AHEAD = 4  # batches that each worker prepares in advance
 _IN_USE = 2  # batches that the rank holds: the current one, and the next one, which Accelerate reads ahead
@@ -27,6 +27,14 @@ def check_workers(count: int | None) -> None:
             f"--num_workers {count}: {total} are too many for the {os.cpu_count()} processor cores of this machine",
             f"use at most {most}, or leave it out",
         )
+
+
+def default_workers(threads: int, processes: int) -> int:
+    """The loader processes of one of a machine's `processes`, each of `threads` threads: one per physical core.
+
+    Up to 8 are also started for logical cores. One GPU can use up the photographs of about 16.
+    """
+    return min(threads, max(8, min(16, usable_physical_cores() // processes)))
 
 
 def most_workers() -> int:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import yaml
 
 from utils.launch.environment import is_launched
 
@@ -45,6 +46,27 @@ def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> st
         skip = not skip and name == word and name in ("--resume", "--run_name", "--output_dir")
     place = ["--output_dir", output_dir] if output_dir != "runs" else []
     return shlex.join([*kept, *place, "--run_name", run_name, "--resume", "auto"])
+
+
+def precision_is_chosen() -> bool:
+    """Whether the environment, or the flags or config file of Accelerate's launcher, choose the precision.
+
+    Its launcher exports `no` if nobody has chosen one.
+    """
+    exported, command = os.environ.get("ACCELERATE_MIXED_PRECISION"), _command_of(os.getppid())
+    if exported != "no" or not any(Path(word).name.startswith("accelerate") for word in command[:3]):
+        return exported is not None
+    script = next((i for i, word in enumerate(command) if Path(word).name == Path(sys.argv[0]).name), len(command))
+    words = [part for word in command[:script] for part in word.split("=", 1)]
+    flags = [word.replace("-", "_") for word in words]
+    if "__mixed_precision" in flags:
+        return True
+    from accelerate.commands.config.config_args import default_config_file
+
+    file = words[flags.index("__config_file") + 1] if "__config_file" in flags else default_config_file
+    with suppress(OSError, yaml.YAMLError):
+        return "mixed_precision" in (yaml.safe_load(Path(file).read_text()) or {})
+    return False
 
 
 def launcher() -> int | None:

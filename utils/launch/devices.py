@@ -1,6 +1,10 @@
 """The device that a rank computes on, and the backend of its process group."""
 
 import os
+import re
+import shutil
+import subprocess
+from contextlib import suppress
 
 import torch
 
@@ -15,8 +19,14 @@ def cpu_is_requested(flag: bool) -> bool:
 
 
 def choose_device(topology: Topology, cpu: bool) -> torch.device:
-    """This rank's GPU, or the CPU if there is no GPU or the user has selected the CPU."""
-    if not torch.cuda.is_available() or cpu_is_requested(cpu):
+    """This rank's GPU, or the CPU if there is no GPU or the user has selected the CPU.
+
+    Raises UserError if there are fewer GPUs than processes, or if PyTorch cannot use the GPUs of the machine.
+    """
+    if cpu_is_requested(cpu):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        _check_unusable_gpus()
         return torch.device("cpu")
     gpus, number = torch.cuda.device_count(), topology.local_rank
     if gpus == 1 and topology.source in ("SLURM", "Open MPI", "MPICH"):
@@ -29,6 +39,31 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)  # before any other CUDA call, or every rank would open a context on GPU 0
     return device
+
+
+def _check_unusable_gpus() -> None:
+    """Raise UserError if nvidia-smi lists GPUs that nobody has hidden, although PyTorch finds none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):  # CUDA stops at the first other word
+        return
+    if gpus := nvidia_smi("--query-gpu=name"):
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        hint = f" with CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+        raise UserError(
+            f"nvidia-smi lists {len(gpus)} GPU{'s' * (len(gpus) != 1)}, but PyTorch finds none{hint} "
+            f"(torch {torch.__version__} {built})",
+            "update the NVIDIA driver, or install a build of PyTorch for it; --cpu runs on the CPU",
+        )
+
+
+def nvidia_smi(query: str) -> list[str]:
+    """The lines that nvidia-smi prints; none if it does not exist, fails or takes over ten seconds."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    return []
 
 
 def why_cpu() -> str:

@@ -1,7 +1,9 @@
 """Set up Accelerate on top of the process group that `Ranks` creates."""
 
+import inspect
 import os
 import warnings
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -12,10 +14,14 @@ from accelerate.utils import (
     DynamoBackend,
 )
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.settings import EvalConfig, TrainConfig
 from utils.errors import UserError
+from utils.launch.command import precision_is_chosen
 from utils.ranks.ranks import Ranks
+
+_OF_SIZE_1 = r"Grad strides do not match bucket view strides[\s\S]*\bgrad\.sizes\(\) = \[(\d+, )*1[,\]]"
 
 
 def check_precision(config: TrainConfig | EvalConfig, ranks: Ranks) -> None:
@@ -33,54 +39,74 @@ def has_native_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelerator:
+def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, before: str | None = None) -> Accelerator:
     """An Accelerator on top of the process group of `ranks`; collective.
 
-    Raises UserError if Accelerate finds a different number of processes than were launched.
+    `before` is the precision of the checkpoint that the run resumes from. Raises UserError if Accelerate finds a
+    different number of processes than were launched.
     """
-    precision = config.mixed_precision
-    if precision == "auto":  # must be the same on all ranks
+    precision: str | None = config.mixed_precision
+    if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():
+        precision = before or "auto"
+    precision = ranks.broadcast_text(precision or "")  # each machine may have its own accelerate config
+    if precision == "auto":
         precision = "no" if ranks.any_rank(not has_native_bf16(ranks.device)) else "bf16"
-    return ranks.run_on_all(lambda: _accelerator(ranks, config, precision))
+    return ranks.run_on_all(lambda: _accelerator(ranks, config, precision or None))
 
 
 def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None) -> Accelerator:
     if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None) and ranks.is_main:
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
-    cpu = ranks.device.type == "cpu"
-    if not cpu:
-        torch.set_float32_matmul_precision("high")  # TF32; not on CPUs, some of which it would make less precise
-        torch.backends.cudnn.allow_tf32 = True
-    if getattr(config, "deterministic", False):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
-        torch.use_deterministic_algorithms(True)
-    else:
-        torch.backends.cudnn.benchmark = True  # image shapes do not change, so kernels are timed once
+    # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only one, number 0.
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+    choose_kernels(ranks.device, getattr(config, "deterministic", False), getattr(config, "tf32", None))
     # DDP would broadcast the running batch statistics in each update. Only evaluation uses them, and it first
     # broadcasts those of the main process (`Ranks.broadcast_buffers`).
     # PyTorch has deprecated this argument of DDP, but Accelerate does not have its successor yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-    wrapping = DistributedDataParallelKwargs(
+    batched = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters
+    wrapping = _Wrapping(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
         comm_hook=DDPCommunicationHookType(getattr(config, "comm_hook", "no")),
         find_unused_parameters=getattr(config, "find_unused_parameters", False),
         static_graph=getattr(config, "static_graph", False),
+        batched_grad_copy=batched and ranks.device.type == "cuda",
     )
     accelerator = Accelerator(
-        cpu=cpu,
+        cpu=ranks.device.type == "cpu",
         mixed_precision=precision,
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales partial windows wrongly
         # The samplers make exact batches, which Accelerate must pass to the ranks unchanged.
         dataloader_config=DataLoaderConfiguration(even_batches=False),
-        kwargs_handlers=[wrapping],
     )
+    accelerator.ddp_handler = wrapping  # as `kwargs_handlers`, which does not accept a subclass
     if accelerator.num_processes != ranks.topology.world_size:
         raise UserError(
             f"{ranks.topology.world_size} processes were launched, but Accelerate uses {accelerator.num_processes}",
             "launch with a file of accelerate_configs/",
         )
     return accelerator
+
+
+@dataclass
+class _Wrapping(DistributedDataParallelKwargs):
+    """The arguments of DDP. Accelerate does not have the last one, which is new in PyTorch 2.15."""
+
+    batched_grad_copy: bool = False  # one copy for each bucket instead of one for each parameter
+
+
+def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None) -> None:
+    """Select the precision and the choice of CUDA kernels; with `tf32` None, TF32 unless `deterministic`."""
+    if device.type == "cuda":  # not on CPUs, some of which it would make less precise
+        tf32 = not deterministic if tf32 is None else tf32
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.backends.cudnn.benchmark = True  # image shapes do not change, so kernels are timed once
 
 
 def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
@@ -93,7 +119,8 @@ def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
     if plugin.backend != DynamoBackend.NO:
         if plugin.use_regional_compilation and accelerator.is_main_process:
             print("dynamo_use_regional_compilation is ignored: the whole model is compiled")
-        module.compile(**plugin.to_kwargs())
+        # With None, PyTorch's default, all batches would use slower code for any size after the first smaller batch.
+        module.compile(**plugin.to_kwargs() | {"dynamic": bool(plugin.dynamic)})
         plugin.backend = DynamoBackend.NO  # done
 
 
@@ -109,11 +136,12 @@ def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> N
     order, so a resumed run would differ from an uninterrupted one. `no_images` is [0, C, H, W]. The buffers of the
     module are restored.
     """
-    if model is module:
+    if not isinstance(model, DistributedDataParallel):
         return
-    # DDP warns if a gradient and its parameter have different layouts. In the first layer of a model for grey images
-    # this warning is wrong, because the stride of a dimension of size 1 has no meaning.
-    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+    model._set_ddp_runtime_logging_sample_rate(10**9)  # by default DDP waits for the GPU in each 100th update
+    # DDP warns if a gradient and its parameter have different layouts. For kernels of grey images and kernels of one
+    # pixel this warning is wrong, because the stride of a dimension of size 1 has no meaning.
+    warnings.filterwarnings("ignore", message=_OF_SIZE_1)
     buffers = [buffer.clone() for buffer in module.buffers()]
     with torch.compiler.set_stance("force_eager"):  # do not compile for an empty batch
         model(no_images).sum().backward()

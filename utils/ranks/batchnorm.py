@@ -43,7 +43,7 @@ class _SyncBatchNorm(_BatchNorm):
         channels, shape = input.shape[1], [1, input.shape[1], *[1] * (input.ndim - 2)]
         values = input.double() if input.device.type == "cpu" else input.float()
         dims = [0, *range(2, input.ndim)]
-        count = values.new_tensor([input.numel() // channels])
+        count = torch.full((1,), input.numel() // channels, dtype=values.dtype, device=values.device)  # does not wait
         *sums, total = sum_with_gradient(torch.cat([values.sum(dims), count])).split([channels, 1])
         total = total.detach()
         mean = sums[0] / total.clamp(min=1)  # a microbatch may have no samples on any rank

@@ -14,6 +14,7 @@ from utils.ranks.watch import Watch
 from utils.waiting import call_with_timeout
 
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
+_NCCL_LATER = timedelta(seconds=30)  # so that the watch reports a timeout first; NCCL prints a dump and aborts
 _CONNECT = timedelta(seconds=12)  # for 32 ranks; gloo may try to connect for up to five times as long
 
 # Public since PyTorch 2.15.
@@ -29,6 +30,7 @@ class Group:
     def __init__(self, store: dist.Store, watch: Watch, topology: Topology, backend: str, timeout: float):
         self._watch, self._topology = watch, topology
         limit = timedelta(seconds=timeout)
+        main_limit = limit + _NCCL_LATER if backend == "nccl" else limit
         # Gloo waits five times as long for a connection. All ranks have met, so they connect immediately or never.
         connecting = min(limit, _CONNECT * max(1.0, topology.world_size / 32))
         dist.init_process_group(
@@ -36,12 +38,12 @@ class Group:
             store=dist.PrefixStore("group", store),
             rank=topology.rank,
             world_size=topology.world_size,
-            timeout=connecting if backend == "gloo" else limit,
+            timeout=connecting if backend == "gloo" else main_limit,
         )
         # Agreements use separate gloo groups, because NCCL's groups need a GPU. The store could not replace them: a
         # wait in it does not end when a rank dies, and fails when the launcher, which may serve the store, dies.
         self.fast, self._slow = _gloo_group(connecting), _gloo_group(connecting)
-        for group, seconds in ((None, limit), (self.fast, limit), (self._slow, _PATIENCE)):
+        for group, seconds in ((None, main_limit), (self.fast, limit), (self._slow, _PATIENCE)):
             _set_timeout(seconds, group)
         self.store = dist.PrefixStore("lockstep", store)
 

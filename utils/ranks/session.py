@@ -1,7 +1,9 @@
 """How a script joins the processes of its launch, and how it exits. An error is one line from one rank."""
 
+import atexit
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +29,24 @@ def _topology(launch: LaunchConfig) -> Topology:
     meeting.touch()  # the old group has deleted this file, but the launcher expects it
     launch.init_method = f"file://{meeting}.lockstep"
     return Topology(rank, world_size, rank, world_size, source="debug_launcher")
+
+
+def _leave_group(error: BaseException | None) -> None:
+    """Destroy the process group. After an error over NCCL, let this process exit without that.
+
+    NCCL would wait for kernels that wait for other ranks. The exit comes after the last save and a traceback.
+    """
+    if error is None or dist.get_backend() != "nccl":
+        dist.destroy_process_group()
+        return
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    atexit.register(_exit_now, code)
+
+
+def _exit_now(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager
@@ -66,4 +86,4 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
         if watch is not None:
             watch.end()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _leave_group(sys.exception())

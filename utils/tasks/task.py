@@ -30,8 +30,8 @@ class Task:
         """The training loss, a scalar, summed over the samples of `outputs` [n, outputs]."""
         raise NotImplementedError
 
-    def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The sums named by `training`, [len(training)]. `loss` is that of the same batch."""
+    def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        """The sums named by `training`, each a scalar. `loss` is that of the same batch."""
         raise NotImplementedError
 
     def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

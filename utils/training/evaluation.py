@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +47,8 @@ class Evaluator:
         """
         start, was_training = time.perf_counter(), self.model.training
         self.model.eval()
-        sums, indices, predictions, stopped = self._loop(stopping)
+        with _same_kernels():
+            sums, indices, predictions, stopped = self._loop(stopping)
         self.model.train(was_training)
         self.ranks.run_on_all(self.batches.check)
         if stopped and stopping is not None:
@@ -64,10 +67,11 @@ class Evaluator:
         """This rank's sums, the indices and predictions of its samples, and whether the ranks have agreed to stop."""
         device, task, processes = self.accelerator.device, self.task, self.accelerator.num_processes
         shared_blocks = -(-len(self.batches.labels) // self.config.eval_batch_size) // processes
-        indices = [torch.zeros(0, dtype=torch.int64, device=device)]
+        no_labels = torch.zeros(0, dtype=torch.int64, device=device)
         # A rank without samples needs the shape and type of the predictions, too.
-        sums, nothing = task.evaluate(torch.zeros(0, task.outputs, device=device), indices[0])
+        sums, nothing = task.evaluate(torch.zeros(0, task.outputs, device=device), no_labels)
         predictions, stopped = [nothing], False
+        indices: list[Tensor] = []  # on the host, or all on the device
         bar, pace = Terminal(self.ranks.is_main).progress("evaluating"), Pace()
         for block, batch in enumerate(bar(self.batches), 1):
             with self.accelerator.autocast():
@@ -82,7 +86,8 @@ class Evaluator:
                 stopped = self._any_wants_to_stop(wants_to_stop, pace, block)
                 if stopped:
                     break
-        return sums, torch.cat(indices), torch.cat(predictions), stopped
+        seen = torch.cat(indices).to(device) if indices else no_labels
+        return sums, seen, torch.cat(predictions), stopped
 
     def _any_wants_to_stop(self, wants_to_stop: bool, pace: Pace, block: int) -> bool:
         self.ranks.mark_waiting(f"block {block} of the evaluation")
@@ -110,6 +115,16 @@ class Evaluator:
     def _metrics(self, seen: np.ndarray, predicted: Tensor) -> dict:
         order = np.argsort(seen)
         return self.task.metrics(predicted.cpu().numpy()[order], self.batches.labels[seen[order]])
+
+
+@contextmanager
+def _same_kernels() -> Iterator[None]:
+    """Do not let cuDNN choose kernels by their measured time: ranks could choose different ones, with other results."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def gather_rows(accelerator: Accelerator, rows: Tensor, counts: list[int]) -> Tensor:

@@ -1,8 +1,8 @@
-"""The sums and the time of training over all ranks: kept on the device, and read only when the ranks synchronise."""
+"""The sums and the time of training over all ranks, which are read from the device only when the ranks synchronise."""
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,10 +60,9 @@ class Meter:
             problem = f"the checkpoint has the training sums {there}; this task needs {here}"
             raise UserError(problem, "use another checkpoint")
         start = start if is_main else {}
-        values = [start.get(name, 0.0) for name in task.training]
-        self.sums = torch.tensor(values, dtype=torch.float64, device=device)
+        self.device, self.sums = device, [start.get(name, 0.0) for name in task.training]
         self.count, self.wait = start.get("count", 0.0), start.get("wait", 0.0)
-        self.losses: list[tuple[tuple[int, int], Tensor]] = []
+        self.batches: list[tuple[tuple[int, int], Sequence[Tensor]]] = []  # since the last synchronisation
         self.started = self.saved = time.perf_counter()
 
     def add(self, loss: Tensor, outputs: Tensor, targets: Tensor, wait: float, where: tuple[int, int]) -> None:
@@ -71,8 +70,7 @@ class Meter:
 
         `where` is its update and microbatch. Does not wait for the GPU.
         """
-        self.sums += self.task.training_sums(loss.detach(), outputs.detach(), targets)
-        self.losses.append((where, loss.detach()))
+        self.batches.append((where, self.task.training_sums(loss.detach(), outputs.detach(), targets)))
         self.count += len(targets)
         self.wait += wait
 
@@ -81,21 +79,25 @@ class Meter:
 
         This is the only place where the loop waits for the device. The result is the same on all ranks.
         """
-        if self.sums.is_cuda:
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
+        # In float64 and in order. On the device, each batch would need several kernels for this.
+        for place, column in enumerate(zip(*(sums for _, sums in self.batches), strict=True)):
+            for value in torch.stack(column).tolist():
+                self.sums[place] += value
         now = time.perf_counter()
         own = [self.count, self.wait, now - self.started, now - self.saved, failed, stop, bad]
         self.started = now
-        values = torch.cat([self.sums, torch.tensor(own, dtype=torch.float64).to(self.sums.device)])
+        values = torch.tensor([*self.sums, *own], dtype=torch.float64, device=self.device)
         *sums, seconds, since_save, failures, stops, found = sum_over_ranks(accelerator, values).tolist()
         processes, totals = accelerator.num_processes, dict(zip(self.names, sums, strict=True))
-        if math.isfinite(totals["loss"]):
-            self.losses.clear()
+        if math.isfinite(totals["loss"]):  # otherwise `first_bad` needs them, and the run ends
+            self.batches.clear()
         return Synchronised(totals, seconds / processes, since_save / processes, failures > 0, stops > 0, int(found))
 
     def first_bad(self) -> tuple[int, int] | None:
         """`where` of this rank's first batch with a NaN or infinite loss since the last synchronisation."""
-        return next((where for where, loss in self.losses if not loss.isfinite()), None)
+        return next((where for where, (loss, *_) in self.batches if not loss.isfinite()), None)
 
     def restart(self) -> None:
         """Do not count the time since the last synchronisation, which was not spent on training."""
@@ -107,5 +109,5 @@ class Meter:
 
     def reset(self) -> None:
         """Start the sums of the next train record."""
-        self.sums.zero_()
+        self.sums = [0.0] * len(self.sums)
         self.count, self.wait = 0.0, 0.0

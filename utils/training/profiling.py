@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from utils.console import table
 from utils.errors import one_line
@@ -53,10 +54,15 @@ def _summary(profiler: torch.profiler.profile, most: int = 12) -> str:
     The times include evaluations and saves between the updates.
     """
     events = profiler.key_averages()
-    on_gpu = any(event.self_device_time_total for event in events)
     updates = next(event.count for event in events if event.key == "ProfilerStep*")
-    times = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3 / updates for e in events}
-    times["Python and its calls"] = times.pop("ProfilerStep*", 0.0)
+    # The time of a kernel is also part of the operation that launched it, and of annotated ranges.
+    kernels = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
+    on_gpu = any(event.self_device_time_total for event in kernels)
+    if on_gpu:
+        times = {kernel.key: kernel.self_device_time_total / 1e3 / updates for kernel in kernels}
+    else:
+        times = {e.key: e.self_cpu_time_total / 1e3 / updates for e in events if e.device_type == DeviceType.CPU}
+        times["Python and its calls"] = times.pop("ProfilerStep*", 0.0)
     total = sum(times.values())
     longest = sorted(times.items(), key=lambda item: -item[1])[:most]
     rows = [(name[:50], f"{ms:8.3f} ms  {ms / total:4.0%}") for name, ms in longest]

@@ -1,0 +1,527 @@
+"""What GPUs need, checked without one: the launcher's environment, fake CUDA tensors, a patched torch.cuda."""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.commands import launch as accelerate_launch
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import ROOT, train_run
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import DeviceType
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import doctor
+import train
+import utils.models.zoo
+from utils.config.settings import TrainConfig
+from utils.data import batches as uploads
+from utils.data import workers
+from utils.data.spec import InputSpec
+from utils.errors import UserError
+from utils.launch import command as commands
+from utils.launch.devices import choose_device
+from utils.launch.environment import Topology
+from utils.models.small import MLP
+from utils.ranks import accelerator as wrapping
+from utils.ranks import group as groups
+from utils.ranks.batchnorm import convert_batch_norm
+from utils.ranks.session import distributed_session
+from utils.tasks.classification import Classification
+from utils.training import profiling
+from utils.training.meter import Meter
+
+CUDA = torch.device("cuda", 0)
+
+
+class Recorder(TorchDispatchMode):
+    """The operations that are called: their names and the devices of their tensors. Views are left out."""
+
+    VIEWS = ("view", "slice", "permute", "as_strided", "detach", "split", "alias", "select", "unsqueeze", "device")
+
+    def __init__(self):
+        super().__init__()
+        self.operations: list[tuple[str, set[str]]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = str(function).split(".")[1]
+        if not name.startswith((*self.VIEWS, "empty")):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+            self.operations.append((name, {tensor.device.type for tensor in tensors}))
+        return result
+
+
+@contextmanager
+def fake_gpu():
+    """CUDA tensors that have shapes but no values. Reading a value raises an error."""
+    with FakeTensorMode(), Recorder() as recorder:
+        yield recorder
+
+
+# Launching.
+
+
+def _ddp_arguments(device_type):
+    with distributed_session("train.py", TrainConfig(threads=1)) as ranks:
+        ranks.join()
+        ranks.device = torch.device(device_type)
+        accelerator = wrapping.make_accelerator(ranks, TrainConfig(mixed_precision="no"))
+        found = {}
+        torch.nn.parallel.DistributedDataParallel = lambda model, **arguments: found.update(arguments) or model
+        for state in (PartialState(), accelerator.state):
+            state.distributed_type, state.num_processes = DistributedType.MULTI_GPU, 2
+        accelerator.prepare(nn.Linear(1, 1))
+        return found
+
+
+def test_ddp_is_given_no_gpu_number_as_a_task_may_see_only_one_gpu():
+    found = returned(1, _ddp_arguments, "cuda")[0]
+    assert found["device_ids"] is found["output_device"] is None
+    assert found["batched_grad_copy"] is True and found["gradient_as_bucket_view"] is True
+    assert "batched_grad_copy" not in returned(1, _ddp_arguments, "cpu")[0]
+
+
+@pytest.mark.parametrize("name", ["1gpu", "2gpu", "4gpu", "8gpu"])
+def test_a_configuration_keeps_the_gpus_that_a_scheduler_has_chosen(name, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ | {"CUDA_VISIBLE_DEVICES": "3"})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    file = str(ROOT / "accelerate_configs" / f"{name}.yaml")
+    parsed = accelerate_launch.launch_command_parser().parse_args(["--config_file", file, "train.py"])
+    checked, _, _ = accelerate_launch._validate_launch_command(parsed)
+    assert checked.gpu_ids == "all" and bool(checked.multi_gpu) == (name != "1gpu")
+    assert prepare_simple_launcher_cmd_env(checked)[1]["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, tmp_path):
+    """A machine with two GPUs that PyTorch cannot use, as with an old driver."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(os, "environ", os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+
+
+@pytest.mark.parametrize("visible", [None, "0", "1,0", "GPU-8932f937"])
+def test_gpus_that_pytorch_cannot_use_are_refused(two_gpus, visible):
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    with pytest.raises(UserError, match=r"nvidia-smi lists 2 GPUs, but PyTorch finds none.*update the NVIDIA driver"):
+        choose_device(Topology(), cpu=False)
+    assert choose_device(Topology(), cpu=True).type == "cpu"
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_gpus_that_are_hidden_are_not_missed(two_gpus, hidden):
+    os.environ["CUDA_VISIBLE_DEVICES"] = hidden
+    assert choose_device(Topology(), cpu=False).type == "cpu"
+
+
+def test_the_doctor_is_red_about_gpus_that_pytorch_cannot_use(two_gpus):
+    (outcome,) = run_ranks(1, doctor.main, [])
+    assert outcome.code == 1 and "nvidia-smi lists 2 GPUs" in outcome.out
+    assert "2 GPUs" not in run_ranks(1, doctor.main, ["--cpu"])[0].out
+
+
+# Errors and timeouts.
+
+FAILING = """
+import sys, threading, torch.distributed as dist
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from utils.config.settings import TrainConfig
+from utils.errors import UserError
+from utils.ranks.session import distributed_session
+with ThreadPoolExecutor(1) as saver, distributed_session("train.py", TrainConfig(threads=1, cpu=True)):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.get_backend = lambda: "nccl"
+    dist.destroy_process_group = lambda: threading.Event().wait()  # for the other ranks, forever
+    saver.submit(lambda: Path("saved").touch())
+    print("out", end="")
+    raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [
+        ("RuntimeError('a bug')", 1, "RuntimeError: a bug"),
+        pytest.param("UserError('wrong', 'fix')", 2, "train.py: error: wrong; fix", marks=pytest.mark.full),
+    ],
+)
+def test_after_an_error_a_rank_does_not_wait_for_nccl_and_its_output_is_complete(error, code, last):
+    command = [sys.executable, "-c", FAILING.format(error=error)]
+    outcome = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+    assert outcome.returncode == code and outcome.stdout == "out" and Path("saved").exists()
+    assert outcome.stderr.splitlines()[-1].endswith(last) and ("Traceback" in outcome.stderr) == (code == 1)
+
+
+@pytest.mark.parametrize(("backend", "seconds"), [("nccl", 90), ("gloo", 60)])
+def test_nccl_ends_a_rank_only_after_the_watch_has_said_who_is_missing(backend, seconds, monkeypatch):
+    limits = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout, **__: limits.update(connecting=timeout))
+    monkeypatch.setattr(groups, "_gloo_group", lambda _: "gloo")
+    monkeypatch.setattr(groups, "_set_timeout", lambda limit, group: limits.setdefault(group, limit))
+    groups.Group(dist.HashStore(), None, Topology(0, 2, 0, 2), backend, 60)
+    assert limits[None] == timedelta(seconds=seconds) and limits["gloo"] == timedelta(seconds=60)
+    assert limits["connecting"] == timedelta(seconds=90 if backend == "nccl" else 12)
+
+
+# Precision and kernels.
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "asked", "expected"),
+    [(False, None, True), (True, None, False), (False, False, False), (True, True, True)],
+)
+def test_tf32_is_off_with_deterministic_unless_it_is_asked_for(deterministic, asked, expected):
+    def chosen(device):
+        wrapping.choose_kernels(device, deterministic, asked)
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+
+    found = returned(1, chosen, CUDA)[0]
+    assert found == ("high" if expected else "highest", expected, not deterministic)
+    assert returned(1, chosen, torch.device("cpu"))[0][0] == "highest"
+
+
+# The launcher's command, what it exports, its config file, and whether someone has chosen.
+LAUNCHES = [
+    ([], None, None, False),  # plain Python or torchrun
+    ([], "no", None, True),  # by hand
+    (["accelerate", "launch"], "bf16", None, True),
+    (["accelerate", "launch"], "no", None, False),
+    (["accelerate", "launch", "--mixed_precision", "no"], "no", None, True),
+    (["accelerate-launch", "--mixed-precision=no"], "no", None, True),
+    (["accelerate", "launch", "--config_file", "own.yaml"], "no", "num_processes: 1\n", False),
+    (["accelerate", "launch", "--config_file=own.yaml"], "no", "mixed_precision: 'no'\n", True),
+    (["accelerate", "launch", "--config_file", "lost.yaml"], "no", None, False),
+]
+
+
+@pytest.mark.parametrize(("words", "exported", "file", "expected"), LAUNCHES)
+def test_a_precision_is_chosen_by_a_flag_or_a_file_and_not_by_what_the_launcher_exports(
+    words, exported, file, expected, monkeypatch
+):
+    typed = ["python", *words, "train.py", "--mixed_precision", "ours"]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
+    monkeypatch.setattr(commands, "_command_of", lambda process: typed)
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "default.yaml")
+    environment = {key: value for key, value in os.environ.items() if key != "ACCELERATE_MIXED_PRECISION"}
+    monkeypatch.setattr(os, "environ", environment | ({"ACCELERATE_MIXED_PRECISION": exported} if exported else {}))
+    if file is not None:
+        Path("own.yaml").write_text(file)
+    assert commands.precision_is_chosen() == expected
+    if words == ["accelerate", "launch"] and exported == "no":
+        Path("default.yaml").write_text("mixed_precision: 'no'\n")  # as `accelerate config` writes it
+        assert commands.precision_is_chosen()
+
+
+SAYS = """
+from utils.launch.command import precision_is_chosen
+import os
+print("chosen:", os.environ["ACCELERATE_MIXED_PRECISION"], precision_is_chosen())
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--config_file", str(ROOT / "accelerate_configs" / "2cpu.yaml")], False),
+        (["--cpu", "--num_processes", "1", "--mixed_precision", "no"], True),
+    ],
+)
+def test_accelerates_launcher_is_recognised(flags, expected):
+    Path("says.py").write_text(SAYS)
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", *flags, "says.py"]
+    outcome = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+    assert f"chosen: no {expected}" in outcome.stdout, outcome.stderr
+
+
+def _precision(device, asked, exported, before):
+    if exported:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = exported
+    wrapping.precision_is_chosen = lambda: exported == "no"
+    wrapping.has_native_bf16 = lambda device: True
+    config = TrainConfig(mixed_precision=asked)
+    with distributed_session("train.py", config) as ranks:
+        ranks.join()
+        ranks.device = torch.device(device)
+        return wrapping.make_accelerator(ranks, config, before).mixed_precision
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "exported", "before", "expected"),
+    [
+        ("cuda", None, None, None, "bf16"),
+        ("cuda", None, None, "no", "no"),  # a resumed run keeps its precision
+        ("cuda", None, "no", "bf16", "no"),
+        ("cuda", "no", None, "bf16", "no"),
+        ("cpu", None, None, None, "no"),
+        ("cpu", None, None, "bf16", "no"),
+    ],
+)
+def test_on_a_gpu_the_precision_is_automatic_if_nobody_has_chosen_it(device, asked, exported, before, expected):
+    assert returned(1, _precision, device, asked, exported, before) == [expected]
+
+
+def _kernels_timed(flags):
+    class Watched(MLP):
+        def forward(self, images):
+            if len(images) > 10:  # not when the model is built and tried
+                seen.add((self.training, torch.backends.cudnn.benchmark))
+            return super().forward(images)
+
+    seen: set = set()
+    utils.models.zoo.OWN_MODELS["mlp"] = Watched
+    train.main(flags)
+    return seen
+
+
+def test_kernels_are_chosen_by_time_in_training_and_not_in_evaluation():
+    flags = ["--model", "mlp", "--max_steps", "4", "--eval_every", "2", "--threads", "1"]
+    assert returned(1, _kernels_timed, flags) == [{(True, True), (False, False)}]
+
+
+STRIDES = "Grad strides do not match bucket view strides. This may indicate grad was not created.\n"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hidden"), [("[32, 1, 3, 3]", True), ("[64, 16, 1, 1]", True), ("[10, 11, 3, 3]", False)]
+)
+def test_the_warning_about_strides_is_hidden_only_for_dimensions_of_size_1(sizes, hidden):
+    def warned():
+        model = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapping.prepare_buckets(model, model.module, torch.zeros(0, 1))
+            warnings.warn(
+                f"{STRIDES}grad.sizes() = {sizes}, strides() = [9, 9, 3, 1]\nbucket_view.sizes() = [7, 1]", stacklevel=1
+            )
+        return [str(warning.message) for warning in caught if "strides" in str(warning.message)]
+
+    with one_process_group() as group:
+        assert len(warned()) == (not hidden)
+
+
+@contextmanager
+def one_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ddp_does_not_measure_updates_which_would_wait_for_the_gpu():
+    with one_process_group() as group:
+        model = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+        wrapping.prepare_buckets(model, model.module, torch.zeros(0, 1))
+        for _ in range(110):
+            model(torch.ones(1, 1)).sum().backward()
+        assert model._get_ddp_logging_data()["iteration"] <= 10
+
+
+def _gradients(batched):
+    with distributed_session("train.py", TrainConfig(threads=1)) as ranks:
+        ranks.join()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 5))
+        model = DistributedDataParallel(net, gradient_as_bucket_view=True, batched_grad_copy=batched)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        random = torch.Generator().manual_seed(ranks.topology.rank)
+        for _ in range(5):
+            for exchanged in (False, True):  # two microbatches
+                images = torch.randn(4 + ranks.topology.rank, 3, 8, 8, generator=random)
+                with nullcontext() if exchanged else model.no_sync():
+                    model(images).square().sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in net.parameters()]
+
+
+def test_gradients_copied_in_batches_are_the_same():
+    one_by_one, batched = returned(2, _gradients, False)[0], returned(2, _gradients, True)[0]
+    assert all(torch.equal(a, b) for a, b in zip(one_by_one, batched, strict=True))
+
+
+def _compiled(launcher, flags):
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "aot_eager"
+    if launcher:
+        os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "False"  # Accelerate's launcher exports it, torchrun does not
+    torch._dynamo.utils.counters.clear()
+    train.main(flags)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("launcher", [pytest.param(True, marks=pytest.mark.full), False])
+def test_a_model_is_compiled_once_for_each_batch_size_in_training_and_evaluation(launcher):
+    flags = ["--model", "mlp", "--threads", "1", "--max_train_samples", "130", "--max_eval_samples", "90"]
+    flags += ["--global_batch_size", "60", "--eval_batch_size", "50", "--epochs", "3"]
+    # 60 and 10 images in training, 50 and 40 in evaluation. Any size together would be fewer but slower graphs.
+    assert returned(1, _compiled, launcher, flags) == [4]
+
+
+# The work of an update besides the network.
+
+
+def test_synchronised_batch_statistics_copy_nothing_from_the_host():
+    with fake_gpu() as gpu:
+        layer = convert_batch_norm(nn.BatchNorm2d(3, device=CUDA))
+        gpu.operations.clear()
+        layer(torch.randn(4, 3, 5, 5, device=CUDA))
+    assert len(gpu.operations) > 20
+    assert [name for name, devices in gpu.operations if "cpu" in devices] == []
+
+
+def test_the_sums_of_a_batch_take_three_operations_on_the_device():
+    with fake_gpu() as gpu:
+        task = Classification(TrainConfig(), ["a", "b"])
+        meter = Meter(task, CUDA, {}, True)
+        outputs, labels = torch.randn(8, 2, device=CUDA), torch.zeros(8, dtype=torch.int64, device=CUDA)
+        loss = task.loss(outputs, labels)
+        gpu.operations.clear()
+        meter.add(loss, outputs, labels, 0.1, (0, 0))
+    assert [name for name, _ in gpu.operations] == ["argmax", "eq", "sum"]
+
+
+def test_sums_are_added_in_float64_in_the_order_of_the_batches():
+    task = Classification(TrainConfig(), ["a", "b"])
+    meter = Meter(task, torch.device("cpu"), {}, True)
+    accelerator = SimpleNamespace(num_processes=1, reduce=lambda values, _: values)
+    random = torch.Generator().manual_seed(0)
+    total, right = torch.zeros((), dtype=torch.float64), 0
+    for part in range(3):
+        for number in range(50):
+            outputs, labels = torch.randn(7, 2, generator=random), torch.arange(7) % 2
+            loss = task.loss(outputs, labels) / 3
+            meter.add(loss, outputs, labels, 0.0, (part, number))
+            total += loss.double()
+            right += int((outputs.argmax(1) == labels).sum())
+        totals = meter.reduce(accelerator, False, False, 0).totals
+        assert totals["loss"] == total.item() and totals["accuracy"] == right
+        assert totals["count"] == 350 * (part + 1)
+    meter.add(torch.tensor(float("inf")), outputs, labels, 0.0, (3, 1))
+    meter.add(torch.tensor(float("nan")), outputs, labels, 0.0, (4, 0))
+    meter.reduce(accelerator, False, False, 0)
+    assert meter.first_bad() == (3, 1)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_gpu_normalises_in_one_operation_to_the_same_bits(channels_last):
+    spec = InputSpec(4, 64, 3, [0.1, 0.45, 0.9], [0.2, 0.3, 0.7])
+    pixels = torch.arange(256, dtype=torch.uint8).view(1, 1, 64, 4)[..., :3].repeat(5, 4, 1, 1)
+    pixels += torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1)
+
+    def batches(device):
+        loader = SimpleNamespace(dataset=None)
+        config = TrainConfig(channels_last=channels_last)
+        return uploads.Batches(loader, spec, config, device, training=False)
+
+    ours = batches(torch.device("cpu"))
+    at_once = torch.addcmul(ours.shift, pixels.flatten(2), ours.scale).view(pixels.shape)
+    assert torch.equal(at_once, ours._normalised_in_parts(pixels))
+    with fake_gpu() as gpu:
+        on_gpu, images = batches(CUDA), torch.empty(pixels.shape, dtype=torch.uint8, device=CUDA)
+        gpu.operations.clear()
+        result = on_gpu._input({"images": images})
+    counts = Counter(name for name, _ in gpu.operations)
+    assert counts.pop("addcmul") == 1 and set(counts) <= ({"clone"} if not channels_last else set())
+    assert result.shape == (5, 3, 4, 64) and result.dtype == torch.float32
+
+
+def test_a_batch_is_handed_over_before_the_next_one_is_fetched(monkeypatch):
+    happened = []
+
+    def loaded():
+        for number in range(3):
+            happened.append(f"fetch {number}")
+            yield {"number": number}
+
+    stream = SimpleNamespace(record_event=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(uploads, "_wait_for_copy", lambda batch, copied, *_: batch)
+    for batch in uploads._upload(loaded(), CUDA):
+        happened.append(f"train {batch['number']}")
+    assert happened == [f"{what} {number}" for number in range(3) for what in ("fetch", "train")]
+
+
+# Loader processes, and where the time goes.
+
+
+@pytest.mark.parametrize(
+    ("logical", "physical", "threads", "processes", "expected"),
+    [
+        (2, 2, 2, 1, 2),
+        (2, 2, 1, 2, 1),
+        (2, 1, 2, 1, 2),  # up to 8 are started for logical cores
+        (16, 8, 16, 1, 8),
+        (32, 16, 32, 1, 16),
+        (192, 96, 24, 8, 12),
+        (256, 128, 256, 1, 16),
+        (256, 128, 4, 1, 4),  # --threads
+        (64, None, 64, 1, 16),  # unknown, as in some virtual machines
+    ],
+)
+def test_loader_processes_are_chosen_by_physical_cores(logical, physical, threads, processes, expected, monkeypatch):
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, all=logical: all if logical else physical)
+    monkeypatch.setattr("utils.memory.usable_cores", lambda: set(range(logical)))
+    assert workers.default_workers(threads, processes) == expected
+
+
+def _event(key, kind, cpu, device, annotation=False, count=10):
+    return SimpleNamespace(
+        key=key,
+        device_type=kind,
+        self_cpu_time_total=cpu,
+        self_device_time_total=device,
+        is_user_annotation=annotation,
+        count=count,
+    )
+
+
+def test_a_profile_counts_the_time_of_each_kernel_once():
+    events = [
+        _event("ProfilerStep*", DeviceType.CPU, 5e4, 0, count=10),
+        _event("aten::conv2d", DeviceType.CPU, 2e4, 6e4),  # with the time of its kernel
+        _event("sm90_conv", DeviceType.CUDA, 0, 6e4),
+        _event("nccl_reduce", DeviceType.CUDA, 0, 4e4),
+        _event("ProfilerStep*", DeviceType.CUDA, 0, 9e4, annotation=True),
+        _event("nccl:all_reduce", DeviceType.CUDA, 0, 4e4, annotation=True),
+    ]
+    text = profiling._summary(SimpleNamespace(key_averages=lambda: events))
+    assert "One update: 10.0 ms on the GPU" in text and "60%" in text and "40%" in text
+    assert "aten::conv2d" not in text and "ProfilerStep" not in text
+    on_cpu = [event for event in events if event.device_type == DeviceType.CPU]
+    on_cpu[1].self_device_time_total = 0
+    text = profiling._summary(SimpleNamespace(key_averages=lambda: on_cpu))
+    assert "One update: 7.0 ms on the CPU" in text and "Python and its calls" in text
+
+
+def test_a_run_with_tf32_off_says_so_in_its_settings():
+    train_run(1, "run", "--model", "mlp", "--max_steps", "1", "--threads", "1", "--tf32", "false")
+    assert "tf32: false" in Path("runs/run/config.yaml").read_text()
