@@ -68,11 +68,24 @@ def test_microbatches_are_the_same_in_groups_of_any_size(training, most, images,
     assert torch.equal(batches[0].images, first) == (not training)
 
 
-def test_microbatches_of_one_epoch_are_drawn_together_and_those_of_two_are_not(images, monkeypatch):
-    drawn, draw = [], ResidentImages.draw
-    monkeypatch.setattr(ResidentImages, "draw", lambda self, indices: drawn.append(len(indices)) or draw(self, indices))
+@pytest.fixture
+def drawn(monkeypatch):
+    """How many images are drawn at a time."""
+    counts, draw = [], ResidentImages.draw
+    count = lambda self, indices: counts.append(len(indices)) or draw(self, indices)  # noqa: E731
+    monkeypatch.setattr(ResidentImages, "draw", count)
+    return counts
+
+
+def test_microbatches_of_one_epoch_are_drawn_together_and_those_of_two_are_not(images, drawn):
     read(ResidentImages(images, CPU.device))
     assert drawn == [60, 69]
+
+
+def test_a_group_has_at_most_so_many_bytes_unless_it_is_one_microbatch(images, drawn, monkeypatch):
+    monkeypatch.setattr(resident, "_GROUP", 31 * 10 * 12 * 3 - 1)
+    read(ResidentImages(images, CPU.device))
+    assert drawn == [30, 30, 41, 28]
 
 
 class Darken(Operation):
@@ -84,10 +97,12 @@ class Darken(Operation):
         return pixels // 2 if random[0] < 0.5 else pixels
 
 
-def test_an_operation_that_knows_no_device_gets_the_same_random_numbers(images, monkeypatch):
+def test_an_operation_that_knows_no_device_gets_the_same_random_numbers(images, drawn, monkeypatch):
     plain = assert_same(images)
     monkeypatch.setitem(AUGMENTATIONS, "darken", lambda config, spec: Darken())
+    drawn.clear()
     darkened = assert_same(images)
+    assert drawn == [len(each.indices) for each in MICROBATCHES]  # it changes them one by one
     assert not torch.equal(plain[2].images, darkened[2].images)
 
 
