@@ -8,6 +8,7 @@ from helpers.ranks import returned
 from helpers.training_runs import records, same_tensors, train_run, weights
 
 import eval
+import utils.data.augment as augment
 import utils.data.resident as resident
 from utils.config.settings import TrainConfig, advice
 from utils.data.augment import AUGMENTATIONS, Operation
@@ -104,6 +105,16 @@ def test_an_operation_that_knows_no_device_gets_the_same_random_numbers(images, 
     darkened = assert_same(images)
     assert drawn == [len(each.indices) for each in MICROBATCHES]  # it changes them one by one
     assert not torch.equal(plain[2].images, darkened[2].images)
+
+
+def test_random_numbers_are_computed_on_the_device_once_for_a_group(images, monkeypatch):
+    made, draws = [], augment.Draws
+    count = lambda *arguments: made.append(type(arguments[2])) or draws(*arguments)  # noqa: E731
+    monkeypatch.setattr(augment, "Draws", count)
+    read(ResidentImages(images, CPU.device))
+    assert made == [torch.Tensor, torch.Tensor]
+    read(ResidentImages(images, CPU.device), MICROBATCHES[:2], min_scale=0.5)
+    assert made[2:] == [np.ndarray, torch.Tensor] * 2  # a crop depends on the host
 
 
 def test_images_that_several_samples_share_and_unreadable_samples_are_found():

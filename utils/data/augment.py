@@ -184,9 +184,11 @@ class Augmentation:
 
     def draw(self, microbatch: Microbatch, on_device: bool | None = None) -> dict[str, Any]:
         """The random numbers of its samples, float32 [n, len(streams)] for each operation of `prepare`."""
+        used = {k: v.streams for k, v in self.operations.items() if on_device in (None, v.on_device)}
+        if not used:
+            return {}
         draws = Draws(self.seed, microbatch.epoch, microbatch.indices, microbatch.occurrences)
-        used = [pair for pair in self.operations.items() if on_device in (None, pair[1].on_device)]
-        return {name: draws.uniform(*operation.streams) for name, operation in used}
+        return {name: draws.uniform(*streams) for name, streams in used.items()}
 
     def shrink(self, random: dict[str, np.ndarray], place: int) -> Shrink | None:
         """`Operation.shrink` of the first operation, for the photograph at this place of its microbatch."""
