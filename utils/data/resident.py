@@ -71,9 +71,10 @@ def keep_on_device(
     """The data sets of a run, with decoded images on the device as --data_on_device says."""
     decoded = [each for each in sets if isinstance(each, DecodedImages)]
     size, cuda = sum(map(_size, decoded)), device.type == "cuda"
+    if not decoded or config.data_on_device == "no":
+        return list(sets)
     free = torch.cuda.mem_get_info(device)[0] if cuda else size  # on a CPU they are already there
-    too_large = config.data_on_device == "auto" and size > _SHARE * free
-    if not decoded or config.data_on_device == "no" or too_large:
+    if config.data_on_device == "auto" and size > _SHARE * free:
         return list(sets)
     if size > free:
         problem = f"--data_on_device yes: {bytes_text(size)} of images, but {device} has {bytes_text(free)} free"
