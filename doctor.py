@@ -30,7 +30,7 @@ from utils.config.settings import DoctorConfig, TrainConfig
 from utils.errors import AgreedError, UserError, is_lost_rank, one_line
 from utils.files import expand, write_output
 from utils.launch.environment import Topology, is_launched
-from utils.launch.exits import exit_with_error, reports_for_machine
+from utils.launch.exits import exit_with_error, inform_launcher, reports_for_machine
 from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -106,6 +106,7 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     alone: list[Check] = [
         ("machines", lambda: processes.machines(facts)),
         ("threads", lambda: processes.threads(facts)),
+        ("cores", lambda: processes.cores(ranks)),
         ("versions", lambda: processes.versions(facts)),
         ("code", lambda: processes.code(facts)),
         ("folder", lambda: processes.folder(ranks, config)),
@@ -158,6 +159,9 @@ def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
     wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
     verdict = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
     print(f"{show(f'Lockstep doctor  {title}', findings, sys.stdout.isatty())}\n{verdict}", flush=True)
+    if wrong:
+        faults = [f"{f.name}: {f.value}; {f.fix}" for f in findings if f.red]
+        inform_launcher("\n".join([*faults, verdict]))
     if error:
         exit_with_error(error, "doctor.py")
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
                 if flags.json:
                     write_output(expand(flags.json), json.dumps(record, indent=1) + "\n")
             finally:
-                print(task.report(record, f"{saved.path}, split {record['split']}"))
+                print(task.report(record, f"Evaluation of {saved.path}"))
     return record
 
 
@@ -134,6 +134,9 @@ def find_split(saved: SavedRun, config: TrainConfig, name: str | None, own_data:
 def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ranks: Ranks) -> dict:
     """The metrics of one split; collective."""
     accelerator, terminal, spec = make_accelerator(ranks, config), Terminal(ranks.is_main), saved.spec
+    if config.eval_crop is not None and spec.small:
+        terminal.print("--eval_crop has no effect: small images are evaluated whole")
+    spec = spec.cropped(config.eval_crop)
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, spec, task.outputs, load=False))
@@ -148,8 +151,16 @@ def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ran
     assert result is not None  # nothing stops it
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")
-    step, epoch = saved.state.step, saved.state.epochs_begun
-    return {"kind": "eval", "step": step, "epoch": epoch, "split": split.name, **result}
+    return {
+        "kind": "eval",
+        "checkpoint": str(saved.path.absolute()),
+        "step": saved.state.step,
+        "epoch": saved.state.epochs_begun,
+        "data": absolute_data(config.data),
+        "split": split.name,
+        "classes": len(saved.class_names),
+        **result,
+    }
 
 
 if __name__ == "__main__":

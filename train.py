@@ -53,7 +53,14 @@ from utils.runs.folder import Start, check_run_folder, find_start, open_run_fold
 from utils.runs.log import RunLog
 from utils.runs.metadata import settings_to_save
 from utils.runs.parts import make_parts
-from utils.runs.resume import batch_of_start, restore, restore_state, resume_lines, spec_of_start
+from utils.runs.resume import (
+    plan_of_start,
+    restore,
+    restore_state,
+    resume_lines,
+    settings_of_start,
+    spec_of_start,
+)
 from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
@@ -104,17 +111,12 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     start, processes = find_start(config, ranks), ranks.topology.world_size
     before = start.saved.settings.mixed_precision if start.saved else None
     accelerator = make_accelerator(ranks, config, before)
-    sizes = partial(batch_of_start, config, start.saved, processes)
-    _, grad_accum, global_batch_size = ranks.run_on_all(sizes)  # may fail, so before loading data
+    config = ranks.run_on_all(lambda: settings_of_start(config, start.saved, processes))
     data = find_data(config, start, ranks)
-    plan = Plan(
-        samples=len(data.train),
-        global_batch_size=global_batch_size,
-        microbatches=grad_accum * processes,
-        seed=config.seed,
-        drop_last=config.drop_last,
-    )
-    data, state, spec = find_state(config, start, plan, data, ranks)
+    samples = len(data.train)
+    config, chosen, plan = ranks.run_on_all(lambda: plan_of_start(config, start.saved, samples, processes))
+    data, state = find_state(config, start, plan, data, ranks)
+    config, more, spec = ranks.run_on_all(lambda: spec_of_start(config, start.saved, data.train))
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
     task = Classification(config, data.class_names)
@@ -139,7 +141,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
     begin_momentum(optimizer)  # fused SGD fails if a parameter gets its first gradient late
 
-    kept = grad_accum if start.saved else config.grad_accum
+    kept = plan.microbatches // processes if start.saved else config.grad_accum
     settings = settings_to_save(config, plan, kept, accelerator.mixed_precision)
     parts = make_parts(accelerator)
     if start.saved:
@@ -151,6 +153,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     eval_batches = Batches(eval_loader, spec, settings, device, training=False)
     return Run(
         config=settings,
+        chosen=chosen + more,
         ranks=ranks,
         stopping=stopping,
         accelerator=accelerator,
@@ -185,15 +188,12 @@ def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
     return data
 
 
-def find_state(
-    config: TrainConfig, start: Start, plan: Plan, data: Data, ranks: Ranks
-) -> tuple[Data, TrainState, InputSpec]:
-    """The data without unreadable images, the training state, the model's input."""
+def find_state(config: TrainConfig, start: Start, plan: Plan, data: Data, ranks: Ranks) -> tuple[Data, TrainState]:
+    """The data without unreadable images, and the training state."""
     folder = start.folder.path if start.folder else None
     state = ranks.run_on_all(lambda: restore_state(start.saved, folder, config, plan, data))
     readable = ranks.run_on_all(lambda: without_bad(data.train, state.bad_images, config))
-    spec = ranks.run_on_all(lambda: spec_of_start(config, start.saved, readable))
-    return replace(data, train=readable), state, spec
+    return replace(data, train=readable), state
 
 
 def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) -> list[ImageDataset]:

@@ -37,7 +37,7 @@ CLASSES = 10
 
 def make_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The network and its optimizer."""
-    config = TrainConfig(model=args.model)
+    config = TrainConfig(model=args.model, lr=0.05, weight_decay=5e-4)
     if args.library == "timm":
         import timm
         from timm.optim import create_optimizer_v2

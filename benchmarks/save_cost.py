@@ -40,7 +40,7 @@ def seconds(action: Callable, *arguments) -> float:
 
 def measure(name: str, optimizer_name: str, folder: Path, rounds: int) -> tuple[float, dict[str, list[float]]]:
     """The size of a checkpoint in MB, and the seconds of each step of a save in each round."""
-    config = TrainConfig(model=name, optimizer=optimizer_name)
+    config = TrainConfig(model=name, optimizer=optimizer_name, lr=0.05, weight_decay=5e-4)
     accelerator = Accelerator()
     module = build_model(config, SPEC, classes=1000).to(accelerator.device)
     optimizer = build_optimizer(config, module)

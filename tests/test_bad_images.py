@@ -26,7 +26,7 @@ from utils.data.splits import Files, whole_split
 SIDE = 100  # photographs begin above 96 pixels
 FLAGS = ("--data", "data", "--model", "mlp", "--model_args", "{hidden: 4}", "--threads", "1", "--global_batch_size")
 FLAGS += ("12", "--lr", "0.001", "--lr_schedule", "constant", "--log_every", "1", "--eval_every", "9", "--save_every")
-FLAGS += ("2", "--image_size", str(SIDE), "--num_workers", "1", "--max_steps", "9")
+FLAGS += ("2", "--image_size", str(SIDE), "--num_workers", "1", "--max_steps", "9", "--flip", "false")
 SKIP = (*FLAGS, "--bad_images", "skip")
 
 

@@ -285,7 +285,7 @@ def test_other_run_names_are_taken(name):
 )
 def test_a_list_may_be_given_as_numbers_after_its_flag(flags, expected):
     config = parse(*flags)
-    assert config.mean == expected and config.flip == ("--flip" in flags)
+    assert config.mean == expected and bool(config.flip) == ("--flip" in flags)
 
 
 def test_a_value_that_is_not_a_list_is_refused_with_an_example(capsys):

@@ -1,17 +1,31 @@
 """Encoded images to pixels, against Pillow and numpy."""
 
 import io
+import math
 import struct
+from dataclasses import asdict, replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import timm.data
+import torch
+import torchvision
 from helpers.make_data import encoded, image_folder, pictures, png_of_16_bits, smooth, table
 from helpers.ranks import returned
 from PIL import Image
+from sklearn.datasets import load_sample_image
+from torchvision.transforms import InterpolationMode, v2
 
+from utils.config.settings import TrainConfig
+from utils.data.augment import crop_box
 from utils.data.decode import EVAL_CROP, LARGE, center, decode, peek, shrink_to_center, shrink_to_part
+from utils.data.order import Microbatch
+from utils.data.pipeline import make_dataset
+from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
 from utils.data.tables import Table
+from utils.models.zoo import input_spec
 
 PICTURE = smooth(24, 40)
 ALPHA = np.concatenate([PICTURE, PICTURE[..., :1]], -1)
@@ -293,6 +307,118 @@ def test_the_centre_of_an_image_of_any_size_is_what_pillow_cuts_out(size, share)
     top, left = round((height - 32) / 2), round((width - 48) / 2)
     assert ours.shape == (32, 48, 3)
     assert np.abs(ours - resized[top : top + 32, left : left + 48]).max() <= 2
+
+
+# Landscape and portrait; in some of them, torchvision's rounding of the longer side differs from Python's.
+SHAPES = [(427, 640), (640, 427), (375, 500), (333, 500), (500, 331), (180, 250)]
+
+
+def photograph(name, height, width):
+    """A photograph from scikit-learn, as a JPEG file of this size."""
+    image = Image.fromarray(load_sample_image(f"{name}.jpg"))
+    image = image.transpose(Image.Transpose.ROTATE_90) if height > width else image
+    return encoded(image.crop((0, 0, width, height)) if width * height < 2**18 else image, "JPEG", quality=95)
+
+
+def evaluated(raw, spec):
+    """The pixels of a photograph as evaluation sees them, uint8 [C, H, W]."""
+    dataset = make_dataset(split_of([raw]), spec, TrainConfig(), False, iter)
+    return dataset.__getitems__(Microbatch(0, 0, 0, np.arange(1)))["images"][0].permute(2, 0, 1)
+
+
+def published(name):
+    """The input of a model's published weights, and torchvision's or timm's own transform, scaled to 0..255."""
+    spec = input_spec(TrainConfig(model=name, pretrained=True), 3, None)
+    if name.startswith("timm/"):
+        cfg = timm.get_pretrained_cfg(name[5:]).to_dict()
+        transform = timm.data.create_transform(**timm.data.resolve_data_config({}, pretrained_cfg=cfg))
+    else:
+        transform = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    std, mean = (torch.tensor(values)[:, None, None] for values in (spec.std, spec.mean))
+    return spec, lambda raw: 255 * (transform(Image.open(io.BytesIO(raw))) * std + mean)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "swin_t", "inception_v3", "efficientnet_b4"])
+def test_photographs_are_evaluated_as_torchvision_does_for_its_weights(name):
+    spec, own = published(name)
+    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    resize, crop = v2.Resize(preset.resize_size, preset.interpolation, antialias=True), v2.CenterCrop(preset.crop_size)
+    for shape in SHAPES:
+        raw = photograph("china", *shape)
+        ours, whole = evaluated(raw, spec), decode(split_of([raw]), 0, 3).permute(2, 0, 1)
+        assert torch.equal(ours, crop(resize(whole)))
+        assert (ours - own(raw)).abs().max() < 2.01  # torchvision's preset resizes with Pillow
+        assert torch.equal(evaluated(raw, InputSpec.from_dict(asdict(spec))), ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("timm/resnet10t", 2.01),
+        ("timm/vit_base_patch16_224", 2.01),  # crop 0.9
+        ("timm/volo_d4_448", 2.01),  # crop 1.15: with a border
+        ("timm/convnext_base.clip_laion2b_augreg_ft_in12k_in1k_384", 20.01),  # both sides to 384 pixels
+    ],
+)
+def test_photographs_are_evaluated_as_timm_does_for_its_weights(name, most):
+    spec, own = published(name)
+    for shape in SHAPES:
+        raw = photograph("flower", *shape)
+        differences = (evaluated(raw, spec) - own(raw)).abs()
+        assert differences.max() < most and differences.mean() < 0.2
+
+
+@pytest.mark.parametrize("name", ["resnet50", "swin_t"])
+def test_photographs_that_are_decoded_smaller_are_evaluated_nearly_as_torchvision_does(name):
+    spec, own = published(name)
+    for height, width in ((1024, 1536), (1536, 1024)):
+        image = Image.open(io.BytesIO(photograph("flower", *((640, 427) if height > width else (427, 640)))))
+        raw = large(encoded(image.resize((width, height), Image.Resampling.BICUBIC), "JPEG", quality=95))
+        differences = (evaluated(raw, spec) - own(raw)).abs()
+        assert 0.1 < differences.mean() < 1.5 and differences.max() < 30  # libjpeg keeps more detail
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_the_input_of_an_older_checkpoint_evaluates_as_before(size):
+    values = asdict(InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3))
+    old = InputSpec.from_dict({key: values[key] for key in ("height", "width", "channels", "mean", "std")})
+    whole = decode(split_of([photograph("china", *size)]), 0, 3).permute(2, 0, 1)
+    height, width = (max(224, round(side * 256 / min(size))) for side in whole.shape[1:])
+    expected = v2.functional.center_crop(v2.functional.resize(whole, [height, width], antialias=True), [224, 224])
+    assert torch.equal(evaluated(photograph("china", *size), old), expected)
+
+
+def test_an_evaluation_with_another_share_shows_that_share_of_any_photograph():
+    for shape, sides in (((427, 640), (224, 224)), ((640, 427), (128, 192)), ((333, 500), (32, 384))):
+        raw, spec = photograph("china", *shape), InputSpec(*sides, 3, [0.5] * 3, [0.5] * 3)
+        for share in (Fraction(1), Fraction(1, 2), Fraction(7, 8)):
+            scale = max(Fraction(sides[0], shape[0]), Fraction(sides[1], shape[1]))
+            scale *= Fraction(math.floor(min(sides) / share), min(sides))
+            whole = decode(split_of([raw]), 0, 3).permute(2, 0, 1)
+            resized = v2.functional.resize(whole, [math.floor(side * scale) for side in shape], antialias=True)
+            assert torch.equal(evaluated(raw, spec.cropped(float(share))), v2.functional.center_crop(resized, sides))
+
+
+def test_training_crops_are_resized_as_the_weights_were():
+    config, raw = TrainConfig(seed=3), photograph("flower", 427, 640)
+    for interpolation in ("bilinear", "bicubic"):
+        spec = replace(InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3), interpolation=interpolation)
+        dataset, microbatch = make_dataset(split_of([raw]), spec, config, True, iter), Microbatch(0, 0, 0, np.arange(1))
+        random = dataset.augmentation.draw(microbatch)["crop"][0].tolist()
+        top, left, rows, columns = crop_box(427, 640, random, 0.08)
+        part = decode(split_of([raw]), 0, 3).permute(2, 0, 1)[:, top : top + rows, left : left + columns]
+        mode = InterpolationMode(interpolation)
+        expected = v2.functional.resize(part.contiguous(), [224, 224], mode, antialias=True)
+        assert torch.equal(dataset.__getitems__(microbatch)["images"][0].permute(2, 0, 1), expected)
+
+
+@pytest.mark.parametrize(
+    "change", [{"resize": 0}, {"resize": 2.5}, {"interpolation": "nearest"}, {"squash": 1}, {"crop": 1}]
+)
+def test_an_input_with_values_that_it_cannot_have_is_malformed(change):
+    values = asdict(InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3)) | change
+    with pytest.raises(ValueError, match="'input' is missing or malformed"):
+        InputSpec.from_dict(values)
 
 
 def test_peek_tells_grey_from_colour_and_one_size_from_many():

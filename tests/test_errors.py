@@ -14,10 +14,14 @@ from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
 from helpers.training_runs import train_run, working_in
 
+import doctor
 import eval
 import train
-from utils.config.settings import EvalConfig, LaunchConfig, TrainConfig
+from utils.config.cli import parse_args
+from utils.config.other_names import ADVICE, OTHER_NAMES, fix_for_unknown
+from utils.config.settings import GROUPS, DoctorConfig, EvalConfig, LaunchConfig, TrainConfig
 from utils.data.selection import load_data
+from utils.errors import UserError
 from utils.launch import exits
 
 TINY = ("--model", "mlp", "--max_steps", "2")
@@ -263,6 +267,74 @@ def _replace_setting(run, old, new):
     (checkpoint / "config.yaml").write_text(text.replace(old, new))
     (checkpoint / "manifest.json").unlink()
     _write_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("--learning_rate", "use --lr"),
+        ("--wd", "use --weight_decay"),
+        ("--opt", "use --optimizer"),
+        ("--sched", "use --lr_schedule"),
+        ("--num-epochs", "use --epochs"),
+        ("--train_dir", "use --data"),
+        ("--data-path", "use --data"),
+        ("--workers", "use --num_workers"),
+        ("-j", "use --num_workers"),
+        ("-b", "use --batch_size"),
+        ("--output", "use --output_dir"),
+        ("--amp", "use --mixed_precision"),
+        ("--augment", "use --flip, --min_scale or --crop_padding for training images"),
+        ("--aa", "there is no automatic augmentation yet; use --flip, --min_scale or --crop_padding"),
+        ("--early_stopping", "there is no early stopping yet; the best checkpoint is kept, and eval.py evaluates it"),
+        ("--batch-size", "did you mean --batch_size?"),
+        ("--LR", "did you mean --lr?"),
+        ("--max_step", "did you mean --max_steps?"),
+        ("--max_samples", "did you mean --max_eval_samples?"),
+        ("--steps", "did you mean --max_steps or --warmup_steps?"),
+        ("--split", "did you mean --train_split or --eval_split?"),
+        ("--colour_jitter", "--help lists all"),
+        ("-z", "--help lists all"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_its_name_here(name, fix, capsys):
+    for flags in ([name, "1"], [name], ["--lr", "0.1", f"{name}=1"]):
+        with pytest.raises(SystemExit):
+            parse_args(TrainConfig, "train.py", flags)
+        assert capsys.readouterr().err == f"train.py: error: unknown flag {name}; {fix}\n"
+    Path("recipe.yaml").write_text(f"{name.lstrip('-')}: 1\n")
+    with pytest.raises(SystemExit):
+        parse_args(TrainConfig, "train.py", ["--config", "recipe.yaml"])
+    line = capsys.readouterr().err
+    assert f"unknown setting {name.lstrip('-')!r}; " in line and ("did you mean" in line) == ("did you mean" in fix)
+
+
+def test_names_of_other_trainers_lead_to_settings_and_are_none_themselves():
+    names = {field.name for field in fields(TrainConfig)}
+    assert set(OTHER_NAMES.values()) <= names and not names & (OTHER_NAMES.keys() | ADVICE.keys())
+    with pytest.raises(UserError, match="unknown setting 'lr'; --help lists all"):  # eval.py has no --lr
+        raise UserError("unknown setting 'lr'", fix_for_unknown("learning_rate", ["ckpt", "json"]))
+
+
+def test_help_lists_the_settings_in_groups_in_the_order_of_the_settings():
+    for main, settings in ((train.main, TrainConfig), (eval.main, EvalConfig), (doctor.main, DoctorConfig)):
+        (outcome,) = run_ranks(1, main, ["--help"])
+        usage, _, listed = outcome.out.partition("\noptions:\n")
+        assert usage.startswith(f"usage: {main.__module__}.py [flags]\n")
+        sections = _sections(f"options:\n{listed}")
+        groups = {title: re.findall(r"^  --(\w+)", text, re.M) for title, text in sections}
+        assert set(groups.pop("options")) <= {"config", "print_config"}
+        assert list(groups) == [*GROUPS[settings.__name__].values(), "processes and devices"]
+        for title, first in {name: key for key, name in GROUPS[settings.__name__].items()}.items():
+            assert groups[title][0] == first
+        own = [field.name for field in fields(settings) if field.name in settings.__annotations__]
+        launch = [field.name for field in fields(LaunchConfig) if field.name not in own]
+        assert sum(groups.values(), []) == own + launch
+
+
+def _sections(listed):
+    parts = re.split(r"^(\S.*):\n", listed, flags=re.M)[1:]
+    return zip(parts[::2], parts[1::2], strict=True)
 
 
 @pytest.mark.parametrize(("main", "settings"), [(train.main, TrainConfig), (eval.main, EvalConfig)])

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.selection import load_data
+from utils.runs.manifest import find_checkpoint
+from utils.runs.metadata import read_checkpoint
+from utils.runs.resume import spec_of_start
 from utils.tasks.classification import Classification
 from utils.tasks.metrics import label_metrics
 from utils.training import evaluation
@@ -142,7 +146,7 @@ def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
     for folder, count in (("whole", 11), ("split/train", 12), ("split/test", 7)):
         image_folder(folder, dict.fromkeys("012", count), size=(32, 32))  # the classes that the checkpoint knows
     for flags, split, count in (
-        (("--data", "whole"), "train", 33),
+        (("--data", "whole"), "all images", 33),
         (("--data", "split"), "test", 21),
         (("--data", "split", "--split", "train"), "train", 36),
     ):
@@ -187,3 +191,29 @@ def _evaluate_and_meet_in_each_block(flags):
 
     Classification.evaluate, evaluation.Pace.due = counted, lambda self, step: True
     eval.main(flags)
+
+
+def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says():
+    image_folder("photos", {"cat": 12, "dog": 12}, size=(130, 160))
+    flags = ("--data", "photos", "--image_size", "100", "--model", "mlp", "--max_steps", "1", "--threads", "1")
+    train_run(1, "usual", *flags)
+    train_run(1, "half", *flags, "--eval_crop", "0.5")  # the weights are the same
+    usual, half = (records(name, "eval")[-1]["loss"] for name in ("usual", "half"))
+    assert abs(usual - half) > 1e-4
+    evaluations = {("usual",): usual, ("half",): half, ("usual", "--eval_crop", "0.5"): half}
+    for (name, *more), loss in evaluations.items():
+        (result,) = returned(1, eval.main, ["--ckpt", f"runs/{name}", "--num_workers", "0", *more])
+        assert result["loss"] == pytest.approx(loss, rel=1e-6)
+    saved, other = (read_checkpoint(find_checkpoint(Path("runs", name))) for name in ("usual", "half"))
+    changed = replace(saved.settings, eval_crop=0.5)  # as in a resumed run with another flag
+    images = load_data(changed).train
+    assert spec_of_start(changed, saved, images)[-1] == other.spec != saved.spec
+    assert spec_of_start(saved.settings, saved, images)[-1] is saved.spec
+
+
+def test_a_share_of_small_images_is_said_to_have_no_effect():
+    train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--eval_crop", "0.5"])
+    assert "--eval_crop has no effect: small images are evaluated whole\n" in outcome.out
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
+    assert outcome.code == 0 and "has no effect" not in outcome.out

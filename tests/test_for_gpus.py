@@ -138,7 +138,6 @@ def test_gpus_that_are_hidden_are_not_missed(two_gpus, hidden):
 def test_the_doctor_is_red_about_gpus_that_pytorch_cannot_use(two_gpus):
     (outcome,) = run_ranks(1, doctor.main, [])
     assert outcome.code == 1 and "nvidia-smi lists 2 GPUs" in outcome.out
-    assert "2 GPUs" not in run_ranks(1, doctor.main, ["--cpu"])[0].out
 
 
 # Errors and timeouts.
@@ -170,7 +169,11 @@ with ThreadPoolExecutor(1) as saver, distributed_session("train.py", TrainConfig
 def test_after_an_error_a_rank_does_not_wait_for_nccl_and_its_output_is_complete(error, code, last):
     command = [sys.executable, "-c", FAILING.format(error=error)]
     outcome = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert outcome.returncode == code and outcome.stdout == "out" and Path("saved").exists()
     assert outcome.stderr.splitlines()[-1].endswith(last) and ("Traceback" in outcome.stderr) == (code == 1)
@@ -398,8 +401,8 @@ def test_synchronised_batch_statistics_copy_nothing_from_the_host():
 
 
 def test_the_sums_of_a_batch_take_three_operations_on_the_device():
+    task = Classification(TrainConfig(), ["a", "b"])
     with fake_gpu() as gpu:
-        task = Classification(TrainConfig(), ["a", "b"])
         meter = Meter(task, CUDA, {}, True)
         outputs, labels = torch.randn(8, 2, device=CUDA), torch.zeros(8, dtype=torch.int64, device=CUDA)
         loss = task.loss(outputs, labels)

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ from PIL import Image as PillowImage
 import eval
 import train
 from utils.config.settings import TrainConfig
+from utils.data.class_counts import absent_classes, classes_row
 from utils.data.colour import colour_lost
 from utils.data.decode import peek
 from utils.data.selection import load_data, load_split
 from utils.data.sources import check_source
-from utils.data.splits import whole_split
+from utils.data.splits import Data, whole_split
 
 PETS = {"cat": 10, "dog": 10}
 SHORT = ("--model", "mlp", "--max_steps", "2", "--eval_every", "2", "--global_batch_size", "16")
@@ -54,6 +56,8 @@ def test_hidden_folders_are_neither_classes_nor_training_data(junk):
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 20)
     assert data.train.images.left_out.hidden_folders == {junk: 3} and data.train.images.left_out.hidden_files == 1
+    note = f"folder/train: hidden files and folders are left out: files (1), {junk}/ (3)"
+    assert data.train.notes == (note,)
 
 
 @pytest.mark.parametrize("inner", ["", "data", "data/pets"])
@@ -170,7 +174,9 @@ def test_folders_beside_splits_of_the_same_classes_are_left_out_and_named():
     Path("folder/annotations").mkdir()
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 20)
-    assert data.train.notes == ("folder: folders next to the splits are not used: unlabelled",)
+    (note,) = data.train.notes
+    assert note.startswith("folder: folders next to the splits are not used: unlabelled (split names are train, ")
+    assert ", val, " in note and ", dev, " in note
 
 
 def test_folders_named_like_parts_that_hold_the_same_classes_are_refused_until_named():
@@ -191,10 +197,66 @@ def test_empty_class_folders_are_not_classes_and_are_reported():
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 2)
     assert data.train.notes[0] == "folder/train: class folders without readable images are left out: emu, fox"
-    assert data.train.notes[1] == "folder/train: files of types that are not read are left out: .txt (1), .heic (1)"
+    assert data.train.notes[1] == "folder/train: files of unsupported types are left out: .txt (1), .heic (1)"
     assert data.evaluation.notes[0] == "folder/test: class folders without readable images are left out: gnu"
     assert data.train.images.left_out.empty_classes == ["emu", "fox"]
     assert data.train.images.left_out.not_images == {".txt": 1, ".heic": 1}
+
+
+def test_a_folder_of_images_of_unknown_types_is_refused_with_the_types_that_are_read():
+    for name in ("cat/1.HEIC", "cat/2.heic", "dog/3.avif"):
+        Path("folder", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("folder", name).write_bytes(b"a photo")
+    refused("folder: no images of a supported type, only .heic (2), .avif (1); convert them to one of .jpg, ")
+
+
+def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_its_data():
+    image_folder("folder/train", {"ant": 12, "bee": 30, "cat": 20}, size=(8, 8))
+    image_folder("folder/test", {"bee": 4, "cat": 6})
+    image_folder("other", {"ant": 3, "bee": 3, "cat": 3})
+    for name in ("train/ant/1.heic", "test/cat/.hidden", "test/.DS_Store"):
+        Path("folder", name).write_bytes(b"a photo")
+    Path("folder/train/emu").mkdir()
+    Path("folder/train/cat/000.png").write_bytes(b"cut")
+    flags = ["--data", "folder", "--bad_images", "skip", *SHORT, "--run_name", "run"]
+    out = [outcome.out for outcome in run_ranks(2, train.main, flags)]
+    row = "classes  3, each with 12 (class ant) to 30 (class bee) training images, "
+    row += "0 (class ant) to 6 (class cat) evaluation images"
+    assert out[0].splitlines().count(row) == 1 and row not in out[1]
+    for line in (
+        "1 of 3 classes have no evaluation image: ant",
+        "folder/train: class folders without readable images are left out: emu",
+        "folder/train: files of unsupported types are left out: .heic (1)",
+        "folder/test: hidden files and folders are left out: files (2)",
+    ):
+        assert out[0].splitlines().count(line) == 1 and line not in out[1]
+    log = [json.loads(line) for line in Path("runs/run/log.jsonl").read_text().splitlines()]
+    assert "top" not in out[0] and [r["kind"] for r in log if "accuracy" in r] and not any("top5" in r for r in log)
+    checkpoint = Path("runs/run/checkpoints/step-00000002")
+    for given, data, split in (
+        ([], "folder", "test"),
+        (["--data", "other"], "other", "all images"),
+        (["--data", "folder", "--split", "train"], "folder", "train"),
+    ):
+        (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--json", "found.json", *given])
+        lines, found = outcome.out.splitlines(), json.loads(Path("found.json").read_text())
+        assert f"Evaluation of {checkpoint}" in lines and not any("top5" in line for line in lines)
+        assert f"data             {Path(data).resolve()}, {split}" in lines
+        assert f"classes          {'2 of 3 with samples' if split == 'test' else 3}" in lines
+        assert found["checkpoint"] == str(checkpoint.resolve()) and found["data"] == str(Path(data).resolve())
+        assert (found["split"], found["classes"]) == (split, 3) and "top5" not in found
+
+
+def test_only_readable_samples_count_for_the_size_of_a_class():
+    pixels, names = pictures(6), ["ant", "bee\ncat", "dog"]
+    train = replace(whole_split("train", pixels, [0, 0, 0, 1, 1, 2], ""), bad={0: "cut", 5: "cut"})
+    even = whole_split("test", pixels, [0, 1, 2, 2, 1, 0], "")
+    data = Data(train, even, names)
+    assert classes_row(data) == "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
+    assert absent_classes(data) == ["1 of 3 classes have no training image: dog"]
+    data = Data(even, train.select(np.asarray([0, 1])), names)
+    assert classes_row(data) == "3, each with 2 training images, 0 (class bee cat) to 1 (class ant) evaluation images"
+    assert absent_classes(data) == ["2 of 3 classes have no evaluation image: bee cat, dog"]
 
 
 def test_images_without_a_class_folder_are_reported_or_refused_if_there_is_nothing_else():

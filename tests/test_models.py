@@ -1,5 +1,7 @@
 """Models by name: what they are fed, the shape that they give, their stems, heads and published weights."""
 
+import json
+import math
 import os
 from pathlib import Path
 
@@ -7,11 +9,18 @@ import pytest
 import timm
 import torch
 import torchvision
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, refused, weights
 from torch import nn
 
+import eval
+import train
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
-from utils.models.zoo import build_model, check_model, input_spec
+from utils.errors import UserError
+from utils.models.zoo import build_model, check_model, input_spec, torchvision_models
+from utils.runs.checkpoint import _write_manifest
+from utils.runs.manifest import find_checkpoint
 
 FAMILIES = [
     "mnist_cnn",
@@ -147,6 +156,84 @@ def test_patch_stems_stay_and_vgg_has_nothing_to_change():
         assert torch.equal(model.state_dict()[name], value)
 
 
+def test_the_standard_stem_is_torchvisions_own_network_on_images_of_any_size():
+    for name in ("resnet18", "mobilenet_v3_small"):
+        torch.manual_seed(0)
+        model = build(name, spec_of(32, 3), stem="standard")
+        torch.manual_seed(0)
+        plain = torchvision.models.get_model(name, num_classes=7)
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+        images = torch.randn(2, 3, 32, 32)
+        assert torch.allclose(model.eval()(images), plain.eval()(images), atol=1e-5) and model.stem_change == ""
+    grey = build("resnet18", spec_of(32, 1), stem="standard")
+    assert (grey.conv1.in_channels, grey.conv1.stride) == (1, (2, 2)) and isinstance(grey.maxpool, nn.MaxPool2d)
+    assert grey.stem_change == "stem with 1 input channel"
+
+
+def test_the_small_stem_can_be_chosen_for_larger_images():
+    small, auto = (build("resnet18", spec_of(side, 3), stem=stem) for side, stem in ((128, "small"), (32, "auto")))
+    assert isinstance(small.maxpool, nn.Identity) and str(small) == str(auto)
+    assert small.stem_change == auto.stem_change and "3x3, stride 1; --stem standard" in auto.stem_change
+    assert build("resnet18", spec_of(128, 3)).stem_change == ""
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({"model": "mlp"}, "--stem small: mlp is not a torchvision model; leave it out"),
+        ({"model": "timm/resnet10t"}, "--stem small: timm/resnet10t is not a torchvision model; leave it out"),
+        ({"model": "resnet18", "pretrained": True}, "--stem small: published weights have the standard stem"),
+        ({"model": "swin_t"}, "--stem small: swin_t has no stem that can be replaced; leave it out"),
+        ({"model": "vgg11"}, "--stem small: vgg11 has no stem that can be replaced; leave it out"),
+    ],
+)
+def test_a_small_stem_that_cannot_be_made_is_refused(settings, text):
+    config = TrainConfig(stem="small", **settings)
+    with pytest.raises(UserError, match=text):  # even if the data chose the model, after `check_model`
+        build_model(config, spec_of(32, 3), 7)
+
+
+def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
+    flags = ["--model", "resnet18", "--data", "synthetic/2x32x40", "--channels", "3", "--global_batch_size", "18"]
+    flags += ["--max_steps", "1", "--threads", "1"]
+    start = {}
+    for stem in ("auto", "standard"):
+        (outcome,) = run_ranks(1, train.main, [*flags, "--stem", stem, "--run_name", stem])
+        assert outcome.code == 0, outcome.err
+        start[stem] = next(line for line in outcome.out.splitlines() if line.lstrip().startswith("model "))
+    assert "images, small-image stem (3x3, stride 1; --stem standard keeps torchvision's)" in start["auto"]
+    assert start["standard"].rstrip().endswith("32x32 colour images")
+    torchvision.models.resnet18(num_classes=2).load_state_dict(weights("standard"))
+    with pytest.raises(RuntimeError, match=r"conv1\.weight"):
+        torchvision.models.resnet18(num_classes=2).load_state_dict(weights("auto"))
+    line = refused(train.main, "--stem", "small")  # the data chooses the model
+    assert "--stem small: mnist_cnn is not a model of torchvision; leave it out" in line
+    line = refused(train.main, *flags, "--run_name", "standard", "--resume", "auto")
+    assert "was trained with a --stem of standard, not auto; use the same settings" in line
+    (result,) = returned(1, eval.main, ["--ckpt", "runs/standard"])
+    assert result["accuracy"] == records("standard", "eval")[-1]["accuracy"]
+    _without_settings("auto", "stem")  # as written by earlier versions
+    (result,) = returned(1, eval.main, ["--ckpt", "runs/auto"])
+    assert result["loss"] == pytest.approx(records("auto", "eval")[-1]["loss"])
+    (outcome,) = run_ranks(1, train.main, [*flags, "--run_name", "auto", "--resume", "auto", "--max_steps", "2"])
+    assert outcome.code == 0, outcome.err
+
+
+def _without_settings(run, *names):
+    """Remove these settings from the latest checkpoint, and the fields of its input that older ones do not have."""
+    checkpoint = find_checkpoint(Path("runs") / run)
+    lines = (checkpoint / "config.yaml").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.split(":")[0] not in names]
+    assert len(kept) == len(lines) - len(names)
+    (checkpoint / "config.yaml").write_text("".join(kept))
+    values = json.loads((checkpoint / "state.json").read_text())
+    for name in ("resize", "interpolation", "squash"):
+        del values["input"][name]
+    (checkpoint / "state.json").write_text(json.dumps(values))
+    (checkpoint / "manifest.json").unlink()
+    _write_manifest(checkpoint)
+
+
 # -- published weights -----------------------------------------------------------------------------------------------
 
 
@@ -169,6 +256,14 @@ def publish(hub, name, **arguments):
     model = torchvision.models.get_model(name, **arguments)
     torch.save(model.state_dict(), hub / weights.url.rsplit("/", 1)[1])
     return model
+
+
+def fix_of(config, spec):
+    """The fix in the error about weights that cannot be loaded."""
+    with pytest.raises(UserError) as error:
+        build_model(config, spec, 7)
+    assert f"--pretrained: the weights of {config.model} cannot be loaded (" in error.value.problem
+    return error.value.fix
 
 
 @pytest.mark.parametrize(
@@ -203,26 +298,34 @@ def test_published_weights_are_loaded_under_a_new_head_and_evaluated_as_trained(
     check_training(model, small)
 
 
-def test_the_vision_transformer_takes_its_weights_at_their_size_only(hub):
-    config = TrainConfig(model="vit_b_16", pretrained=True, image_size=32)
-    with pytest.raises(ValueError, match=r"--pretrained: the weights of vit_b_16 cannot be loaded .*--image_size"):
-        build_model(config, input_spec(config, 3, (32, 32)), 7)
+def test_the_vision_transformer_takes_its_weights_at_their_size_only():
+    problem = "--image_size 32: the weights of vit_b_16 are for 224x224 images only; leave out --image_size"
+    with pytest.raises(ValueError, match=problem):
+        input_spec(TrainConfig(model="vit_b_16", pretrained=True, image_size=32), 3, (32, 32))
+    assert input_spec(TrainConfig(model="vit_b_16", pretrained=True), 3, (32, 32)).height == 224
+    assert input_spec(TrainConfig(model="vit_b_16", image_size=32), 3, None).height == 32
 
 
 def test_weights_that_are_missing_or_damaged_are_one_line_with_the_fix(hub):
     config = TrainConfig(model="resnet18", pretrained=True)
     spec = input_spec(config, 3, None)
-    with pytest.raises(ValueError, match=r"the weights of resnet18 cannot be loaded .*torch/hub/checkpoints"):
-        build_model(config, spec, 7)
+    file = hub.resolve() / "resnet18-f37072fd.pth"
+    url = "https://download.pytorch.org/models/resnet18-f37072fd.pth"
+    assert fix_of(config, spec) == f"without a network, save {url} as {file}"
     publish(hub, "resnet18")
-    file = next(hub.iterdir())
     for content in (file.read_bytes()[:1000], b"nothing", b""):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"the weights of resnet18 cannot be loaded .*delete a damaged file"):
-            build_model(config, spec, 7)
+        assert fix_of(config, spec) == f"delete {file} if it is damaged"
+    publish(hub, "resnet18")
+    config = TrainConfig(model="resnet18", pretrained=True, image_size=64, model_args={"groups": 1})
+    assert build_model(config, spec, 7)
+    wide = TrainConfig(model="resnet18", pretrained=True, model_args={"replace_stride_with_dilation": [True]})
+    assert fix_of(wide, spec) == f"leave out --model_args, or delete {file} if it is damaged"
     config = TrainConfig(model="timm/resnet10t", pretrained=True)
-    with pytest.raises(ValueError, match=r"the weights of timm/resnet10t cannot be loaded .*Hugging Face cache"):
-        build_model(config, input_spec(config, 3, None), 7)
+    fix = fix_of(config, input_spec(config, 3, None))
+    assert fix.startswith(
+        "without a network, run `hf download timm/resnet10t.c3_in1k` elsewhere and copy the files to /"
+    )
 
 
 def test_grey_images_become_coloured_for_published_weights_unless_the_user_says_grey():
@@ -276,6 +379,33 @@ def test_the_input_follows_the_flags_then_the_weights_then_the_data(settings, se
     assert len(spec.mean) == len(spec.std) == spec.channels
 
 
+def test_photographs_are_resized_for_evaluation_as_for_the_published_weights():
+    for name in torchvision_models():
+        preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+        spec = input_spec(TrainConfig(model=name, pretrained=True), 3, None)
+        found = spec.height, spec.resize, spec.interpolation, spec.squash
+        assert found == (preset.crop_size[0], preset.resize_size[0], preset.interpolation.value, False), name
+    for name in timm.list_models(pretrained=True)[::20]:
+        cfg = timm.get_pretrained_cfg(name)
+        for size in (cfg.input_size[1], 160, 320):
+            spec = input_spec(TrainConfig(model=f"timm/{name}", pretrained=True, image_size=size), 3, None)
+            assert spec.small or spec.resize == math.floor(size / cfg.crop_pct), name  # as in timm's own transform
+            assert spec.small or (spec.interpolation, spec.squash) == (cfg.interpolation, cfg.crop_mode == "squash")
+
+
+def test_the_share_of_a_photograph_follows_the_flag_then_the_weights_and_images_up_to_96_pixels_have_none():
+    def resize(**settings):
+        return input_spec(TrainConfig(**{"model": "resnet50", **settings}), 3, None).resize
+
+    assert (resize(), resize(image_size=320), resize(eval_crop=1.0), resize(eval_crop=0.5)) == (256, 365, 224, 448)
+    assert (resize(pretrained=True), resize(pretrained=True, image_size=448)) == (232, 464)
+    assert resize(pretrained=True, eval_crop=0.9) == 248
+    for pretrained in (True, False):
+        small = input_spec(TrainConfig(model="swin_t", pretrained=pretrained, image_size=96, eval_crop=0.5), 3, None)
+        assert (small.resize, small.interpolation, small.squash) == (None, "bilinear", False)
+    assert input_spec(TrainConfig(model="swin_t"), 3, None).interpolation == "bilinear"
+
+
 def test_means_and_deviations_are_given_for_each_channel_or_for_all():
     spec = input_spec(TrainConfig(mean=[0.1, 0.2, 0.3], std=[0.4]), 3, (32, 32))
     assert (spec.mean, spec.std) == ([0.1, 0.2, 0.3], [pytest.approx(0.4)] * 3)
@@ -295,6 +425,25 @@ def test_means_and_deviations_are_given_for_each_channel_or_for_all():
     "settings, text",
     [
         ({"model": "resnet81"}, "--model resnet81: no such model; did you mean .*resnet18"),
+        ({"model": "vit"}, r"no such model; did you mean vit_b_16, vit_b_32, vit_h_14 or vit_l_16\?$"),
+        ({"model": "ResNet18"}, r"no such model; did you mean resnet18\?$"),
+        ({"model": "vgg11-bn"}, r"no such model; did you mean vgg11_bn\?$"),
+        ({"model": "shuffle"}, "did you mean shufflenet_v2_x0_5, "),
+        ({"model": "resnet10t"}, r"--model resnet10t: no such model; did you mean timm/resnet10t\?$"),
+        ({"model": ""}, "--model : no such model; use mnist_cnn, mlp"),
+        ({"model": "timm/"}, "--model timm/: timm has no such model; use mnist_cnn, mlp"),
+        (
+            {"model": "timm/resnet18.a2"},
+            "--model timm/resnet18.a2: timm has no such weights; did you mean timm/resnet18.a",
+        ),
+        (
+            {"model": "resnet18", "model_args": {"weights": "x"}},
+            "--model_args weights: cannot be set here; leave it out",
+        ),
+        (
+            {"model": "timm/resnet10t", "model_args": {"pretrained": True}},
+            "--model_args pretrained: cannot be set here",
+        ),
         ({"model": "xyzzy"}, "--model xyzzy: no such model; use mnist_cnn, mlp, any torchvision .* or timm/NAME$"),
         ({"model": "timm/resnet81"}, "--model timm/resnet81: timm has no such model; did you mean timm/resnet"),
         ({"model": "mnist_cnn", "pretrained": True}, "--pretrained: mnist_cnn has no published weights"),
@@ -316,6 +465,30 @@ def test_models_of_timm_without_weights_cannot_start_from_them():
 def test_a_wrong_model_argument_is_named(name):
     with pytest.raises(ValueError, match=f"--model_args for {name}: .*'colour'"):
         build(name, spec_of(32, 3), model_args={"colour": 1})
+
+
+@pytest.mark.parametrize(
+    "name, arguments, text",
+    [
+        ("timm/resnet10t", {"act_layer": "x"}, "KeyError 'x'; change or remove these arguments"),
+        (
+            "timm/resnet10t",
+            {"features_only": True},
+            "has an output of type list, not one score per class; leave out --model_args",
+        ),
+        (
+            "timm/resnet10t",
+            {"drop_rate": "x"},
+            "does not accept 32x32x3 images .*; change --model_args, or try --image_size",
+        ),
+        ("mnist_cnn", {"dropout": 2}, "--model_args for mnist_cnn: dropout probability has to be between 0 and 1"),
+        ("resnet18", {"replace_stride_with_dilation": [1]}, "--model_args for resnet18: replace_stride_with_dilation"),
+        ("resnet18", {"norm_layer": "x"}, "--model_args for resnet18: 'str' object is not callable"),
+    ],
+)
+def test_values_of_model_arguments_that_no_model_takes_are_one_line(name, arguments, text):
+    with pytest.raises(UserError, match=text):
+        build(name, spec_of(32, 3), model_args=arguments)
 
 
 def test_extra_heads_are_refused():

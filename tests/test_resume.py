@@ -29,7 +29,7 @@ def batch_of(record):
     ("flags", "starts"),
     [
         # as many samples at once as before, or fewer; the same global batch
-        ((), [(2, 64, 1, 128), (1, 64, 2, 128), (2, 64, 1, 128)]),
+        ((), [(2, 32, 1, 64), (1, 32, 2, 64), (2, 32, 1, 64)]),
         (("--batch_size", "60"), [(2, 60, 1, 120), (1, 60, 2, 120), (3, 40, 1, 120), (2, 60, 1, 120)]),
         pytest.param(
             ("--batch_size", "30", "--grad_accum", "2"),
@@ -55,7 +55,7 @@ def test_a_number_of_processes_that_cannot_keep_it_is_refused_with_those_that_ca
     train_run(2, "run", *FLAGS, "--max_steps", "2")
     outcomes = run_ranks(3, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "3"])
     assert [outcome.code for outcome in outcomes] == [2, 2, 2]
-    assert "the global batch of 128 is not divisible by 3 processes; resume with 1, 2 or 4 processes" in outcomes[0].err
+    assert "the global batch of 64 is not divisible by 3 processes; resume with 1, 2 or 4 processes" in outcomes[0].err
     assert outcomes[0].err.count("\n") == 1
 
 
@@ -70,19 +70,20 @@ def test_a_number_of_processes_that_cannot_keep_it_is_refused_before_the_data_is
 def test_another_global_batch_is_refused():
     train_run(2, "run", *FLAGS, "--max_steps", "2")
     (outcome,) = run_ranks(1, train.main, [*FLAGS, "--resume", "auto", "--max_steps", "3", "--global_batch_size", "60"])
-    assert outcome.code == 2 and "was trained with a global batch size of 128, not 60" in outcome.err
+    assert outcome.code == 2 and "was trained with a global batch size of 64, not 60" in outcome.err
 
 
 def test_a_smaller_batch_size_accumulates_to_the_same_global_batch():
     """What one does when memory was short."""
     train_run(1, "run", *FLAGS, "--max_steps", "2")
     train_run(1, "run", *FLAGS, "--max_steps", "3", "--resume", "auto", "--batch_size", "32")
-    assert [batch_of(record) for record in records("run", "start")] == [(1, 128, 1, 128), (1, 32, 4, 128)]
+    assert [batch_of(record) for record in records("run", "start")] == [(1, 64, 1, 64), (1, 32, 2, 64)]
 
 
 def test_what_is_due_after_an_update():
     def due(step, position, **settings):
-        return tuple(due_after(TrainConfig(**settings), TrainState(step=step, position=position), updates=100))
+        config = TrainConfig(log_every=50, **settings)
+        return tuple(due_after(config, TrainState(step=step, position=position), updates=100))
 
     assert due(7, 128) == (False, False, False)
     assert due(50, 128) == (True, False, False)  # --log_every 50

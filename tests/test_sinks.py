@@ -1,9 +1,11 @@
 """Sinks get each record of log.jsonl once, also in resumed runs, and their errors do not end a run."""
 
 import errno
+import io
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from helpers.waiting import has_logged, records_so_far, until
 
 import train
 from utils.config.settings import TrainConfig
+from utils.launch.exits import exit_with_error
 from utils.runs.log import RunLog
-from utils.runs.sinks import SINKS, is_kept
+from utils.runs.sinks import SINKS, ProgressBar, is_kept
 from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
@@ -165,3 +168,58 @@ def test_records_reach_the_sinks_once_they_are_written_in_their_order(monkeypatc
     assert lines == [
         f"sink {n}: [Errno 5] Input/output error; the run continues without it" for n in ("second", "first")
     ]
+
+
+class Screen(io.StringIO):
+    """A terminal that both streams write to."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """What a person sees: after a carriage return, text is written over what is there."""
+        shown = []
+        for line in self.getvalue().split("\n"):
+            row = ""
+            for part in line.split("\r"):
+                row = part + row[len(part) :]
+            shown.append(row.rstrip())
+        return shown
+
+
+def test_a_finished_bar_is_not_left_on_the_terminal(monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    bar = ProgressBar(Path(), TrainState(), 3, TASK)
+    for update in range(3):
+        bar.advance()
+        bar.say(f"line {update}")
+        bar.bar.refresh()
+        assert "/3 [" in screen.lines()[-1]
+    bar.say("the last line")
+    bar.close()
+    assert screen.lines() == ["line 0", "line 1", "line 2", "the last line", ""]
+
+
+def test_an_error_is_a_line_of_its_own_above_the_bar(monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    bar = ProgressBar(Path(), TrainState(), 3, TASK)
+    bar.advance()
+    with pytest.raises(SystemExit):
+        exit_with_error(ValueError("wrong"), "train.py")
+    bar.close()
+    assert screen.lines() == ["train.py: error: wrong", ""]
+
+
+def test_lines_that_are_piped_away_are_not_mixed_with_a_bar_on_the_terminal(monkeypatch):
+    screen, pipe = Screen(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    monkeypatch.setattr(sys, "stderr", screen)
+    bar = ProgressBar(Path(), TrainState(), 3, TASK)
+    bar.advance()
+    bar.say("a line")
+    bar.close()
+    assert screen.getvalue() == "" and pipe.getvalue() == "a line\n"

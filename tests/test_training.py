@@ -34,12 +34,14 @@ DIGITS = (
     "1",
     "--threads",
     "1",
+    "--weight_decay",
+    "5e-4",
 )
 TOPOLOGIES = {"one": (1, 1), "two": (2, 1), "accumulated": (1, 2), "three": (3, 1), "both": (2, 2)}
 
 
 def quick(*names):
-    """The names of all topologies, those other than `names` marked full."""
+    """The names of all topologies; those other than `names` are marked full."""
     return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in TOPOLOGIES]
 
 
@@ -215,7 +217,7 @@ def test_the_arguments_of_onecycle_mean_what_they_mean_in_torch():
 @pytest.mark.parametrize("topology", quick("both"))
 def test_learning_rate_per_update_is_the_same_on_every_topology(topology):
     processes, accum = TOPOLOGIES[topology]
-    flags = (*DIGITS, "--lr_schedule", "cosine", "--warmup_steps", "3", "--max_steps", "14")
+    flags = (*DIGITS, "--lr", "0.05", "--lr_schedule", "cosine", "--warmup_steps", "3", "--max_steps", "14")
     train_run(processes, "run", *flags, "--grad_accum", str(accum))
     expected = [0.05 * (u + 1) / 3 for u in range(3)] + [0.025 * (1 + math.cos(math.pi * u / 11)) for u in range(11)]
     assert [record["lr"] for record in records("run", "train")] == pytest.approx(expected)

@@ -8,7 +8,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -73,6 +73,15 @@ def write_file(path: Path, text: str) -> None:
 def write_output(path: Path, text: str) -> None:
     """Like `write_file`, but follows a link, for a path given by the user."""
     write_file(path.resolve() if path.is_symlink() else path, text)
+
+
+def size_of(folder: Path) -> int:
+    """The bytes of all files below a folder; files that disappear meanwhile are not counted."""
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def sync(path: Path) -> None:

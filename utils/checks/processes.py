@@ -24,6 +24,7 @@ from utils.files import expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.network import address_of
 from utils.memory import free_memory, usable_cores
+from utils.ranks.cores import taken_cores
 from utils.ranks.ranks import Ranks
 
 _PATIENCE = 5.0  # seconds until a new file must be visible; NFS caches the list of a folder for a few seconds
@@ -118,6 +119,11 @@ def threads(facts: Sequence[dict]) -> Finding:
     fix = "threads that share a core slow all ranks down; start at most one process for each core, and leave out "
     fix += "--threads, so that each process gets an equal share of the cores"
     return Finding("threads", "; ".join(short[:4] or dict.fromkeys(values)), not short, fix)
+
+
+def cores(ranks: Ranks) -> Finding:
+    """Report processor cores that other programs use; collective."""
+    return Finding("cores", "\n".join(taken_cores(ranks)) or "hardly used by other programs")
 
 
 def versions(facts: Sequence[dict]) -> Finding:

@@ -3,6 +3,8 @@
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
 
+LARGEST_BATCH = 128  # the largest global batch that is chosen from the data
+
 
 def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
     """Return (batch_size, grad_accum, global_batch_size). The last is the product of the first two and `processes`.
@@ -11,8 +13,14 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
     """
     batch, accum, total = config.batch_size, config.grad_accum, config.global_batch_size
     if batch is None:
-        total = total or 128
         parts = processes * (accum or 1)
+        if total is None and LARGEST_BATCH % parts:  # all batches that are chosen from the data are powers of two
+            raise UserError(
+                f"the default --global_batch_size is a power of two, so it is not divisible by {processes} processes "
+                f"x {accum or 1} accumulation steps",
+                f"set it to a multiple of {parts}, or use a different number of processes",
+            )
+        total = total or LARGEST_BATCH
         if total % parts:
             below, above = total // parts * parts, (total // parts + 1) * parts
             works = f"{below} or {above}" if below else f"{above}"

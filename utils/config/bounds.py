@@ -13,10 +13,11 @@ _COUNTS = (
 )
 _NOT_NEGATIVE = ("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow")
 _AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
-_ABOVE = dict.fromkeys(("lr", "std", "min_scale", "eval_fraction", "save_seconds", "clip_norm", "timeout"), 0)
+_FRACTIONS = ("min_scale", "eval_crop")
+_ABOVE = dict.fromkeys(("lr", "std", "eval_fraction", "save_seconds", "clip_norm", "timeout", *_FRACTIONS), 0)
 _BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction"), 1)
-_AT_MOST = {"min_scale": 1, "crop_padding": 1024, "grad_accum": 2**16, "image_size": 2**16 - 1, "seed": 2**63 - 1}
-_AT_MOST |= {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
+_AT_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "image_size": 2**16 - 1, "seed": 2**63 - 1}
+_AT_MOST |= dict.fromkeys(_FRACTIONS, 1) | {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
 _LARGEST_INTEGER = 2**31 - 1  # if there is no other limit
 
 

@@ -1,5 +1,6 @@
 """Fill a settings dataclass from --config FILE, then from the flags. An error is reported on one line."""
 
+import argparse
 import re
 import sys
 import warnings
@@ -11,8 +12,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from utils.config.settings import LaunchConfig, TrainConfig
-from utils.config.table import Table, suggestion
+from utils.config.other_names import fix_for_unknown
+from utils.config.settings import GROUPS, LaunchConfig, TrainConfig
+from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
 from utils.launch.exits import exit_with_error, reports_for_machine, with_rank
@@ -66,7 +68,7 @@ def _parser(cls: type, prog: str, tables: Sequence[Table]):
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     set_loader("lockstep", load_yaml, exceptions=(yaml.YAMLError,))  # also for strings inside a file
     options: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": "lockstep"}
-    parser = ArgumentParser(prog=prog, description=cls.__doc__, **options)
+    parser = ArgumentParser(prog=prog, usage="%(prog)s [flags]", description=cls.__doc__, **options)
     if cls is TrainConfig:
         parser.add_argument("--config", action="config", help="YAML file of settings, applied before all flags.")
     own = set(cls.__annotations__)  # includes settings of LaunchConfig for which `cls` has a different default
@@ -77,7 +79,20 @@ def _parser(cls: type, prog: str, tables: Sequence[Table]):
     for action in parser._actions:
         if action.dest in helps:
             action.help = f"{str(action.help).rstrip('.')}{helps[action.dest].replace('%', '%%')}"
+    _group_help(parser, cls)
     return parser
+
+
+def _group_help(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Divide the list of --help into the groups of settings.py."""
+    titles, groups = GROUPS[cls.__name__] | GROUPS["LaunchConfig"], parser._action_groups
+    listed = groups[1]._group_actions  # argparse's "options"
+    first = next(index for index, action in enumerate(listed) if action.dest in titles)
+    for action in listed[first:]:
+        if action.dest in titles:
+            parser.add_argument_group(titles[action.dest])
+        groups[-1]._group_actions.append(action)
+    del listed[first:]
 
 
 def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -109,11 +124,13 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
             skip -= 1
             continue
         result.append(argument)
+        if re.match(r"-[a-zA-Z]", argument) and argument != "-h":
+            raise UserError(f"unknown flag {argument[:2]}", fix_for_unknown(argument[1], names, "--"))
         if not argument.startswith("--"):
             continue
         name = re.split(r"[.=+]", argument[2:])[0]
         if name not in names and argument not in ("--help", "--print_config"):
-            raise UserError(f"unknown flag --{name}", suggestion(name, names, "--help lists all", "--"))
+            raise UserError(f"unknown flag --{name}", fix_for_unknown(name, names, "--"))
         following = argv[position + 1] if position + 1 < len(argv) else "--"
         if name in lists:
             words = argv[position + 1 :] if "=" not in argument else [argument.partition("=")[2]]
@@ -145,7 +162,7 @@ def _read_config_file(path: str, names: list[str]) -> dict:
         raise UserError(f"{path}: was written by a newer version of Lockstep", "update Lockstep")
     for name in values:
         if name not in names:
-            raise UserError(f"{path}: unknown setting {name!r}", suggestion(str(name), names, "--help lists all"))
+            raise UserError(f"{path}: unknown setting {name!r}", fix_for_unknown(str(name), names))
     return values
 
 

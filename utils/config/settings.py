@@ -1,11 +1,12 @@
 """The settings of train.py, eval.py and doctor.py, and warnings about settings without effect."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from utils.config.bounds import check_ranges, check_run_name, require
 from utils.config.yaml_text import dump_yaml
 
+FROM_DATA: Any = None  # the default of settings that defaults.py fills when the data is known
 Arguments = dict[str, bool | int | float | str | list | dict | None]  # keyword arguments, in YAML
 
 
@@ -45,9 +46,9 @@ class TrainConfig(LaunchConfig):
     eval_fraction: float | None = None
     """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead of a split."""
     image_column: str | None = None
-    """Column with the images (default: found by its type)."""
+    """Column with the images (default: found by its type, or named path in a CSV file)."""
     label_column: str | None = None
-    """Column with the labels (default: found by its type)."""
+    """Column with the labels (default: found by its type, or named label in a CSV file)."""
     max_train_samples: int | None = None
     """Train on a random subset of this many samples, for debugging."""
     max_eval_samples: int | None = None
@@ -77,41 +78,51 @@ class TrainConfig(LaunchConfig):
     """Standard deviation per channel to divide by (default: that of the pretrained weights, else 0.5)."""
     crop_padding: int = 0
     """Shift training images at random by up to this many pixels, filled with black."""
-    flip: bool = False
-    """Mirror training images left to right at random."""
+    flip: bool = FROM_DATA
+    """Mirror training images left to right at random (default: true for photographs)."""
     min_scale: float | None = None
     """Smallest area of a random training crop, as a fraction of the image; with 1, images are not cropped at random,
     and photographs are cropped to their centre as in evaluation (default: 1 for images up to 96 pixels, else 0.08)."""
 
-    model: str = "mnist_cnn"
-    """Model."""
+    eval_crop: float | None = None
+    """Fraction of a photograph's shorter side that evaluation uses (default: that of the pretrained weights, else
+    0.875); images up to 96 pixels are used whole."""
+
+    model: str = FROM_DATA
+    """Model (default: mnist_cnn for images up to 96 pixels without --pretrained, else resnet18)."""
     model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False
     """Start from the published weights of the model."""
+    stem: Literal["auto", "small", "standard"] = "auto"
+    """First layers of a torchvision model: standard keeps them; small replaces them with a 3x3 convolution of stride
+    1, which is slower but more accurate on small images and does not fit torchvision's weights; auto is small for
+    inputs up to 96 pixels without --pretrained, else standard."""
 
     epochs: int = 20
     """Passes over the training data."""
     max_steps: int | None = None
     """Updates of the whole run; overrides --epochs."""
     global_batch_size: int | None = None
-    """Samples per update over all processes and accumulation steps (default: 128)."""
+    """Samples per update over all processes and accumulation steps (default: 128, or less for up to 896 samples)."""
     batch_size: int | None = None
     """Samples per process and accumulation step; give this or --global_batch_size."""
     grad_accum: int | None = None
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
-    drop_last: bool = False
-    """Leave out the last samples of an epoch if they do not fill a global batch."""
+    drop_last: bool = FROM_DATA
+    """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
+    below 128 was chosen and they would fill less than half of it)."""
     optimizer: str = "sgd"
     """Optimizer."""
     optimizer_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
-    lr: float = 0.05
-    """Peak learning rate."""
+    lr: float = FROM_DATA
+    """Peak learning rate (default: depends on optimizer, --pretrained and batch; 0.05 for sgd and 128 samples)."""
     momentum: float = 0.9
     """Momentum of sgd."""
-    weight_decay: float = 5e-4
-    """Weight decay of matrices and kernels; biases and normalisation layers have none."""
+    weight_decay: float = FROM_DATA
+    """Weight decay of matrices and kernels; biases and normalisation layers have none (default: 5e-4 for sgd, 0.05 for
+    adamw)."""
     lr_schedule: str = "onecycle"
     """Learning rate schedule."""
     lr_schedule_args: Arguments = field(default_factory=dict)
@@ -164,8 +175,8 @@ class TrainConfig(LaunchConfig):
     """Number of newest checkpoints to keep, besides the best one."""
     eval_every: int | None = None
     """Updates between evaluations (default: one epoch); the last update is always evaluated."""
-    log_every: int = 50
-    """Updates between training records in the log."""
+    log_every: int = FROM_DATA
+    """Updates between training records in the log (default: 50, or a quarter of the run's updates if that is less)."""
     eval_batch_size: int = 256
     """Samples per process in an evaluation batch, the same batches on every topology."""
     metrics: bool = False
@@ -219,6 +230,8 @@ class EvalConfig(LaunchConfig):
     the run)."""
     check_images: Literal["quick", "full"] | None = None
     """How to check images: quick reads both ends of each image, full decodes it (default: as in the run)."""
+    eval_crop: float | None = None
+    """Fraction of a photograph's shorter side to use (default: as in the run)."""
     json: str | None = None
     """File to write the results to, as JSON."""
     num_workers: int | None = None
@@ -250,16 +263,34 @@ class DoctorConfig(LaunchConfig):
         check_ranges(self)
 
 
+# The groups of --help, by the first setting of each.
+GROUPS = {
+    "LaunchConfig": {"cpu": "processes and devices"},
+    "TrainConfig": {
+        "data": "data",
+        "image_size": "input and augmentation",
+        "model": "model",
+        "epochs": "length and batch size",
+        "optimizer": "optimizer, schedule and loss",
+        "mixed_precision": "precision, speed and randomness",
+        "output_dir": "run folder and checkpoints",
+        "eval_every": "evaluation and log",
+    },
+    "EvalConfig": {"ckpt": "evaluation"},
+    "DoctorConfig": {"timeout": "checks"},
+}
+
+
 def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes: int) -> list[str]:
     """A line for each changed setting that has no effect in this run or does not suit its data."""
     unused = (
         ("momentum", config.optimizer == "adamw", "adamw has no momentum"),
         ("comm_hook", processes == 1, "a single process exchanges no gradients"),
-        ("sync_batchnorm", processes == 1, "a single process has all samples"),
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
         ("static_graph", processes == 1, "a single process exchanges no gradients"),
         ("num_workers", small_images, "small images are decoded once, before training"),
         ("data_on_device", not small_images, "only small images are decoded before training"),
+        ("eval_crop", small_images, "small images are evaluated whole"),
         ("image_column", not has_columns, f"{config.data} has no columns"),
         ("label_column", not has_columns, f"{config.data} has no columns"),
     )
@@ -268,6 +299,8 @@ def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes
         for name, applies, reason in unused
         if applies and getattr(config, name) != getattr(TrainConfig, name)
     ]
+    if config.sync_batchnorm and processes == 1:
+        lines.append("--sync_batchnorm is slower on one process; it only helps to compare with runs on several")
     if config.model == "mnist_cnn" and not small_images:
         lines.append("mnist_cnn is made for small images; for photographs try --model resnet18")
     return lines

@@ -1,8 +1,9 @@
 """Tables: functions by name, for settings such as --optimizer whose value is a name."""
 
 import inspect
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -82,10 +83,20 @@ class Table(dict[str, Any]):
         return f"--{self.what}_args for {getattr(config, self.what)}"
 
 
-def suggestion(name: str, names: Any, otherwise: str, prefix: str = "") -> str:
-    """The fix for a name that does not exist: the most similar of the valid names, or `otherwise`."""
-    similar = get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {prefix}{similar[0]}?" if similar else otherwise
+def suggestion(name: str, names: Iterable[str], otherwise: str, prefix: str = "") -> str:
+    """The fix for a name that does not exist: up to four similar valid names, or `otherwise`.
+
+    The first of these that exist: the name in another spelling, names that begin with it, contain it, or resemble it.
+    """
+    given, known = re.sub(r"[-\s]", "_", name.lower()), {known.lower(): known for known in names}
+    similar = [given] if given in known else [word for word in known if given and word.startswith(given)]
+    similar = similar or [word for word in known if len(given) > 2 and given in word]
+    for cutoff in (0.8, 0.7, 0.6):
+        similar = similar or get_close_matches(given, known, n=3, cutoff=cutoff)
+    *others, last = [prefix + known[word] for word in similar[:4]] or [""]
+    if not last:
+        return otherwise
+    return f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
 
 
 def _first_line(function: Any) -> str:

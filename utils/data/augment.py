@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from utils.config.settings import TrainConfig
-from utils.data.decode import EVAL_CROP, Shrink, center, resize, shrink_to_center, shrink_to_part
+from utils.data.decode import EVAL_CROP, Shrink, center_of_photograph, resize, shrink_to_center, shrink_to_part
 from utils.data.draws import Array, Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
@@ -59,13 +59,14 @@ class Center(Operation):
     """The centre of a photograph, as in evaluation."""
 
     def __init__(self, spec: InputSpec):
-        self.size = spec.height, spec.width
+        self.spec = spec
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
-        return center(pixels, *self.size, EVAL_CROP)
+        return center_of_photograph(pixels, self.spec)
 
     def shrink(self, random: np.ndarray) -> Shrink:
-        return shrink_to_center(*self.size, EVAL_CROP)
+        size = self.spec.height, self.spec.width
+        return shrink_to_center(*size, min(size) / self.spec.resize if self.spec.resize else EVAL_CROP)
 
 
 class Crop(Operation):
@@ -74,12 +75,12 @@ class Crop(Operation):
     streams = ("crop_area", "crop_aspect", "crop_top", "crop_left")
 
     def __init__(self, spec: InputSpec, min_scale: float):
-        self.size, self.min_scale = (spec.height, spec.width), min_scale
+        self.size, self.min_scale, self.interpolation = (spec.height, spec.width), min_scale, spec.interpolation
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
         height, width, _ = pixels.shape
         top, left, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
-        return resize(pixels[top : top + rows, left : left + columns], *self.size)
+        return resize(pixels[top : top + rows, left : left + columns], *self.size, self.interpolation)
 
     def shrink(self, random: np.ndarray) -> Shrink:
         return shrink_to_part(partial(crop_box, random=random.tolist(), min_scale=self.min_scale), *self.size)
@@ -165,8 +166,8 @@ def _crop(config: TrainConfig, spec: InputSpec) -> Operation | None:
 
 
 def _shift_and_flip(config: TrainConfig, spec: InputSpec) -> Operation | None:
-    wanted = config.crop_padding > 0 or config.flip
-    return ShiftAndFlip(spec, config.crop_padding, config.flip) if wanted else None
+    padding, flip = config.crop_padding, bool(config.flip)  # None before it is chosen from the data
+    return ShiftAndFlip(spec, padding, flip) if padding or flip else None
 
 
 # In the order in which they are applied. Each function returns the operation, or None if the settings do not use it.

@@ -1,6 +1,7 @@
 """Decode images from bytes to uint8 pixels [H, W, C], and resize them."""
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from PIL import ExifTags, Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 from torch.nn.functional import interpolate
+from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.errors import UserError, one_line
 
@@ -169,15 +172,30 @@ def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tenso
     if tuple(pixels.shape[:2]) == (height, width) and share == 1.0:
         return pixels
     scale = 1 / shrink_to_center(height, width, share)(*pixels.shape[:2])
-    size = [max(height, round(pixels.shape[0] * scale)), max(width, round(pixels.shape[1] * scale))]
-    planes = resize(pixels, *size).permute(2, 0, 1)
+    rows, columns = max(height, round(pixels.shape[0] * scale)), max(width, round(pixels.shape[1] * scale))
+    planes = resize(pixels, rows, columns).permute(2, 0, 1)
     return F.center_crop(planes, [height, width]).permute(1, 2, 0)
 
 
-def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Resize an image with bilinear interpolation and antialiasing; uint8 [H, W, C]."""
+def center_of_photograph(pixels: Tensor, spec: InputSpec) -> Tensor:
+    """The centre of a photograph in the model's input size; uint8 [H, W, C].
+
+    The same as `Resize(spec.resize)` and `CenterCrop` of torchvision, which timm uses too.
+    """
+    if spec.resize is None:
+        return center(pixels, spec.height, spec.width, EVAL_CROP)
+    whole_height, whole_width, _ = pixels.shape
+    scale = max(spec.height / whole_height, spec.width / whole_width) * spec.resize / min(spec.height, spec.width)
+    height, width = (spec.resize if spec.squash else math.floor(side * scale + 1e-6) for side in pixels.shape[:2])
+    planes = resize(pixels, height, width, spec.interpolation).permute(2, 0, 1)
+    return F.center_crop(planes, [spec.height, spec.width]).permute(1, 2, 0)
+
+
+def resize(pixels: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
+    """Resize an image with antialiasing; uint8 [H, W, C]."""
     if pixels.is_cuda:  # where PyTorch can only resize floats
-        return F.resize(pixels.permute(2, 0, 1), [height, width], antialias=True).permute(1, 2, 0)
+        mode = InterpolationMode(interpolation)
+        return F.resize(pixels.permute(2, 0, 1), [height, width], mode, antialias=True).permute(1, 2, 0)
     # The batch dimension is added first: PyTorch only then detects the channels-last layout, which is faster.
     planes = pixels[None].permute(0, 3, 1, 2)
-    return interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+    return interpolate(planes, (height, width), mode=interpolation, antialias=True)[0].permute(1, 2, 0)

@@ -14,12 +14,22 @@ from pathlib import Path
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.scan import Scan, class_name_of, class_names_in, folders_in, holds_image, is_folder, loose_images
+from utils.data.scan import (
+    IMG_EXTENSIONS,
+    LeftOut,
+    Scan,
+    class_name_of,
+    class_names_in,
+    folders_in,
+    holds_image,
+    is_folder,
+    loose_images,
+)
 from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, split_that_defines_classes, whole_split
 from utils.data.table_files import has_tables
 from utils.errors import UserError
 
-_WORDS = {
+_WORDS = {  # docs/data.md lists them
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "eval", "evaluation", "dev"),
     "test": ("test", "testing"),
@@ -80,7 +90,8 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
         if not _share_a_class(with_classes):
             raise _ambiguous(path, with_classes, others)
         layout = _split_layout(path, splits, config)
-        note = f"{path}: folders next to the splits are not used: {join_names(others)}"
+        known = join_names((word for words in _WORDS.values() for word in words), 99)
+        note = f"{path}: folders next to the splits are not used: {join_names(others)} (split names are {known})"
         return replace(layout, notes=(*layout.notes, note))
     images_in = [name for name in splits if holds_image(children[name])]
     if len(images_in) > 1 or (images_in and len(others) < 2):
@@ -165,8 +176,8 @@ def _ambiguous(path: Path, classes_in: Mapping[str, list[str]], others: list[str
     seen = [f"{n} (with the folders {join_names(inner, 4)})" if inner else n for n, inner in classes_in.items()]
     return UserError(
         f"{path}: cannot tell splits from classes: {' and '.join(seen)} next to {join_names(others)}",
-        f"give --train_split {next(iter(classes_in))} to train on one of them, "
-        "or --train_split . to use all folders as classes",
+        f"give --train_split {next(iter(classes_in))} to train on one of them "
+        "(and --eval_split to evaluate on another), or --train_split . to use all folders as classes",
     )
 
 
@@ -199,7 +210,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
         paths += files
         labels += [number[class_name]] * len(files)
     if not paths:
-        raise _no_images(folder)
+        raise _no_images(folder, scan.left_out)
     scan.count_beside_classes(folder)
     bad = {row: scan.bad[path] for row, path in enumerate(paths) if path in scan.bad} if scan.bad else {}
     images = Files(paths, str(folder), scan.left_out)
@@ -207,7 +218,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
     return replace(split, bad=bad, notes=tuple(scan.left_out.notes(folder)))
 
 
-def _no_images(folder: Path) -> UserError:
+def _no_images(folder: Path, left_out: LeftOut) -> UserError:
     tables = [child for child in sorted(folder.iterdir()) if child.is_dir() and has_tables(child)]
     if tables:
         return UserError(f"{folder}: no images in it", f"for the tables below it, give {join_names(tables)}")
@@ -218,6 +229,9 @@ def _no_images(folder: Path) -> UserError:
             "move each image to CLASS/IMAGE.jpg "
             "(if this split has no labels, choose another --eval_split or give --eval_fraction 0.1)",
         )
+    if left_out.not_images:
+        problem = f"{folder}: no images of a supported type, only {left_out.kinds()}"
+        return UserError(problem, f"convert them to one of {join_names(IMG_EXTENSIONS)}")
     names = [entry.name + "/" * is_folder(entry) for entry in os.scandir(folder)]
     seen = f" (only {join_names(sorted(names), 6)})" if names else ""
     return UserError(f"{folder}: no images in it{seen}", "an image folder holds CLASS/IMAGE.jpg")

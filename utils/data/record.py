@@ -175,7 +175,7 @@ def match_files(record: Record, part: RecordedSplit, whole: Split, class_names: 
 
     rows[gone] = len(files) + np.arange(len(gone))
     paths = [*files.paths, *(os.path.join(files.root, names[position]) for position in gone)]
-    bad = {**whole.bad, **dict.fromkeys(rows[gone].tolist(), "the file is gone")}
+    bad = {**whole.bad, **dict.fromkeys(rows[gone].tolist(), files.missing)}
     ends = np.append(np.zeros(len(files), np.int64) if whole.ends is None else whole.ends, np.zeros_like(gone))
     images = Files(paths, files.root)
     split = replace(whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad)

@@ -28,14 +28,21 @@ class LeftOut:
     loose: int = 0  # images next to the class folders, which have no class
     linked: list[str] = field(default_factory=list)  # links to folders that are already included
 
+    def kinds(self) -> str:
+        """The types of the files that are not images, and how many files each has."""
+        return join_names((f"{kind or 'no extension'} ({count})" for kind, count in self.not_images.most_common()), 6)
+
     def notes(self, folder: Path) -> list[str]:
         """Lines to print about everything that a user may have meant as samples."""
         lines = []
         if self.empty_classes:
             lines.append(f"class folders without readable images are left out: {join_names(self.empty_classes)}")
         if self.not_images:
-            kinds = [f"{kind or 'no extension'} ({count})" for kind, count in self.not_images.most_common()]
-            lines.append(f"files of types that are not read are left out: {join_names(kinds, 6)}")
+            lines.append(f"files of unsupported types are left out: {self.kinds()}")
+        if self.hidden_files or self.hidden_folders:
+            folders = [f"{name}/ ({count})" for name, count in self.hidden_folders.most_common()]
+            files = [f"files ({self.hidden_files})"] if self.hidden_files else []
+            lines.append(f"hidden files and folders are left out: {join_names([*files, *folders], 6)}")
         if self.loose:
             lines.append(f"images next to the class folders have no class and are left out ({self.loose} found)")
         if self.linked:

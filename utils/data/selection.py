@@ -63,14 +63,16 @@ def load_split(
         own_data, config = True, replace(config, **record.choices)
     if own_data and name in (None, "train"):
         split = _own_split(source, config, name == "train", record, terminal)
+        shown = split.name
     else:
-        name = name or _eval_name(source, "", None) or _train_name(source, None)
-        split = source.split(_existing(source, name, "--split"))
+        asked = name or _eval_name(source, "", None)
+        split = source.split(_existing(source, asked or _train_name(source, None), "--split"))
         _report_trained_on(record, split, terminal)
+        shown = split.name if asked or len(source.openers) > 1 else "all images"
     if config.bad_images == "skip":
         _report_left_out([split], terminal)
     split = random_subset(_readable_part(split, config), config.max_eval_samples, config.seed)
-    return renumber(split, source.class_names, class_names)
+    return replace(renumber(split, source.class_names, class_names), name=shown)
 
 
 def _open_checked(config: TrainConfig, terminal: Terminal) -> Source:

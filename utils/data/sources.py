@@ -4,12 +4,14 @@ To add a source, add a function `(rest, config)` that returns a `Source` (splits
 prefix that ends in a slash, or a file suffix such as ".csv". `rest` is the part of --data after it, or a file's path.
 """
 
+import os
 from pathlib import Path
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
 from utils.console import printable
 from utils.data.builtin import open_digits, open_synthetic
+from utils.data.csv_file import open_csv
 from utils.data.folders import image_folder
 from utils.data.splits import Source
 from utils.data.table_files import has_tables, read_table_files
@@ -24,6 +26,8 @@ SOURCES = Table(
         "digits": open_digits,
         "synthetic/": open_synthetic,
         "torchvision/": open_torchvision,
+        ".csv": open_csv,
+        ".tsv": open_csv,
     },
     others="a Hub id such as ylecun/mnist, an image folder, a folder of parquet or arrow files, a save_to_disk folder",
 )
@@ -39,7 +43,7 @@ def _find(data: str) -> tuple[str, str]:
     for key in SOURCES:
         if data == key or (f"{data}/".startswith(key) and key.endswith("/")):
             return key, data[len(key) :]
-        if key.startswith(".") and path.suffix == key and path.is_file():
+        if key.startswith(".") and path.suffix.lower() == key and path.is_file():
             return key, str(path)
     return "", data
 
@@ -47,7 +51,9 @@ def _find(data: str) -> tuple[str, str]:
 def absolute_data(name: str) -> str:
     """The value of --data with an absolute path, for use from any folder; other names are unchanged."""
     (key, _), path = _find(name), expand(name)
-    return str(path.resolve()) if path.exists() and (not key or key.startswith(".")) else name
+    if key.startswith("."):
+        return os.path.abspath(path)  # the target of a link may have no suffix
+    return str(path.resolve()) if not key and path.exists() else name
 
 
 def has_columns(data: str) -> bool:

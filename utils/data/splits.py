@@ -115,7 +115,9 @@ class Data:
 
 
 class Files:
-    """Image files by path, below a folder `root`; indexing returns the bytes of a file."""
+    """Image files by path, most or all of them below a folder `root`; indexing returns the bytes of a file."""
+
+    missing = "the file is gone"  # why a file that a checkpoint records cannot be read if this split does not have it
 
     def __init__(self, paths: list[str], root: str = "", left_out: LeftOut | None = None):
         self.paths, self.root = paths, root
@@ -127,8 +129,8 @@ class Files:
     @cached_property
     def names(self) -> list[str]:
         """The paths relative to the root, which do not change if the data set moves."""
-        start = len(os.path.join(self.root, ""))
-        return [path[start:] for path in self.paths]
+        prefix = os.path.join(self.root, "")
+        return [path.removeprefix(prefix) for path in self.paths]  # files elsewhere keep their whole path
 
     def __getitem__(self, row: int) -> bytes:
         with open(self.paths[row], "rb", buffering=0) as file:  # a buffer would cost a copy

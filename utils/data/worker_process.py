@@ -60,7 +60,7 @@ def worker_processes(count: int, ahead: int = 2) -> dict:
         "num_workers": count,
         "prefetch_factor": ahead if count else None,
         "multiprocessing_context": _START_METHOD if count else None,
-        # The worker does not ask for its parent itself: if the rank is killed first, it would be another process.
+        # The rank passes its own process id: if it were killed first, the worker would have another parent.
         "worker_init_fn": partial(_leave_signals_to_parent, os.getpid()),
         "generator": torch.Generator(),  # because starting workers must not draw from the global generator
     }

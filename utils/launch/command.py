@@ -21,8 +21,30 @@ def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
         command = [sys.executable, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
     if len(command) > 1 and Path(command[1]).name in ("accelerate", "accelerate-launch", "torchrun"):
         command = command[1:]
-    name = Path(command[0]).name
-    return [name if shutil.which(name) in (command[0], shutil.which(command[0])) else command[0], *command[1:]]
+    return [_shell_name(command[0]), *command[1:]]
+
+
+def script_command(script: str) -> list[str]:
+    """The command that runs another script of this project, with this Python and from the folder of train.py."""
+    own = Path(sys.argv[0])
+    return [_shell_name(sys.executable), str(own.with_name(script)) if own.name == "train.py" else script]
+
+
+def _shell_name(program: str) -> str:
+    """The name by which a shell in this folder finds a program: its name if it is on PATH, else its path."""
+    if os.sep not in program:
+        return program
+    for name in ("python", Path(program).name) if program == sys.executable else (Path(program).name,):
+        found = shutil.which(name)
+        # Comparing the files is not enough: the Pythons of two environments may be links to the same file.
+        if found and _same_file(found, program) and _same_file(os.path.dirname(found), os.path.dirname(program)):
+            return name
+    inside = os.path.relpath(program)
+    return program if inside.startswith(os.pardir) else os.path.join("" if os.sep in inside else os.curdir, inside)
+
+
+def _same_file(one: str, other: str) -> bool:
+    return os.path.exists(other) and os.path.samefile(one, other)
 
 
 def _command_of(process: int) -> list[str]:

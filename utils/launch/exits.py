@@ -1,13 +1,20 @@
 """How a process exits after an error: one rank prints the problem and the fix on one line; the exit code is 2."""
 
+import json
+import os
 import re
 import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
-from utils.errors import UserError, fix_of, one_line, problem_of
+from tqdm import tqdm
+
+from utils.errors import LostRank, UserError, fix_of, one_line, problem_of
+from utils.files import write_file
 from utils.launch.environment import claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
 
@@ -32,12 +39,29 @@ def exit_with_error(error: BaseException, prog: str, show: bool = True, show_tra
     if show and show_traceback:
         traceback.print_exception(error)
     if show:
-        # One write, so that the lines of several processes do not mix.
-        sys.stderr.write(f"{prog}: error: {one_line(error)}\n")
+        # One write, so that the lines of several processes do not mix. tqdm writes it above a progress bar.
+        text = f"{prog}: error: {one_line(error)}"
+        tqdm.write(f"{text}\n", file=sys.stderr, end="")
         sys.stderr.flush()
+        inform_launcher(text, is_cause=not isinstance(error, LostRank))
     else:  # when this rank exits, a launcher ends the others: wait for the rank that prints the error
         time.sleep(5 if is_launched() else 0.5)
     raise SystemExit(2)
+
+
+def inform_launcher(text: str, is_cause: bool = True) -> None:
+    """Let torchrun or accelerate launch repeat the text at the end of its own error message, if there is a launcher.
+
+    The launcher reads a file of each rank, in the format of `torch.distributed.elastic.multiprocessing.ErrorHandler`.
+    `is_cause` is False if the text only says that another rank has exited.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        # The launcher prints the earliest error last. It rounds the times of other exits down to seconds: hence - 1.
+        # A rank that lost another one may write its file first, so the cause has a time that is earlier still.
+        info = {"py_callstack": text, "timestamp": str(int(time.time()) - (10 if is_cause else 1))}
+        with suppress(OSError):
+            write_file(Path(file), json.dumps({"message": {"message": text, "extraInfo": info}}))
 
 
 def reports_for_machine() -> bool:

@@ -1,10 +1,9 @@
 """Models by name: two small ones (small.py), every torchvision classification model, and timm's."""
 
 import importlib.util
-import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from difflib import get_close_matches
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +11,11 @@ import torchvision
 from torch import nn
 
 from utils.config.settings import TrainConfig
-from utils.config.table import Table
+from utils.config.table import Table, suggestion
+from utils.data.decode import EVAL_CROP
 from utils.data.spec import SMALL, InputSpec
 from utils.errors import UserError, one_line
+from utils.models.published import loading_weights, published_input
 from utils.models.small import MLP, MnistCNN
 
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to this size; 32 for other models
@@ -29,6 +30,8 @@ OWN_MODELS = Table(
 def check_model(config: TrainConfig) -> None:
     """Raise ValueError if there is no model of this name, or no pretrained weights for it. Does not build it."""
     name = config.model
+    if name is None:  # chosen from the data
+        return
     if name in OWN_MODELS:
         if config.pretrained:
             raise UserError(f"--pretrained: {name} has no published weights", "use a torchvision model or timm/NAME")
@@ -37,20 +40,33 @@ def check_model(config: TrainConfig) -> None:
             raise UserError(f"--model {name}: timm is not installed", "pip install timm")
         import timm
 
-        if not timm.is_model(name[5:]):
-            near = [f"timm/{model}" for model in get_close_matches(name[5:], timm.list_models(), n=3)]
-            raise UserError(f"--model {name}: timm has no such model", _did_you_mean(near))
+        bare, _, tag = name[5:].partition(".")
+        if not timm.is_model(bare):
+            fix = suggestion(bare, timm.list_models(), f"use {OWN_MODELS.listed()}", "timm/")
+            raise UserError(f"--model {name}: timm has no such model", fix)
+        if tag and not timm.is_model_pretrained(name[5:]):
+            fix = suggestion(f"{bare}.", timm.list_models(f"{bare}.*", pretrained=True), f"use timm/{bare}", "timm/")
+            raise UserError(f"--model {name}: timm has no such weights", fix)
         if config.pretrained and not timm.is_model_pretrained(name[5:]):
-            raise UserError(f"--pretrained: timm has no weights for {name[5:]}", "leave it out or use another model")
+            raise UserError(f"--pretrained: timm has no weights for {bare}", "leave it out or use another model")
     elif name not in torchvision_models():
-        near = get_close_matches(name, [*OWN_MODELS, *torchvision_models()], n=3)
-        raise UserError(f"--model {name}: no such model", _did_you_mean(near))
+        raise UserError(f"--model {name}: no such model", _similar_model(name))
+    if name not in OWN_MODELS and (given := {"weights", "pretrained"} & config.model_args.keys()):
+        raise UserError(f"--model_args {min(given)}: cannot be set here", "leave it out, or use --pretrained")
+    if config.stem == "small" and (name in OWN_MODELS or name.startswith("timm/")):
+        raise UserError(f"--stem small: {name} is not a torchvision model", "leave it out")
+    if config.stem == "small" and config.pretrained:
+        raise UserError("--stem small: published weights have the standard stem", "leave out --stem or --pretrained")
 
 
-def _did_you_mean(names: list[str]) -> str:
-    if names:
-        return f"did you mean {' or '.join(names)}"
-    return f"use {OWN_MODELS.listed()}"
+def _similar_model(name: str) -> str:
+    """The fix for a model that does not exist."""
+    if importlib.util.find_spec("timm") is not None:
+        import timm
+
+        if timm.is_model(name):
+            return f"did you mean timm/{name}?"
+    return suggestion(name, [*OWN_MODELS, *torchvision_models()], f"use {OWN_MODELS.listed()}")
 
 
 def torchvision_models() -> list[str]:
@@ -63,7 +79,7 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
 
     `seen_size` is None if the images differ in size.
     """
-    weights = _pretrained_input(config.model) if config.pretrained else {}
+    weights = published_input(config.model) if config.pretrained else {}
     channels = config.channels or weights.get("channels") or seen_channels
     if config.image_size or weights.get("size"):
         height = width = config.image_size or weights["size"]
@@ -72,6 +88,9 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
         height, width = (round(side * enlarge) for side in seen_size)
     else:
         height = width = 224
+    if config.pretrained and config.model.startswith("vit_") and height != weights["size"]:
+        problem = f"--image_size {height}: the weights of {config.model} are for {weights['size']}x{weights['size']}"
+        raise UserError(f"{problem} images only", "leave out --image_size")
     given = {"mean": config.mean, "std": config.std}
     for flag, values in given.items():
         if values and len(values) not in (1, channels):
@@ -79,7 +98,10 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
                 f"--{flag} has {len(values)} values for {channels} channels", "give one value, or one for each channel"
             )
     mean, std = (_per_channel(given[key] or weights.get(key) or [0.5], channels) for key in given)
-    return InputSpec(height, width, channels, mean, std)
+    spec = InputSpec(height, width, channels, mean, std)
+    if not spec.small:  # small images are resized once, for the cache, with bilinear interpolation
+        spec = replace(spec, **{key: weights[key] for key in ("interpolation", "squash") if key in weights})
+    return spec.cropped(config.eval_crop or weights.get("crop") or EVAL_CROP)
 
 
 def _per_channel(values: Sequence[float], channels: int) -> list[float]:
@@ -93,6 +115,7 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
     Its weights are random. With --pretrained they are the published ones, unless `load` is False. Raises ValueError if
     --model_args are invalid or the model does not accept the images.
     """
+    check_model(config)  # again: the data may have chosen the model
     name = config.model
     try:
         if name in OWN_MODELS:
@@ -101,9 +124,14 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
             model = _timm(config, spec, classes, load)
         else:
             model = _torchvision(config, spec, classes, load)
-    except (TypeError, RuntimeError) as error:
-        raise UserError(f"--model_args for {name}: {one_line(error)}", "change or remove these arguments") from error
-    _check_output(model, name, spec, classes)
+        _check_output(model, config, spec, classes)
+    except UserError:
+        raise
+    except Exception as error:  # invalid arguments can cause errors of any class
+        if not config.model_args and not isinstance(error, TypeError | RuntimeError):
+            raise
+        what, fix = ("--model_args for", "change or remove these arguments") if config.model_args else ("--model", "")
+        raise UserError(_problem(f"{what} {name}", error), fix) from error
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
@@ -115,16 +143,10 @@ def seed_layers(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed % 2**32)
 
 
-def _pretrained_input(name: str) -> dict:
-    if name.startswith("timm/"):
-        import timm
-
-        cfg = timm.get_pretrained_cfg(name[5:])
-        if cfg is None:
-            return {}
-        return {"channels": cfg.input_size[0], "size": cfg.input_size[1], "mean": cfg.mean, "std": cfg.std}
-    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
-    return {"channels": 3, "size": preset.crop_size[0], "mean": preset.mean, "std": preset.std}
+def _problem(what: str, error: Exception) -> str:
+    """`what` and the error, on one line. The text of a KeyError and others means nothing without the class."""
+    plain = isinstance(error, TypeError | ValueError | RuntimeError)
+    return f"{what}: {'' if plain else type(error).__name__ + ' '}{one_line(error)[:200]}"
 
 
 def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
@@ -133,7 +155,7 @@ def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.
     if "checkpoint_path" in config.model_args:
         raise UserError("--model_args checkpoint_path: timm would unpickle that file", "use --pretrained")
     arguments: dict[str, Any] = {"num_classes": classes, "in_chans": spec.channels, **config.model_args}
-    with _weights_of(config.model) if config.pretrained and load else nullcontext():
+    with loading_weights(config) if config.pretrained and load else nullcontext():
         return timm.create_model(config.model[5:], pretrained=config.pretrained and load, **arguments)
 
 
@@ -149,30 +171,16 @@ def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool)
     if config.pretrained:
         if spec.channels != 3:
             raise UserError("--pretrained weights of torchvision take colour images", "leave out --channels 1")
-        with _weights_of(name) if load else nullcontext():
+        with loading_weights(config) if load else nullcontext():
             model = torchvision.models.get_model(name, weights="DEFAULT" if load else None, **arguments)
         _replace_head(model, classes)
     else:
         model = torchvision.models.get_model(name, num_classes=classes, **arguments)
-        _fit_stem(model, spec)
+        model.stem_change = _fit_stem(model, spec, config)
     if name in ("googlenet", "inception_v3"):
         model.aux_logits = False  # in training, the extra heads would give three outputs
         model.aux1 = model.aux2 = model.AuxLogits = None
     return model
-
-
-@contextmanager
-def _weights_of(name: str) -> Iterator[None]:
-    """Turn any error of downloading or loading weights into one UserError."""
-    try:
-        yield
-    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        where = "the Hugging Face cache" if name.startswith("timm/") else f"{torch.hub.get_dir()}/checkpoints"
-        raise UserError(
-            f"--pretrained: the weights of {name} cannot be loaded ({one_line(error)[:200]})",
-            f"leave out --image_size and --model_args, delete a damaged file, or without a network put the file into "
-            f"{where}",
-        ) from error
 
 
 def _replace_head(model: nn.Module, classes: int) -> None:
@@ -186,29 +194,37 @@ def _replace_head(model: nn.Module, classes: int) -> None:
         model.set_submodule(name, nn.Conv2d(head.in_channels, classes, kernel_size=1, bias=bias))
 
 
-def _fit_stem(model: nn.Module, spec: InputSpec) -> None:
+def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:
     """Replace the first convolution with one that has the channels of the images and does not shrink small images.
 
-    For small images an overlapping stem (kernel larger than stride) becomes 3x3 with stride 1 and its pooling is
-    removed, as in the CIFAR networks of He et al., 2016. Patch stems keep their kernel and stride.
+    With the small stem, an overlapping stem (kernel larger than stride) becomes 3x3 with stride 1 and its pooling is
+    removed, as in the CIFAR networks of He et al., 2016. Patch stems keep their kernel and stride. Returns a
+    description of the change; "" if there is none.
     """
     name, conv = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
     geometry: dict[str, Any] = {"kernel_size": conv.kernel_size, "stride": conv.stride, "padding": conv.padding}
-    if spec.small and max(conv.stride) > 1 and max(conv.kernel_size) > max(conv.stride):
+    small = spec.small if config.stem == "auto" else config.stem == "small"
+    if small and max(conv.stride) > 1 and max(conv.kernel_size) > max(conv.stride):
+        change = "small-image stem (3x3, stride 1; --stem standard keeps torchvision's)"
         geometry = {"kernel_size": 3, "stride": 1, "padding": 1}
         for pool in STEM_POOLS:
             if pool in dict(model.named_modules()):
                 model.set_submodule(pool, nn.Identity())
+    elif config.stem == "small":
+        raise UserError(f"--stem small: {config.model} has no stem that can be replaced", "leave it out")
     elif conv.in_channels == spec.channels:
-        return
+        return ""
+    else:
+        change = f"stem with {spec.channels} input channel"
     new = nn.Conv2d(spec.channels, conv.out_channels, **geometry, bias=conv.bias is not None)
     nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
     model.set_submodule(name, new)
+    return change
 
 
-def _check_output(model: nn.Module, name: str, spec: InputSpec, classes: int) -> None:
+def _check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classes: int) -> None:
     """Run the model on one image and on an empty batch, to find errors before training."""
-    training = model.training
+    name, training = config.model, model.training
     model.eval()
     for count in (1, 0):  # a rank without samples runs an empty batch
         try:
@@ -217,9 +233,12 @@ def _check_output(model: nn.Module, name: str, spec: InputSpec, classes: int) ->
         except (RuntimeError, AssertionError, ValueError) as error:
             what = f"{spec.height}x{spec.width}x{spec.channels} images" if count else "an empty batch"
             fix = f"try --image_size {_usual_size(name)}" if count else "use another model: a rank may get one"
+            fix = f"change --model_args, or {fix}" if config.model_args else fix
             raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
-        if logits.shape != (count, classes):
-            problem = f"{name} has an output of shape {list(logits.shape)}, not one score per class"
+        if not isinstance(logits, torch.Tensor) or logits.shape != (count, classes):
+            is_tensor = isinstance(logits, torch.Tensor)
+            shape = f"of shape {list(logits.shape)}" if is_tensor else f"of type {type(logits).__name__}"
+            problem = f"{name} has an output {shape}, not one score per class"
             raise UserError(problem, "leave out --model_args, or use another model")
     model.train(training)
 
@@ -227,5 +246,5 @@ def _check_output(model: nn.Module, name: str, spec: InputSpec, classes: int) ->
 def _usual_size(name: str) -> int:
     """A side length in pixels that the model accepts."""
     if name.startswith("timm/"):
-        return _pretrained_input(name).get("size", 224)
+        return published_input(name).get("size", 224)
     return MINIMUM_SIZE.get(name, 224)

@@ -67,7 +67,7 @@ class DataWatch:
     def _exit(self, text: str, code: int) -> None:
         """Exit this process and kill its workers, which may be blocked as well."""
         if self._ranks.announce_exit(text, code):
-            print_error(self._ranks.prog, text)
+            print_error(self._ranks.prog, text, last=True)
         with suppress(RuntimeError):  # the program that reads the output may be suspended
             call_with_timeout(sys.stdout.flush, 1.0)
         for worker in multiprocessing.active_children():

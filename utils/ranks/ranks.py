@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import Member, check_init_method, check_own_gpus, launcher_store, meet
 from utils.memory import keep_freed_memory
 from utils.ranks.group import Group
-from utils.ranks.watch import Watch
+from utils.ranks.watch import Watch, print_error
 
 Result = TypeVar("Result")
 
@@ -112,8 +111,7 @@ class Ranks:
 
     def _give_up(self, error: UserError) -> None:
         if self.topology.local_rank == 0:
-            sys.stderr.write(f"{self.prog}: error: {error}\n")
-            sys.stderr.flush()
+            print_error(self.prog, f"error: {error}", last=True)
         time.sleep(0.5)  # when this rank exits, the launcher ends the others: wait for the one that reports
         os._exit(2)
 

@@ -11,9 +11,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from utils.config.settings import LaunchConfig
-from utils.errors import USER_ERRORS, AgreedError
+from utils.errors import USER_ERRORS, AgreedError, one_line
 from utils.launch.environment import Topology, is_launched, read_topology
-from utils.launch.exits import exit_with_error, reports_for_machine, with_known_fix, with_rank
+from utils.launch.exits import (
+    exit_with_error,
+    inform_launcher,
+    reports_for_machine,
+    with_known_fix,
+    with_rank,
+)
 from utils.ranks.data_watch import DataWatch
 from utils.ranks.ranks import Ranks
 from utils.ranks.watch import print_error
@@ -64,7 +70,7 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
     except KeyboardInterrupt as interrupt:
         if ranks is None or ranks.is_main:
             text = str(interrupt) or "interrupted"
-            print_error(prog, f"{text}; resume from the last checkpoint with --run_name NAME --resume auto")
+            print_error(prog, f"{text}; resume from the last checkpoint with --run_name NAME --resume auto", last=True)
         if ranks is not None:
             ranks.record_end(interrupt)
         raise SystemExit(getattr(interrupt, "code", 130)) from None
@@ -79,6 +85,7 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
         reports = ranks.should_report(error) if ranks else by_hand or reports_for_machine()
         final = ranks.record_end(error) if ranks else error
         if not isinstance(final, USER_ERRORS):
+            inform_launcher(f"{prog}: {type(final).__name__}: {one_line(final)}")
             raise  # a bug, which needs a traceback
         known = ranks is not None and ranks.expects_peers
         exit_with_error(final if known else with_rank(final), prog, reports, launch.traceback)

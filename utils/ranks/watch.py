@@ -13,6 +13,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from utils.launch.exits import inform_launcher
 from utils.launch.rendezvous import Member
 from utils.ranks.stopping import EXIT_RESUME
 from utils.waiting import call_with_timeout
@@ -207,11 +208,13 @@ class Watch:
 
     def _exit(self, text: str) -> None:
         """Exit this process, because no exception can reach its waiting main thread."""
-        print_error(self.prog, f"error: {text}")
+        print_error(self.prog, f"error: {text}", last=True)
         os._exit(2)
 
 
-def print_error(prog: str, text: str) -> None:
-    """Print a line to stderr, below any remains of a progress bar."""
+def print_error(prog: str, text: str, last: bool = False) -> None:
+    """Print a line to stderr, below any remains of a progress bar. `last`: this rank then exits."""
     sys.stderr.write(f"\n{prog}: {text}\n")
     sys.stderr.flush()
+    if last:
+        inform_launcher(f"{prog}: {text}")

@@ -13,6 +13,7 @@ import torch
 import torchvision
 
 from utils.config.cli import read_config
+from utils.config.defaults import NAMES
 from utils.config.settings import LaunchConfig, TrainConfig, to_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
@@ -62,7 +63,11 @@ def read_checkpoint(path: Path) -> SavedRun:
 def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint; settings that affect this machine have their defaults."""
     defaults: dict[str, Any] = {name: getattr(TrainConfig, name) for name in OF_THIS_MACHINE}
-    return replace(read_config(checkpoint / "config.yaml"), **defaults)
+    settings = read_config(checkpoint / "config.yaml")
+    for name in NAMES:
+        if getattr(settings, name) is None:
+            raise UserError(f"{checkpoint / 'config.yaml'}: {name!r} is missing", _OTHER)
+    return replace(settings, **defaults)
 
 
 def read_classes(checkpoint: Path) -> list[str]:

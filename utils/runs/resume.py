@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from utils.config.batch import resolve_batch
+from utils.config.defaults import NAMES, choose_images, choose_sizes
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.decode import peek
 from utils.data.order import Plan
-from utils.data.spec import InputSpec
+from utils.data.spec import SMALL, InputSpec
 from utils.data.splits import Data, Split
 from utils.errors import UserError
 from utils.models.zoo import input_spec
@@ -25,7 +26,8 @@ from utils.runs.metadata import OF_THIS_MACHINE, SavedRun
 from utils.runs.parts import Part
 from utils.runs.state import TrainState
 
-_SPEC_SETTINGS = ("model", "pretrained", "image_size", "channels", "mean", "std")  # what an InputSpec depends on
+# What an InputSpec depends on.
+_SPEC_SETTINGS = ("model", "pretrained", "image_size", "channels", "mean", "std", "eval_crop")
 
 
 def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> tuple[int, int, int]:
@@ -52,14 +54,40 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
     return batch_size, share // batch_size, total
 
 
-def spec_of_start(config: TrainConfig, saved: SavedRun | None, train: Split) -> InputSpec:
-    """The model's input: the checkpoint's if its settings are unchanged, else derived from the images.
+def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> TrainConfig:
+    """The settings; those that would follow from the data are the checkpoint's, if there is one.
 
-    A resumed run does not derive it again, because some of the images may no longer exist.
+    Raises ValueError if the batch sizes do not fit, before the data is loaded.
+    """
+    kept = {name: getattr(saved.settings, name) for name in NAMES if getattr(config, name) is None} if saved else {}
+    config = replace(config, **kept)
+    batch_of_start(config, saved, processes)
+    return config
+
+
+def plan_of_start(
+    config: TrainConfig, saved: SavedRun | None, samples: int, processes: int
+) -> tuple[TrainConfig, list[str], Plan]:
+    """The settings with those chosen from the number of training samples, lines about these, and the run's plan."""
+    config, lines = (config, []) if saved else choose_sizes(config, samples, processes)
+    _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
+    return config, lines, Plan(samples, global_batch_size, grad_accum * processes, config.seed, config.drop_last)
+
+
+def spec_of_start(
+    config: TrainConfig, saved: SavedRun | None, train: Split
+) -> tuple[TrainConfig, list[str], InputSpec]:
+    """The settings with those chosen from the images, lines about these, and the model's input.
+
+    The input is the checkpoint's if the settings that it depends on are unchanged. It is not derived again, because
+    some of the images may no longer exist.
     """
     if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in _SPEC_SETTINGS):
-        return saved.spec
-    return input_spec(config, *peek(train, skip=config.bad_images == "skip"))
+        return config, [], saved.spec
+    channels, size = peek(train, skip=config.bad_images == "skip")
+    small = size is not None and max(size) <= SMALL
+    config, lines = choose_images(config, small, small_input=(config.image_size or 0) <= SMALL)
+    return config, lines, input_spec(config, channels, size)
 
 
 def restore_state(
@@ -74,6 +102,7 @@ def restore_state(
         return TrainState(batch_size=batch_size)
     for what, there, here in (
         ("a model", saved.settings.model, config.model),
+        ("a --stem", saved.settings.stem, config.stem),
         ("an optimizer", saved.settings.optimizer, config.optimizer),
         ("a seed", saved.values["seed"], plan.seed),
         ("training samples", saved.values["samples"], plan.samples),

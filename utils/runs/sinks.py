@@ -40,11 +40,13 @@ def is_kept(record: Any, state: TrainState) -> bool:
 
 
 class ProgressBar:
-    """A progress bar and lines; without a terminal, lines only."""
+    """A progress bar and lines; without a terminal, lines only. The bar is removed at the end."""
 
     def __init__(self, _folder: Path, state: TrainState, updates: int, task: Task):
         self.updates, self.task = updates, task
-        self.bar = tqdm(total=updates, initial=state.step, unit="update", disable=not sys.stderr.isatty())
+        # The bar is on stderr. If stdout is not the terminal, as with `| tee`, lines on stdout would break it.
+        shown = sys.stderr.isatty() and sys.stdout.isatty()
+        self.bar = tqdm(total=updates, initial=state.step, unit="update", leave=False, disable=not shown)
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "train":
@@ -82,7 +84,7 @@ class ProgressBar:
 
     def _show_evaluation(self, record: dict[str, Any]) -> None:
         name = "hold-out" if record["split"].startswith("hold-out") else record["split"]
-        shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in self.task.shown.items())
+        shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in self.task.shown.items() if key in record)
         took = f"({record['count']} samples, {record['seconds']:.1f} s)"
         self.say(f"update {record['step']}  eval ({name})  {shown}  {took}")
 

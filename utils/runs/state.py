@@ -38,6 +38,8 @@ class TrainState:
     """The largest batch of one process so far. A resumed run on fewer processes accumulates instead of exceeding it."""
     evaluations: list[dict] = field(default_factory=list)
     """The step and the numbers of the last 1,000 evaluations, oldest first."""
+    exploded: bool = False
+    """Whether the run has reported that its training loss exploded."""
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -68,6 +70,10 @@ class TrainState:
             self.best, self.best_step = value, self.step
         self.owes_evaluation = False
 
+    def equal_bests(self, metric: str) -> int:
+        """How many evaluations are as good as the best one. Those of an earlier run, which precede it, do not count."""
+        return sum(e.get(metric) == self.best for e in self.evaluations if e["step"] >= (self.best_step or 0))
+
     @classmethod
     def from_dict(cls, values: dict) -> "TrainState":
         """The state from the output of `asdict`. Raises ValueError if a field is missing or malformed.
@@ -97,7 +103,7 @@ _FORMAT_1 |= {"since_log", "owes_evaluation", "bad_images", "batch_size", "evalu
 
 def _is_valid(name: str, value) -> bool:
     """Whether this is a valid value of a field of TrainState."""
-    if name == "owes_evaluation":
+    if name in ("owes_evaluation", "exploded"):
         return type(value) is bool
     if name == "bad_images":
         return isinstance(value, list) and all(_is_number(position, int) for position in value)

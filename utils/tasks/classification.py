@@ -26,6 +26,8 @@ class Classification(Task):
     def __init__(self, config: TrainConfig, class_names: list[str]):
         self.class_names, self.outputs = class_names, len(class_names)
         self.sum_of_losses, self.smoothing = LOSSES.choose(config.loss), config.label_smoothing
+        equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
+        self.loss_of_guessing = self.sum_of_losses(equal_scores, any_class).item()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.sum_of_losses(outputs, targets, self.smoothing)
@@ -40,6 +42,12 @@ class Classification(Task):
         loss = self.sum_of_losses(outputs, labels).double()
         return torch.stack([loss, hits[:, 0].sum(), hits.sum()]), ranked[:, 0]
 
+    def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        means = super().summary(sums, count)
+        if self.outputs <= 5:
+            means.pop("top5", None)  # it would always be 1
+        return means
+
     def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
         from utils.tasks.metrics import label_metrics  # its imports take a second
 
@@ -47,11 +55,12 @@ class Classification(Task):
 
     def report(self, record: Mapping[str, Any], title: str) -> str:
         """The metrics as a table, then the accuracy of the ten worst classes, worst first."""
-        rows = [(name, f"{record[name]:.4f}") for name in _ROWS] + [("count", record["count"])]
+        evaluated, of = record["classes_evaluated"], self.outputs
+        rows = [("data", f"{printable(record['data'])}, {record['split']}")]
+        rows += [("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}")]
+        rows += [(name, f"{record[name]:.4f}") for name in _ROWS if name in record] + [("count", record["count"])]
         if "left_out" in record:
             rows += [("left out", f"{record['left_out']} images that cannot be read")]
-        if record["classes_evaluated"] < self.outputs:
-            rows += [("classes", f"{record['classes_evaluated']} of {self.outputs} with samples")]
         rows += [("seconds", f"{record['seconds']:.2f}")]
         accuracies = zip(self.class_names, record["per_class_accuracy"], strict=True)
         worst = sorted((accuracy, printable(name)) for name, accuracy in accuracies if accuracy is not None)[:10]

@@ -1,5 +1,6 @@
 """The interface of a task: its loss, logged sums, predictions and metrics."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,12 @@ class Task:
     higher_is_better: bool
     training: Sequence[str]
     """Names of the sums of a training batch; the first one is "loss"."""
+    loss_of_guessing: float = math.inf
+    """The mean loss of a model that has learned nothing; infinity if unknown."""
     evaluation: Sequence[str]
     """Names of the sums of an evaluation batch; the first one is "loss"."""
     shown: Mapping[str, str]
-    """The metrics to print after an evaluation, in this order, and the words for them."""
+    """The metrics to print after an evaluation, in this order, and the words for them; absent ones are skipped."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The training loss, a scalar, summed over the samples of `outputs` [n, outputs]."""

@@ -11,8 +11,10 @@ from utils.data.splits import Split
 from utils.errors import UserError
 from utils.ranks.ranks import Ranks
 from utils.runs.log import RunLog
+from utils.runs.state import TrainState
 
 _FIX = "lower --lr, increase --warmup_steps or set --clip_norm"
+_EXPLODED = 10  # times the loss of guessing
 _SHOWN = 8  # samples in the message; the log has all
 
 
@@ -38,6 +40,14 @@ def samples_of(plan: Plan, step: int) -> np.ndarray:
     """The samples of update `step`, counted from 0, as positions in the training split, in the order of the run."""
     epoch, position = plan.at(step)
     return permutation(plan.samples, plan.seed, epoch)[position : position + plan.update_size(position)]
+
+
+def report_explosion(log: RunLog, state: TrainState, loss: float, guessing: float) -> None:
+    """Report, once in a run, that the mean training loss since the last record is above 10 times that of guessing."""
+    if loss > _EXPLODED * guessing and not state.exploded:
+        state.exploded = True
+        problem = f"the training loss is {loss:.4g}, while the loss of guessing is {guessing:.4g}"
+        log.say(f"update {state.step}: {problem}; {_FIX}")
 
 
 def check_weights(module: nn.Module, plan: Plan, train: Split, step: int) -> None:

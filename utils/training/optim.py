@@ -5,6 +5,7 @@ To add one, write a function like those below and add it to `OPTIMIZERS`: its pa
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def adamw(
 OPTIMIZERS = Table(
     "optimizer",
     {"sgd": sgd, "adamw": adamw},
-    trial=lambda config: build_optimizer(config, nn.Linear(1, 1)),
+    trial=lambda config: _try_arguments(config),
 )
 
 
@@ -43,6 +44,13 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     for group in optimizer.param_groups:  # all have one, so that a resumed run keeps its own, not the checkpoint's
         group.setdefault("lr_scale", 1.0)
     return optimizer
+
+
+def _try_arguments(config: TrainConfig) -> None:
+    """Raise ValueError if the optimizer does not accept --optimizer_args."""
+    # The default of --lr is chosen later, from the data.
+    known = replace(config, lr=config.lr or 1.0, weight_decay=config.weight_decay or 0.0)
+    build_optimizer(known, nn.Linear(1, 1))
 
 
 def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:

@@ -14,14 +14,18 @@ from torch.optim import Optimizer
 from utils.config.settings import TrainConfig, advice, to_yaml
 from utils.console import table
 from utils.data.batches import Batches
+from utils.data.class_counts import classes_row
 from utils.data.colour import remarks
 from utils.data.order import Plan
 from utils.data.resident import describe_place
 from utils.data.sources import has_columns
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
-from utils.files import write_file
-from utils.launch.command import resume_command
+from utils.files import size_of, write_file
+from utils.launch.command import resume_command, script_command
+from utils.launch.exits import inform_launcher
+from utils.memory import MB
+from utils.ranks.cores import taken_cores
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.folder import RunFolder
@@ -34,6 +38,7 @@ from utils.training.bad_images import still_bad, write_list
 from utils.training.evaluation import Evaluator
 from utils.training.meter import Meter
 from utils.training.profiling import Profile
+from utils.training.sameness import differences
 
 
 @dataclass
@@ -51,6 +56,7 @@ class Run:
     """All parts of a training run."""
 
     config: TrainConfig
+    chosen: list[str]  # lines about the settings that follow from the data
     ranks: Ranks
     stopping: Stopping
     accelerator: Accelerator
@@ -85,8 +91,10 @@ def announce(run: Run) -> None:
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
     lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
-    lines += still_bad(run.data, run.state.bad_images) + advice(
-        config, run.spec.small, has_columns(config.data), processes
+    lines += (
+        taken_cores(ranks)
+        + still_bad(run.data, run.state.bad_images)
+        + advice(config, run.spec.small, has_columns(config.data), processes)
     )
     run.log.say("\n".join([table(f"Lockstep  {folder}", rows), *lines]))
 
@@ -101,15 +109,21 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     """The rows of the table at the start of a run; `places` describes where each rank runs."""
     plan, data, processes = run.plan, run.data, len(places)
     parameters = sum(parameter.numel() for parameter in run.module.parameters())
+    stem = getattr(run.module, "stem_change", "")  # only torchvision models have it
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
+    chosen = [("" if number else "chosen", line) for number, line in enumerate(run.chosen)]
+    same = differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)
     return [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
+        ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
-        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images"),
+        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images{stem and f', {stem}'}"),
         ("batch", plan.describe(processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
+        *chosen,
+        *([("differs", same)] if same else []),
     ]
 
 
@@ -130,11 +144,13 @@ def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
             if place and place != getattr(TrainConfig, flag[2:])
             for word in (flag, place)
         ]
-        words = ["python", "eval.py", "--ckpt", str(checkpoint), *given]
+        words = [*script_command("eval.py"), "--ckpt", str(checkpoint), *given]
         title, following = "Done", f"evaluate it: {shlex.join(words)}"
     else:
         title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
+        if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
+            inform_launcher(f"{title}\n{following}")
     run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.log.close()
     return not done
@@ -147,5 +163,10 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     if done and result is None:
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:
-        rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
-    return [*rows, ("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s")]
+        equal = state.equal_bests(run.task.metric)
+        first = f", the first of {equal} equal evaluations" if equal > 1 else ""
+        rows.append(("best", f"{state.best:.4f} at update {state.best_step}{first}"))
+    rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
+    if run.ranks.is_main:  # no other rank prints
+        rows.append(("checkpoints", f"{size_of(run.folder.checkpoints) / MB:.0f} MB"))
+    return rows

@@ -6,6 +6,7 @@ parameters with a default are what --lr_schedule_args may set.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import NamedTuple
 
@@ -107,11 +108,12 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
 
 def _check_arguments(config: TrainConfig) -> None:
     """Raise ValueError if --lr_schedule_args give a learning rate that is negative, NaN or infinite."""
+    config = replace(config, lr=config.lr or 1.0)  # the data, which may decide it, is not known yet
     last = 2**32  # beyond any warm-up
     for update in (0, last // 2, last):
         lr = learning_rate(config, update, last)
-        problem = f"--lr_schedule_args for {config.lr_schedule}: the learning rate would be {lr}"
-        require(0 <= lr < math.inf, problem, "change or remove them")
+        problem = f"the learning rate would be {lr / config.lr:g} times --lr"
+        require(0 <= lr < math.inf, f"--lr_schedule_args for {config.lr_schedule}: {problem}", "change or remove them")
 
 
 SCHEDULES = Table(

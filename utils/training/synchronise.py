@@ -7,7 +7,7 @@ from utils.data.batches import Batches
 from utils.data.splits import Split
 from utils.errors import UserError
 from utils.training.bad_images import found_by_all, write_list
-from utils.training.divergence import report_bad_loss
+from utils.training.divergence import report_bad_loss, report_explosion
 from utils.training.meter import Pace
 from utils.training.run import Run
 from utils.training.saving import finish_save
@@ -53,17 +53,18 @@ def log_training(run: Run) -> None:
     """Write a train record over all samples since the last one."""
     state, totals, processes = run.state, run.state.since_log, run.accelerator.num_processes
     seconds, count = state.seconds - state.logged_seconds, totals["count"]
-    sums = {name: totals[name] for name in run.task.training}
+    summary = run.task.summary({name: totals[name] for name in run.task.training}, count)
     run.log.write(
         "train",
         step=state.step,
         epoch=state.epochs_begun,
-        **run.task.summary(sums, count),
+        **summary,
         lr=learning_rate(run.config, state.step - 1, run.updates),
         images_per_second=count / seconds,
         data_wait=totals["wait"] / processes / seconds,
         seconds=state.seconds,
     )
+    report_explosion(run.log, state, summary["loss"], run.task.loss_of_guessing)
     state.logged_seconds, state.since_log = state.seconds, {}
     run.meter.reset()
 

@@ -1,0 +1,317 @@
+"""Data sets that are listed in a CSV file: what it may look like, what is refused, and runs on it."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.make_data import image_folder
+from helpers.ranks import run_ranks
+from helpers.training_runs import kept_in, records, refused, restore, same_tensors, train_run, weights
+from PIL import Image
+
+import eval
+import train
+from utils.config.settings import TrainConfig
+from utils.data.selection import load_data
+from utils.data.sources import absolute_data, check_source, open_source
+
+FLAGS = ("--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size", "12", "--lr", "0.01")
+FLAGS += ("--lr_schedule", "constant", "--log_every", "1", "--eval_every", "9", "--save_every", "3", "--max_steps")
+LISTED = ("--data", "photos/labels.csv", *FLAGS)
+MORE = (*FLAGS, "9", "--run_name", "run", "--resume", "auto")
+
+
+def write(text: str | bytes, name: str = "labels.csv") -> str:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return name
+
+
+def opened(data: str, **settings):
+    return open_source(TrainConfig(data=data, **settings))
+
+
+def samples(source, split: str = "train") -> list[tuple[str, str]]:
+    """The path of each image, relative to the working directory, and the name of its class."""
+    found = source.split(split)
+    paths = [os.path.relpath(found.images.paths[row]) for row in found.rows]
+    return [(path, source.class_names[label]) for path, label in zip(paths, found.labels, strict=True)]
+
+
+def error(text: str | bytes, **settings) -> str:
+    with pytest.raises(ValueError) as caught:
+        source = opened(write(text), **settings)
+        for split in source.openers:
+            source.split(split)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# -- what a file may look like ---------------------------------------------------------------------------------------
+
+EXPECTED = [("a.png", "cat"), ("b, c.png", "dog, small"), ("deep/d.png", "cat")]
+PLAIN = 'path,label\na.png,cat\n"b, c.png","dog, small"\ndeep/d.png,cat\n'
+FILES = {
+    "plain": PLAIN,
+    "no last newline": PLAIN[:-1],
+    "written by a spreadsheet": b"\xef\xbb\xbf" + PLAIN.replace("\n", "\r\n").encode(),
+    "lines that end in CR": PLAIN.replace("\n", "\r"),
+    "blank lines": PLAIN.replace("a.png", "\n\na.png") + "\n,\n , \n\n",
+    "another order and more columns": 'n,LABEL,,Path\n0,cat,x,a.png\n1,"dog, small",,"b, c.png"\n2,cat,,deep/d.png\n',
+    "spaces": 'path, label\na.png , cat\n"b, c.png", "dog, small"\n deep/d.png,cat\n',
+    "semicolons": "path;label\na.png;cat\nb, c.png;dog, small\ndeep/d.png;cat\n",
+    "tabs": "path\tlabel\na.png\tcat\nb, c.png\tdog, small\ndeep/d.png\tcat\n",
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_columns_path_and_label_are_the_samples(kind):
+    source = opened(write(FILES[kind]))
+    assert samples(source) == EXPECTED and source.class_names == ["cat", "dog, small"]
+    assert list(source.openers) == ["train"] and source.split("train").images.names == [path for path, _ in EXPECTED]
+
+
+def test_other_columns_are_named_by_flags_and_other_suffixes_are_known():
+    for name in ("list.tsv", "LIST.CSV"):
+        source = opened(write("image,label,species\nx.png,1,cat\n", name), image_column="image", label_column="species")
+        assert samples(source) == [("x.png", "cat")]
+
+
+def test_paths_are_relative_to_the_file_or_absolute_and_do_not_depend_on_the_working_directory(monkeypatch):
+    Path("elsewhere").mkdir()
+    far, near = Path("elsewhere/x.png").resolve(), Path("photos/near.png").resolve()
+    write(f"path,label\n{far},cat\n{near},cat\n../elsewhere/y.png,dog\nz.png,dog\n", "photos/list.csv")
+    Path("linked.csv").symlink_to("photos/list.csv")
+    files = opened("photos/list.csv").split("train").images
+    assert files.names == [str(far), "near.png", "../elsewhere/y.png", "z.png"]
+    assert [os.path.realpath(path) for path in files.paths[2:]] == [
+        os.path.realpath(path) for path in ("elsewhere/y.png", "photos/z.png")
+    ]
+    saved = absolute_data("linked.csv")
+    assert samples(opened(saved))[3] == ("z.png", "dog")  # next to the link, which keeps its suffix
+    monkeypatch.chdir("photos")
+    assert opened("list.csv").split("train").images.names == files.names
+
+
+@pytest.mark.parametrize(
+    ("labels", "order"),
+    [
+        ("10 9 1 2 9", "1 2 9 10"),
+        ("10 9 b 1", "1 10 9 b"),
+        ("b a B", "B a b"),
+        ("07 7 8", "07 7 8"),
+        ("-1 3 10", "-1 10 3"),
+    ],
+)
+def test_classes_are_in_numeric_order_if_all_are_numbers_and_else_in_the_order_of_folders(labels, order):
+    rows = "".join(f"{number}.png,{label}\n" for number, label in enumerate(labels.split()))
+    source = opened(write(f"path,label\n{rows}"))
+    assert source.class_names == order.split()
+    assert [label for _, label in samples(source)] == labels.split()
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "aliases"),
+    [
+        ("val", "val", ("validation",)),
+        ("Valid", "valid", ("Valid", "validation")),
+        ("dev", "validation", ("dev",)),
+        ("TEST", "test", ("TEST",)),
+        ("fold 2", "fold 2", ()),
+    ],
+)
+def test_splits_have_the_names_that_folders_may_have(written, name, aliases):
+    write(f"path,label,split\na.png,cat,Training\nb.png,dog,Training\nc.png,cat,{written}\n")
+    source = opened("labels.csv")
+    assert list(source.openers) == ["train", name] and source.class_names == ["cat", "dog"]
+    assert samples(source) == [("a.png", "cat"), ("b.png", "dog")] and samples(source, name) == [("c.png", "cat")]
+    assert all(source.aliases[alias] == name for alias in aliases) and source.aliases["Training"] == "train"
+
+
+def test_the_training_split_that_is_asked_for_defines_the_classes():
+    write("path,label,split\na.png,cat,train\nb.png,dog,fold 2\nc.png,emu,fold 2\n")
+    assert opened("labels.csv", train_split="fold 2").class_names == ["dog", "emu"]
+
+
+def test_rows_of_an_unusual_split_are_said_to_be_left_out_unless_a_flag_names_it():
+    image_folder("photos", {"cat": 10, "dog": 10})
+    rows = "".join(f"{c}/{n:03}.png,{c},{'fold 2' if n > 7 else 'train'}\n" for c in ("cat", "dog") for n in range(10))
+    write(f"path,label,split\n{rows}", "photos/labels.csv")
+    settings = {"data": "photos/labels.csv", "cache_dir": "cache"}
+    (note,) = load_data(TrainConfig(**settings)).train.notes
+    assert "labels.csv: rows of other splits are left out: fold 2 (4)" in note and "--eval_split" in note
+    data = load_data(TrainConfig(**settings, eval_split="fold 2"))
+    assert len(data.evaluation) == 4 and not data.train.notes and not data.evaluation.notes
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            "a.png,cat\nb.png,dog\n",
+            ("must name one column 'path', but has a.png, cat;", "add a first line"),
+        ),
+        ("path,class\na.png,cat\n", ("one column 'label', but has path, class;", "--label_column")),
+        ("path,label,label\na.png,cat,dog\n", ("one column 'label'",)),
+        ("", ("must name one column 'path', but has nothing",)),
+        ("\npath,label\n\n", ("no rows below the first line",)),
+        ("path,label\na.png,cat\n\nb.png,\n", ("line 4: the label is empty",)),
+        ("path,label\n,cat\n", ("line 2: the path is empty",)),
+        ("path,label,split\na.png,cat,\n", ("line 2: the split is empty",)),
+        ("path,label\na, b.png,cat\n", ("line 2: 3 columns, but the first line has 2", "double quotes")),
+        ("path,label\na.png\n", ("line 2: 1 columns",)),
+        ("path,label\na.png,cat\nb.png,dog\na.png,dog\n", ("line 4: a.png is also on line 2; list each image once",)),
+        ('path,label\n"a\n.png",cat\nb.png,\n', ("line 4: the label is empty",)),
+        ('path,label\na.png,cat\n"b.png,dog\nc.png,cat\n', ("unexpected end of data; check the double quotes",)),
+        (b"path,label\na.png,caf\xe9\n", ("line 2: not valid UTF-8",)),
+        ("path,label\n".encode("utf-16"), ("not valid UTF-8",)),
+        ("path,label\na\0.png,cat\n", ("null characters",)),
+        (
+            "path,label,split\na.png,cat,train\nb.png,dog,test\n",
+            ("line 3: the training split has no class 'dog', only cat",),
+        ),
+        ("path,label,split\na.png,cat,val\nb.png,dog,dev\n", ("the splits val and dev may be the same",)),
+        ("path,label,split\na.png,cat,train\nb.png,dog,Train\n", ("the splits train and Train may be the same",)),
+    ],
+)
+def test_a_file_that_cannot_be_right_is_refused_with_its_name_and_line(text, parts):
+    found = error(text)
+    assert found.startswith(str(Path("labels.csv").resolve())) and all(part in found for part in parts), found
+
+
+def test_a_column_of_a_flag_and_a_file_must_exist():
+    assert "one column 'img'" in error("path,label\na.png,cat\n", image_column="img")
+    with pytest.raises(ValueError, match=r"^--data nope\.csv: no such file"):
+        check_source(TrainConfig(data="nope.csv"))
+
+
+def test_missing_and_special_files_are_named_with_their_line():
+    image_folder("photos", {"cat": 10, "dog": 10})
+    os.mkfifo("photos/pipe.png")
+    rows = "".join(f"{c}/{n:03}.png,{c}\n" for c in ("cat", "dog") for n in range(10))
+    write(f"path,label\n{rows}gone.png,cat\npipe.png,dog\n", "photos/labels.csv")
+    settings = {"data": "photos/labels.csv", "cache_dir": "cache"}
+    with pytest.raises(ValueError, match="2 of 22 images of split 'train' cannot be read") as caught:
+        load_data(TrainConfig(**settings))
+    assert "photos/gone.png (No such file or directory, line 22 of labels.csv)" in str(caught.value)
+    assert "photos/pipe.png (not a regular file, line 23 of labels.csv)" in str(caught.value)
+    data = load_data(TrainConfig(**settings, bad_images="skip"))
+    assert len(data.train) + len(data.evaluation) == 20 and len(data.bad_images) == 2
+
+
+@pytest.mark.full
+def test_a_million_rows_open_in_seconds():
+    rows = "".join(f"{n % 1000}/{n:07}.jpg,{n % 1000},{'val' if n > 900_000 else 'train'}\n" for n in range(10**6))
+    write(f"path,label,split\n{rows}")
+    start = time.process_time()
+    source = opened("labels.csv")
+    assert len(source.split("train")) == 900_001 and source.class_names == [str(n) for n in range(1000)]
+    assert time.process_time() - start < 30  # about 4 on an idle core
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def write_list(*, without: tuple[int, ...] = (), relabelled: tuple[int, ...] = (), more: str = "") -> None:
+    """photos/labels.csv with the 60 images of photos/, in the order of the folder."""
+    rows = [(f"{c}/{n:03}.bmp", c) for c in ("cat", "dog") for n in range(30)]
+    lines = [
+        f"{path},{'cat' if number in relabelled else label}\n"
+        for number, (path, label) in enumerate(rows)
+        if number not in without
+    ]
+    write("path,label\n" + "".join(lines) + more, "photos/labels.csv")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Runs on two processes on 60 images, of a CSV file and of the folder that it lists."""
+    folder = tmp_path_factory.mktemp("trained") / "work"
+    with kept_in(folder):
+        image_folder("photos", {"cat": 30, "dog": 30}, kind="bmp")
+        write_list()
+        train_run(2, "run", *LISTED, "6")
+        train_run(2, "whole", *LISTED, "9")
+        train_run(2, "folder", "--data", "photos", *FLAGS, "9")
+    return folder
+
+
+@pytest.fixture
+def trained(own_folders, finished, monkeypatch):
+    monkeypatch.chdir(restore(finished))
+
+
+def evaluated(*flags) -> tuple[dict, str]:
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", *flags])
+    assert outcome.code == 0, outcome.err
+    return outcome.value, outcome.out
+
+
+def test_a_run_on_the_list_is_the_run_on_the_folder(trained):
+    for kind in ("train", "eval"):
+        pairs = zip(records("whole", kind), records("folder", kind), strict=True)
+        assert all((one["loss"], one["accuracy"]) == (other["loss"], other["accuracy"]) for one, other in pairs)
+    assert len(records("whole", "train")) == 9 and same_tensors(weights("whole"), weights("folder"))
+
+
+def test_a_resumed_run_on_a_list_that_moved_continues_with_the_same_bits(trained):
+    before = evaluated()[0]
+    os.rename("photos", "elsewhere")
+    found = evaluated("--data", "elsewhere/labels.csv")[0]
+    names = ("loss", "accuracy", "count", "split")
+    assert [found[name] for name in names] == [before[name] for name in names] and found["count"] == 6
+    train_run(2, "run", "--data", "elsewhere/labels.csv", *MORE)
+    assert same_tensors(weights("run"), weights("whole"))
+
+
+def invert(path: str) -> None:
+    Image.fromarray(255 - np.asarray(Image.open(path))).save(path)
+
+
+CHANGES = {
+    "relabelled": (lambda: write_list(relabelled=(40, 41)), "changed class: dog/010.bmp"),
+    "replaced": (lambda: invert("photos/cat/007.bmp"), "1 of "),
+    "removed": (lambda: write_list(without=(40,)), "dog/010.bmp (no longer listed)"),
+    "another class": (lambda: write_list(more="x.png,emu\n"), "the classes changed since training (new: emu)"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_resume_reports_what_changed_in_the_list_or_the_images(trained, change):
+    act, text = CHANGES[change]
+    shutil.copy("photos/cat/000.bmp", "photos/x.png")
+    act()
+    line = refused(train.main, "--data", "photos/labels.csv", *MORE)
+    assert text in line and (change != "replaced" or "changed: cat/007.bmp" in line), line
+
+
+def test_rows_that_are_new_or_in_another_order_do_not_move_samples(trained):
+    shutil.copy("photos/cat/000.bmp", "photos/a.bmp")
+    write_list(more="a.bmp,dog\n")
+    header, *rows = Path("photos/labels.csv").read_text().splitlines()
+    write("\n".join([header, *reversed(rows)]), "photos/labels.csv")
+    assert "split 'train' has new files since training, which are left out: a.bmp" in evaluated()[1]
+    train_run(2, "run", "--data", "photos/labels.csv", *MORE)
+    assert same_tensors(weights("run"), weights("whole"))
+
+
+def test_another_list_is_evaluated_whole_or_by_its_splits(trained):
+    write("path,label\ncat/000.bmp,cat\ndog/000.bmp,dog\ndog/001.bmp,dog\n", "photos/three.csv")
+    found, out = evaluated("--data", "photos/three.csv")
+    assert (found["count"], found["split"]) == (3, "all images")
+    assert f"data             {Path('photos/three.csv').resolve()}, all images\n" in out
+    write(
+        "path,label,split\ncat/000.bmp,cat,train\ndog/002.bmp,dog,train\ndog/000.bmp,dog,val\ndog/001.bmp,dog,val\n",
+        "photos/three.csv",
+    )
+    write("path,label,split\ncat/000.bmp,cat,train\ndog/000.bmp,dog,train\ndog/001.bmp,dog,fold 2\n", "photos/odd.csv")
+    assert evaluated("--data", "photos/odd.csv")[0]["split"] == "train"
+    for flags in ((), ("--split", "validation")):
+        found = evaluated("--data", "photos/three.csv", *flags)[0]
+        assert (found["count"], found["split"], found["classes_evaluated"]) == (2, "val", 1)

@@ -1,0 +1,239 @@
+"""Settings that follow from the data, and the printed row about what depends on the number of processes."""
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torchvision
+import yaml
+from helpers.make_data import image_folder
+from helpers.ranks import run_ranks
+from helpers.training_runs import records, train_run
+from torch import nn
+
+import train
+from utils.config.batch import resolve_batch
+from utils.config.defaults import NAMES, choose_images, choose_sizes
+from utils.config.settings import TrainConfig
+from utils.data.order import Plan
+from utils.data.spec import InputSpec
+from utils.models.zoo import OWN_MODELS
+from utils.runs.state import TrainState
+from utils.tasks.classification import Classification
+from utils.tasks.task import Task
+from utils.training.divergence import report_explosion
+from utils.training.sameness import differences, has_dropout
+from utils.training.schedule import total_updates
+
+
+def chosen(samples, processes=1, **settings):
+    return choose_sizes(TrainConfig(**settings), samples, processes)[0]
+
+
+@pytest.mark.parametrize("samples", [1437, 1617, 50_000, 60_000, 1_281_167])
+def test_data_sets_of_many_small_images_keep_their_values(samples):
+    config, _ = choose_images(chosen(samples), small=True, small_input=True)
+    values = [getattr(config, name) for name in NAMES]
+    assert values == [128, False, 50, 0.05, 5e-4, "mnist_cnn", False]
+
+
+def test_an_epoch_of_a_small_set_has_eight_updates_or_batches_of_eight():
+    for samples in range(1, 2000):
+        batch = chosen(samples).global_batch_size
+        assert batch in (8, 16, 32, 64, 128)
+        assert math.ceil(samples / batch) >= 8 or batch == 8
+        assert math.ceil(samples / (2 * batch)) < 8 or batch == 128
+    assert [chosen(samples).global_batch_size for samples in (10, 24, 120, 500)] == [8, 8, 16, 64]
+
+
+def test_no_chosen_batch_ends_an_epoch_with_a_few_samples():
+    """Otherwise batch normalisation is refused, or has poor statistics, for every eighth small set."""
+    for samples in range(8, 897):
+        config = chosen(samples)
+        plan = Plan(samples, config.global_batch_size, 1, 0, config.drop_last)
+        last = samples - (plan.updates_per_epoch - 1) * config.global_batch_size
+        assert config.global_batch_size / 2 <= last and (config.drop_last or last <= config.global_batch_size)
+        assert total_updates(config, plan) > 0
+
+
+def test_values_that_are_given_are_kept_even_if_they_are_those_of_another_case():
+    given = dict(zip(NAMES, (100, True, 7, 0.3, 0.0, "resnet18", True), strict=True))
+    config, lines = choose_sizes(TrainConfig(**given), 120, 2)
+    config, more = choose_images(config, small=True, small_input=True)
+    assert config == TrainConfig(**given) and lines == more == []
+    for name, value in given.items():
+        config, _ = choose_images(chosen(120, **{name: value}), small=True, small_input=True)
+        assert getattr(config, name) == value and all(getattr(config, other) is not None for other in NAMES)
+
+
+def test_the_learning_rate_follows_optimizer_start_and_batch():
+    assert chosen(120).lr == pytest.approx(0.05 * 16 / 128)
+    assert chosen(120, pretrained=True, model="resnet18").lr == pytest.approx(0.01 / 8)
+    assert chosen(120, optimizer="adamw").lr == pytest.approx(1e-3 / math.sqrt(8))
+    assert chosen(9999, optimizer="adamw", pretrained=True, model="resnet18").lr == pytest.approx(1e-4)
+    assert (chosen(120, optimizer="adamw").weight_decay, chosen(120).weight_decay) == (0.05, 5e-4)
+    assert chosen(9999, global_batch_size=32).lr == pytest.approx(0.05 / 4)
+    assert chosen(9999, global_batch_size=1024).lr == 0.05  # not raised: larger ones made mnist_cnn fail
+    assert chosen(9999, batch_size=8, grad_accum=2, processes=2).lr == pytest.approx(0.05 / 4)
+    assert chosen(120, optimizer="of somebody else").lr == chosen(120, optimizer="adamw").lr
+
+
+@pytest.mark.parametrize(("samples", "settings", "every"), [
+    (120, {"max_steps": 28}, 7), (120, {}, 40), (1617, {}, 50), (8, {"epochs": 3}, 1), (480, {"max_steps": 200}, 50),
+])  # fmt: skip
+def test_a_short_run_has_at_least_four_train_records_or_one_for_each_update(samples, settings, every):
+    config = chosen(samples, **settings)
+    updates = total_updates(config, Plan(samples, config.global_batch_size, 1, 0, config.drop_last))
+    assert config.log_every == every and updates // every >= min(4, updates)
+
+
+@pytest.mark.parametrize(("small", "small_input", "pretrained", "expected"), [
+    (True, True, False, ("mnist_cnn", False)),
+    (True, True, True, ("resnet18", False)),
+    (True, False, False, ("resnet18", False)),  # digits at --image_size 224 are still not mirrored
+    (False, True, False, ("resnet18", True)),
+    (False, False, False, ("resnet18", True)),
+])  # fmt: skip
+def test_the_model_and_flip_follow_the_images(small, small_input, pretrained, expected):
+    config, (line,) = choose_images(TrainConfig(pretrained=pretrained), small, small_input)
+    assert (config.model, config.flip) == expected
+    assert line.startswith(f"model {expected[0]}, {'' if expected[1] else 'no '}flip (")
+
+
+@pytest.mark.parametrize("processes", [3, 6])
+def test_processes_that_no_chosen_batch_fits_are_refused_with_the_fix(processes):
+    with pytest.raises(ValueError, match=f"set it to a multiple of {processes}"):
+        resolve_batch(TrainConfig(), processes)
+    assert resolve_batch(TrainConfig(global_batch_size=processes), processes)[2] == processes
+
+
+def test_processes_that_the_batch_of_a_small_set_does_not_fit_are_refused_without_a_flag_that_was_not_given():
+    with pytest.raises(ValueError, match=r"^the default global batch for 120 training images is 16, which") as caught:
+        choose_sizes(TrainConfig(), 120, 32)
+    assert str(caught.value).endswith("; set --global_batch_size to a multiple of 32, or use fewer processes")
+
+
+PHOTOS = ["--data", "photos", "--model", "mlp", "--threads", "1", "--num_workers", "0", "--epochs", "1"]
+
+
+def saved_settings(name):
+    values = yaml.safe_load((Path("runs") / name / "config.yaml").read_text())
+    return {setting: values[setting] for setting in NAMES}
+
+
+def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
+    for split, counts in (("train", {"a": 13, "b": 12}), ("val", {"a": 2, "b": 2})):
+        image_folder(f"photos/{split}", counts, size=(100, 120), kind="jpg")
+    flags = [*PHOTOS, "--image_size", "16"]
+    outcomes = [run_ranks(n, train.main, [*flags, "--run_name", f"on-{n}"]) for n in (1, 2)]
+    assert [outcome.code for run in outcomes for outcome in run] == [0, 0, 0], outcomes[0][0].err
+    (alone,), (main, other) = outcomes
+    expected = dict(zip(NAMES, (8, True, 1, 0.003125, 5e-4, "mlp", True), strict=True))
+    assert saved_settings("on-1") == saved_settings("on-2") == expected
+    found = [re.search(r"^chosen .*\n(?: .*\n)*", outcome.out, re.M)[0] for outcome in (alone, main)]
+    rows = [[line.removeprefix("chosen").strip() for line in text.splitlines()] for text in found]
+    assert rows[0] == rows[1] and len(rows[0]) == 3, rows
+    assert rows[0][0].startswith("global batch 8 (25 training images: 3 updates per epoch), drop_last (")
+    assert rows[0][1].startswith("lr 0.00313 (sgd, new model: 0.05 for batch 128), weight decay 0.0005")
+    assert rows[0][2] == "flip (photographs)" and "chosen" not in other.out
+
+
+def test_a_resumed_run_keeps_the_settings_of_its_checkpoint_unless_they_are_given():
+    same = ["--data", "synthetic/3x8x103", "--threads", "1"]
+    first = ["--lr", "0.31", "--flip", "--log_every", "2", "--weight_decay", "0.3", "--drop_last", "--model", "mlp"]
+    train_run(1, "run", *same, *first, "--max_steps", "2", "--global_batch_size", "9")
+    expected = dict(zip(NAMES, (9, True, 2, 0.31, 0.3, "mlp", True), strict=True))
+    train_run(1, "run", *same, "--max_steps", "4", "--resume", "auto")
+    assert saved_settings("run") == expected
+    train_run(1, "run", *same, "--max_steps", "5", "--resume", "auto", "--lr", "0.1")
+    assert saved_settings("run") == expected | {"lr": 0.1}
+
+
+def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_the_fix():
+    flags = ["--data", "synthetic/4x8x64", "--model", "mlp", "--threads", "1", "--run_name", "run", "--log_every", "1"]
+    flags += ["--lr_schedule", "constant", "--global_batch_size", "16", "--save_every", "4"]
+    said = []
+    for number in ("8", "12"):
+        (outcome,) = run_ranks(1, train.main, [*flags, "--lr", "3", "--max_steps", number, "--resume", "auto"])
+        assert outcome.code == 0, outcome.err
+        said.append([line for line in outcome.out.splitlines() if "the loss of guessing" in line])
+    losses = [record["loss"] for record in records("run", "train")]
+    step = next(step for step, loss in enumerate(losses, 1) if loss > 10 * math.log(4))
+    assert step <= 8 and max(losses[8:]) > 10 * math.log(4)
+    assert len(said[0]) == 1 and said[1] == []
+    expected = f"update {step}: the training loss is {losses[step - 1]:.4g}, while the loss of guessing is 1.386; lower"
+    assert said[0][0].startswith(f"{expected} --lr") and "--clip_norm" in said[0][0]
+
+
+@pytest.mark.parametrize(("loss", "guessing"), [("cross_entropy", math.log(7)), ("binary_cross_entropy", math.log(2))])
+def test_the_loss_of_guessing_is_that_of_equal_scores(loss, guessing):
+    task = Classification(TrainConfig(loss=loss), list("abcdefg"))
+    assert task.loss_of_guessing == pytest.approx(guessing)
+    lines, state = [], TrainState(step=5)
+    log = SimpleNamespace(say=lines.append)
+    for mean in (math.nan, 9.9 * guessing, 10.1 * guessing, 99 * guessing):
+        report_explosion(log, state, mean, task.loss_of_guessing)
+    assert len(lines) == 1 and f"is {10.1 * guessing:.4g}," in lines[0] and state.exploded
+    report_explosion(log, TrainState(), 1e30, Task.loss_of_guessing)  # of a task that does not define it
+    assert len(lines) == 1
+
+
+MASKS = "dropout masks (unless processes x accumulation is 6)"
+
+
+@pytest.mark.parametrize(("model", "settings", "grad_accum", "parts"), [
+    ("mlp", {}, 1, []),
+    ("mlp", {"sync_batchnorm": True}, 2, []),
+    ("mlp", {"comm_hook": "bf16"}, 1, ["gradients, rounded to bf16 (not with --comm_hook no)"]),
+    ("mnist_cnn", {}, 1, [MASKS]),
+    ("mnist_cnn", {"model_args": {"dropout": 0.0}}, 1, []),
+    ("resnet18", {}, 2, ["batch statistics (not with --sync_batchnorm)"]),
+    ("resnet18", {"sync_batchnorm": True}, 1, []),
+    ("resnet18", {"sync_batchnorm": True}, 2, ["batch statistics (not with --grad_accum 1)"]),
+    ("efficientnet_b0", {}, 1, ["batch statistics (not with --sync_batchnorm)", MASKS]),
+    ("convnext_tiny", {}, 1, [MASKS]),  # stochastic depth
+    ("vit_b_16", {}, 1, []),
+    ("vit_b_16", {"model_args": {"attention_dropout": 0.1}}, 1, [MASKS]),
+])  # fmt: skip
+def test_what_depends_on_the_number_of_processes_is_named_with_how_to_avoid_it(model, settings, grad_accum, parts):
+    config = TrainConfig(model=model, **settings)
+    with torch.device("meta"):
+        module = build(config)
+    text = differences(config, module, grad_accum, 6)
+    assert text == (f"on another number of processes, besides rounding: {', '.join(parts)}" * bool(parts))
+
+
+def test_layers_that_drop_at_random_are_found_by_their_rate():
+    for layer in (
+        nn.MultiheadAttention(8, 2, dropout=0.1),
+        nn.Dropout2d(0.1),
+        torchvision.ops.StochasticDepth(0.1, "row"),
+    ):
+        assert has_dropout(nn.Sequential(nn.Linear(8, 8), layer))
+    assert not has_dropout(nn.Sequential(nn.MultiheadAttention(8, 2), nn.Dropout(0.0), nn.BatchNorm1d(8)))
+
+
+def build(config):
+    if config.model in ("mlp", "mnist_cnn"):
+        return OWN_MODELS[config.model](InputSpec(28, 28, 1, [0.5], [0.5]), 10, **config.model_args)
+    return torchvision.models.get_model(config.model, **config.model_args)
+
+
+def test_equal_bests_of_an_earlier_run_do_not_count():
+    history = [{"step": step, "accuracy": 0.5} for step in (1, 2, 3)]
+    state = TrainState(step=3, best=0.5, best_step=2, evaluations=history)  # resumed from update 1 of another run
+    assert state.equal_bests("accuracy") == 2
+
+
+def test_the_start_table_names_what_differs_and_the_end_counts_equal_bests():
+    flags = ["--data", "synthetic/3x8x64", "--threads", "1", "--max_steps", "2", "--eval_every", "1", "--lr", "1e-9"]
+    (dropping,) = run_ranks(1, train.main, flags)
+    (plain,) = run_ranks(1, train.main, [*flags, "--model", "mlp", "--sync_batchnorm"])
+    row = "differs  on another number of processes, besides rounding: dropout masks (unless "
+    assert f"{row}processes x accumulation is 1)" in dropping.out.splitlines()
+    assert "differs" not in plain.out
+    assert re.search(r"^best +0\.\d{4} at update 1, the first of 2 equal evaluations$", plain.out, re.M)
+    assert "--sync_batchnorm is slower on one process" in plain.out and "has no effect" not in plain.out

@@ -1,0 +1,36 @@
+"""How many samples each class has, for the table at the start of a run."""
+
+import numpy as np
+
+from utils.console import join_names, printable
+from utils.data.splits import Data, Split
+
+
+def classes_row(data: Data) -> str:
+    """The number of classes, and the smallest and the largest one in training and evaluation."""
+    names, parts = data.class_names, ((data.train, "training"), (data.evaluation, "evaluation"))
+    return f"{len(names)}, each with {', '.join(f'{_range(split, names)} {word} images' for split, word in parts)}"
+
+
+def absent_classes(data: Data) -> list[str]:
+    """A line for each of the two splits that lacks a class."""
+    lines = []
+    for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
+        absent = [data.class_names[index] for index in np.flatnonzero(_counts(split, len(data.class_names)) == 0)]
+        if absent:
+            lines.append(f"{len(absent)} of {len(data.class_names)} classes have no {word} image: {join_names(absent)}")
+    return lines
+
+
+def _range(split: Split, names: list[str]) -> str:
+    """For example `12 (class cat) to 40 (class dog)`, or `12` if all classes have the same number."""
+    counts = _counts(split, len(names))
+    least, most = int(counts.argmin()), int(counts.argmax())
+    if counts[least] == counts[most]:
+        return str(counts[least])
+    return " to ".join(f"{counts[index]} (class {printable(names[index])})" for index in (least, most))
+
+
+def _counts(split: Split, classes: int) -> np.ndarray:
+    """The number of readable samples of each class, int64 [classes]."""
+    return np.bincount(split.labels[split.readable], minlength=classes)

@@ -1,0 +1,161 @@
+"""CSV files that list images: a header line such as `path,label,split`, then one image on each line."""
+
+import csv
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from utils.config.settings import TrainConfig
+from utils.console import join_names, printable
+from utils.data.folders import split_word
+from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, split_that_defines_classes, whole_split
+from utils.errors import UserError, one_line
+
+
+@dataclass
+class _Rows:
+    """The images of one split: their paths as written, labels and line numbers."""
+
+    paths: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+
+
+class ListedFiles(Files):
+    """The image files that a CSV file lists, with their line numbers."""
+
+    missing = "no longer listed"
+
+    def __init__(self, paths: list[str], file: Path, lines: list[int]):
+        super().__init__(paths, str(file.parent))
+        self.file, self.lines = file.name, lines
+
+    def stamp(self, row: int) -> tuple[int, int, int]:
+        try:
+            return super().stamp(row)
+        except OSError as error:
+            reason = f"{error.strerror}, line {self.lines[row]} of {self.file}"
+            raise OSError(error.errno, reason, self.paths[row]) from None
+
+
+def open_csv(path: str, config: TrainConfig) -> Source:
+    """A text file with the columns path and label, and optionally split, named in its first line."""
+    file = Path(os.path.abspath(path))  # names in checkpoints must not depend on the working directory
+    rows_of = _read(file, config)
+    names = _split_names(file, list(rows_of))
+    wanted = config.train_split and names.get(config.train_split, config.train_split)
+    splits = {names[written]: rows for written, rows in rows_of.items()}
+    class_names = _sorted(splits[split_that_defines_classes(splits, wanted)].labels)
+    notes = _notes(file, splits, {names.get(name, name) for name in (config.train_split, config.eval_split) if name})
+    openers = {name: partial(_make, name, rows, file, class_names, notes) for name, rows in splits.items()}
+    return Source(openers, class_names, {alias: name for alias, name in names.items() if alias not in splits})
+
+
+def _notes(file: Path, splits: dict[str, _Rows], wanted: set[str]) -> tuple[str, ...]:
+    """A line about the rows of splits that have neither a usual name nor one of these names, if there are any."""
+    usual = {"train", *EVAL_NAMES, *wanted}
+    others = [f"{name} ({len(rows.paths)})" for name, rows in splits.items() if name not in usual]
+    fix = "--train_split and --eval_split select others"
+    return (f"{file}: rows of other splits are left out: {join_names(others)}; {fix}",) if others else ()
+
+
+def _make(name: str, rows: _Rows, file: Path, class_names: list[str], notes: tuple[str, ...]) -> Split:
+    number = {class_name: index for index, class_name in enumerate(class_names)}
+    labels = [number.get(label, -1) for label in rows.labels]
+    if -1 in labels:
+        place = labels.index(-1)
+        problem = f"the training split has no class {rows.labels[place]!r}, only {join_names(class_names)}"
+        raise UserError(f"{_place(file, rows.lines[place])}: {problem}", "fix the label")
+    folder = os.path.join(file.parent, "")
+    images = ListedFiles([p if p[0] == "/" else folder + p for p in rows.paths], file, rows.lines)
+    return replace(whole_split(name, images, labels, fingerprint_of(file.resolve())), notes=notes)
+
+
+def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:
+    """The rows of each split, by its name in the file; without a column `split`, all rows are the split train."""
+    lines = _lines(file)
+    number, header = next(lines, (1, []))
+    path_at = _column(file, header, "image", config.image_column or "path")
+    label_at = _column(file, header, "label", config.label_column or "label")
+    lower = [name.lower() for name in header]
+    split_at = lower.index("split") if "split" in lower else None
+    found: dict[str, _Rows] = {}
+    first: dict[str, int] = {}  # the line of each path
+    for number, cells in lines:
+        if len(cells) != len(header):
+            problem = f"{len(cells)} columns, but the first line has {len(header)}"
+            raise UserError(f"{_place(file, number)}: {problem}", "put a value that contains a comma in double quotes")
+        path, label, split = cells[path_at], cells[label_at], "train" if split_at is None else cells[split_at]
+        if not (path and label and split):
+            empty = "path" if not path else "label" if not label else "split"
+            raise UserError(f"{_place(file, number)}: the {empty} is empty", "fill it in, or remove the line")
+        if first.setdefault(path, number) != number:
+            problem = f"{printable(path)} is also on line {first[path]}"
+            raise UserError(f"{_place(file, number)}: {problem}", "list each image once")
+        rows = found.get(split) or found.setdefault(split, _Rows())
+        rows.paths.append(path)
+        rows.labels.append(label)
+        rows.lines.append(number)
+    if not found:
+        raise UserError(f"{file}: no rows below the first line", "list one image on each line")
+    return found
+
+
+def _lines(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """The number and the cells of each line that is not blank. The delimiter is a comma, semicolon or tab."""
+    data = file.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{_place(file, line)}: not valid UTF-8", "save the file as UTF-8") from None
+    if "\0" in text:
+        raise UserError(f"{file}: contains null characters, so it is not UTF-8 text", "save the file as UTF-8")
+    delimiter = max(",;\t", key=text.partition("\n")[0].count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
+    try:
+        for row in reader:
+            cells = [cell.strip() for cell in row]
+            if any(cells):  # a spreadsheet may write blank rows as commas
+                yield reader.line_num, cells
+    except csv.Error as error:
+        fix = "check the double quotes: a value that starts with one must end with one"
+        raise UserError(f"{_place(file, reader.line_num)}: {one_line(error)}", fix) from None
+
+
+def _column(file: Path, header: list[str], kind: str, name: str) -> int:
+    """The number of the column with this name, in upper or lower case."""
+    lower = [text.lower() for text in header]
+    if lower.count(name.lower()) != 1:
+        problem = f"{file}: the first line must name one column {name!r}, but has {join_names(header) or 'nothing'}"
+        raise UserError(problem, f"add a first line such as path,label, or set --{kind}_column")
+    return lower.index(name.lower())
+
+
+def _split_names(file: Path, written: list[str]) -> dict[str, str]:
+    """Map the names in the file, and train, validation and test, to the names of the splits, as for image folders."""
+    names: dict[str, str] = {}
+    words: dict[str, str] = {}
+    for text in written:
+        word, lower = split_word(text), text.lower()
+        if word and words.setdefault(word, text) != text:
+            raise UserError(
+                f"{file}: the splits {words[word]} and {text} may be the same",
+                "use one name for both, or rename one of them, for example to extra",
+            )
+        names[text] = lower if lower in ("train", *EVAL_NAMES) else word or text
+    return {word: names[text] for word, text in words.items()} | names
+
+
+def _sorted(labels: list[str]) -> list[str]:
+    """The class names: in numeric order if all labels consist of digits, else in alphabetical order."""
+    unique = sorted(set(labels))
+    is_numeric = all(label.isdecimal() and len(label) < 19 for label in unique)
+    return sorted(unique, key=int) if is_numeric else unique
+
+
+def _place(file: Path, line: int) -> str:
+    return f"{file}, line {line}"
