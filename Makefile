@@ -2,6 +2,7 @@
 # make doctor     check whether two CPU processes can train here     make doctor ARGS="--json doctor.json"
 # make test       set everything up and run the quick tests          make test ARGS="tests/test_order.py"
 # make test-all   the quick tests and the other cases of long tables
+# make gpu        check everything that needs a GPU; the table is written to build/gpu.md and build/gpu.json
 # make lint       ruff: rules and format
 # make types      mypy
 # make coverage   the quick tests, and which lines they ran, in child processes too
@@ -17,7 +18,7 @@ ARGS ?=
 # Many tests wait for other processes, so three workers are faster than two even on two cores.
 WORKERS ?= -n 3 --dist worksteal
 
-.PHONY: train doctor test test-all lint types coverage
+.PHONY: train doctor test test-all gpu lint types coverage
 train: $(VENV)/.train
 	$(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml train.py $(ARGS)
 
@@ -28,7 +29,10 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not machines and not slurm" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not machines and not slurm and not gpu" $(ARGS)
+
+gpu: $(VENV)/.test
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ from utils.console import Terminal
 from utils.data.batches import Batch, Batches
 from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in
 from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
+from utils.data.resident import keep_on_device
 from utils.data.selection import load_data
 from utils.data.sources import SOURCES, check_source
 from utils.data.spec import InputSpec
@@ -201,7 +202,7 @@ def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) ->
     for split, training in ((data.train, True), (data.evaluation, False)):
         make = partial(make_dataset, split, spec, config, training, bar)
         made.append(ranks.run_on_all(make, main_first=True, place="decoding images"))
-    return made
+    return ranks.run_on_all(lambda: keep_on_device(made, config, ranks.device))
 
 
 def make_module(config: TrainConfig, spec: InputSpec, outputs: int, ranks: Ranks) -> nn.Module:

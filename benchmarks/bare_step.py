@@ -3,9 +3,11 @@
     python benchmarks/bare_step.py                                          one process
     torchrun --nproc_per_node 2 benchmarks/bare_step.py --exchange ddp      two processes that average their gradients
 
-It is run by scaling.py. Network, optimizer and memory layout are those of train.py; nothing else of Lockstep is used.
+It is run by scaling.py and gpus.py. Network, optimizer and memory layout are those of train.py; nothing else of
+Lockstep is used.
 With `--exchange none` the processes run side by side and do not communicate while they are timed. With `data_parallel`
-one process uses all GPUs through torch.nn.DataParallel.
+one process uses all GPUs through torch.nn.DataParallel. With `--library timm` network and optimizer are those of timm,
+and with `--photos FOLDER` its loader reads the batches from an image folder.
 """
 
 import argparse
@@ -13,12 +15,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import repeat
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,26 +32,55 @@ from utils.memory import keep_freed_memory
 from utils.models.zoo import build_model
 from utils.training.optim import build_optimizer
 
-SPEC = InputSpec(height=28, width=28, channels=1, mean=[0.5], std=[0.5])  # MNIST's
+CLASSES = 10
 
 
-def make_step(args: argparse.Namespace, device: torch.device):
-    """A function that does one update on the resident batch."""
-    config = TrainConfig(model="mnist_cnn", lr=0.05, weight_decay=5e-4)
+def make_model(args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The network and its optimizer."""
+    config = TrainConfig(model=args.model, lr=0.05, weight_decay=5e-4)
+    if args.library == "timm":
+        import timm
+        from timm.optim import create_optimizer_v2
+
+        model = timm.create_model(args.model, num_classes=CLASSES, in_chans=args.channels)
+        model = model.to(device, memory_format=torch.channels_last)
+        settings = {"lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay}
+        return model, create_optimizer_v2(model, opt="sgd", **settings)
+    spec = InputSpec(args.image_size, args.image_size, args.channels, [0.5] * args.channels, [0.5] * args.channels)
+    model = build_model(config, spec, classes=CLASSES).to(device)
+    return model, build_optimizer(config, model)
+
+
+def make_batches(args: argparse.Namespace, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
+    """One batch on the device again and again, or timm's batches of photographs, epoch after epoch."""
+    if args.photos:
+        from timm.data import create_dataset, create_loader
+
+        dataset = create_dataset("", root=args.photos, is_training=True)
+        options = {"num_workers": args.num_workers, "device": device, "color_jitter": 0.0}
+        loader = create_loader(dataset, args.image_size, args.batch_size, is_training=True, **options)
+        while True:
+            for images, labels in loader:
+                yield images.contiguous(memory_format=torch.channels_last), labels
+    images = torch.randn(args.batch_size, args.channels, args.image_size, args.image_size, device=device)
+    labels = torch.randint(CLASSES, (args.batch_size,), device=device)
+    yield from repeat((images.contiguous(memory_format=torch.channels_last), labels))
+
+
+def make_step(args: argparse.Namespace, device: torch.device) -> Callable[[], None]:
+    """A function that does one update."""
     torch.manual_seed(0)
-    model = build_model(config, SPEC, classes=10).to(device)
-    optimizer = build_optimizer(config, model)
+    model, optimizer = make_model(args, device)
     if args.exchange == "ddp":
         ids = [device.index] if device.type == "cuda" else None
         model = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     elif args.exchange == "data_parallel":
         model = nn.DataParallel(model)
-    images = torch.randn(args.batch_size, SPEC.channels, SPEC.height, SPEC.width, device=device)
-    images = images.contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(10, (args.batch_size,), device=device)
+    batches = iter(make_batches(args, device))
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.mixed_precision)
 
     def step() -> None:
+        images, labels = next(batches)
         with torch.autocast(device.type, half) if half else nullcontext():
             loss = cross_entropy(model(images), labels)
         loss.backward()
@@ -74,6 +107,12 @@ def main() -> None:
     parser.add_argument("--exchange", choices=("none", "ddp", "data_parallel"), default="none")
     parser.add_argument("--batch_size", type=int, default=128, help="of each process (default: %(default)s)")
     parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), default="no")
+    parser.add_argument("--model", default="mnist_cnn", help="(default: %(default)s)")
+    parser.add_argument("--image_size", type=int, default=28, help="pixels of a side (default: %(default)s)")
+    parser.add_argument("--channels", type=int, default=1, help="of the images (default: %(default)s)")
+    parser.add_argument("--library", choices=("lockstep", "timm"), default="lockstep", help="of model and optimizer")
+    parser.add_argument("--photos", metavar="FOLDER", help="an image folder for timm's loader")
+    parser.add_argument("--num_workers", type=int, default=4, help="of timm's loader (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=150, help="timed updates (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=30, help="updates before them (default: %(default)s)")
     args = parser.parse_args()

@@ -97,10 +97,13 @@ def report(args: argparse.Namespace, header: Sequence[str], rows: Sequence[Seque
 
 
 def launch(processes: int) -> list[str]:
-    """The command that runs a script: Python for one process, else accelerate launch with the project's config."""
+    """The command that runs a script: Python for one process, else accelerate launch with the project's config.
+
+    Several processes run on CPUs if there are too few GPUs for them.
+    """
     if processes == 1:
         return [sys.executable]
-    config = ROOT / "accelerate_configs" / ("2gpu.yaml" if torch.cuda.is_available() else "2cpu.yaml")
+    config = ROOT / "accelerate_configs" / ("2gpu.yaml" if torch.cuda.device_count() >= processes else "2cpu.yaml")
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     return [*launcher, "--num_processes", str(processes)]
 

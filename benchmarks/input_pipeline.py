@@ -12,7 +12,7 @@ Every side runs in this process, without loader processes, with one thread.
 * large photographs: the same with generated photographs of 4000x3000 pixels, the size of camera photographs.
 * colour 32x32 and grey 28x28: decoded beforehand on all sides. Colour images are shifted by up to 4 pixels and flipped,
   in batches of 256; grey ones are shifted by up to 2 pixels, in batches of 128. torchvision's transforms run on Pillow
-  images and on tensors.
+  images and on tensors. With --data_on_device yes, our batches are drawn by index on the device, which is the CPU here.
 
 A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their range.
 """
@@ -40,13 +40,14 @@ from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages, EncodedImages
 from utils.data.order import Plan, UpdateSampler
 from utils.data.pipeline import make_loader
+from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
 from utils.memory import keep_freed_memory
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 DEVICE, THREADS = torch.device("cpu"), 1
-OURS, BARE = "ours", "bare decode_jpeg"
+OURS, ON_DEVICE, BARE = "ours", "ours, --data_on_device yes", "bare decode_jpeg"
 
 
 def rate(batches) -> float:
@@ -129,6 +130,7 @@ def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -
     }
     sides = {name: partial(rate, DataLoader(dataset, batch_size, shuffle=True)) for name, dataset in sides.items()}
     mine = DecodedImages(pixels, np.zeros(len(pixels), np.int64))
+    sides[ON_DEVICE] = partial(rate, ours(ResidentImages(mine, DEVICE), spec, batch_size, config))
     return sides | {OURS: partial(rate, ours(mine, spec, batch_size, config))}
 
 

@@ -9,6 +9,9 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a forked child of a process with OpenMP threads would hang
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
+# Tests use the CPU on any machine. Only the children of tests/gpu/ see the GPUs that the user has made visible.
+os.environ.setdefault("LOCKSTEP_TESTS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
@@ -50,7 +53,7 @@ def no_ranks_left():
 def pytest_deselected(items):
     """Remember what a plain run leaves out."""
     for item in items:
-        for marker in ("full", "slow", "machines", "slurm"):
+        for marker in ("full", "slow", "machines", "slurm", "gpu"):
             if item.get_closest_marker(marker):
                 _LEFT_OUT[marker] = _LEFT_OUT.get(marker, 0) + 1
 

@@ -19,6 +19,7 @@ from utils.data.decode import LARGE, center
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.pipeline import make_dataset, make_loader
+from utils.data.resident import ResidentImages
 from utils.data.selection import load_data
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
@@ -123,6 +124,36 @@ def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name, channels):
         assert all(same[::2]) and sum(same[1::2]) < 0.9 * count / 2
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", [*AUGMENTATIONS, "all"])
+def test_images_on_the_device_are_changed_like_those_of_the_loader_bit_for_bit(name, channels):
+    spec, order = (
+        InputSpec(20, 24, channels, [0.5] * channels, [0.25] * channels),
+        np.random.default_rng(0).permutation(150),
+    )
+    parts = np.split(order, [40, 40, 75])
+    microbatches = [Microbatch(update, update // 3, 0, part) for update, part in enumerate(parts)]
+    microbatches += [Microbatch(4, 1, 0, order % 50, order // 50)]
+    decoded = DecodedImages(pictures(150, (20, 24))[..., :channels].copy(), np.arange(150))
+    for settings in [ALL] if name == "all" else ENABLED[name]:
+        config = TrainConfig(seed=4, **settings)
+        by_loader, on_device = (
+            [
+                batch.images
+                for batch in Batches(
+                    make_loader(dataset, microbatches, config, CPU.threads, CPU.device),
+                    spec,
+                    config,
+                    CPU.device,
+                    training=True,
+                )
+            ]
+            for dataset in (decoded, ResidentImages(decoded, CPU.device))
+        )
+        assert len(by_loader) == len(microbatches)
+        assert all(torch.equal(*pair) for pair in zip(by_loader, on_device, strict=True))
+
+
 class DarkenTop(Operation):
     """An operation that does not commute with the others."""
 
@@ -147,13 +178,17 @@ def changed_by_hand(image, seed, epoch, index, size):
     return moved
 
 
-@pytest.mark.parametrize("size", [(24, 30), (100, 120)])  # small images, and photographs
-def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_order(size, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "on_device"), [((24, 30), False), ((24, 30), True), ((100, 120), False)]
+)  # small images, by the loader and on the device, and photographs
+def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_order(size, on_device, monkeypatch):
     monkeypatch.setitem(AUGMENTATIONS, "darken", lambda config, spec: DarkenTop())
     spec, config = InputSpec(*size, 3, [0.0] * 3, [1 / 255] * 3), TrainConfig(seed=5, num_workers=0, **EVERYTHING)
     pixels = pictures(30, size if spec.small else (150, 170))
     split = whole_split("train", [encoded(image, "PNG") for image in pixels], np.arange(30), "made")
     dataset = make_dataset(split, spec, config, True, iter) if not spec.small else DecodedImages(pixels, split.labels)
+    if on_device:
+        dataset = ResidentImages(dataset, CPU.device)
     order = np.random.default_rng(0).permutation(30)
     loader = make_loader(dataset, Given([Microbatch(0, 2, 0, order)]), config, CPU.threads, CPU.device)
     (batch,) = Batches(loader, spec, config, CPU.device, training=True)

@@ -757,6 +757,7 @@ def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
     settings = {"cache_dir": "stranger/cache", "data_dir": "stranger/data", "output_dir": "stranger/runs"}
     settings |= {
         "num_workers": 4000,
+        "data_on_device": "yes",
         "threads": 9999,
         "timeout": 0.001,
         "interface": "stranger0",

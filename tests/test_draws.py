@@ -51,6 +51,20 @@ def test_random_numbers_do_not_depend_on_the_batch_or_on_what_else_is_drawn():
     assert draws.uniform().shape == (1000, 0)
 
 
+def test_tensors_give_the_same_random_numbers_as_arrays():
+    indices = np.concatenate([np.arange(500), [2**31, 2**40 + 7, 2**62]])
+    occurrences = np.arange(503) % 4
+    for repeats in (None, occurrences):
+        by_array = Draws(3, 2, indices, repeats).uniform(*PINNED, "a new one")
+        tensors = [None if array is None else torch.from_numpy(array) for array in (indices, repeats)]
+        by_tensor = Draws(3, 2, *tensors).uniform(*PINNED, "a new one")
+        assert by_tensor.dtype == torch.float32 and by_tensor.numpy().tolist() == by_array.tolist()
+    pairs = zip(indices.tolist(), occurrences.tolist(), strict=True)
+    expected = [plain_uniform(3, 2, index, 3, occurrence) for index, occurrence in pairs]
+    assert by_tensor[:, [*PINNED].index("flip")].tolist() == expected
+    assert Draws(3, 2, torch.arange(0)).uniform("a", "b").shape == (0, 2)
+
+
 def test_a_stream_cannot_be_used_twice():
     draws = Draws(0, 0, INDICES[:4])
     draws.uniform("flip", "a")

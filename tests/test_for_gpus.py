@@ -450,7 +450,7 @@ def test_a_gpu_normalises_in_one_operation_to_the_same_bits(channels_last):
     with fake_gpu() as gpu:
         on_gpu, images = batches(CUDA), torch.empty(pixels.shape, dtype=torch.uint8, device=CUDA)
         gpu.operations.clear()
-        result = on_gpu._input({"images": images})
+        result = on_gpu._normalised(images)
     counts = Counter(name for name, _ in gpu.operations)
     assert counts.pop("addcmul") == 1 and set(counts) <= ({"clone"} if not channels_last else set())
     assert result.shape == (5, 3, 4, 64) and result.dtype == torch.float32

@@ -102,6 +102,11 @@ def shm_space() -> tuple[int, int] | None:
     return (system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize) if system.f_blocks else None
 
 
+def bytes_text(count: int) -> str:
+    """A number of bytes, for a message."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
 def describe_shm() -> str:
     """The free and the total space of /dev/shm, for a message."""
     found = shm_space()

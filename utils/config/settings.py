@@ -64,6 +64,9 @@ class TrainConfig(LaunchConfig):
     num_workers: int | None = None
     """Loader processes per rank that decode photographs (default: the threads per process, at most 8, or
     up to 16 with as many physical cores)."""
+    data_on_device: Literal["auto", "yes", "no"] = "auto"
+    """Keep decoded small images in the memory of the device, and draw batches there; auto does so on a GPU if they take
+    at most a quarter of its free memory. The images are the same."""
 
     image_size: int | None = None
     """Side of the square model input in pixels (default: the size of the images up to 96 pixels, else 224)."""
@@ -286,6 +289,7 @@ def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
         ("static_graph", processes == 1, "a single process exchanges no gradients"),
         ("num_workers", small_images, "small images are decoded once, before training"),
+        ("data_on_device", not small_images, "only small images are decoded before training"),
         ("eval_crop", small_images, "small images are evaluated whole"),
         ("image_column", not has_columns, f"{config.data} has no columns"),
         ("label_column", not has_columns, f"{config.data} has no columns"),

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from utils.config.settings import TrainConfig
 from utils.data.decode import EVAL_CROP, Shrink, center_of_photograph, resize, shrink_to_center, shrink_to_part
-from utils.data.draws import Draws
+from utils.data.draws import Array, Draws
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 
@@ -28,6 +28,8 @@ class Operation:
     """
 
     streams: tuple[str, ...] = ()
+    # Whether `prepare` also accepts random numbers on the device, a tensor. It must not wait for them.
+    on_device = False
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
         """The changed image [H, W, C]."""
@@ -87,15 +89,17 @@ class Crop(Operation):
 class ShiftAndFlip(Operation):
     """Shift images by up to `padding` pixels, filled with black, and with `flip` mirror half of them left to right."""
 
+    on_device = True
+
     def __init__(self, spec: InputSpec, padding: int, flip: bool):
         self.height, self.width, self.padding, self.flip = spec.height, spec.width, padding, flip
         self.streams = ("shift_top", "shift_left") * (padding > 0) + ("flip",) * flip
 
-    def _choices(self, random: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _choices(self, random: Array) -> tuple[Any, Any, Any]:
         """Where each result starts in its padded image, int64 [n] twice, and whether it is flipped, bool [n]."""
-        n, span = len(random), 2 * self.padding + 1
-        top, left = (random[:, :2] * span).astype(np.int64).T if self.padding else np.zeros((2, n), np.int64)
-        return top, left, random[:, -1] < 0.5 if self.flip else np.zeros(n, bool)
+        starts = random * (2 * self.padding + 1)  # without padding, below 1
+        starts = starts.long() if isinstance(starts, Tensor) else starts.astype(np.int64)
+        return starts[:, 0], starts[:, 1 if self.padding else 0], random[:, -1] < 0.5 * self.flip
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
         (top,), (left,), (flipped,) = self._choices(random[None])
@@ -103,21 +107,28 @@ class ShiftAndFlip(Operation):
             pixels = pad(pixels, (0, 0) + (self.padding,) * 4)[top : top + self.height, left : left + self.width]
         return pixels.flip(1) if flipped else pixels
 
-    def prepare(self, random: np.ndarray) -> dict[str, Tensor]:
+    def prepare(self, random: Array) -> dict[str, Tensor]:
         """The samples to flip, int64 [m], and where each row of the result starts, int64 [n * H].
 
-        This runs on the host, which then knows the number of flipped images without waiting for a GPU.
+        On the device, all images are flipped, because the host would have to wait for the number of those to flip.
         """
-        n, padding, padded_height, padded_width = len(random), self.padding, *self._padded()
+        n, padding, (padded_height, padded_width) = len(random), self.padding, self._padded()
         top, left, is_flipped = self._choices(random)
-        flipped = np.flatnonzero(is_flipped)
-        image, step = np.arange(n), np.full(n, padded_width)
-        # Flipped images come after the others, with all pixels in reverse order, so rows are read from last to first.
-        image[flipped], step[flipped] = n + np.arange(len(flipped)), -padded_width
-        top[flipped], left[flipped] = padded_height - 1 - top[flipped], 2 * padding - left[flipped]
-        first = (image * padded_height + top) * padded_width + left
-        starts = first[:, None] + step[:, None] * np.arange(self.height)
-        return {"flipped": torch.from_numpy(flipped), "starts": torch.from_numpy(starts.ravel())}
+        on_device = isinstance(random, Tensor)
+        image: Any = torch.arange(n, device=random.device) if on_device else np.arange(n)
+        rows: Any = torch.arange(self.height, device=random.device) if on_device else np.arange(self.height)
+        first, step, flipped = (image * padded_height + top) * padded_width + left, padded_width, image[:0]
+        if self.flip:
+            # Flipped images come after the others, with all pixels in reverse order, so rows are read from last to
+            # first.
+            flipped = image if on_device else np.flatnonzero(is_flipped)
+            copy = image if on_device else np.cumsum(is_flipped) - 1  # its place among the flipped images
+            reverse = ((n + copy + 1) * padded_height - 1 - top) * padded_width + 2 * padding - left
+            where: Any = torch.where if on_device else np.where
+            first = where(is_flipped, reverse, first)
+            step = where(is_flipped, -padded_width, padded_width)[:, None]
+        starts = (first[:, None] + step * rows).reshape(-1)
+        return {"flipped": torch.as_tensor(flipped), "starts": torch.as_tensor(starts)}
 
     def batch(self, images: Tensor, prepared: dict[str, Tensor]) -> Tensor:
         n, height, width, channels = images.shape
@@ -172,10 +183,13 @@ class Augmentation:
     def __init__(self, seed: int, operations: dict[str, Operation]):
         self.seed, self.operations = seed, operations
 
-    def draw(self, microbatch: Microbatch) -> dict[str, np.ndarray]:
-        """The random numbers of its samples, float32 [n, len(streams)] for each operation."""
+    def draw(self, microbatch: Microbatch, on_device: bool | None = None) -> dict[str, Any]:
+        """The random numbers of its samples, float32 [n, len(streams)] for each operation of `prepare`."""
+        used = {k: v.streams for k, v in self.operations.items() if on_device in (None, v.on_device)}
+        if not used:
+            return {}
         draws = Draws(self.seed, microbatch.epoch, microbatch.indices, microbatch.occurrences)
-        return {name: draws.uniform(*operation.streams) for name, operation in self.operations.items()}
+        return {name: draws.uniform(*streams) for name, streams in used.items()}
 
     def shrink(self, random: dict[str, np.ndarray], place: int) -> Shrink | None:
         """`Operation.shrink` of the first operation, for the photograph at this place of its microbatch."""
@@ -188,10 +202,14 @@ class Augmentation:
             pixels = operation.image(pixels, random[name][place])
         return pixels
 
-    def prepare(self, microbatch: Microbatch) -> dict[str, Any]:
-        """What `batch` needs for the samples of a microbatch; its tensors must be copied to the device."""
-        random = self.draw(microbatch)
-        return {name: operation.prepare(random[name]) for name, operation in self.operations.items()}
+    def prepare(self, microbatch: Microbatch, on_device: bool | None = None) -> dict[str, Any]:
+        """What `batch` needs for the samples of a microbatch; its tensors must be copied to the device.
+
+        With `on_device`, only for the operations that can do so on the device, where the samples are tensors, or only
+        for the others.
+        """
+        random = self.draw(microbatch, on_device)
+        return {name: self.operations[name].prepare(numbers) for name, numbers in random.items()}
 
     def batch(self, images: Tensor, prepared: dict[str, Any]) -> Tensor:
         """Change the images of a microbatch, [n, H, W, C]."""

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
+from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.waiting import awaited
 
@@ -44,6 +45,8 @@ class Batches:
         self.bad: dict[int, str] = {}
         self.agreed_bad: set[int] = set()
         self.what = "a training batch" if training else "an evaluation batch"
+        self.dataset: Any = self.loader.dataset
+        self.resident = self.dataset if isinstance(self.dataset, ResidentImages) else None
         self.loader.device = None  # Accelerate would copy on the compute stream; `_upload` copies instead
         augmentation = make_augmentation(config, spec, training)
         # Photographs are augmented when they are decoded.
@@ -62,20 +65,44 @@ class Batches:
     @property
     def labels(self) -> np.ndarray:
         """The true classes of the whole split, int64 [N]."""
-        return self.loader.dataset.labels
+        return self.dataset.labels
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
         self.left_out = 0
-        for batch in _upload(map(self._draw, awaited(self.loader, self.what)), self.device):
+        loaded, resident = awaited(self.loader, self.what), self.resident
+        for batch in self._streamed(loaded) if resident is None else self._drawn(loaded, resident):
             self.error = batch.get("error", self.error)
             self.left_out += batch["left_out"]
             self.bad |= batch.get("bad", {})
             batch["indices"] = torch.as_tensor(batch["indices"])
             rest = [batch[name] for name in Batch._fields[1:]]
-            yield self._without_agreed_bad(Batch(self._input(batch), *rest))
+            yield self._without_agreed_bad(Batch(self._normalised(batch["images"]), *rest))
+
+    def _streamed(self, loaded: Iterator[dict]) -> Iterator[dict]:
+        """Batches on the device from batches of pixels, augmented."""
+        for batch in _upload(map(self._prepared, loaded), self.device):
+            if self.augmentation:
+                batch["images"] = self.augmentation.batch(batch["images"], batch["prepared"])
+            yield batch
+
+    def _drawn(self, loaded: Iterator[dict], resident: ResidentImages) -> Iterator[dict]:
+        """Batches drawn from images on the device, augmented, from batches without pixels."""
+        operations = self.augmentation.operations.values() if self.augmentation else ()
+        groups = resident.groups(loaded, together=all(operation.on_device for operation in operations))
+        for group in _upload(map(self._prepared, groups), self.device):
+            images, labels = resident.draw(group["indices"])
+            if self.augmentation:
+                tensors = {name: group.get(name) for name in ("indices", "occurrences")}
+                samples = group["microbatch"]._replace(**tensors)
+                prepared = group["prepared"] | self.augmentation.prepare(samples, on_device=True)
+                images = self.augmentation.batch(images, prepared)
+            sizes = [len(part["indices"]) for part in group["parts"]]
+            cuts = zip(images.split(sizes), labels.split(sizes), strict=True)
+            for part, (pixels, classes) in zip(group["parts"], cuts, strict=True):
+                yield part | {"images": pixels, "labels": classes}
 
     def _without_agreed_bad(self, batch: Batch) -> Batch:
         """Leave out the images of `agreed_bad` even if they can be read again, as a resumed run would."""
@@ -85,15 +112,15 @@ class Batches:
         self.left_out += int((~kept).sum())
         return batch._replace(images=batch.images[kept], labels=batch.labels[kept], indices=batch.indices[kept])
 
-    def _draw(self, batch: dict) -> dict:
+    def _prepared(self, batch: dict) -> dict:
+        """The batch with what the host computes for its augmentation."""
         if self.augmentation:
-            batch["prepared"] = self.augmentation.prepare(batch["microbatch"])
+            only = None if self.resident is None else False
+            batch["prepared"] = self.augmentation.prepare(batch["microbatch"], on_device=only)
         return batch
 
-    def _input(self, batch: dict) -> Tensor:
-        images = batch["images"]
-        if self.augmentation:
-            images = self.augmentation.batch(images, batch["prepared"])
+    def _normalised(self, images: Tensor) -> Tensor:
+        """The model's input from pixels [n, H, W, C]."""
         if images.device.type == "cpu":
             values = self._normalised_in_parts(images)
         else:  # one kernel
@@ -120,7 +147,7 @@ def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:
     for batch in batches:
         with torch.cuda.stream(stream):
             uploaded, copied = _to(batch, device), stream.record_event()
-        yield _wait_for_copy(uploaded, copied)
+        yield _wait_for_copy(uploaded, copied, device)
 
 
 def _to(batch: Any, device: torch.device) -> Any:
@@ -133,9 +160,9 @@ def _to(batch: Any, device: torch.device) -> Any:
     return (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
 
 
-def _wait_for_copy(batch: dict, copied: torch.cuda.Event) -> dict:
+def _wait_for_copy(batch: dict, copied: torch.cuda.Event, device: torch.device) -> dict:
     """Make the current stream wait until another stream has copied the batch."""
-    stream = torch.cuda.current_stream(batch["images"].device)
+    stream = torch.cuda.current_stream(device)
     stream.wait_event(copied)
     _record(batch, stream)
     return batch

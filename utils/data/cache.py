@@ -18,7 +18,7 @@ from utils.data.workers import choose_workers, usable_shm
 from utils.errors import UserError, one_line
 from utils.files import expand
 from utils.launch.environment import local_rank_and_size, print_for_machine
-from utils.memory import free_memory, usable_cores
+from utils.memory import bytes_text, free_memory, usable_cores
 from utils.waiting import awaited
 
 _CHUNK, _CHUNK_BYTES = 256, 2**19  # most images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several
@@ -118,7 +118,7 @@ def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
 def _check_free_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:  # reported now, and not much later when the disk is full
-        raise OSError(f"{folder}: {_bytes(size)} needed for the decoded images, {_bytes(free)} free")
+        raise OSError(f"{folder}: {bytes_text(size)} needed for the decoded images, {bytes_text(free)} free")
 
 
 def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:
@@ -147,10 +147,11 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
 def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Callable, reason: str) -> np.ndarray:
     """Decode images into memory if it is large enough; `reason` is why they could not be cached."""
     (number, processes), size, (free, _) = local_rank_and_size(), len(split) * math.prod(shape), free_memory()
-    need = _bytes(size) + f" in each of {processes} processes" * (processes > 1)
+    need = bytes_text(size) + f" in each of {processes} processes" * (processes > 1)
+    available = bytes_text(free)
     if size * processes > free / 2 if number == 0 else size > free:  # the first process checks for all
         raise UserError(
-            f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {_bytes(free)} free",
+            f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {available} free",
             f"choose another --cache_dir, or an --image_size above {SMALL}, which decodes each image when it is needed",
         )
     print_for_machine(
@@ -162,10 +163,6 @@ def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Calla
         pixels[filled : filled + len(chunk)] = chunk
         filled += len(chunk)
     return pixels
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _shape(images: np.ndarray) -> tuple[int, int, int]:

@@ -24,10 +24,12 @@ class DecodedImages(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def readable_part(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch without unreadable samples."""
+        return microbatch if self.readable is None else microbatch.take(self.readable[microbatch.indices])
+
     def __getitems__(self, microbatch: Microbatch) -> dict:
-        requested = len(microbatch.indices)
-        if self.readable is not None:
-            microbatch = microbatch.take(self.readable[microbatch.indices])
+        requested, microbatch = len(microbatch.indices), self.readable_part(microbatch)
         images = torch.from_numpy(self.pixels[microbatch.indices])
         return _batch(microbatch, images, self.labels, requested) | {"microbatch": microbatch}
 

@@ -4,14 +4,19 @@ An image is therefore augmented in the same way on every rank, in every worker a
 """
 
 from functools import cache
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from utils.data.order import fold_in
 
+Array = np.ndarray | Tensor
+
 # SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 _GAMMA = 0x9E3779B97F4A7C15
-_MULTIPLIERS = ((30, np.uint64(0xBF58476D1CE4E5B9)), (27, np.uint64(0x94D049BB133111EB)))
+_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 # The counters of the oldest streams, fixed so that earlier runs can be resumed; any other is a hash of its name.
 _COUNTERS = {"shift_top": 1, "shift_left": 2, "flip": 3}
 _COUNTERS |= {"crop_area": 5, "crop_aspect": 6, "crop_top": 7, "crop_left": 8}
@@ -20,31 +25,51 @@ _COUNTERS |= {"crop_area": 5, "crop_aspect": 6, "crop_top": 7, "crop_left": 8}
 class Draws:
     """The random numbers of the samples of one microbatch: int64 `indices` [n] and `occurrences` [n] (None: all 0).
 
-    Each stream has independent numbers and can be used only once.
+    Each stream has independent numbers and can be used only once. For tensors, they are computed on their device
+    without waiting for it, and are the same, bit for bit.
     """
 
-    def __init__(self, seed: int, epoch: int, indices: np.ndarray, occurrences: np.ndarray | None = None):
-        key = np.uint64(fold_in(seed, "augment", epoch) ^ 1 << 63)
-        states = _scramble(indices.astype(np.uint64) ^ key)
+    def __init__(self, seed: int, epoch: int, indices: Array, occurrences: Array | None = None):
+        key = fold_in(seed, "augment", epoch) ^ 1 << 63
+        states = _scramble(_bits(indices) ^ _constant(key, indices))
         if occurrences is not None:
-            repeated = _scramble(states ^ _scramble(occurrences.astype(np.uint64)))
-            states = np.where(occurrences > 0, repeated, states)
+            repeated = _scramble(states ^ _scramble(_bits(occurrences)))
+            states = (np if isinstance(states, np.ndarray) else torch).where(occurrences > 0, repeated, states)
         self._states, self._used = states[:, None], set[str]()
 
-    def uniform(self, *streams: str) -> np.ndarray:
-        """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)]."""
+    def uniform(self, *streams: str) -> Any:
+        """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)], an array or a tensor."""
         assert len(set(streams)) == len(streams) and self._used.isdisjoint(streams), f"used twice: {streams}"
         self._used.update(streams)
-        offsets = np.array([_offset(stream) for stream in streams], np.uint64)
-        return (_scramble(self._states + offsets) >> 40).astype(np.float32) / 2**24
+        device = self._states.device if isinstance(self._states, Tensor) else None
+        bits = _right(_scramble(self._states + _offsets(streams, device)), 40)
+        return (bits.float() if isinstance(bits, Tensor) else bits.astype(np.float32)) / 2**24
 
 
 @cache
-def _offset(stream: str) -> int:
-    return _COUNTERS.get(stream, fold_in("stream", stream)) * _GAMMA % 2**64
+def _offsets(streams: tuple[str, ...], device: torch.device | None) -> Array:
+    counters = [_COUNTERS.get(stream, fold_in("stream", stream)) for stream in streams]
+    offsets = np.array([counter * _GAMMA % 2**64 for counter in counters], np.uint64)
+    return offsets if device is None else torch.from_numpy(offsets.view(np.int64)).to(device)
 
 
-def _scramble(x: np.ndarray) -> np.ndarray:
-    for shift, multiplier in _MULTIPLIERS:
-        x = (x ^ x >> shift) * multiplier
-    return x ^ x >> 31
+# 64-bit words are uint64 in arrays. In tensors they are int64, because PyTorch cannot shift uint64: sums and products
+# have the same bits, and a shift to the right must clear the copies of the sign.
+
+
+def _bits(values: Array) -> Any:
+    return values if isinstance(values, Tensor) else values.astype(np.uint64)
+
+
+def _constant(word: int, like: Array) -> int:
+    return (word ^ 1 << 63) - (1 << 63) if isinstance(like, Tensor) else word
+
+
+def _right(x: Any, places: int) -> Any:
+    return x >> places & (1 << 64 - places) - 1 if isinstance(x, Tensor) else x >> places
+
+
+def _scramble(x: Any) -> Any:
+    for places, multiplier in _MULTIPLIERS:
+        x = (x ^ _right(x, places)) * _constant(multiplier, x)
+    return x ^ _right(x, 31)

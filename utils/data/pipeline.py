@@ -10,6 +10,7 @@ from utils.data.augment import make_augmentation
 from utils.data.cache import decode_all
 from utils.data.datasets import DecodedImages, EncodedImages
 from utils.data.order import MicrobatchSampler
+from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.data.worker_process import move_to_shared_memory, worker_processes
@@ -59,7 +60,7 @@ def make_loaders(
             collate_fn=move_to_shared_memory,
             **worker_processes(workers, ahead),
             persistent_workers=workers > 0,
-            pin_memory=device.type == "cuda",
+            pin_memory=device.type == "cuda" and not isinstance(dataset, ResidentImages),
         )
         loaders.append(loader)
     return loaders

@@ -31,6 +31,8 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
     gpus, number = torch.cuda.device_count(), topology.local_rank
     if gpus == 1 and topology.source in ("SLURM", "Open MPI", "MPICH"):
         number = 0  # with --gpus-per-task, each task sees only its own GPU; NCCL refuses a shared one
+    elif may_share_gpus():
+        number %= gpus
     elif topology.local_world_size > gpus:
         raise UserError(
             f"{topology.local_world_size} processes on this machine, but {gpus} GPU{'s' * (gpus != 1)}",
@@ -39,6 +41,11 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)  # before any other CUDA call, or every rank would open a context on GPU 0
     return device
+
+
+def may_share_gpus() -> bool:
+    """Whether NCCL is told to accept several ranks on one GPU, which is useful only for tests."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def _check_unusable_gpus() -> None:

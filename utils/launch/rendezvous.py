@@ -22,6 +22,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from utils.errors import UserError, one_line
+from utils.launch.devices import may_share_gpus
 from utils.launch.environment import Topology, restart_count
 from utils.launch.network import address_of, free_port, is_own_address, outward_address, port_owner, resolve
 from utils.waiting import call_with_timeout
@@ -130,6 +131,8 @@ def _members(answers: list[str]) -> list[Member]:
 
 def check_own_gpus(members: list[Member]) -> None:
     """Raise UserError if two ranks have the same GPU; NCCL's own message would be long."""
+    if may_share_gpus():
+        return
     first: dict[tuple[str, str], int] = {}
     for member in members:
         other = first.setdefault((member.host, member.gpu), member.rank)

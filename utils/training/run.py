@@ -17,6 +17,7 @@ from utils.data.batches import Batches
 from utils.data.class_counts import classes_row
 from utils.data.colour import remarks
 from utils.data.order import Plan
+from utils.data.resident import describe_place
 from utils.data.sources import has_columns
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
@@ -117,6 +118,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
+        ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images{stem and f', {stem}'}"),
         ("batch", plan.describe(processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),

@@ -1,0 +1,129 @@
+"""train.py on the GPUs of this machine beside the training step alone, timm's step and DataParallel, in paired rounds.
+
+    python benchmarks/gpus.py --json gpu.json                                                   ResNet-50 at 224 pixels
+    python benchmarks/gpus.py --rounds 1 --model resnet18 --image_size 32 --batch_size 8 --steps 8 --photos_count 16
+
+The second command is a trial on a CPU. The sides are:
+
+* generated: train.py on generated images, the step of train.py on one batch that stays on the device, and the step of
+  timm: its model and optimizer, with the same precision and memory layout;
+* photographs: train.py on an image folder of generated JPEG files, and timm's loader and step, with as many workers;
+* small images: train.py with MNIST's network on generated images of MNIST's size, which stay on the device, and the
+  step of train.py alone;
+* all GPUs, if there are several: train.py with DistributedDataParallel, and the same step with DataParallel.
+
+A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their range.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import harmonic_mean
+from tempfile import TemporaryDirectory
+
+import torch
+from common import ROOT, flags, in_turns, last_json, launch, make_parser, rates, ratios, report, run, spread, train
+from input_pipeline import make_photographs
+
+OURS, ALONE, TIMM, DATA_PARALLEL = "train.py", "its step alone", "timm", "DataParallel"
+SMALL = {"model": "mnist_cnn", "image_size": 28, "channels": 1}
+
+
+def train_rate(args: argparse.Namespace, data: str, batch_size: int, processes: int = 1, **settings) -> float:
+    """Images per second of train.py, after its first record."""
+    times = flags(max_steps=args.steps, log_every=max(1, args.steps // 4), eval_every=args.steps, max_eval_samples=64)
+    work = flags(data=data, batch_size=batch_size, mixed_precision=args.mixed_precision, lr=0.01, save_every=args.steps)
+    return harmonic_mean(rates(train(processes, *times, *work, *flags(**settings))))
+
+
+def step_rate(args: argparse.Namespace, batch_size: int, **settings) -> float:
+    """Images per second of a step on a batch that stays on the device, or from timm's loader."""
+    given = flags(batch_size=batch_size, mixed_precision=args.mixed_precision, **settings)
+    given += flags(steps=args.steps, warmup=max(2, args.steps // 4))
+    return last_json(run([*launch(1), ROOT / "benchmarks" / "bare_step.py", *given])[0])["images_per_second"]
+
+
+def sides(args: argparse.Namespace, photos: str) -> dict[str, dict[str, Callable[[], float]]]:
+    """The functions that run in a round, by kind and side."""
+    network = {"model": args.model, "image_size": args.image_size}
+    count, size, gpus = args.batch_size * args.steps, args.image_size, torch.cuda.device_count()
+    ours, alone = partial(train_rate, args), partial(step_rate, args)
+    small_count = max(64, min(60_000, args.small_batch_size * args.steps))
+    found = {
+        "generated": {
+            OURS: partial(ours, f"synthetic/10x{size}x{count}", args.batch_size, **network),
+            ALONE: partial(alone, args.batch_size, channels=3, **network),
+        },
+        "photographs": {
+            OURS: partial(ours, photos, args.batch_size, num_workers=args.num_workers, drop_last=True, **network)
+        },
+        "small images": {
+            OURS: partial(ours, f"synthetic/10x28x{small_count}", args.small_batch_size, **SMALL),
+            ALONE: partial(alone, args.small_batch_size, **SMALL),
+        },
+    }
+    if has_timm():
+        theirs = partial(alone, args.batch_size, library="timm", channels=3, **network)
+        found["generated"][TIMM] = theirs
+        found["photographs"][TIMM] = partial(theirs, photos=f"{photos}/train", num_workers=args.num_workers)
+    if gpus > 1:
+        data = f"synthetic/10x{size}x{count * gpus}"
+        found["all GPUs"] = {
+            OURS: partial(ours, data, args.batch_size, gpus, **network),
+            DATA_PARALLEL: partial(alone, gpus * args.batch_size, exchange="data_parallel", channels=3, **network),
+        }
+    return {kind: side for kind, side in found.items() if kind in args.kinds.split(",")}
+
+
+def two_classes(folder: Path, count: int) -> None:
+    """Make an image folder of `count` pictures with the two classes of its split `train`."""
+    made = Path(make_photographs(folder, 500, 400, noise=12, count=count)) / "class"
+    for number in range(count):
+        (folder / "train" / f"{number % 2}").mkdir(parents=True, exist_ok=True)
+        (made / f"{number}.jpg").rename(folder / "train" / f"{number % 2}" / f"{number}.jpg")
+    made.rmdir()
+
+
+def has_timm() -> bool:
+    """Whether timm is installed; prints a line if it is not."""
+    try:
+        import timm
+    except ImportError:
+        print("timm is left out, because it is not installed")
+        return False
+    return bool(timm.__version__)
+
+
+def rows(results: dict[str, dict[str, list[float]]]) -> list[list[str]]:
+    """The table: a row for each side of each kind, with our ratio to it."""
+    return [
+        [kind, name, spread(rate), "" if name == OURS else spread(ratios(by_side[OURS], rate), ".2f")]
+        for kind, by_side in results.items()
+        for name, rate in by_side.items()
+    ]
+
+
+def main() -> None:
+    parser = make_parser(__doc__, rounds=3)
+    parser.add_argument("--kinds", default="generated,photographs,small images,all GPUs", help="(default: %(default)s)")
+    parser.add_argument("--model", default="resnet50", help="a model of torchvision and timm (default: %(default)s)")
+    parser.add_argument("--image_size", type=int, default=224, help="pixels of a side (default: %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=256, help="of each process (default: %(default)s)")
+    parser.add_argument("--small_batch_size", type=int, default=1024, help="of small images (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=80, help="updates of a run (default: %(default)s)")
+    parser.add_argument("--num_workers", type=int, default=8, help="loader processes (default: %(default)s)")
+    parser.add_argument("--photos_count", type=int, default=2048, help="distinct photographs (default: %(default)s)")
+    parser.add_argument("--mixed_precision", help="no, bf16 or fp16 (default: bf16 on GPUs, else no)")
+    args = parser.parse_args()
+    args.mixed_precision = args.mixed_precision or ("bf16" if torch.cuda.is_available() else "no")
+    with TemporaryDirectory(prefix="lockstep-") as made:
+        photos = Path(made) / "photos"
+        if "photographs" in args.kinds:
+            two_classes(photos, args.photos_count)
+        results = {kind: in_turns(by_side, args.rounds) for kind, by_side in sides(args, str(photos)).items()}
+    report(args, ["Images", "Side", "Images/s", "Ours over it"], rows(results), results)
+
+
+if __name__ == "__main__":
+    main()

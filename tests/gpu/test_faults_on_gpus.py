@@ -1,0 +1,36 @@
+"""A lost rank ends a run on GPUs with one line, with both classes that PyTorch has for NCCL."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from helpers.gpu_runs import begin, command, finish, pick, ranks
+from helpers.training_runs import MLP
+from helpers.waiting import SOON, error_lines, has_logged, until
+
+pytestmark = pytest.mark.gpu
+
+ENDLESS = [*MLP, "--max_steps", "1000000", "--run_name", "run", "--timeout", "15", "--eval_every", "1000000"]
+ENDLESS += ["--save_every", "1000000", "--log_every", "1"]
+
+
+@pytest.mark.parametrize("nccl", ["NCCL2", "NCCL"])
+@pytest.mark.parametrize("fault", ["killed", "stopped", "raises"])
+def test_a_lost_rank_ends_the_run_with_at_most_one_line(fault, nccl, pair, over_nccl, record_property):
+    env = {"TORCH_DIST_USE_NCCL2": "1" if nccl == "NCCL2" else "0", "LOCKSTEP_WATCHED": "raise"}
+    script = "tests/gpu/watched/train.py" if fault == "raises" else "train.py"
+    started = begin(command(2, script, *ENDLESS, *pair), **env)
+    until(has_logged(25 if fault == "raises" else 5))
+    second = ranks(started)[1] if fault != "raises" else None
+    if second is not None:
+        second.send_signal(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+    if fault == "stopped":
+        until(lambda: error_lines(Path("out.txt").read_text()), seconds=3 * SOON)
+        second.kill()
+    ended = finish(started, seconds=3 * SOON)
+    record_property("seconds to the end", f"{ended.seconds:.0f}")
+    lines = error_lines(ended.out)
+    # If a rank is killed, the launcher ends the other one before it can notice.
+    assert ended.code and len(lines) <= 1 and (lines or fault != "stopped"), ended.out
+    assert ("planted" in ended.out) == (fault == "raises"), ended.out
+    assert ended.seconds < pick(SOON, 3 * SOON)

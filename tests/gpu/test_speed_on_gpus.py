@@ -1,0 +1,157 @@
+"""Speed on GPUs: no wait of the host, no wait for data, and figures beside the step alone and timm."""
+
+import gzip
+import importlib
+import json
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+from helpers.gpu_runs import ON_CPU, ROOT, begin, finish, last_json, pick, run, train
+from helpers.training_runs import same_tensors, weights
+
+pytestmark = pytest.mark.gpu
+
+WATCHED = "tests/gpu/watched/train.py"
+SYNTHETIC = ["--eval_every", "100000", "--save_every", "100000", "--max_eval_samples", "64", "--lr", "0.01"]
+MNIST = [*SYNTHETIC, "--data", f"synthetic/10x28x{pick(60000, 600)}", "--channels", "1", "--crop_padding", "2"]
+CIFAR = [*SYNTHETIC, "--data", f"synthetic/10x32x{pick(50000, 600)}", "--crop_padding", "4", "--flip"]
+
+
+def trained(log):
+    return [record for record in log if record["kind"] == "train"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mixed_precision", "no"],
+        ["--mixed_precision", "bf16", "--data_on_device", "no"],
+        ["--mixed_precision", pick("fp16", "no"), "--clip_norm", "1"],
+        ["--mixed_precision", "no", "--loss", "binary_cross_entropy", "--flip"],
+        ["--mixed_precision", "no", "--grad_accum", "2", "--crop_padding", "2"],
+        ["--mixed_precision", "no", "--min_scale", "0.5"],
+    ],
+    ids=["fp32", "bf16, images on the host", "fp16, clipping", "BCE, flips", "accumulation, shifts", "crops"],
+)
+def test_the_host_waits_for_the_gpu_in_no_update(flags):
+    """PyTorch raises an error at each synchronisation, in the updates 6 to 40."""
+    flags = ["--model", "mnist_cnn", "--max_steps", "45", *SYNTHETIC, *flags]
+    log = train(1, "run", *flags, script=WATCHED, LOCKSTEP_WATCHED="sync")
+    assert log[-1]["step"] == 45
+
+
+@pytest.mark.parametrize("min_scale", [1.0, 0.3], ids=["no crops", "crops"])
+def test_images_on_the_gpu_are_those_of_the_loader(min_scale, record_property):
+    ended = run([sys.executable, str(ROOT / "tests/gpu/batches.py"), str(min_scale), pick("cuda", "cpu")])
+    found = last_json(ended.out)
+    record_property("largest difference to the CPU", f"{max(found['largest difference'].values()):.1e}")
+    assert found["both equal"] and found["labels equal"]
+    rounding = 1e-5 if min_scale == 1 else 1.01 / 255 / 0.25  # a GPU resizes floats
+    assert max(found["largest difference"].values()) <= rounding
+
+
+def test_a_run_has_the_same_weights_with_images_on_the_gpu_and_on_the_host():
+    flags = [*CIFAR, "--model", "mlp", "--max_steps", pick("200", "20"), "--deterministic"]
+    for name in ("yes", "no"):
+        train(1, name, *flags, "--data_on_device", name)
+    assert same_tensors(weights("yes"), weights("no"))
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "precision"), [(MNIST, "mnist_cnn", "no"), (CIFAR, pick("resnet18", "mlp"), "bf16")]
+)
+def test_small_images_are_never_waited_for(data, model, precision, record_property):
+    flags = [*data, "--model", model, "--global_batch_size", pick("1024", "64"), "--log_every", pick("100", "5")]
+    flags += ["--max_steps", pick("600", "20"), "--mixed_precision", pick(precision, "no")]
+    for place in ("yes", "no"):
+        records = trained(train(1, place, *flags, "--data_on_device", place))[1:]
+        wait = median(record["data_wait"] for record in records)
+        name = "on the device" if place == "yes" else "on the host"
+        record_property(f"images/s {name}", round(median(record["images_per_second"] for record in records)))
+        record_property(f"data_wait {name}", f"{wait:.1%}")
+        assert wait < pick(0.02, 1) or place == "no"
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """An image folder of pictures like photographs."""
+    folder = tmp_path_factory.mktemp("made") / "photos"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        importlib.import_module("gpus").two_classes(folder, pick(1500, 40))
+    return str(folder)
+
+
+@pytest.mark.parametrize("workers", [8, 16])
+@pytest.mark.parametrize("precision", ["no", "bf16", "compiled"])
+def test_photographs_arrive_in_time(precision, workers, photos, record_property):
+    flags = [*SYNTHETIC, "--data", photos, "--model", pick("resnet50", "mlp"), "--drop_last"]
+    flags += ["--global_batch_size", pick("256", "8"), "--max_steps", pick("60", "8"), "--log_every", pick("15", "2")]
+    flags += ["--num_workers", str(pick(workers, 1)), "--image_size", pick("224", "112")]
+    flags += ["--mixed_precision", pick("no" if precision == "no" else "bf16", "no")]
+    compiled = ("--dynamo_backend", pick("inductor", "aot_eager")) if precision == "compiled" else ()
+    records = trained(train(1, "run", *flags, launcher=compiled))[1:]
+    wait = median(record["data_wait"] for record in records)
+    record_property("images/s", round(median(record["images_per_second"] for record in records)))
+    record_property("data_wait", f"{wait:.1%}")
+    assert wait < pick(0.05, 1) or precision != "no" or workers < 16
+
+
+@pytest.mark.parametrize("nccl", ["NCCL2", "NCCL"])
+def test_the_exchange_of_gradients_overlaps_with_the_backward_pass(nccl, pair, over_nccl, record_property):
+    flags = [*CIFAR, "--model", pick("resnet50", "mlp"), "--max_steps", "40", "--log_every", "10", "--profile"]
+    flags += ["--global_batch_size", pick("256", "32"), *pair]
+    log = train(2, "run", *flags, TORCH_DIST_USE_NCCL2="1" if nccl == "NCCL2" else "0")
+    record_property("images/s", round(trained(log)[-1]["images_per_second"]))
+    with gzip.open("runs/run/trace-rank0.json.gz") as file:
+        exchanged, hidden = overlap(json.load(file)["traceEvents"])
+    record_property("NCCL, ms", f"{exchanged / 1e3:.1f}")
+    record_property("under other kernels", f"{hidden / exchanged:.0%}" if exchanged else "none")
+    assert (exchanged > 0) == (not ON_CPU)
+
+
+def overlap(events):
+    """Microseconds of NCCL's kernels in a trace, and how many of them other kernels ran too."""
+    kernels = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in events if e.get("cat") == "kernel"]
+    others = sorted((begun, end) for begun, end, is_nccl in kernels if not is_nccl)
+    exchanged = hidden = 0.0
+    for begun, end, is_nccl in kernels:
+        if is_nccl:
+            exchanged += end - begun
+            at = begun
+            for start, stop in others:  # those of several streams are counted once
+                if stop > at and start < end:
+                    hidden += min(stop, end) - max(start, at)
+                    at = min(stop, end)
+    return exchanged, hidden
+
+
+def test_the_overlap_of_kernels_is_counted_once():
+    names = {"ncclDevKernel_AllReduce": [(0, 10), (100, 110)], "conv": [(2, 5), (4, 6), (9, 20), (50, 60)]}
+    events = [
+        {"cat": "kernel", "name": name, "ts": begun, "dur": end - begun}
+        for name, spans in names.items()
+        for begun, end in spans
+    ]
+    assert overlap([*events, {"cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 50}]) == (20, 5)
+
+
+@pytest.mark.parametrize("kind", ["generated", "small images", "photographs", "all GPUs"])
+def test_train_py_is_as_fast_as_its_step_and_as_timm(kind, gpus, record_property):
+    if kind == "all GPUs" and gpus < 2 and not ON_CPU:
+        pytest.skip("needs two GPUs")
+    words = [sys.executable, ROOT / "benchmarks/gpus.py", "--kinds", kind, "--rounds", pick(2, 1), "--json", "gpu.json"]
+    trial = ["--model", "resnet18", "--image_size", 32, "--batch_size", 8, "--small_batch_size", 64, "--steps", 8]
+    words += pick([], [*trial, "--photos_count", 40, "--num_workers", 1])
+    ended = finish(begin(list(map(str, words))))
+    assert ended.code == 0, ended.out
+    results = json.loads(Path("gpu.json").read_text())["results"].get(kind, {})
+    for side, rates in results.items():
+        record_property(f"images/s, {side}", round(median(rates)))
+    least = {"small images": ("its step alone", 0.8), "generated": ("timm", 0.97), "all GPUs": ("DataParallel", 1)}
+    side, ratio = least.get(kind, ("", 0))
+    if side in results and not ON_CPU:
+        assert median(results["train.py"]) >= ratio * median(results[side])
+    assert results or kind == "all GPUs"

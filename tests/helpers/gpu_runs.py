@@ -1,0 +1,135 @@
+"""Start commands on the GPUs of this machine, as users do: by accelerate launch, in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from helpers.training_runs import ROOT
+from helpers.waiting import records_so_far, until
+
+# Run the tests of tests/gpu/ on the CPU, in a small size and without their figures, to find mistakes in them.
+ON_CPU = os.environ.get("LOCKSTEP_GPU_TESTS_ON_CPU") == "1"
+LIMIT = 540.0  # seconds of a command; none may take ten minutes
+_STARTED: list[subprocess.Popen] = []
+
+
+def pick(on_gpu, on_cpu):
+    """A value for GPUs, and a smaller one for the dry run on CPUs."""
+    return on_cpu if ON_CPU else on_gpu
+
+
+@dataclass
+class Ended:
+    """How a command ended: its exit code, its output with the errors, and the seconds that it took."""
+
+    code: int
+    out: str
+    seconds: float
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The user's environment, in which the GPUs are visible; conftest.py has hidden them from the tests."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))}
+    del env["CUDA_VISIBLE_DEVICES"]
+    visible = os.environ["LOCKSTEP_TESTS_GPUS"]
+    if ON_CPU or visible != "all":
+        env["CUDA_VISIBLE_DEVICES"] = "" if ON_CPU else visible
+    if not ON_CPU and gpu_count() == 1:
+        env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # two ranks share the GPU
+    return env | more
+
+
+def gpu_count() -> int:
+    """The GPUs that PyTorch finds in a process that sees them."""
+    if not hasattr(gpu_count, "found"):
+        env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+        if os.environ["LOCKSTEP_TESTS_GPUS"] != "all":
+            env["CUDA_VISIBLE_DEVICES"] = os.environ["LOCKSTEP_TESTS_GPUS"]
+        command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+        answer = subprocess.run(command, capture_output=True, text=True, env=env)
+        gpu_count.found = int(answer.stdout or 0)
+    return gpu_count.found
+
+
+def command(processes: int, script: str | Path, *flags: str, launcher: tuple[str, ...] = ()) -> list[str]:
+    """`accelerate launch` of a script with the project's configuration, and flags of the launcher."""
+    config = ROOT / "accelerate_configs" / ("1gpu.yaml" if processes == 1 else "2gpu.yaml")
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *launcher]
+    return [*map(str, words), str(ROOT / script), *map(str, flags)]
+
+
+def begin(words: list[str], out: str = "out.txt", **env: str) -> subprocess.Popen:
+    """Start a command with its output in a file; `end_started` ends it."""
+    with Path(out).open("w") as file:
+        options = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        _STARTED.append(subprocess.Popen(words, env=environment(**env), **options))
+    return _STARTED[-1]
+
+
+def finish(process: subprocess.Popen, out: str = "out.txt", seconds: float = LIMIT) -> Ended:
+    """Wait for a command. One that takes longer than `seconds` is killed, and the test fails."""
+    begun = time.monotonic()
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        end_started()
+        raise AssertionError(f"still running after {seconds:.0f} s:\n{Path(out).read_text()[-3000:]}") from None
+    return Ended(code, Path(out).read_text(), time.monotonic() - begun)
+
+
+def run(words: list[str], seconds: float = LIMIT, **env: str) -> Ended:
+    """Run a command; fails with its output if it fails."""
+    ended = finish(begin(words, **env), seconds=seconds)
+    assert ended.code == 0, f"exit code {ended.code}:\n{ended.out[-3000:]}"
+    return ended
+
+
+def train(processes: int, name: str, *flags: str, script: str = "train.py", launcher=(), **env: str) -> list[dict]:
+    """Train in runs/NAME; returns the records of its log."""
+    run(command(processes, script, "--run_name", name, *flags, launcher=launcher), **env)
+    return records_so_far(Path("runs") / name / "log.jsonl")
+
+
+def end_started() -> None:
+    """Kill what is left of the commands."""
+    while _STARTED:
+        process = _STARTED.pop()
+        if process.poll() is None:  # else its number may have been reused
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    child.kill()
+            process.kill()
+        process.wait()
+
+
+def ranks(process: subprocess.Popen) -> list[psutil.Process]:
+    """The ranks of a launch on two processes, in their order."""
+
+    def found() -> list[tuple[str, psutil.Process]] | None:
+        pairs = []
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if any(Path(word).name == "train.py" for word in child.cmdline()) and "RANK" in child.environ():
+                    pairs.append((child.environ()["RANK"], child))
+        return pairs if len({rank for rank, _ in pairs}) == 2 else None
+
+    pairs = sorted(until(found), key=lambda pair: (pair[0], pair[1].create_time()))
+    return [next(child for rank, child in pairs if rank == number) for number in ("0", "1")]  # not their workers
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Stop a launch as Ctrl-C or a scheduler does."""
+    process.send_signal(signal.SIGTERM)
+
+
+def last_json(text: str) -> dict:
+    """The last line of JSON in an output."""
+    return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])

@@ -1,0 +1,211 @@
+"""Small images on the device: batches are bit for bit those of the loader, and runs end with the same weights."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.make_data import CPU, pictures
+from helpers.ranks import returned
+from helpers.training_runs import records, same_tensors, train_run, weights
+
+import eval
+import utils.data.augment as augment
+import utils.data.resident as resident
+from utils.config.settings import TrainConfig, advice
+from utils.data.augment import AUGMENTATIONS, Operation
+from utils.data.batches import Batches
+from utils.data.cache import SharedImages
+from utils.data.datasets import DecodedImages, EncodedImages
+from utils.data.order import Microbatch
+from utils.data.pipeline import make_loader
+from utils.data.resident import ResidentImages, describe_place, keep_on_device
+from utils.data.spec import InputSpec
+from utils.errors import UserError
+
+SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
+CHANGES = {"crop_padding": 2, "flip": True}
+ORDER = np.random.default_rng(1).permutation(60)
+# Two epochs of unequal microbatches, one without samples, and the second with repeated samples
+MICROBATCHES = [
+    *(Microbatch(0, 3, number, part) for number, part in enumerate(np.split(ORDER, [7, 7, 30, 57]))),
+    *(Microbatch(1, 4, number, part % 20, part // 20) for number, part in enumerate(np.split(ORDER[::-1], [41]))),
+    Microbatch(2, 4, 0, ORDER[:9]),
+]
+
+
+def read(dataset, microbatches=MICROBATCHES, training=True, device=CPU.device, **settings):
+    config = TrainConfig(seed=5, **(CHANGES | settings))
+    loader = make_loader(dataset, microbatches, config, CPU.threads, CPU.device)
+    batches = Batches(loader, SPEC, config, device, training)
+    return list(batches), batches
+
+
+def assert_same(dataset, **settings):
+    """The batches of a data set, which are the same if it is on the device."""
+    expected, by_loader = read(dataset, **settings)
+    found, drawn = read(ResidentImages(dataset, CPU.device), **settings)
+    assert len(found) == len(expected) == len(MICROBATCHES)
+    for one, other in zip(found, expected, strict=True):
+        assert one[3:] == other[3:]
+        for mine, theirs in zip(one[:3], other[:3], strict=True):
+            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+        assert one.images.is_contiguous(memory_format=torch.channels_last)
+    assert drawn.left_out == by_loader.left_out
+    return expected
+
+
+@pytest.fixture
+def images():
+    return DecodedImages(pictures(60, (10, 12)), np.arange(60) % 7)
+
+
+@pytest.mark.parametrize("most", [0, 1, 30, 10**6], ids=["one by one", "small groups", "groups", "whole epochs"])
+@pytest.mark.parametrize("training", [True, False])
+def test_microbatches_are_the_same_in_groups_of_any_size(training, most, images, monkeypatch):
+    monkeypatch.setattr(resident, "_GROUP", most * 10 * 12 * 3)
+    batches = assert_same(images, training=training)
+    assert [len(batch.images) for batch in batches] == [len(each.indices) for each in MICROBATCHES]
+    assert [batch.labels.tolist() for batch in batches] == [(each.indices % 7).tolist() for each in MICROBATCHES]
+    first = read(images, MICROBATCHES[:1], training=False)[0][0].images
+    assert torch.equal(batches[0].images, first) == (not training)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """How many images are drawn at a time."""
+    counts, draw = [], ResidentImages.draw
+    count = lambda self, indices: counts.append(len(indices)) or draw(self, indices)  # noqa: E731
+    monkeypatch.setattr(ResidentImages, "draw", count)
+    return counts
+
+
+def test_microbatches_of_one_epoch_are_drawn_together_and_those_of_two_are_not(images, drawn):
+    read(ResidentImages(images, CPU.device))
+    assert drawn == [60, 69]
+
+
+def test_a_group_has_at_most_so_many_bytes_unless_it_is_one_microbatch(images, drawn, monkeypatch):
+    monkeypatch.setattr(resident, "_GROUP", 31 * 10 * 12 * 3 - 1)
+    read(ResidentImages(images, CPU.device))
+    assert drawn == [30, 30, 41, 28]
+
+
+class Darken(Operation):
+    """Only changes single images, so its random numbers stay on the host."""
+
+    streams = ("darken",)
+
+    def image(self, pixels, random):
+        return pixels // 2 if random[0] < 0.5 else pixels
+
+
+def test_an_operation_that_knows_no_device_gets_the_same_random_numbers(images, drawn, monkeypatch):
+    plain = assert_same(images)
+    monkeypatch.setitem(AUGMENTATIONS, "darken", lambda config, spec: Darken())
+    drawn.clear()
+    darkened = assert_same(images)
+    assert drawn == [len(each.indices) for each in MICROBATCHES]  # it changes them one by one
+    assert not torch.equal(plain[2].images, darkened[2].images)
+
+
+def test_random_numbers_are_computed_on_the_device_once_for_a_group(images, monkeypatch):
+    made, draws = [], augment.Draws
+    count = lambda *arguments: made.append(type(arguments[2])) or draws(*arguments)  # noqa: E731
+    monkeypatch.setattr(augment, "Draws", count)
+    read(ResidentImages(images, CPU.device))
+    assert made == [torch.Tensor, torch.Tensor]
+    read(ResidentImages(images, CPU.device), MICROBATCHES[:2], min_scale=0.5)
+    assert made[2:] == [np.ndarray, torch.Tensor] * 2  # a crop depends on the host
+
+
+def test_images_that_several_samples_share_and_unreadable_samples_are_found():
+    stored, rows = pictures(9, (10, 12)), np.arange(60) * 5 % 9
+    shared = SharedImages(SharedImages(stored, np.arange(9)[::-1].copy()), rows)
+    readable = np.arange(60) % 4 != 1
+    batches = assert_same(DecodedImages(shared, np.arange(60), readable), training=False)
+    assert sum(len(batch.images) for batch in batches) < sum(len(each.indices) for each in MICROBATCHES)
+    kept = MICROBATCHES[0].indices[readable[MICROBATCHES[0].indices]]
+    assert batches[0].indices.tolist() == kept.tolist()
+    expected = (torch.from_numpy(stored[8 - rows[kept]]) / 255 - torch.tensor(SPEC.mean)) / torch.tensor(SPEC.std)
+    assert torch.allclose(batches[0].images, expected.permute(0, 3, 1, 2), atol=1e-5)
+
+
+def test_arrays_with_the_channels_first_are_read():
+    first = np.ascontiguousarray(pictures(60, (10, 12)).transpose(0, 3, 1, 2))
+    assert_same(DecodedImages(first.transpose(0, 2, 3, 1), np.arange(60)))
+
+
+def test_no_value_is_read_from_the_device(images):
+    """A tensor on the device `meta` has no values, so an operation that needs one on the host fails."""
+    meta = torch.device("meta")
+    batches, _ = read(ResidentImages(images, meta), device=meta)
+    assert [tuple(batch.images.shape) for batch in batches] == [(len(each.indices), 3, 10, 12) for each in MICROBATCHES]
+    assert all(batch.images.device == batch.labels.device == meta for batch in batches)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        batches[0].labels.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("setting", "free", "kept"),
+    [
+        ("auto", 4 * 21600, True),
+        ("auto", 4 * 21600 - 1, False),
+        ("yes", 21600, True),
+        ("no", 10**9, False),
+    ],
+)
+def test_images_go_to_a_gpu_if_they_take_a_quarter_of_its_free_memory(setting, free, kept, images, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**9))
+    monkeypatch.setattr(resident, "ResidentImages", lambda decoded, device: ("on", device))  # there is no GPU here
+    made = keep_on_device([images], TrainConfig(data_on_device=setting), torch.device("cuda", 1))
+    assert made == ([("on", torch.device("cuda", 1))] if kept else [images])
+
+
+def test_images_that_do_not_fit_on_the_gpu_are_refused_in_one_line(images, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10000, 10**9))
+    with pytest.raises(UserError, match=r"^--data_on_device yes: 0\.0 MB of images, but cuda:0 has 0\.0 MB free; use"):
+        keep_on_device([images], TrainConfig(data_on_device="yes"), torch.device("cuda", 0))
+
+
+def test_on_a_cpu_images_stay_where_they_are_unless_asked(images):
+    cpu = CPU.device
+    assert keep_on_device([images], TrainConfig(), cpu) == [images]
+    (made,) = keep_on_device([images], TrainConfig(data_on_device="yes"), cpu)
+    assert made.images.data_ptr() == images.pixels.ctypes.data  # not copied
+    assert describe_place([made, made]) == "decoded, 0.0 MB on cpu"
+    assert describe_place([images]) == "decoded, 0.0 MB in host memory"
+
+
+def test_photographs_stay_with_their_loader_and_the_setting_is_said_to_have_no_effect():
+    photographs = EncodedImages.__new__(EncodedImages)
+    config = TrainConfig(data_on_device="yes", model="resnet18")
+    assert keep_on_device([photographs], config, torch.device("cuda", 0)) == [photographs]
+    assert describe_place([photographs]) == "photographs, decoded for each batch"
+    line = "--data_on_device has no effect: only small images are decoded before training"
+    assert advice(config, small_images=False, has_columns=True, processes=1) == [line]
+    assert advice(config, small_images=True, has_columns=True, processes=1) == []
+
+
+# 241 images in updates of 120: the third of each epoch has one image, so rank 1 has none.
+FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--max_train_samples", "241", "--max_steps", "9"]
+FLAGS += ["--lr", "0.01", "--threads", "1", "--log_every", "3", "--save_every", "4", "--eval_every", "4", "--flip"]
+FLAGS += ["--crop_padding", "1", "--eval_batch_size", "10", "--keep", "9"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_ends_with_the_same_weights_and_metrics_and_is_resumed_either_way(processes):
+    for name in ("yes", "no"):
+        train_run(processes, name, *FLAGS, "--data_on_device", name)
+    kinds = ("train", "eval")
+    timed = ("seconds", "images_per_second", "data_wait", "time")
+    logs = [
+        [{k: v for k, v in record.items() if k not in timed} for record in records(name) if record["kind"] in kinds]
+        for name in ("yes", "no")
+    ]
+    assert logs[0] == logs[1] and {record["kind"] for record in logs[0]} == set(kinds)
+    assert same_tensors(weights("yes"), weights("no"))
+    for before, after in (("yes", "no"), ("no", "yes")):
+        flags = [*FLAGS, "--resume", f"runs/{before}/checkpoints/step-00000004", "--data_on_device", after]
+        train_run(processes, f"{before}-{after}", *flags)
+        assert same_tensors(weights(f"{before}-{after}"), weights("no"))
+    (result, *_) = returned(processes, eval.main, ["--ckpt", "runs/yes/checkpoints/step-00000009"])
+    assert result["accuracy"] == logs[0][-1]["accuracy"]
