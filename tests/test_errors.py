@@ -342,7 +342,7 @@ def test_help_has_a_sentence_for_every_setting(main, settings):
     (outcome,) = run_ranks(1, main, ["--help"])
     text = " ".join(outcome.out.split("\noptions:")[1].split())
     for field in fields(settings):
-        sentence = text.split(f" --{field.name} ")[1].split(" --")[0]
+        sentence = re.split(r" --\w+ [A-Z{]", text.split(f" --{field.name} ")[1])[0]
         assert re.search(r"[A-Za-z].{15,}", sentence.split(" ", 1)[1]), f"--{field.name} is not explained: {sentence}"
     assert "type:" not in text and "default: null" not in text and "default: {}" not in text
     assert "(default: runs)" in text or settings is EvalConfig
