@@ -19,11 +19,9 @@ REPORT = Path(os.environ.get("LOCKSTEP_GPU_REPORT", ROOT / "build")).absolute()
 _RESULTS: list[dict] = []
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def gpus() -> int:
     """The number of GPUs."""
-    if not ON_CPU and not gpu_count():
-        pytest.skip("no GPU is visible")
     return 0 if ON_CPU else gpu_count()
 
 
@@ -52,6 +50,16 @@ def over_nccl(pair, gpus) -> None:
     """Skip a check that is about NCCL if two ranks cannot use it."""
     if pair and not ON_CPU:
         pytest.skip("NCCL does not accept two ranks on one GPU, and there is only one")
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` has selected
+def pytest_collection_modifyitems(items):
+    """Without a GPU, one check is skipped for all of them, so that one line says so."""
+    chosen = [item for item in items if "tests/gpu/" in item.nodeid]
+    if chosen and not ON_CPU and not gpu_count():
+        reason = f"no GPU is visible, so none of the {len(chosen)} checks ran"
+        chosen[0].add_marker(pytest.mark.skip(reason=reason))
+        items[:] = [item for item in items if item not in chosen[1:]]
 
 
 def pytest_runtest_logreport(report):

@@ -94,6 +94,7 @@ def test_a_rank_may_have_no_sample_in_an_update(pair):
 
 def test_synchronised_batch_statistics_are_those_of_one_rank(pair, record_property):
     flags = [*RESNET, *EXACT, "--sync_batchnorm", "--max_steps", "5", "--log_every", "1"]
+    flags += ["--lr", "1e-4", "--lr_schedule", "constant"]  # a higher one amplifies differences in rounding
     one, two = (losses(train(n, f"on-{n}", *flags, *(pair if n == 2 else []))) for n in (1, 2))
     record_property("largest difference of a loss", f"{max(abs(a - b) for a, b in zip(one, two, strict=True)):.1e}")
     assert two == pytest.approx(one, rel=1e-3)

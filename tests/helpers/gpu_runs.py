@@ -126,8 +126,11 @@ def ranks(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Stop a launch as Ctrl-C or a scheduler does."""
-    process.send_signal(signal.SIGTERM)
+    """Send SIGTERM to the ranks of a launch; the launcher of a single process would exit before it."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if any(Path(word).name == "train.py" for word in child.cmdline()):
+                child.send_signal(signal.SIGTERM)
 
 
 def last_json(text: str) -> dict:
