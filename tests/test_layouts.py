@@ -18,7 +18,7 @@ import eval
 import train
 from utils.config.settings import TrainConfig
 from utils.console import printable
-from utils.data.class_counts import absent_classes, classes_row
+from utils.data.class_counts import absent_classes, classes_row, few_images
 from utils.data.colour import colour_lost
 from utils.data.decode import peek
 from utils.data.selection import load_data, load_split
@@ -529,3 +529,13 @@ def test_of_a_large_data_set_4096_headers_are_read():
 
 def test_a_name_with_escape_codes_is_printed_without_them():
     assert printable("cat\x1b[31m\n two\udce9") == "cat?[31m two?"
+
+
+def test_an_evaluation_of_few_images_is_reported():
+    image_folder("few", {"train/a": 30, "train/b": 30, "val/a": 10, "val/b": 9})
+    assert few_images(load_data(TrainConfig(data="few"))) == [
+        "19 evaluation images are too few to compare models or checkpoints; "
+        "give more with --eval_fraction or --eval_split"
+    ]
+    image_folder("few", {"val/c": 0, "val/b": 10})
+    assert few_images(load_data(TrainConfig(data="few"))) == []

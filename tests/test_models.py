@@ -173,7 +173,7 @@ def test_the_standard_stem_is_torchvisions_own_network_on_images_of_any_size():
 def test_the_small_stem_can_be_chosen_for_larger_images():
     small, auto = (build("resnet18", spec_of(side, 3), stem=stem) for side, stem in ((128, "small"), (32, "auto")))
     assert isinstance(small.maxpool, nn.Identity) and str(small) == str(auto)
-    assert small.stem_change == auto.stem_change and "3x3, stride 1; --stem standard" in auto.stem_change
+    assert small.stem_change == auto.stem_change and "3x3, stride 1: slower; --stem standard" in auto.stem_change
     assert build("resnet18", spec_of(128, 3)).stem_change == ""
 
 
@@ -201,13 +201,13 @@ def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
         (outcome,) = run_ranks(1, train.main, [*flags, "--stem", stem, "--run_name", stem])
         assert outcome.code == 0, outcome.err
         start[stem] = next(line for line in outcome.out.splitlines() if line.lstrip().startswith("model "))
-    assert "images, small-image stem (3x3, stride 1; --stem standard keeps torchvision's)" in start["auto"]
+    assert "images, small-image stem (3x3, stride 1: slower; --stem standard keeps torchvision's)" in start["auto"]
     assert start["standard"].rstrip().endswith("32x32 colour images")
     torchvision.models.resnet18(num_classes=2).load_state_dict(weights("standard"))
     with pytest.raises(RuntimeError, match=r"conv1\.weight"):
         torchvision.models.resnet18(num_classes=2).load_state_dict(weights("auto"))
     line = refused(train.main, "--stem", "small")  # the data chooses the model
-    assert "--stem small: mnist_cnn is not a model of torchvision; leave it out" in line
+    assert "--stem small: mnist_cnn is not a torchvision model; leave it out" in line
     line = refused(train.main, *flags, "--run_name", "standard", "--resume", "auto")
     assert "was trained with a --stem of standard, not auto; use the same settings" in line
     (result,) = returned(1, eval.main, ["--ckpt", "runs/standard"])

@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from helpers.ranks import run_ranks, start_ranks
 from helpers.training_runs import records, returned, slow_train
-from helpers.waiting import has_logged, records_so_far, until
+from helpers.waiting import SOON, has_logged, records_so_far, until
 
 import train
 from utils.config.settings import TrainConfig
@@ -170,6 +171,9 @@ def test_records_reach_the_sinks_once_they_are_written_in_their_order(monkeypatc
     ]
 
 
+CLEAR = "\x1b[K"
+
+
 class Screen(io.StringIO):
     """A terminal that both streams write to."""
 
@@ -177,12 +181,12 @@ class Screen(io.StringIO):
         return True
 
     def lines(self) -> list[str]:
-        """What a person sees: after a carriage return, text is written over what is there."""
+        """What a person sees: text after a carriage return replaces what is there, and a code clears the line."""
         shown = []
         for line in self.getvalue().split("\n"):
             row = ""
             for part in line.split("\r"):
-                row = part + row[len(part) :]
+                row = part.removeprefix(CLEAR) + ("" if part.startswith(CLEAR) else row[len(part) :])
             shown.append(row.rstrip())
         return shown
 
@@ -212,6 +216,20 @@ def test_an_error_is_a_line_of_its_own_above_the_bar(monkeypatch):
         exit_with_error(ValueError("wrong"), "train.py")
     bar.close()
     assert screen.lines() == ["train.py: error: wrong", ""]
+
+
+def test_an_error_is_printed_even_if_the_lock_of_the_bars_is_never_released(capfd):
+    """A rank that was forked, as from a notebook, shares this lock with ranks that may be stopped or killed."""
+
+    def fail():
+        with pytest.raises(SystemExit):
+            exit_with_error(ValueError("wrong"), "train.py")
+
+    with ProgressBar(Path(), TrainState(), 3, TASK).bar.get_lock():
+        failing = threading.Thread(target=fail, daemon=True)
+        failing.start()
+        until(lambda: not failing.is_alive(), SOON)
+    assert capfd.readouterr().err.endswith("train.py: error: wrong\n")
 
 
 def test_lines_that_are_piped_away_are_not_mixed_with_a_bar_on_the_terminal(monkeypatch):

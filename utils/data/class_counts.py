@@ -5,6 +5,8 @@ import numpy as np
 from utils.console import join_names, printable
 from utils.data.splits import Data, Split
 
+_FEW = 20  # evaluation samples; one of fewer changes the accuracy by more than 5 percent
+
 
 def classes_row(data: Data) -> str:
     """The number of classes, and the smallest and the largest one in training and evaluation."""
@@ -20,6 +22,15 @@ def absent_classes(data: Data) -> list[str]:
         if absent:
             lines.append(f"{len(absent)} of {len(data.class_names)} classes have no {word} image: {join_names(absent)}")
     return lines
+
+
+def few_images(data: Data) -> list[str]:
+    """A line if the evaluation has so few samples that its accuracy means little."""
+    count = int(data.evaluation.readable.sum())
+    if count >= _FEW:
+        return []
+    fix = "give more with --eval_fraction or --eval_split"
+    return [f"{count} evaluation images are too few to compare models or checkpoints; {fix}"]
 
 
 def _range(split: Split, names: list[str]) -> str:

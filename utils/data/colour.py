@@ -7,7 +7,7 @@ from PIL import Image
 
 from utils.config.settings import TrainConfig
 from utils.console import printable
-from utils.data.class_counts import absent_classes
+from utils.data.class_counts import absent_classes, few_images
 from utils.data.decode import decode
 from utils.data.splits import Data, Files, Split
 
@@ -18,7 +18,7 @@ _DECODED = 64  # images stored in colour that are decoded, because their pixels 
 
 def remarks(data: Data, config: TrainConfig, channels: int) -> list[str]:
     """Lines to print about the data at the start of a run; `channels` is the number of input channels of the model."""
-    lines = [*data.train.notes, *data.evaluation.notes, *absent_classes(data)]
+    lines = [*data.train.notes, *data.evaluation.notes, *absent_classes(data), *few_images(data)]
     if channels == 1 and config.channels is None:  # otherwise the user has chosen
         lines += [text for split in (data.train, data.evaluation) if (text := colour_lost(split))]
     return [printable(line) for line in dict.fromkeys(lines)]

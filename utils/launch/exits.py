@@ -11,13 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from tqdm import tqdm
-
 from utils.errors import LostRank, UserError, fix_of, one_line, problem_of
 from utils.files import write_file
 from utils.launch.environment import claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
 
+_CLEAR_LINE = "\r\x1b[K"
 _KNOWN = {  # a part of PyTorch's message: problem and fix
     "Expected to have finished reduction": (
         "the model does not use all of its parameters",
@@ -39,9 +38,10 @@ def exit_with_error(error: BaseException, prog: str, show: bool = True, show_tra
     if show and show_traceback:
         traceback.print_exception(error)
     if show:
-        # One write, so that the lines of several processes do not mix. tqdm writes it above a progress bar.
+        # One write, so that the lines of several processes do not mix, in place of a progress bar. `tqdm.write` would
+        # wait for a lock, which a thread or, after a fork, another rank may hold that never releases it.
         text = f"{prog}: error: {one_line(error)}"
-        tqdm.write(f"{text}\n", file=sys.stderr, end="")
+        sys.stderr.write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{text}\n")
         sys.stderr.flush()
         inform_launcher(text, is_cause=not isinstance(error, LostRank))
     else:  # when this rank exits, a launcher ends the others: wait for the rank that prints the error

@@ -205,7 +205,7 @@ def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:
     geometry: dict[str, Any] = {"kernel_size": conv.kernel_size, "stride": conv.stride, "padding": conv.padding}
     small = spec.small if config.stem == "auto" else config.stem == "small"
     if small and max(conv.stride) > 1 and max(conv.kernel_size) > max(conv.stride):
-        change = "small-image stem (3x3, stride 1; --stem standard keeps torchvision's)"
+        change = "small-image stem (3x3, stride 1: slower; --stem standard keeps torchvision's)"
         geometry = {"kernel_size": 3, "stride": 1, "padding": 1}
         for pool in STEM_POOLS:
             if pool in dict(model.named_modules()):
