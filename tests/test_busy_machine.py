@@ -53,6 +53,7 @@ def test_the_weights_are_the_same_bits_with_spinning_threads():
     assert same_tensors(weights("passive"), weights("active"))
 
 
+@pytest.mark.full
 def test_a_run_beside_busy_programs_says_so_and_the_command_that_it_prints_works_when_pasted():
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:

@@ -193,6 +193,7 @@ def _evaluate_and_meet_in_each_block(flags):
     eval.main(flags)
 
 
+@pytest.mark.full
 def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says():
     image_folder("photos", {"cat": 12, "dog": 12}, size=(130, 160))
     flags = ("--data", "photos", "--image_size", "100", "--model", "mlp", "--max_steps", "1", "--threads", "1")

@@ -125,6 +125,7 @@ def test_a_restart_before_the_first_checkpoint_starts_again_in_the_same_folder(s
     assert [record["step"] for record in records("run", "train")] == list(range(5, 41, 5))
 
 
+@pytest.mark.full
 def test_a_restart_keeps_to_the_checkpoint_that_was_asked_for_until_it_has_gone_back_there(store):
     flags, port = [*FLAGS, "--save_every", "10", "--keep", "9", "--run_name", "run"], store.port
     train_run(1, "run", *flags, "--max_steps", "40")

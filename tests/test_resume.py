@@ -42,7 +42,11 @@ def batch_of(record):
             marks=pytest.mark.full,
         ),
         # asked for, so it is given
-        (("--global_batch_size", "120", "--grad_accum", "1"), [(2, 60, 1, 120), (1, 120, 1, 120)]),
+        pytest.param(
+            ("--global_batch_size", "120", "--grad_accum", "1"),
+            [(2, 60, 1, 120), (1, 120, 1, 120)],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_the_same_command_on_another_number_of_processes_keeps_the_global_batch(flags, starts):

@@ -89,6 +89,7 @@ def _compiled(main, flags):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_compiled_run_has_the_losses_and_the_checkpoint_keys_of_an_uncompiled_one(processes):
     plain = train_run(processes, "plain", *DIGITS)

@@ -81,6 +81,7 @@ def stuck(where: str, rank: str):
     to_file(slow_train, [*ENDLESS, str(TIMEOUT)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.full), "1"])
 def test_a_rank_that_never_comes_back_is_named_with_its_place_and_ends_too(victim):
     outcomes = run_ranks(2, stuck, "reading", victim)
