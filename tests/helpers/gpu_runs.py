@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from helpers.launched_runs import end_commands
 from helpers.training_runs import ROOT
 from helpers.waiting import records_so_far, until
 
@@ -100,14 +101,7 @@ def train(processes: int, name: str, *flags: str, script: str = "train.py", laun
 
 def end_started() -> None:
     """Kill what is left of the commands."""
-    while _STARTED:
-        process = _STARTED.pop()
-        if process.poll() is None:  # else its number may have been reused
-            for child in psutil.Process(process.pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    child.kill()
-            process.kill()
-        process.wait()
+    end_commands(_STARTED)
 
 
 def ranks(process: subprocess.Popen) -> list[psutil.Process]:

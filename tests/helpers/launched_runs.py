@@ -39,8 +39,13 @@ def begin(launcher: str, *flags: str, restarts: int = 0) -> subprocess.Popen:
 
 def end_launched() -> None:
     """A failed test leaves no run behind that disturbs the next."""
-    while _STARTED:
-        process = _STARTED.pop()
+    end_commands(_STARTED)
+
+
+def end_commands(started: list[subprocess.Popen]) -> None:
+    """Kill what is left of the commands and of the processes that they started, and empty the list."""
+    while started:
+        process = started.pop()
         if process.poll() is None:  # else its number may have been reused
             for child in psutil.Process(process.pid).children(recursive=True):
                 with suppress(psutil.Error):
