@@ -36,7 +36,7 @@ from utils.ranks.session import distributed_session
 from utils.runs.loading import load_model
 from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
-from utils.tasks.classification import Classification
+from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
 from utils.training.evaluation import Evaluator
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         saved = find_saved(flags, ranks)
         config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
         ranks.run_on_all(lambda: check(config, ranks))
-        task = Classification(config, saved.class_names)
+        config, task = ranks.run_on_all(lambda: make_task(config, saved.class_names, None))
         # Use the checkpoint's image size, even if the run derived it from its images.
         sized = replace(config, image_size=max(saved.spec.height, saved.spec.width))
         split = find_split(saved, sized, flags.split, own_data, ranks)

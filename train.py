@@ -62,8 +62,8 @@ from utils.runs.resume import (
     spec_of_start,
 )
 from utils.runs.state import TrainState
-from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
+from utils.tasks.table import TASKS, make_task
 from utils.training.bad_images import without_bad
 from utils.training.evaluation import Evaluator
 from utils.training.meter import Meter, Pace
@@ -74,7 +74,7 @@ from utils.training.saving import finish_save, save
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
-TABLES = SOURCES, OWN_MODELS, LOSSES, OPTIMIZERS, SCHEDULES  # what settings choose by name
+TABLES = SOURCES, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES  # what settings choose by name
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -119,7 +119,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     config, more, spec = ranks.run_on_all(lambda: spec_of_start(config, start.saved, data.train))
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
-    task = Classification(config, data.class_names)
+    labels = data.train.labels
+    config, task = ranks.run_on_all(lambda: make_task(config, data.class_names, labels))
     module = make_module(config, spec, task.outputs, ranks)
     optimizer = build_optimizer(config, module)
     updates = ranks.run_on_all(lambda: total_updates(config, plan))

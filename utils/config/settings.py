@@ -131,10 +131,20 @@ class TrainConfig(LaunchConfig):
     """Updates over which the learning rate rises (default: 0; 30 percent of the run for onecycle)."""
     clip_norm: float | None = None
     """Scale gradients down to this norm if theirs is larger."""
+    task: str = "auto"
+    """Task."""
     loss: str = "cross_entropy"
     """Loss."""
+    loss_args: Arguments = field(default_factory=dict)
+    """Keyword arguments of the loss, such as '{gamma: 1.5}'."""
     label_smoothing: float = 0.0
-    """Fraction of the target to spread evenly over all classes in training."""
+    """Fraction of the target to spread evenly over all classes in training; over yes and no in
+    multilabel and binary."""
+    pos_weight: float | list[float] | Literal["balanced"] | None = None
+    """Weight of positive samples in the training loss of multilabel and binary: a number, a list
+    with one for each class, or balanced (negatives / positives of the training split)."""
+    threshold: float = 0.5
+    """Probability above which multilabel and binary predict a class."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
     """Precision of the model: no is float32, auto is bf16 if all devices support it natively (default: as in the
     accelerate config, else auto on GPUs and no on CPUs)."""
@@ -181,6 +191,9 @@ class TrainConfig(LaunchConfig):
     """Samples per process in an evaluation batch, the same batches on every topology."""
     metrics: bool = False
     """Compute macro F1, precision, recall and per-class accuracy in each evaluation (eval.py always does)."""
+    best: str | None = None
+    """Metric of the evaluation that decides which checkpoint is the best, such as loss (default:
+    mAP for multilabel, else accuracy); of equal values, the earliest is the best."""
     profile: bool = False
     """Profile ten early updates, with evaluations and saves between them: write a trace to the run folder and print
     the slowest operations."""
@@ -194,7 +207,7 @@ class TrainConfig(LaunchConfig):
         require(self.mean != [], "--mean has no values", "give one value, or one for each channel")
         require(self.std != [], "--std has no values", "give one value, or one for each channel")
         require(self.data != "", "--data is empty", "name a data set, such as digits")
-        for flag in ("model_args", "optimizer_args", "lr_schedule_args"):
+        for flag in ("model_args", "optimizer_args", "lr_schedule_args", "loss_args"):
             names = all(isinstance(name, str) for name in getattr(self, flag))
             require(names, f"--{flag} must map names to values", "write '{NAME: VALUE}'")
         exclusive = self.static_graph and self.find_unused_parameters
@@ -232,6 +245,8 @@ class EvalConfig(LaunchConfig):
     """How to check images: quick reads both ends of each image, full decodes it (default: as in the run)."""
     eval_crop: float | None = None
     """Fraction of a photograph's shorter side to use (default: as in the run)."""
+    threshold: float | None = None
+    """Probability above which multilabel and binary predict a class (default: as in the run)."""
     json: str | None = None
     """File to write the results to, as JSON."""
     num_workers: int | None = None
@@ -291,6 +306,8 @@ def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes
         ("num_workers", small_images, "small images are decoded once, before training"),
         ("data_on_device", not small_images, "only small images are decoded before training"),
         ("eval_crop", small_images, "small images are evaluated whole"),
+        ("pos_weight", config.task == "classification", "only multilabel and binary have it"),
+        ("threshold", config.task == "classification", "only multilabel and binary have it"),
         ("image_column", not has_columns, f"{config.data} has no columns"),
         ("label_column", not has_columns, f"{config.data} has no columns"),
     )

@@ -18,7 +18,9 @@ _CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
 
 
 class Batch(NamedTuple):
-    """Images [n, C, H, W] float32, labels [n] int64, and the samples' positions in their split [n] int64; n >= 0.
+    """Images [n, C, H, W] float32, labels, and the samples' positions in their split [n] int64; n >= 0.
+
+    Labels are classes, int64 [n], or multi-hot, float32 [n, classes].
 
     The positions may stay on the host. `update` and `number` are those of its microbatch.
     """
@@ -64,7 +66,7 @@ class Batches:
 
     @property
     def labels(self) -> np.ndarray:
-        """The true classes of the whole split, int64 [N]."""
+        """The labels of the whole split, as in Split."""
         return self.dataset.labels
 
     def __len__(self) -> int:
@@ -78,6 +80,8 @@ class Batches:
             self.left_out += batch["left_out"]
             self.bad |= batch.get("bad", {})
             batch["indices"] = torch.as_tensor(batch["indices"])
+            if batch["labels"].ndim == 2:  # copied to the device as bytes
+                batch["labels"] = batch["labels"].float()
             rest = [batch[name] for name in Batch._fields[1:]]
             yield self._without_agreed_bad(Batch(self._normalised(batch["images"]), *rest))
 

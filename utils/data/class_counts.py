@@ -11,7 +11,10 @@ _FEW = 20  # evaluation samples; one of fewer changes the accuracy by more than 
 def classes_row(data: Data) -> str:
     """The number of classes, and the smallest and the largest one in training and evaluation."""
     names, parts = data.class_names, ((data.train, "training"), (data.evaluation, "evaluation"))
-    return f"{len(names)}, each with {', '.join(f'{_range(split, names)} {word} images' for split, word in parts)}"
+    labels = data.train.labels
+    several = f", {labels.sum() / len(labels):.1f} per image" if labels.ndim == 2 else ""
+    counts = ", ".join(f"{_range(split, names)} {word} images" for split, word in parts)
+    return f"{len(names)}{several}, each with {counts}"
 
 
 def absent_classes(data: Data) -> list[str]:
@@ -44,4 +47,5 @@ def _range(split: Split, names: list[str]) -> str:
 
 def _counts(split: Split, classes: int) -> np.ndarray:
     """The number of readable samples of each class, int64 [classes]."""
-    return np.bincount(split.labels[split.readable], minlength=classes)
+    labels = split.labels[split.readable]
+    return labels.sum(0, dtype=np.int64) if labels.ndim == 2 else np.bincount(labels, minlength=classes)

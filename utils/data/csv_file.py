@@ -8,19 +8,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from utils.config.settings import TrainConfig
 from utils.console import join_names, printable
 from utils.data.folders import split_word
+from utils.data.multi_hot import SEPARATOR, multi_hot
 from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, split_that_defines_classes, whole_split
 from utils.errors import UserError, one_line
 
 
 @dataclass
 class _Rows:
-    """The images of one split: their paths as written, labels and line numbers."""
+    """The images of one split: their paths as written, the labels of each and the line numbers."""
 
     paths: list[str] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
+    labels: list[list[str]] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
 
 
@@ -48,9 +51,11 @@ def open_csv(path: str, config: TrainConfig) -> Source:
     names = _split_names(file, list(rows_of))
     wanted = config.train_split and names.get(config.train_split, config.train_split)
     splits = {names[written]: rows for written, rows in rows_of.items()}
-    class_names = _sorted(splits[split_that_defines_classes(splits, wanted)].labels)
+    several = _divide_labels(file, rows_of, config)
+    labels = splits[split_that_defines_classes(splits, wanted)].labels
+    class_names = _sorted([name for names in labels for name in names])
     notes = _notes(file, splits, {names.get(name, name) for name in (config.train_split, config.eval_split) if name})
-    openers = {name: partial(_make, name, rows, file, class_names, notes) for name, rows in splits.items()}
+    openers = {name: partial(_make, name, rows, file, class_names, several, notes) for name, rows in splits.items()}
     return Source(openers, class_names, {alias: name for alias, name in names.items() if alias not in splits})
 
 
@@ -62,13 +67,34 @@ def _notes(file: Path, splits: dict[str, _Rows], wanted: set[str]) -> tuple[str,
     return (f"{file}: rows of other splits are left out: {join_names(others)}; {fix}",) if others else ()
 
 
-def _make(name: str, rows: _Rows, file: Path, class_names: list[str], notes: tuple[str, ...]) -> Split:
+def _divide_labels(file: Path, rows_of: dict[str, _Rows], config: TrainConfig) -> bool:
+    """Divide the cells of labels with several of them; returns whether the task is multilabel.
+
+    With --task auto it is if a cell has the separator. Else an empty cell is an error.
+    """
+    cells = [cell for rows in rows_of.values() for (cell,) in rows.labels]
+    if config.task == "multilabel" or (config.task == "auto" and any(SEPARATOR in cell for cell in cells)):
+        for rows in rows_of.values():
+            rows.labels = [[name.strip() for name in cell.split(SEPARATOR) if name.strip()] for (cell,) in rows.labels]
+        return True
+    pairs = [pair for rows in rows_of.values() for pair in zip(rows.lines, rows.labels, strict=True)]
+    empty = [line for line, cell in pairs if cell == [""]]
+    if empty:
+        raise UserError(f"{_place(file, min(empty))}: the label is empty", "fill it in, or remove the line")
+    return False
+
+
+def _make(name: str, rows: _Rows, file: Path, class_names: list[str], several: bool, notes: tuple[str, ...]) -> Split:
     number = {class_name: index for index, class_name in enumerate(class_names)}
-    labels = [number.get(label, -1) for label in rows.labels]
-    if -1 in labels:
-        place = labels.index(-1)
-        problem = f"the training split has no class {rows.labels[place]!r}, only {join_names(class_names)}"
+    counts = np.asarray([len(names) for names in rows.labels])
+    labels = np.asarray([number.get(label, -1) for names in rows.labels for label in names], np.int64)
+    if (labels < 0).any():
+        place = int(np.repeat(np.arange(len(counts)), counts)[labels.argmin()])
+        unknown = next(label for label in rows.labels[place] if label not in number)
+        problem = f"the training split has no class {unknown!r}, only {join_names(class_names)}"
         raise UserError(f"{_place(file, rows.lines[place])}: {problem}", "fix the label")
+    if several:
+        labels = multi_hot(name, counts, labels, len(class_names))
     folder = os.path.join(file.parent, "")
     images = ListedFiles([p if p[0] == "/" else folder + p for p in rows.paths], file, rows.lines)
     return replace(whole_split(name, images, labels, fingerprint_of(file.resolve())), notes=notes)
@@ -89,15 +115,15 @@ def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:
             problem = f"{len(cells)} columns, but the first line has {len(header)}"
             raise UserError(f"{_place(file, number)}: {problem}", "put a value that contains a comma in double quotes")
         path, label, split = cells[path_at], cells[label_at], "train" if split_at is None else cells[split_at]
-        if not (path and label and split):
-            empty = "path" if not path else "label" if not label else "split"
+        if not (path and split):
+            empty = "split" if path else "path"
             raise UserError(f"{_place(file, number)}: the {empty} is empty", "fill it in, or remove the line")
         if first.setdefault(path, number) != number:
             problem = f"{printable(path)} is also on line {first[path]}"
             raise UserError(f"{_place(file, number)}: {problem}", "list each image once")
         rows = found.get(split) or found.setdefault(split, _Rows())
         rows.paths.append(path)
-        rows.labels.append(label)
+        rows.labels.append([label])
         rows.lines.append(number)
     if not found:
         raise UserError(f"{file}: no rows below the first line", "list one image on each line")

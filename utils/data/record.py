@@ -12,13 +12,15 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
+from utils.data.multi_hot import SEPARATOR, multi_hot
 from utils.data.splits import Files, Split
 from utils.errors import UserError
 
@@ -33,7 +35,8 @@ class RecordedSplit:
     """One split of a run: its samples in order, and `source`, the split of the data set that they were taken from.
 
     For a table, `count`, `labels` and `content` describe the whole split `source`. For files, they describe these
-    samples, and each file also has a name, a checksum of both ends, and a class.
+    samples, and each file also has a name, a checksum of both ends, and a class, or a list of classes for multi-hot
+    labels.
     """
 
     name: str
@@ -43,7 +46,7 @@ class RecordedSplit:
     content: str
     names: list[str] | None = None
     ends: list[int] | None = None
-    classes: list[int] | None = None
+    classes: list | None = None
 
     @classmethod
     def of(cls, split: Split, whole: Split) -> "RecordedSplit":
@@ -52,7 +55,10 @@ class RecordedSplit:
             return cls(split.name, whole.name, len(whole), whole.label_fingerprint, whole.content)
         names, rows = split.images.names, split.rows.tolist()
         ends = [] if split.ends is None else split.ends[split.rows].tolist()
-        lists = [names[row] for row in rows], ends, split.labels.tolist()
+        labels = split.labels.tolist()
+        if split.labels.ndim == 2:
+            labels = [np.flatnonzero(row).tolist() for row in split.labels]
+        lists = [names[row] for row in rows], ends, labels
         return cls(split.name, whole.name, len(split), split.label_fingerprint, split.content, *lists)
 
     def check(self, classes: int) -> None:
@@ -60,14 +66,16 @@ class RecordedSplit:
         texts = all(isinstance(text, str) for text in (self.name, self.source, self.labels, self.content))
         fits = texts and type(self.count) is int and self.count >= 0
         if fits and self.names is not None:
-            fits = all(_is_list(v, kind) for v, kind in ((self.names, str), (self.ends, int), (self.classes, int)))
+            flat = self.classes or []
+            flat = list(chain(*flat)) if _is_list(flat, list) else flat
+            fits = all(_is_list(v, kind) for v, kind in ((self.names, str), (self.ends, int), (flat, int)))
             names, ends, labels = self.files() if fits else ([], [], [])
             fits = fits and len(names) == len(labels) == self.count and len(ends) in (0, self.count)
-            fits = fits and all(0 <= label < classes for label in labels)
+            fits = fits and all(0 <= label < classes for label in flat)
         if not fits:
             raise ValueError("malformed")
 
-    def files(self) -> tuple[list[str], list[int], list[int]]:
+    def files(self) -> tuple[list[str], list[int], list]:
         """The names, checksums and classes of the files. All are empty for a table; checksums are empty if unknown."""
         return self.names or [], self.ends or [], self.classes or []
 
@@ -162,14 +170,16 @@ def match_files(record: Record, part: RecordedSplit, whole: Split, class_names: 
     Labels are indices into `class_names`, the classes of `whole`. Missing files keep their positions and are marked
     unreadable.
     """
-    names, recorded_ends, classes = part.files()
+    names, recorded_ends, _ = part.files()
     files = whole.images if isinstance(whole.images, Files) else Files([])
     row_of = {name: row for row, name in enumerate(files.names)}
     rows = np.asarray([row_of.get(name, -1) for name in names], np.int64)
     there, gone = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
-    number = {name: index for index, name in enumerate(class_names)}
-    recorded = np.asarray([number.get(name, -1) for name in record.class_names], np.int64)[classes]
-    labels, label_of = recorded.copy(), np.zeros(len(files), np.int64)
+    recorded = _recorded_labels(record, part, class_names)
+    if recorded.ndim != whole.labels.ndim:
+        problem = f"split {whole.name!r}: one label for each image, or several, unlike when the run started"
+        raise UserError(problem, "use the same labels and the same --task")
+    labels, label_of = recorded.copy(), np.zeros((len(files), *recorded.shape[1:]), recorded.dtype)
     label_of[whole.rows] = whole.labels
     labels[there] = label_of[rows[there]]
 
@@ -182,16 +192,36 @@ def match_files(record: Record, part: RecordedSplit, whole: Split, class_names: 
 
     compared = recorded_ends if recorded_ends and whole.ends is not None else ends[rows]
     changed = np.flatnonzero((ends[rows] != compared) & split.readable)
-    relabelled = np.flatnonzero(labels != recorded)
+    relabelled = np.flatnonzero((labels != recorded).reshape(len(labels), -1).any(1))
     label_changes = _count_and_names(part, relabelled, "changed class")
     if label_changes:
         first = relabelled[0]
-        label_changes[0] += f" ({record.class_names[classes[first]]!r}, now {class_names[labels[first]]!r})"
+        before, now = _label(part.files()[2][first], record.class_names), _label(labels[first], class_names)
+        label_changes[0] += f" ({before!r}, now {now!r})"
     known = {name for other in record.parts if other.source == part.source for name in other.files()[0]}
     new = [name for name, row in row_of.items() if name not in known and row not in whole.bad]
     line = f"split {whole.name!r} has new files since training, which are left out: {join_names(new, 3)}"
     image_changes = _count_and_names(part, changed, "changed")
     return MatchedFiles(split, changed, image_changes, label_changes, [line] if new else [])
+
+
+def _recorded_labels(record: Record, part: RecordedSplit, class_names: Sequence[str]) -> np.ndarray:
+    """The labels of a recorded split of files, with indices into `class_names`; -1 for a class that is not there."""
+    number = {name: index for index, name in enumerate(class_names)}
+    numbers = np.asarray([number.get(name, -1) for name in record.class_names], np.int64)
+    classes = part.files()[2]
+    if not _is_list(classes, list):
+        return numbers[classes]
+    counts, flat = np.asarray([len(own) for own in classes]), numbers[np.fromiter(chain(*classes), np.int64)]
+    # Rows have one more column, for the classes that are not there.
+    return multi_hot(part.name, counts, flat % (len(class_names) + 1), len(class_names) + 1)[:, :-1]
+
+
+def _label(label: Any, class_names: Sequence[str]) -> str:
+    """The class of a sample, or its classes, by name."""
+    if isinstance(label, np.ndarray):
+        label = np.flatnonzero(label).tolist()
+    return SEPARATOR.join(class_names[index] for index in label) if isinstance(label, list) else class_names[label]
 
 
 def _count_and_names(part: RecordedSplit, positions: np.ndarray, what: str) -> list[str]:

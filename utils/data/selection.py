@@ -10,6 +10,7 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names
 from utils.data.check import check_images, refuse_bad
 from utils.data.decode import peek
+from utils.data.multi_hot import check_kind
 from utils.data.record import Record, differences, is_same, make_record, match_files, table_changes
 from utils.data.sources import open_source
 from utils.data.spec import SMALL
@@ -38,6 +39,8 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
         bad = _report_left_out(source.opened, terminal)
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
+    for split in (train, evaluation):
+        check_kind(split, config)
     if len(source.class_names) < 2:
         raise UserError(f"--data {config.data} has one class, {join_names(source.class_names)}", "give at least two")
     return Data(train, evaluation, source.class_names, record, bad)
@@ -72,6 +75,7 @@ def load_split(
     if config.bad_images == "skip":
         _report_left_out([split], terminal)
     split = random_subset(_readable_part(split, config), config.max_eval_samples, config.seed)
+    check_kind(split, config)
     return replace(renumber(split, source.class_names, class_names), name=shown)
 
 

@@ -34,7 +34,8 @@ class Images(Protocol):
 class Split:
     """The samples of one split: `images[rows[i]]` is the encoded image of sample i, `labels[i]` its class.
 
-    `labels` and `rows` are int64 [N]; several samples may share a row. `fingerprint` changes if an image may have
+    `labels` and `rows` are int64 [N]; several samples may share a row. If samples may have several
+    classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes if an image may have
     changed; image files have a stamp each instead. A check of the images adds two fields, both by row: `ends`, a
     checksum of each image (int64 [len(images)]), and `bad`, the errors of unreadable images.
     """
@@ -180,8 +181,8 @@ def split_that_defines_classes(names: Collection[str], wanted: str | None) -> st
 
 
 def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
-    """A split with all images in order, and one label for each."""
-    labels = np.ascontiguousarray(labels, dtype=np.int64)
+    """A split with all images in order; `labels` are classes, [N], or multi-hot, [N, classes]."""
+    labels = np.ascontiguousarray(labels, np.uint8 if np.ndim(labels) == 2 else np.int64)
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
@@ -190,7 +191,7 @@ def check_labels(split: Split, classes: int) -> None:
     if not len(split):
         raise UserError(f"split {split.name!r} is empty", "choose another one with --train_split or --eval_split")
     wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
-    if len(wrong):
+    if len(wrong) and split.labels.ndim == 1:
         label = split.labels[wrong[0]]
         fix = "if the split is unlabelled, choose another one with --eval_split" if label < 0 else "fix the labels"
         raise UserError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}", fix)
@@ -200,17 +201,20 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     """Hold out a random `fraction` of each class; returns (the rest, the hold-out).
 
     The size of the hold-out is exact to one sample, per class and in total. A single sample of a class is not held out.
+    Multi-hot labels are divided by their sets of classes, of which single ones may be held out.
     Raises ValueError if either part would be empty.
     """
     key = fold_in(seed, "hold-out")
-    _, labels, counts = np.unique(split.labels, return_inverse=True, return_counts=True)
+    is_multi = split.labels.ndim == 2
+    kinds = np.packbits(split.labels, axis=1) if is_multi else split.labels
+    _, labels, counts = np.unique(kinds, return_inverse=True, return_counts=True, axis=0)
     order = permutation(len(split), key, 0)
     order = order[np.argsort(labels[order], kind="stable")]  # class by class, in random order within each
     # In this order, every (1/fraction)-th sample is held out, from a random start.
     steps = np.floor(np.arange(len(split) + 1) * fraction + key / 2**64)
     is_held = np.zeros(len(split), bool)
     is_held[order] = np.diff(steps) > 0
-    is_held &= counts[labels] > 1
+    is_held &= (counts[labels] > 1) | is_multi
     if not is_held.any() or is_held.all():
         raise UserError(
             f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of them",
@@ -233,13 +237,19 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
         return split
     number = {name: index for index, name in enumerate(wanted)}
     table = np.asarray([number.get(name, -1) for name in class_names])
-    unknown = sorted({class_names[label] for label in np.unique(split.labels) if table[label] < 0})
+    is_multi = split.labels.ndim == 2
+    present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
+    unknown = sorted({class_names[label] for label in present if table[label] < 0})
     if unknown:
         raise UserError(
             f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}",
             "evaluate data with these classes",
         )
-    return replace(split, labels=table[split.labels])
+    if not is_multi:
+        return replace(split, labels=table[split.labels])
+    labels = np.zeros((len(split), len(wanted)), np.uint8)
+    labels[:, table[present]] = split.labels[:, present]
+    return replace(split, labels=labels)
 
 
 def fingerprint_of(*parts) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
+from utils.data.multi_hot import multi_hot
 from utils.data.splits import Source, Split, fingerprint_of, split_that_defines_classes, whole_split
 from utils.data.table_files import hide_bars_without_terminal
 from utils.errors import UserError, one_line
@@ -73,7 +74,10 @@ def table_source(splits, config: TrainConfig) -> Source:
             if column not in dataset.features:
                 has = join_names(dataset.features)
                 raise UserError(f"split {name!r} has no column {column!r}, only {has}", "choose another split")
-        labels = _labels(name, dataset, label_column, label_values)
+        if _is_list(dataset.features[label_column]) != _is_list(train.features[label_column]):
+            problem = f"the labels of split {name!r} are {dataset.features[label_column]}"
+            raise UserError(f"{problem}, unlike those of the training split", "choose another split")
+        labels = _labels(name, _values(dataset, label_column), label_values, len(class_names))
         split = whole_split(name, Table(dataset, image_column), labels, fingerprint_of(dataset._fingerprint))
         return replace(split, notes=notes)
 
@@ -103,16 +107,31 @@ def _label_column(features, wanted: str | None) -> str:
     from datasets import ClassLabel
 
     if wanted is None:
-        found = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
+        found = [name for name, feature in features.items() if isinstance(_element(feature), ClassLabel)]
         wanted = _only_one(found or [name for name in LABEL_NAMES if name in features][:1], "label", features)
     _check_column(features, wanted, "--label_column")
-    dtype = getattr(features[wanted], "dtype", "")
+    dtype = getattr(_element(features[wanted]), "dtype", "")
     if not re.fullmatch(r"u?int\d+|bool|(large_)?string", dtype):
         raise UserError(
-            f"--label_column {wanted}: labels must be integers or strings, not {features[wanted]}",
+            f"--label_column {wanted}: labels must be integers or strings, or lists of them, not {features[wanted]}",
             f"use one of {join_names(features)}",
         )
     return wanted
+
+
+def _is_list(feature) -> bool:
+    from datasets import LargeList, List
+
+    return isinstance(feature, List | LargeList)
+
+
+def _element(feature):
+    """The feature of the elements of lists; others unchanged."""
+    return feature.feature if _is_list(feature) else feature
+
+
+def _values(dataset, column: str):
+    return dataset.select_columns(column).with_format("arrow")[:][column]
 
 
 def _only_one(found: list[str], kind: str, features: Collection[str]) -> str:
@@ -133,11 +152,17 @@ def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, .
     Integer labels are class numbers from 0 to the highest label. If fewer than half of these numbers occur, as with
     0, 1000, 2000, only the numbers that occur are classes, and are their names.
     """
-    names = getattr(dataset.features[column], "names", None)
+    from pyarrow import compute
+
+    names = getattr(_element(dataset.features[column]), "names", None)
     if names:
         return [str(name) for name in names], None, ()
     try:
-        values = sorted(value for value in dataset.unique(column) if value is not None)
+        if _is_list(dataset.features[column]):
+            unique = compute.list_flatten(_values(dataset, column)).unique().to_pylist()
+        else:
+            unique = dataset.unique(column)
+        values = sorted(value for value in unique if value is not None)
     except UnicodeDecodeError:
         raise UserError(f"--label_column {column}: a label is not UTF-8 text", "save the column as UTF-8") from None
     if values and isinstance(values[0], str):
@@ -152,12 +177,21 @@ def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, .
     return [str(value) for value in values], values, (note,)
 
 
-def _labels(split: str, dataset, column: str, label_values: list | None) -> np.ndarray:
-    """The labels as class indices, int64 [N], -1 for missing ones; `label_values` are the values of class 0, 1, ..."""
+def _labels(split: str, values, label_values: list | None, classes: int) -> np.ndarray:
+    """The labels as class indices, int64 [N], -1 for missing ones; those in lists as multi-hot rows.
+
+    `label_values` are the values of class 0, 1, ...
+    """
     import pyarrow as pa
     from pyarrow import compute
 
-    values = dataset.select_columns(column).with_format("arrow")[:][column]
+    if pa.types.is_nested(values.type):
+        if values.null_count:
+            row = compute.index(compute.is_null(values), True).as_py()
+            fix = "give an empty list if it has no label"
+            raise UserError(f"image {row} of split {split!r} has no list of labels", fix)
+        counts, flat = compute.list_value_length(values).to_numpy(), compute.list_flatten(values)
+        return multi_hot(split, counts, _labels(split, flat, label_values, classes), classes)
     if label_values is not None:
         is_text = isinstance(label_values[0], str)
         values = values if is_text else values.cast(pa.int64())

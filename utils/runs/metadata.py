@@ -67,6 +67,8 @@ def read_settings(checkpoint: Path) -> TrainConfig:
     for name in NAMES:
         if getattr(settings, name) is None:
             raise UserError(f"{checkpoint / 'config.yaml'}: {name!r} is missing", _OTHER)
+    if settings.task == "auto":  # from before there were others
+        settings = replace(settings, task="classification", best="accuracy")
     return replace(settings, **defaults)
 
 

@@ -59,8 +59,10 @@ def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: in
 
     Raises ValueError if the batch sizes do not fit, before the data is loaded.
     """
-    kept = {name: getattr(saved.settings, name) for name in NAMES if getattr(config, name) is None} if saved else {}
-    config = replace(config, **kept)
+    if saved is not None:
+        unset = [name for name in (*NAMES, "best") if getattr(config, name) is None]
+        unset += ["task"] if config.task == "auto" else []
+        config = replace(config, **{name: getattr(saved.settings, name) for name in unset})
     batch_of_start(config, saved, processes)
     return config
 
@@ -102,6 +104,7 @@ def restore_state(
         return TrainState(batch_size=batch_size)
     for what, there, here in (
         ("a model", saved.settings.model, config.model),
+        ("a task", saved.settings.task, config.task),
         ("a --stem", saved.settings.stem, config.stem),
         ("an optimizer", saved.settings.optimizer, config.optimizer),
         ("a seed", saved.values["seed"], plan.seed),
@@ -126,6 +129,9 @@ def restore_state(
     state.batch_size = max(state.batch_size, batch_size)
     if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
+    elif saved.settings.best != config.best:
+        problem = f"{saved.path}: its best checkpoint is by {saved.settings.best}, not {config.best}"
+        raise UserError(problem, "use the same --best, or give another --run_name")
     return state
 
 

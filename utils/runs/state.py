@@ -60,12 +60,13 @@ class TrainState:
     def evaluated(self, result: Mapping[str, Any], metric: str, higher_is_better: bool) -> None:
         """Add an evaluation at this step to the history, and store its `metric` if it is the best so far.
 
-        NaN and infinity, which JSON lacks, become None in the history and are never the best.
+        Of equal values, the earliest stays the best. NaN and infinity, which JSON lacks, become None in the history and
+        are never the best; a metric may be missing because it is undefined.
         """
         numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self.evaluations = [*self.evaluations[1 - _MAX_EVALUATIONS :], {"step": self.step, **finite}]
-        value, best = finite[metric], self.best
+        value, best = finite.get(metric), self.best
         if value is not None and (best is None or (value > best if higher_is_better else value < best)):
             self.best, self.best_step = value, self.step
         self.owes_evaluation = False

@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from utils.console import printable, table
+from utils.errors import UserError
+
 
 class Task:
     """The loss, the numbers to log, what evaluation gathers, and the metric of the best checkpoint.
@@ -26,8 +29,12 @@ class Task:
     """The mean loss of a model that has learned nothing; infinity if unknown."""
     evaluation: Sequence[str]
     """Names of the sums of an evaluation batch; the first one is "loss"."""
+    gathered: Sequence[str] = ()
+    """The numbers that `metrics` returns."""
     shown: Mapping[str, str]
     """The metrics to print after an evaluation, in this order, and the words for them; absent ones are skipped."""
+    listed: Sequence[str] = ()
+    """The metrics in the table of eval.py, in this order; absent ones are skipped."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The training loss, a scalar, summed over the samples of `outputs` [n, outputs]."""
@@ -46,9 +53,33 @@ class Task:
         return {name: total / count for name, total in sums.items()}
 
     def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
-        """More metrics, from the predictions [N, ...] and labels [N] of all samples; with --metrics."""
+        """More metrics, from the predictions [N, ...] and labels [N, ...] of all samples.
+
+        They are computed with --metrics, and if `metric` is one of them.
+        """
         return {}
 
+    def choose_best(self, metric: str | None) -> None:
+        """Let this metric (--best) decide which checkpoint is the best, the lowest if it is the loss."""
+        names = [*self.summary(dict.fromkeys(self.evaluation, 1.0), 1.0), *self.gathered]
+        if metric not in (None, self.metric, *names):
+            raise UserError(f"--best {metric}: no such metric", f"use one of {', '.join(names)}")
+        if metric not in (None, self.metric):
+            self.metric, self.higher_is_better = metric, metric != "loss"
+
     def report(self, record: Mapping[str, Any], title: str) -> str:
-        """The result of eval.py as text."""
-        raise NotImplementedError
+        """The result of eval.py as text: the metrics, then the worst classes."""
+        evaluated, of = record.get("classes_evaluated", record["classes"]), record["classes"]
+        rows = [("data", f"{printable(record['data'])}, {record['split']}")]
+        rows += [("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}")]
+        rows += [(name, f"{record[name]:.4f}") for name in self.listed if name in record]
+        rows += [("count", record["count"])]
+        if "left_out" in record:
+            rows += [("left out", f"{record['left_out']} images that cannot be read")]
+        rows += [("seconds", f"{record['seconds']:.2f}")]
+        heading, classes = self.worst(record)
+        return "\n".join([table(title, rows), *([table(heading, classes)] if classes else [])])
+
+    def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+        """A heading, and the names and scores of up to ten classes, worst first."""
+        return "", []

@@ -27,7 +27,7 @@ class Evaluator:
     """Evaluates a model on a split, in blocks of --eval_batch_size.
 
     `model` is the module without DDP's wrapper, because ranks may have different numbers of blocks. With --metrics, the
-    result has those of `Task.metrics` too.
+    result has those of `Task.metrics` too; without, only their numbers if --best is one of them.
     """
 
     ranks: Ranks
@@ -57,7 +57,7 @@ class Evaluator:
         counts = [int(text) for text in self.ranks.gather_text(str(len(indices)))]
         seen = gather_rows(self.accelerator, indices, counts).cpu().numpy()
         result = self._summary(sums, seen)
-        if self.config.metrics:
+        if self.config.metrics or self.task.metric in self.task.gathered:
             predicted = gather_rows(self.accelerator, predictions, counts)
             own = self.ranks.run_on_main(lambda: json.dumps(self._metrics(seen, predicted)))
             result |= json.loads(self.ranks.broadcast_text(own or ""))
@@ -67,7 +67,7 @@ class Evaluator:
         """This rank's sums, the indices and predictions of its samples, and whether the ranks have agreed to stop."""
         device, task, processes = self.accelerator.device, self.task, self.accelerator.num_processes
         shared_blocks = -(-len(self.batches.labels) // self.config.eval_batch_size) // processes
-        no_labels = torch.zeros(0, dtype=torch.int64, device=device)
+        no_labels = torch.tensor(self.batches.labels[:0], device=device)
         # A rank without samples needs the shape and type of the predictions, too.
         sums, nothing = task.evaluate(torch.zeros(0, task.outputs, device=device), no_labels)
         predictions, stopped = [nothing], False
@@ -86,7 +86,7 @@ class Evaluator:
                 stopped = self._any_wants_to_stop(wants_to_stop, pace, block)
                 if stopped:
                     break
-        seen = torch.cat(indices).to(device) if indices else no_labels
+        seen = torch.cat(indices or [torch.zeros(0, dtype=torch.int64)]).to(device)
         return sums, seen, torch.cat(predictions), stopped
 
     def _any_wants_to_stop(self, wants_to_stop: bool, pace: Pace, block: int) -> bool:
@@ -114,7 +114,10 @@ class Evaluator:
 
     def _metrics(self, seen: np.ndarray, predicted: Tensor) -> dict:
         order = np.argsort(seen)
-        return self.task.metrics(predicted.cpu().numpy()[order], self.batches.labels[seen[order]])
+        labels = self.batches.labels[seen[order]]
+        found = self.task.metrics(predicted.cpu().numpy()[order], labels)
+        gathered = self.task.gathered
+        return found if self.config.metrics else {k: found[k] for k in gathered if k in found}
 
 
 @contextmanager

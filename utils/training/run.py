@@ -159,7 +159,7 @@ def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
 def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, str]]:
     """The rows of the table at the end of a run."""
     state, names = run.state, dict.fromkeys([run.task.metric, "loss"])
-    rows = [(name, f"{result[name]:.4f}") for name in names] if result else []
+    rows = [(name, f"{result[name]:.4f}") for name in names if name in result] if result else []
     if done and result is None:
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:

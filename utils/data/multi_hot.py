@@ -1,0 +1,37 @@
+"""Labels of samples that may have several classes or none: multi-hot rows, uint8 [N, classes]."""
+
+import numpy as np
+
+from utils.config.settings import TrainConfig
+from utils.data.splits import Split
+from utils.errors import UserError
+
+SEPARATOR = "|"  # between the labels of an image in a CSV file
+
+
+def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
+    """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in `flat`.
+
+    Raises ValueError if one is outside 0 .. classes - 1.
+    """
+    samples = np.repeat(np.arange(len(counts)), counts)
+    wrong = np.flatnonzero((flat < 0) | (flat >= classes))
+    if len(wrong):
+        problem = f"has the label {flat[wrong[0]]}, outside 0..{classes - 1}"
+        raise UserError(f"image {samples[wrong[0]]} of split {split!r} {problem}", "fix the labels")
+    rows = np.zeros((len(counts), classes), np.uint8)
+    rows[samples, flat] = 1
+    return rows
+
+
+def check_kind(split: Split, config: TrainConfig) -> None:
+    """Raise ValueError if the labels of a split do not suit --task, or if none of its images has one."""
+    if split.labels.ndim == 1:
+        if config.task == "multilabel":
+            problem = f"--task multilabel: each image of --data {config.data} has one label"
+            raise UserError(problem, "use classification, or a column with lists of labels")
+    elif config.task not in ("auto", "multilabel"):
+        problem = f"--task {config.task}: an image of --data {config.data} may have several labels"
+        raise UserError(problem, "use multilabel")
+    elif not split.labels.any():
+        raise UserError(f"no image of split {split.name!r} has a label", "fix the labels")

@@ -1,0 +1,42 @@
+"""Binary classification with one output: the logit of the second of two classes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from utils.config.settings import TrainConfig
+from utils.errors import UserError
+from utils.tasks.multilabel import MultiLabel
+
+
+class Binary(MultiLabel):
+    """One of two classes per image, with one output: multi-label with the second class alone.
+
+    Targets are class indices, int64 [n], or class probabilities, float [n, 2].
+    """
+
+    metric = "accuracy"
+    exact, f1 = "accuracy", "f1"
+    training = evaluation = ("loss", "accuracy", "hits", "predicted", "labelled")
+    gathered = ("auc",)
+    shown = {"accuracy": "accuracy", "f1": "F1", "auc": "AUC", "loss": "loss"}  # noqa: RUF012
+    listed = ("accuracy", "auc", "f1", "loss")
+
+    def _outputs(self, config: TrainConfig, class_names: list[str]) -> int:
+        if len(class_names) != 2:
+            problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"
+            raise UserError(problem, "use classification")
+        return 1
+
+    def _rows(self, targets: Tensor) -> Tensor:
+        return targets[:, None] if targets.ndim == 1 else targets[:, -1:]
+
+    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+        from utils.tasks.scores import area_under_curve  # its import takes a second
+
+        return area_under_curve(predictions[:, 0], labels)
+
+    def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+        return "", []

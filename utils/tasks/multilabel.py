@@ -1,0 +1,110 @@
+"""Multi-label: each image has any number of the classes, also none."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.config.settings import TrainConfig
+from utils.console import printable
+from utils.errors import UserError
+from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
+from utils.tasks.task import Task
+
+_COUNTS = ("hits", "predicted", "labelled")  # of pairs of an image and a class
+
+
+class MultiLabel(Task):
+    """Any number of classes for each image, with a sigmoid for each class.
+
+    Targets are multi-hot rows or mixtures of them, float [n, classes]. A class is predicted if its
+    probability is above --threshold. Training reports micro-F1 besides exact matches, because with
+    many classes hardly any image has all of them right.
+    """
+
+    metric, higher_is_better = "mAP", True
+    exact, f1 = "exact_match", "micro_f1"  # the names of two metrics
+    training: Sequence[str] = ("loss", "exact_match", *_COUNTS)
+    evaluation = training
+    gathered: Sequence[str] = ("mAP", "macro_f1")
+    shown = {"mAP": "mAP", "micro_f1": "micro-F1", "loss": "loss"}  # noqa: RUF012
+    listed: Sequence[str] = ("mAP", "micro_f1", "macro_f1", "exact_match", "loss")
+
+    def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):
+        self.class_names, self.outputs = class_names, self._outputs(config, class_names)
+        LOSSES.choose(config.loss)
+        if config.loss not in SIGMOID_LOSSES:
+            problem = f"--loss {config.loss} does not work with --task {config.task}"
+            raise UserError(problem, f"use {', '.join(SIGMOID_LOSSES)}")
+        self.sum_of_losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES[config.loss], **config.loss_args)
+        self.smoothing = config.label_smoothing
+        self.pos_weight = None if labels is None else self._pos_weight(config.pos_weight, labels)
+        # Compared with the logits, and float32 like them, so that all devices predict the same.
+        self.cut = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
+        no_scores = torch.zeros(1, self.outputs)
+        self.loss_of_guessing = max(self.loss(no_scores, no_scores + label).item() for label in (0, 1))
+
+    def _outputs(self, config: TrainConfig, class_names: list[str]) -> int:
+        return len(class_names)
+
+    def _pos_weight(self, given: Any, labels: np.ndarray) -> Tensor | None:
+        """The weights of --pos_weight, float32 [outputs], given the labels of the training split."""
+        if given is None:
+            return None
+        if given == "balanced":
+            positives = self._rows(torch.from_numpy(labels)).sum(0, dtype=torch.float64)
+            # At least 1, for a class that no image or every image has.
+            return ((len(labels) - positives).clamp(min=1) / positives.clamp(min=1)).float()
+        weights = given if isinstance(given, list) else [given] * self.outputs
+        if len(weights) != self.outputs:
+            problem = f"--pos_weight has {len(weights)} values, and the model {self.outputs} outputs"
+            raise UserError(problem, "give one number, one for each class, or balanced")
+        return torch.tensor(weights, dtype=torch.float32)
+
+    def _rows(self, targets: Tensor) -> Tensor:
+        """The targets as a row for each sample, [n, outputs]."""
+        return targets
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.pos_weight is not None and self.pos_weight.device != outputs.device:
+            self.pos_weight = self.pos_weight.to(outputs.device)  # once, because it waits
+        rows = self._rows(targets).to(outputs.dtype)
+        return self.sum_of_losses(outputs, rows * (1 - self.smoothing) + self.smoothing / 2, self.pos_weight)
+
+    def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
+        predicted, labelled = outputs > self.cut, self._rows(targets) > 0.5
+        exact = (predicted == labelled).all(1).sum()
+        return loss, exact, (predicted & labelled).sum(), predicted.sum(), labelled.sum()
+
+    def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self._rows(labels).to(outputs.dtype)
+        sums = self.training_sums(self.sum_of_losses(outputs, rows, None), outputs, labels)
+        return torch.stack([value.double() for value in sums]), outputs
+
+    def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        means = {name: total / count for name, total in sums.items() if name not in _COUNTS}
+        pairs = sums["predicted"] + sums["labelled"]
+        return means | {self.f1: 2 * sums["hits"] / pairs if pairs else 0.0}
+
+    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+        from utils.tasks.scores import class_metrics  # its import takes a second
+
+        return class_metrics(predictions, labels, self.cut)
+
+    def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+        columns = ("ap", "count", "best_f1", "best_threshold")
+        found = zip(
+            *(record.get(f"per_class_{name}", []) for name in columns),
+            map(printable, self.class_names),
+            strict=False,
+        )
+        rows = [
+            (name, f"{ap:.4f} of {count} images; F1 {f1:.4f} above {threshold:.4g}")
+            for ap, count, f1, threshold, name in sorted(row for row in found if row[0] is not None)
+        ]
+        title = "Average precision of the classes, worst first; the best thresholds of this split"
+        return title, rows[:10]

@@ -1,0 +1,57 @@
+"""Metrics of the scores gathered from all ranks, computed with scikit-learn."""
+
+from typing import Any
+
+import numpy as np
+from sklearn.metrics import precision_recall_curve, roc_auc_score
+
+
+def class_metrics(scores: np.ndarray, labels: np.ndarray, cut: float) -> dict[str, Any]:
+    """Mean average precision, macro-F1, and both for each class; empty if a score is NaN or infinite.
+
+    `scores` are logits [N, classes], `labels` multi-hot [N, classes]; scores above `cut` predict a
+    class. The average precision, the best threshold and its F1 are None for classes without labels,
+    and `mAP` is the mean over the others. `macro_f1` is the mean over the classes that have labels
+    or are predicted. The best threshold of a class is the probability with the highest F1 on these
+    samples, so the F1 on others is lower.
+    """
+    if not np.isfinite(scores).all():
+        return {}
+    predicted = scores > cut
+    counts, pairs = labels.sum(0, dtype=np.int64), predicted.sum(0) + labels.sum(0, dtype=np.int64)
+    hits = (predicted & (labels > 0)).sum(0)
+    curves = [
+        _curve(own, true) if count else (None, None, None)
+        for own, true, count in zip(scores.T, labels.T, counts, strict=True)
+    ]
+    precisions, f1s, thresholds = (list(column) for column in zip(*curves, strict=True))
+    return {
+        "mAP": float(np.mean([value for value in precisions if value is not None])),
+        "macro_f1": float(np.mean(2 * hits[pairs > 0] / pairs[pairs > 0])),
+        "classes_evaluated": int((counts > 0).sum()),
+        "per_class_ap": precisions,
+        "per_class_count": counts.tolist(),
+        "per_class_best_f1": f1s,
+        "per_class_best_threshold": thresholds,
+    }
+
+
+def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float, float]:
+    """Average precision, the highest F1 of a threshold, and this threshold as a probability."""
+    precision, recall, cuts = precision_recall_curve(labels, scores)
+    average = -float(np.sum(np.diff(recall) * precision[:-1]))  # as average_precision_score
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-30)
+    best = int(f1[:-1].argmax())
+    # Between two scores, so that rounding does not matter.
+    below = scores[scores < cuts[best]]
+    around = [cuts[best], below.max() if len(below) else -np.inf]
+    with np.errstate(over="ignore"):
+        threshold = np.mean(1 / (1 + np.exp(-np.asarray(around, np.float64))))
+    return average, float(f1[best]), float(threshold)
+
+
+def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """The area under the ROC curve; empty if it is undefined: one class, or a score that is NaN."""
+    if len(np.unique(labels)) < 2 or not np.isfinite(scores).all():
+        return {}
+    return {"auc": float(roc_auc_score(labels, scores))}

@@ -1,0 +1,40 @@
+"""Tasks by name. To add one, write a subclass of Task (task.py) and add it to `TASKS`."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from utils.config.settings import TrainConfig
+from utils.config.table import Table
+from utils.tasks.binary import Binary
+from utils.tasks.classification import Classification
+from utils.tasks.multilabel import MultiLabel
+from utils.tasks.task import Task
+
+
+def _auto() -> None:
+    """multilabel if the labels are lists, else classification"""
+
+
+TASKS = Table(
+    "task",
+    {
+        "auto": _auto,
+        "classification": Classification,
+        "multilabel": MultiLabel,
+        "binary": Binary,
+    },
+)
+
+
+def make_task(config: TrainConfig, class_names: list[str], labels: np.ndarray | None) -> tuple[TrainConfig, Task]:
+    """The settings with the names of the task and of its best metric, and the task.
+
+    `labels` are those of the training split, as in Split; None in eval.py.
+    """
+    name = config.task
+    if name == "auto":
+        name = "multilabel" if labels is not None and labels.ndim == 2 else "classification"
+    task = TASKS.choose(name)(config, class_names, labels)
+    task.choose_best(config.best)
+    return replace(config, task=name, best=task.metric), task
