@@ -1,0 +1,447 @@
+"""Multi-label and binary tasks, the focal loss and --best, against PyTorch, torchvision and scikit-learn."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.make_data import parquet, pictures, table
+from helpers.ranks import returned
+from helpers.training_runs import kept_in, records, refused, restore, same_tensors, train_run, weights
+from PIL import Image
+from sklearn.metrics import accuracy_score, average_precision_score, f1_score, roc_auc_score
+from torch.nn import functional as F
+from torchvision.ops import sigmoid_focal_loss
+
+import eval
+import train
+from utils.config.settings import TrainConfig
+from utils.data.selection import load_data
+from utils.data.splits import hold_out, renumber, whole_split
+from utils.runs.state import TrainState
+from utils.tasks.binary import Binary
+from utils.tasks.classification import Classification
+from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
+from utils.tasks.multilabel import MultiLabel
+from utils.tasks.scores import area_under_curve, class_metrics
+from utils.tasks.table import make_task
+
+CLASSES = ["bird", "cat", "dog", "emu"]
+FLAGS = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--lr", "0.05", "--log_every", "1"]
+FLAGS += ["--global_batch_size", "12", "--max_steps", "8", "--eval_every", "4", "--save_every", "4", "--keep", "9"]
+FLAGS += ["--eval_batch_size", "5", "--pos_weight", "balanced", "--label_smoothing", "0.1", "--threshold", "0.4"]
+
+
+def label_sets(count: int) -> list[list[str]]:
+    """Of classes that images show; the last class only in the first images, and some images without any."""
+    shows = [[(n * (k + 2) + k) % (k + 3) < 2 and (k < 3 or n < 9) for k in range(4)] for n in range(count)]
+    return [[name for name, shown in zip(CLASSES, own, strict=True) if shown] for own in shows]
+
+
+def write_data() -> None:
+    """The same 50 training and 21 test images as table/*.parquet, as list.csv and, with two classes, as pairs.csv."""
+    from datasets import ClassLabel, List
+
+    pixels, labels = pictures(71), label_sets(71)
+    for number, names in enumerate(labels):
+        for name in names:
+            pixels[number, CLASSES.index(name) * 2 : CLASSES.index(name) * 2 + 2] //= 4  # can be learnt
+    Path("images").mkdir()
+    lists, pairs = ["path,label,split"], ["path,label,split"]
+    for number, (image, names) in enumerate(zip(pixels, labels, strict=True)):
+        Image.fromarray(image).save(f"images/{number}.png")
+        split = "train" if number < 50 else "test"
+        lists.append(f"images/{number}.png,{'| '.join(names)},{split}")
+        pairs.append(f"images/{number}.png,{'yes' if 'cat' in names else 'no'},{split}")
+    Path("list.csv").write_text("\n".join(lists))
+    Path("pairs.csv").write_text("\n".join(pairs))
+    indices = [[CLASSES.index(name) for name in names] for names in labels]
+    kind = List(ClassLabel(names=CLASSES))
+    parquet(
+        "table", train=table(indices[:50], kind, list(pixels[:50])), test=table(indices[50:], kind, list(pixels[50:]))
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Runs of both tasks, and their evaluations on one and on two processes."""
+    folder = tmp_path_factory.mktemp("targets") / "work"
+    with kept_in(folder):
+        write_data()
+        train_run(1, "table", "--data", "table", *FLAGS)
+        train_run(1, "list", "--data", "list.csv", *FLAGS)
+        train_run(2, "two", "--data", "list.csv", *FLAGS)
+        train_run(2, "binary", "--data", "pairs.csv", "--task", "binary", *FLAGS, "--best", "auc")
+        for run in ("two", "binary"):
+            for processes in (1, 2):
+                flags = ["--ckpt", f"runs/{run}/checkpoints/step-00000008", "--json", f"{run}{processes}.json"]
+                returned(processes, eval.main, flags)
+    return folder
+
+
+@pytest.fixture
+def runs(made, monkeypatch):
+    monkeypatch.chdir(restore(made))
+
+
+def logits_of(run: str, indices: range) -> torch.Tensor:
+    """The outputs of a run's last network for images of list.csv, in plain operations."""
+    w = weights(run)
+    pixels = np.stack([np.asarray(Image.open(f"images/{number}.png")) for number in indices])
+    x = ((torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5).flatten(1)
+    return torch.relu(x @ w["hidden.weight"].T + w["hidden.bias"]) @ w["output.weight"].T + w["output.bias"]
+
+
+def multi_hot_rows(indices: range) -> np.ndarray:
+    sets = label_sets(71)
+    return np.array([[name in sets[number] for name in CLASSES] for number in indices], np.uint8)
+
+
+def found(run: str, processes: int) -> dict:
+    return json.loads(Path(f"{run}{processes}.json").read_text())
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_of_lists_and_a_csv_file_with_several_labels_in_a_cell_are_the_same_run(runs):
+    assert same_tensors(weights("table"), weights("list"))
+    for data in ("table", "list.csv"):
+        split = load_data(TrainConfig(data=data, cache_dir="cache"))
+        assert split.class_names == CLASSES and split.train.labels.dtype == np.uint8
+        assert np.array_equal(split.train.labels, multi_hot_rows(range(50)))
+        assert np.array_equal(split.evaluation.labels, multi_hot_rows(range(50, 71)))
+    assert "task: multilabel" in Path("runs/table/config.yaml").read_text()
+
+
+def test_training_on_two_processes_has_the_losses_and_metrics_of_one(runs):
+    for one, two in zip(records("list", "train"), records("two", "train"), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert (two["micro_f1"], two["exact_match"]) == (one["micro_f1"], one["exact_match"])
+    for one, two in zip(records("list", "eval"), records("two", "eval"), strict=True):
+        names = ("mAP", "macro_f1", "micro_f1", "loss")
+        assert [two[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-5)
+        assert "per_class_ap" not in one  # only numbers without --metrics
+
+
+def test_the_first_update_has_the_loss_of_the_formula():
+    write_data()
+    train_run(1, "run", "--data", "list.csv", *FLAGS, "--max_steps", "1", "--global_batch_size", "50", "--lr", "1e-30")
+    (record,) = records("run", "train")
+    logits, labels = logits_of("run", range(50)).double().numpy(), multi_hot_rows(range(50)).astype(float)
+    p, positives = 1 / (1 + np.exp(-logits)), labels.sum(0)
+    soft = 0.9 * labels + 0.05
+    terms = -((50 - positives) / positives) * soft * np.log(p) - (1 - soft) * np.log(1 - p)
+    assert record["loss"] == pytest.approx(terms.mean(1).mean(), rel=1e-5)
+    assert record["micro_f1"] == pytest.approx(f1_score(labels, p > 0.4, average="micro"))
+    assert record["exact_match"] == pytest.approx(accuracy_score(labels, p > 0.4))
+
+
+def test_an_evaluation_has_the_metrics_of_scikit_learn_on_one_and_on_two_processes(runs):
+    one, two = found("two", 1), found("two", 2)
+    logits, true = logits_of("two", range(50, 71)), multi_hot_rows(range(50, 71))
+    predicted = (logits.sigmoid() > 0.4).numpy()
+    labelled = [k for k in range(4) if true[:, k].any()]
+    assert labelled == [0, 1, 2]  # no test image has the last class
+    precisions = [average_precision_score(true[:, k], logits[:, k]) for k in labelled]
+    seen = [k for k in range(4) if true[:, k].any() or predicted[:, k].any()]
+    soft = torch.from_numpy(true).float()
+    for record in (one, two):
+        assert record["count"] == 21 and record["classes_evaluated"] == 3
+        assert record["per_class_ap"] == [*(pytest.approx(value) for value in precisions), None]
+        assert record["mAP"] == pytest.approx(np.mean(precisions))
+        assert record["per_class_count"] == true.sum(0).tolist()
+        assert record["micro_f1"] == pytest.approx(f1_score(true, predicted, average="micro"))
+        assert record["macro_f1"] == pytest.approx(f1_score(true[:, seen], predicted[:, seen], average="macro"))
+        assert record["exact_match"] == pytest.approx(accuracy_score(true, predicted))
+        assert record["loss"] == pytest.approx(F.binary_cross_entropy_with_logits(logits, soft).item(), rel=1e-5)
+        for k in labelled:
+            own = logits[:, k].double().sigmoid().numpy()
+            at = record["per_class_best_threshold"][k]
+            best = max(f1_score(true[:, k], own > cut) for cut in [0, *own[own < own.max()]])
+            assert record["per_class_best_f1"][k] == pytest.approx(best) == f1_score(true[:, k], own > at)
+    same = [name for name in one if name not in ("seconds", "loss")]
+    assert [one[name] for name in same] == [two[name] for name in same]
+    assert one["mAP"] == pytest.approx(records("two", "eval")[-1]["mAP"])
+    (outcome,) = returned(1, eval_out, ["--ckpt", "runs/two", "--threshold", "0.999"])
+    assert "mAP" in outcome and "best thresholds of this split" in outcome and "\nmicro_f1     0.0000" in outcome
+
+
+def eval_out(flags):
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        eval.main(flags)
+    return out.getvalue()
+
+
+def test_a_binary_run_has_one_logit_and_the_metrics_of_scikit_learn(runs):
+    logits = logits_of("binary", range(50, 71))
+    true = np.array(["cat" in names for names in label_sets(71)[50:]], int)  # classes are no, yes
+    assert logits.shape == (21, 1)
+    for record in (found("binary", 1), found("binary", 2)):
+        assert record["auc"] == pytest.approx(roc_auc_score(true, logits[:, 0]))
+        predicted = logits[:, 0].sigmoid() > 0.4
+        assert record["accuracy"] == pytest.approx(accuracy_score(true, predicted))
+        assert record["f1"] == pytest.approx(f1_score(true, predicted))
+        both = F.pad(logits, (1, 0))  # the logits of the softmax with the same probability
+        assert record["loss"] == pytest.approx(F.cross_entropy(both, torch.from_numpy(true)).item(), rel=1e-5)
+    highest = max(records("binary", "eval"), key=lambda record: record["auc"])
+    assert Path("runs/binary/checkpoints/best").read_text().strip() == f"step-{highest['step']:08d}"
+
+
+def test_a_resumed_run_has_the_same_bits_keeps_its_best_metric_and_refuses_another(runs):
+    before = weights("two")
+    path = "runs/two/checkpoints/step-00000004"
+    returned(2, train.main, ["--run_name", "again", "--resume", path, "--data", "list.csv", *FLAGS])
+    assert same_tensors(weights("again"), before)
+    assert records("again", "eval")[-1]["mAP"] == records("two", "eval")[-1]["mAP"]
+    more = ["--run_name", "binary", "--resume", "auto", "--data", "pairs.csv", *FLAGS, "--max_steps", "9"]
+    error = refused(train.main, *more, "--best", "loss")
+    assert "its best checkpoint is by auc, not loss; use the same --best, or give another --run_name" in error
+    assert "trained with a task of binary, not classification" in refused(train.main, *more, "--task", "classification")
+    returned(1, train.main, more)
+    assert "best: auc" in Path("runs/binary/config.yaml").read_text()
+    (last,) = [record for record in records("binary", "eval") if record["step"] == 9]
+    assert last["auc"] <= 1
+
+
+def test_a_run_on_a_list_is_resumed_with_its_labels_only(runs):
+    text = Path("list.csv").read_text()
+    first = next(line for line in text.splitlines() if "bird| cat" in line and "train" in line)
+    Path("list.csv").write_text(text.replace(first, first.replace("bird| cat", "cat")))
+    flags = ["--resume", "auto", "--run_name", "list", "--data", "list.csv", *FLAGS, "--max_steps", "9"]
+    error = refused(train.main, *flags)
+    assert "1 of 50 images of 'train' changed class" in error and "'bird|cat" in error and "now 'cat" in error
+    Path("list.csv").write_text(text)
+    returned(1, train.main, flags)
+
+
+def test_a_checkpoint_from_before_tasks_is_evaluated_and_resumed(own_folders):
+    flags = ["--run_name", "run", "--model", "mlp", "--threads", "1", "--max_train_samples", "60", "--max_steps"]
+    returned(1, train.main, [*flags, "2"])
+    file = Path("runs/run/checkpoints/step-00000002/config.yaml")
+    names = ("task:", "best:", "loss_args:", "pos_weight:", "threshold:")
+    lines = [line for line in file.read_text().splitlines() if not line.startswith(names)]
+    assert len(lines) == len(file.read_text().splitlines()) - len(names)
+    file.write_text("\n".join(lines) + "\n")
+    manifest = file.with_name("manifest.json")
+    listed = json.loads(manifest.read_text())
+    listed["files"][file.name] = {"size": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    manifest.write_text(json.dumps(listed))
+    assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["accuracy"] >= 0
+    returned(1, train.main, [*flags, "3", "--resume", "auto", "--best", "accuracy"])
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+
+
+def softmax_terms(logits: np.ndarray) -> np.ndarray:
+    e = np.exp(logits - logits.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_focal_losses_are_those_of_their_formula(gamma):
+    logits, soft = torch.randn(7, 5, dtype=torch.float64) * 3, torch.rand(7, 5, dtype=torch.float64)
+    weight, p, t = torch.rand(5, dtype=torch.float64), softmax_terms(logits.numpy()), soft.numpy()
+    value = LOSSES["focal"](logits, soft, 0.1, weight, gamma=gamma).item()
+    t = 0.9 * t + 0.1 / 5
+    assert value == pytest.approx(-(weight.numpy() * t * (1 - p) ** gamma * np.log(p)).sum(), rel=1e-12)
+    q, t = 1 / (1 + np.exp(-logits.numpy())), soft.numpy()
+    terms = -3 * t * (1 - q) ** gamma * np.log(q) - (1 - t) * q**gamma * np.log(1 - q)
+    value = SIGMOID_LOSSES["focal"](logits, soft, torch.tensor(3.0), gamma=gamma).item()
+    assert value == pytest.approx(terms.sum() / 5, rel=1e-12)
+    hard = (soft > 0.5).double()
+    value = SIGMOID_LOSSES["focal"](logits, hard, torch.tensor(1 / 3), gamma=gamma).item() * 0.75
+    expected = sigmoid_focal_loss(logits, hard, alpha=0.25, gamma=gamma, reduction="sum") / 5
+    assert value == pytest.approx(expected.item(), rel=1e-6)
+    if gamma == 0:
+        labels = torch.arange(7) % 5
+        expected = F.cross_entropy(logits, labels, reduction="sum").item()
+        assert LOSSES["focal"](logits, labels, 0.0, None, gamma=gamma).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
+def test_the_gradients_of_focal_losses_are_finite_for_certain_predictions(gamma):
+    logits = torch.tensor([[80.0, -80.0], [-200.0, 200.0], [0.0, 0.0]], requires_grad=True)
+    (LOSSES["focal"](logits, torch.tensor([0, 0, 1]), 0.0, None, gamma=gamma)).backward()
+    assert logits.grad.isfinite().all() and logits.grad[1, 0] < 0
+    logits.grad = None
+    SIGMOID_LOSSES["focal"](logits, torch.eye(2)[[0, 0, 1]], None, gamma=gamma).backward()
+    assert logits.grad.isfinite().all() and logits.grad[1, 0] < 0
+
+
+@pytest.mark.parametrize("loss", SIGMOID_LOSSES)
+@pytest.mark.parametrize("kind", [MultiLabel, Binary])
+def test_sigmoid_losses_take_mixtures_smoothing_and_weights_and_binary_is_the_softmax_of_two(loss, kind):
+    names = CLASSES if kind is MultiLabel else CLASSES[:2]
+    config = TrainConfig(loss=loss, label_smoothing=0.2, pos_weight=2.5)
+    rows = torch.eye(4)[[0, 3, 1, 1, 2, 0]].to(torch.uint8) if kind is MultiLabel else torch.tensor([0, 1, 1, 0, 1, 1])
+    task = kind(config, names, rows.numpy())
+    logits = torch.randn(6, task.outputs, dtype=torch.float64)
+    one_hot = rows.double() if kind is MultiLabel else F.one_hot(rows).double()
+    mixed = task.loss(logits, 0.3 * one_hot + 0.7 * one_hot.flip(0))
+    parts = 0.3 * task.loss(logits, one_hot) + 0.7 * task.loss(logits, one_hot.flip(0))
+    assert mixed.item() == pytest.approx(parts.item(), rel=1e-12)
+    assert task.loss(logits, rows).item() == pytest.approx(task.loss(logits, one_hot).item(), rel=1e-12)
+    if loss != "focal":
+        t = 0.8 * (one_hot if kind is MultiLabel else one_hot[:, 1:]) + 0.1
+        terms = -2.5 * t * logits.sigmoid().log() - (1 - t) * (-logits).sigmoid().log()
+        assert task.loss(logits, rows).item() == pytest.approx(terms.mean(1).sum().item(), rel=1e-9)
+    plain = task.evaluate(logits, rows)[0][0]  # neither smoothed nor weighted
+    if kind is Binary:
+        softmax = LOSSES["focal" if loss == "focal" else "cross_entropy"]
+        both = softmax(F.pad(logits, (1, 0)), rows, 0.0, None)
+        assert plain.item() == pytest.approx(both.item(), rel=1e-9)
+    assert task.loss(logits[:0], rows[:0]) == 0
+
+
+def test_balanced_weights_are_negatives_per_positive_of_the_training_split():
+    labels = multi_hot_rows(range(50))
+    labels[:, 3] = 0
+    labels[:, 2] = 1
+    task = MultiLabel(TrainConfig(pos_weight="balanced"), CLASSES, labels)
+    positives = labels.sum(0).astype(float)
+    expected = [*((50 - positives[:2]) / positives[:2]), 1 / 50, 50]
+    assert task.pos_weight.tolist() == pytest.approx(expected)
+    binary = Binary(TrainConfig(pos_weight="balanced"), ["no", "yes"], np.array([0, 1, 0, 0]))
+    assert binary.pos_weight.tolist() == [3] and binary.loss_of_guessing == pytest.approx(3 * math.log(2))
+
+
+# -- metrics, --best and labels --------------------------------------------------------------------------------------
+
+
+def test_metrics_of_scores_with_ties_are_those_of_scikit_learn_and_undefined_ones_are_left_out():
+    random = np.random.default_rng(0)
+    scores, labels = random.integers(-3, 4, (90, 6)).astype(np.float32), random.integers(0, 2, (90, 6), np.uint8)
+    values = class_metrics(scores, labels, cut=0.0)
+    assert values["mAP"] == pytest.approx(average_precision_score(labels, scores, average="macro"))
+    assert values["macro_f1"] == pytest.approx(f1_score(labels, scores > 0, average="macro"))
+    for k, threshold in enumerate(values["per_class_best_threshold"]):
+        best = max(f1_score(labels[:, k], scores[:, k] > cut) for cut in np.arange(-4, 3))
+        predicted = 1 / (1 + np.exp(-scores[:, k].astype(float))) > threshold
+        assert values["per_class_best_f1"][k] == pytest.approx(best) == f1_score(labels[:, k], predicted)
+    scores[3, 2] = np.nan
+    assert class_metrics(scores, labels, 0.0) == {} == area_under_curve(scores[:, 0], np.zeros(90))
+    state = TrainState(step=1)
+    state.evaluated({"loss": 1.0}, "mAP", True)
+    assert state.best is None and not state.owes_evaluation
+
+
+def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():
+    expected = {"loss": False, "accuracy": True, "top5": True, "macro_f1": True}
+    for name, higher in expected.items():
+        config, task = make_task(TrainConfig(best=name), list("abcdefg"), np.arange(7))
+        assert (task.metric, task.higher_is_better, config.best) == (name, higher, name)
+        state = TrainState()
+        for step, value in enumerate((0.5, 0.4, 0.6, 0.6, 0.4), 1):
+            state.step = step
+            state.evaluated({name: value}, task.metric, task.higher_is_better)
+        assert (state.best, state.best_step) == ((0.6, 3) if higher else (0.4, 2))  # the earliest of equal ones
+    with pytest.raises(ValueError, match=r"^--best f1: no such metric; use one of loss, accuracy, macro_f1, macro_pre"):
+        make_task(TrainConfig(best="f1"), list("abc"), np.arange(3))
+    assert make_task(TrainConfig(), ["a", "b"], multi_hot_rows(range(3)))[0].task == "multilabel"
+
+
+def test_a_run_keeps_the_checkpoint_of_lowest_loss_or_of_highest_macro_f1(own_folders):
+    flags = ["--model", "mlp", "--max_train_samples", "96", "--lr", "1", "--max_steps", "6", "--eval_every", "1"]
+    for name, choose in (("loss", min), ("macro_f1", max)):
+        train_run(1, name, *flags, "--best", name)
+        log = records(name, "eval")
+        best = choose(log, key=lambda record, name=name: record[name])
+        assert len(log) == 6 and Path(f"runs/{name}/checkpoints/best").read_text().strip() == f"step-{best['step']:08d}"
+        assert "per_class_accuracy" not in best
+
+
+def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():
+    labels = np.repeat(np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 1]], np.uint8), [40, 60, 20, 80], axis=0)
+    split = whole_split("train", np.zeros((200, 2, 2), np.uint8), labels, "")
+    rest, held = hold_out(split, 0.1, seed=3)
+    assert held.labels.shape == (20, 3) and sorted([*rest.rows, *held.rows]) == list(range(200))
+    counts = [(held.labels == kind).all(1).sum() for kind in labels[[0, 50, 110, 150]]]
+    assert all(abs(count - size / 10) <= 1 for count, size in zip(counts, (40, 60, 20, 80), strict=True))
+    assert not np.array_equal(hold_out(split, 0.1, seed=4)[1].rows, held.rows)
+    distinct = whole_split("train", np.zeros((64, 2, 2), np.uint8), (np.arange(64)[:, None] >> np.arange(6)) & 1, "")
+    assert len(hold_out(distinct, 0.25, seed=0)[1]) == 16  # each set occurs once
+
+
+def test_labels_of_other_data_are_renumbered_by_the_names_of_their_classes():
+    split = whole_split("test", np.zeros((2, 2, 2), np.uint8), [[1, 0, 0], [1, 1, 0]], "")
+    wanted = ["dog", "bird", "cat"]
+    assert renumber(split, ["bird", "dog", "emu"], wanted).labels.tolist() == [[0, 1, 0], [1, 1, 0]]
+    with pytest.raises(ValueError, match="does not have the class 'dog'"):
+        renumber(split, ["bird", "dog", "emu"], ["bird", "cat"])
+
+
+@pytest.mark.parametrize(
+    ("lists", "names", "rows"),
+    [
+        ([["b", "a"], [], ["c"]], ["a", "b", "c"], [[1, 1, 0], [0, 0, 0], [0, 0, 1]]),
+        ([[2], [0, 2, 2], []], ["0", "1", "2"], [[0, 0, 1], [1, 0, 1], [0, 0, 0]]),
+        ([[10], [20000, 10], [5]], ["5", "10", "20000"], [[0, 1, 0], [0, 1, 1], [1, 0, 0]]),
+    ],
+)
+def test_lists_of_strings_and_of_integers_are_labels_too(lists, names, rows, own_folders):
+    from datasets import List, Value
+
+    kind = List(Value("string" if isinstance(lists[0][0], str) else "int32"))
+    both = {name: table(lists, kind) for name in ("train", "test")}
+    data = load_data(TrainConfig(data=str(parquet("data", **both)), cache_dir="cache"))
+    assert data.class_names == names and data.train.labels.tolist() == rows
+
+
+def table_error(lists, **settings) -> str:
+    from datasets import ClassLabel, List
+
+    data = parquet(
+        "wrong",
+        train=table(
+            lists, List(ClassLabel(names=CLASSES)) if isinstance(lists[0], list | None) else ClassLabel(names=CLASSES)
+        ),
+    )
+    with pytest.raises(ValueError) as caught:
+        load_data(TrainConfig(data=str(data), cache_dir="cache", **settings))
+    return str(caught.value)
+
+
+def test_labels_that_do_not_suit_the_task_are_refused(own_folders):
+    assert "no image of split 'train' has a label" in table_error([[]] * 30)
+    assert "image 1 of split 'train' has no list of labels" in table_error([[0], None] * 15)
+    assert "image 2 of split 'train' has the label -1, outside 0..3" in table_error([[0], [1], [2, -1]] * 9)
+    assert "may have several labels; use multilabel" in table_error([[0], [1, 2]] * 15, task="classification")
+    assert "has one label; use classification, or" in table_error([0, 1] * 15, task="multilabel")
+
+
+FOCAL = ["--loss", "focal", "--loss_args"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--task", "multilabel"], "--task multilabel: each image of --data digits has one label; use a table or"),
+        (["--task", "binary"], "--task binary: --data digits has 10 classes, not two; use classification"),
+        (["--task", "multi"], "--task multi: no such task; did you mean multilabel?"),
+        (["--pos_weight", "-1"], "--pos_weight must be above 0, got -1"),
+        (["--pos_weight", "[1, 0]"], "--pos_weight must be above 0, got 0"),
+        (["--pos_weight", "balance"], "--pos_weight: expected"),
+        (["--threshold", "1"], "--threshold must be below 1, got 1"),
+        ([*FOCAL, "{gamma: -1}"], "--loss_args for focal: gamma must be at least 0, got -1"),
+        ([*FOCAL, "{gamma: high}"], "--loss_args for focal: gamma must be a value such as 2.0, got high"),
+        ([*FOCAL, "{alpha: 1}"], "--loss_args for focal: unknown argument alpha; use gamma"),
+        (["--loss_args", "{gamma: 1}"], "--loss_args for cross_entropy: unknown argument gamma; remove it"),
+        (["--best", "mAP"], "--best mAP: no such metric; use one of loss, accuracy, top5, macro_f1, macro_p"),
+    ],
+)
+def test_wrong_settings_are_refused_on_one_line(flags, error):
+    assert error in refused(train.main, "--model", "mlp", *flags)
+
+
+def test_a_list_of_weights_has_one_for_each_output():
+    with pytest.raises(ValueError, match="--pos_weight has 3 values, and the model 4 outputs; give one number"):
+        MultiLabel(TrainConfig(pos_weight=[1.0, 2.0, 3.0]), CLASSES, multi_hot_rows(range(9)))
+    assert Classification(TrainConfig(pos_weight=2.0), CLASSES).outputs == 4  # and `advice` says that it has no effect
