@@ -90,7 +90,7 @@ def in_copy(copy: Path, script: str, flags: list[str], hold_at: int | None = Non
 def summary_in_copy(copy: Path, logits: Tensor, labels: Tensor) -> dict:
     """The metrics of a classification whose samples are evaluated in three batches, one of them empty."""
     module = imported(copy, "eval")
-    task = module.Classification(module.TrainConfig(), CLASSES)
+    _, task = module.make_task(module.TrainConfig(), CLASSES, None)
     sums = [task.evaluate(logits[part], labels[part])[0] for part in (slice(50), slice(0), slice(50, None))]
     return task.summary(dict(zip(task.evaluation, sum(sums).tolist(), strict=True)), len(labels))
 
@@ -150,9 +150,9 @@ def logits_of(w: dict[str, Tensor], images: Tensor) -> Tensor:
     return x.flatten(1) @ w["19.weight"].T + w["19.bias"]
 
 
-def focal_losses(logits: Tensor, labels: list[int]) -> list[float]:
+def poly_losses(logits: Tensor, labels: list[int]) -> list[float]:
     right = [row[label] for row, label in zip(logits.softmax(1).tolist(), labels, strict=True)]
-    return [-((1 - p) ** 2) * math.log(p) for p in right]
+    return [2 * (1 - p) - math.log(p) for p in right]
 
 
 def calibration_error(logits: Tensor, labels: list[int]) -> float:
@@ -210,7 +210,7 @@ def test_two_processes_train_with_all_parts_at_once(runs):
         changed += draw < 0.5
     assert 0 < changed < len(images) == 12
     log = records("two", "train")
-    losses = focal_losses(logits_of(initial, images), labels.tolist())
+    losses = poly_losses(logits_of(initial, images), labels.tolist())
     assert log[0]["loss"] == pytest.approx(math.fsum(losses) / 12, rel=1e-5)
     cycle = [0.02 * (1 + math.cos(math.pi * n / 5)) / 2 for n in range(5)]
     assert [record["lr"] for record in log] == pytest.approx(cycle * 2)
@@ -227,7 +227,7 @@ def test_the_evaluation_has_the_loss_and_the_metric_of_the_weights(runs):
     logits = logits_of(weights("two"), normalised(pixels))
     right = logits.argmax(1) == torch.tensor(labels)
     assert found["count"] == 31 and found["accuracy"] == pytest.approx(right.double().mean().item())
-    assert found["loss"] == pytest.approx(math.fsum(focal_losses(logits, labels)) / 31, rel=1e-4)
+    assert found["loss"] == pytest.approx(math.fsum(poly_losses(logits, labels)) / 31, rel=1e-4)
     assert found["ece"] == pytest.approx(calibration_error(logits, labels), rel=1e-4) and found["ece"] > 0.01
     assert re.search(rf"^ece +{found['ece']:.4f}$", runs.out["eval"], re.M)
     assert f"ECE {records('two', 'eval')[-1]['ece']:.4f}" in runs.out["two"]

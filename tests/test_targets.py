@@ -1,6 +1,5 @@
 """Multi-label and binary tasks, the focal loss and --best, against PyTorch, torchvision and scikit-learn."""
 
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -21,6 +20,7 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, renumber, whole_split
+from utils.runs.checkpoint import _write_manifest
 from utils.runs.state import TrainState
 from utils.tasks.binary import Binary
 from utils.tasks.classification import Classification
@@ -229,10 +229,7 @@ def test_a_checkpoint_from_before_tasks_is_evaluated_and_resumed(own_folders):
     lines = [line for line in file.read_text().splitlines() if not line.startswith(names)]
     assert len(lines) == len(file.read_text().splitlines()) - len(names)
     file.write_text("\n".join(lines) + "\n")
-    manifest = file.with_name("manifest.json")
-    listed = json.loads(manifest.read_text())
-    listed["files"][file.name] = {"size": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    manifest.write_text(json.dumps(listed))
+    _write_manifest(file.parent)
     assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["accuracy"] >= 0
     returned(1, train.main, [*flags, "3", "--resume", "auto", "--best", "accuracy"])
 
