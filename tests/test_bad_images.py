@@ -258,6 +258,7 @@ def test_files_that_were_repaired_stay_left_out_of_the_run(skipped):
     assert losses("run") == losses("on1")
 
 
+@pytest.mark.full
 def test_images_that_are_restored_stay_left_out_of_the_run(skipped):
     """Their ends do not show the change; the checkpoint lists them."""
     train_run(1, "run", *SKIP, "--max_steps", "4")
