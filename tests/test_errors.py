@@ -215,7 +215,8 @@ def _train_with_a_file_that_rank_1_cannot_read(flags):
         return decode(*arguments)
 
     loader.decode = broken
-    train.main([*flags, "--model", "resnet18", "--image_size", "112", "--global_batch_size", "8", "--max_steps", "3"])
+    flags = [*flags, "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112"]
+    train.main([*flags, "--global_batch_size", "8", "--max_steps", "3"])
 
 
 def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):

@@ -290,6 +290,8 @@ def _reads_of_the_device(flags):
 def test_an_update_never_waits_for_the_device():
     flags = ["--data", "synthetic/4x32x96", "--model", "resnet18", "--global_batch_size", "8", "--max_steps", "2"]
     flags += [
+        "--stem",
+        "standard",
         "--min_scale",
         "0.5",
         "--crop_padding",
