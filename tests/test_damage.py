@@ -716,6 +716,7 @@ def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint():
     assert expected == [10] and found == [8, 8, 10]  # update 8 had one already
 
 
+@pytest.mark.full
 def test_two_processes_say_once_that_a_file_is_malformed():
     (NEWEST / "state.json").write_text("{}")
     (NEWEST / "manifest.json").unlink()
