@@ -91,10 +91,11 @@ def announce(run: Run) -> None:
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
     lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
+    small = run.spec.small, run.spec.for_evaluation().small
     lines += (
         taken_cores(ranks)
         + still_bad(run.data, run.state.bad_images)
-        + advice(config, run.spec.small, has_columns(config.data), processes)
+        + advice(config, *small, has_columns(config.data), processes)
     )
     run.log.say("\n".join([table(f"Lockstep  {folder}", rows), *lines]))
 
@@ -119,7 +120,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
-        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images{stem and f', {stem}'}"),
+        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()}{stem and f', {stem}'}"),
         ("batch", plan.describe(processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         *chosen,
