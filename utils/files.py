@@ -58,7 +58,10 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, contents: str | bytes) -> None:
-    """Write a small file, text as UTF-8, completely or not at all. Raises OSError if `path` exists and is not a regular file."""
+    """Write a small file, text as UTF-8, completely or not at all.
+
+    Raises OSError if `path` exists and is not a regular file.
+    """
     if path.exists() and not path.is_file():  # replacing /dev/null would break the machine
         raise OSError(errno.EEXIST, "exists and is not a regular file", str(path))
     partial = path.with_name(f".{path.name}.partial")

@@ -30,12 +30,9 @@ def write_first_batch(run: Run, batch: Batch) -> None:
     try:
         std, mean = (torch.tensor(values)[:, None, None] for values in (run.spec.std, run.spec.mean))
         pixels = (batch.images[:_MOST].detach().float().cpu() * std + mean).mul(255).round().clamp(0, 255).byte()
-        labels = (
-            batch.labels[:_MOST].detach().float().cpu() if batch.labels.is_floating_point() else batch.labels[:_MOST]
-        )
+        lines = [label_lines(label, run.data.class_names) for label in batch.labels[:_MOST].tolist()]
         file = io.BytesIO()
-        names = run.data.class_names
-        grid(pixels, [label_lines(label, names) for label in labels.tolist()]).save(file, "PNG", compress_level=1)
+        grid(pixels, lines).save(file, "PNG", compress_level=1)
         write_file(path, file.getvalue())
     except Exception as error:
         run.log.say(f"{path.name} could not be written ({one_line(error)}); the run continues without it")
