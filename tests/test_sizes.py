@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 import eval
 import train
 from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig, advice, to_yaml
+from utils.config.settings import TrainConfig, advice, hint_for_few, to_yaml
 from utils.data.decode import center_of_photograph
 from utils.data.selection import load_data
 from utils.data.spec import InputSpec
@@ -180,6 +180,12 @@ def test_bad_images_are_found_before_training_if_either_size_is_decoded_then(siz
     paths[0].write_bytes(bytes(data))
     config = TrainConfig(data="pictures", image_size=sizes[0], eval_size=sizes[1], bad_images="skip")
     assert len(load_data(config).bad_images) == found
+
+
+def test_few_photographs_and_a_new_model_are_a_line_about_pretrained():
+    assert "--pretrained is usually far more accurate" in hint_for_few(TrainConfig(model="resnet18"), 999)[0]
+    assert hint_for_few(TrainConfig(model="resnet18"), 1000) == []
+    assert hint_for_few(TrainConfig(model="resnet18", pretrained=True), 9) == []
 
 
 def test_only_settings_without_effect_at_either_size_are_reported():

@@ -37,7 +37,10 @@ def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None, 
             table.check(config)
         return config
     except Exception as error:  # jsonargparse raises errors of many classes, all for invalid settings
-        exit_with_error(with_rank(UserError(_simplify(one_line(error)))), prog, reports_for_machine())
+        text = _simplify(one_line(error))
+        word = text.partition("unrecognized arguments: ")[2]
+        fix = f"to name the data, write --data {word}" if word and cls is TrainConfig else ""
+        exit_with_error(with_rank(UserError(text, fix)), prog, reports_for_machine())
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -191,4 +194,4 @@ def _simplify(text: str) -> str:
         reason = f"Expected a {' or '.join(expected)}. Got value: {reason.split('Given value:')[-1].strip()}"
     return f"--{found[1]}: " + reason.replace("Expected a ", "expected ").replace(". Got value: ", ", got ").replace(
         "expected list,", "expected numbers, such as 0.5 0.5 0.5,"
-    )
+    ).replace("expected dict,", "expected '{NAME: VALUE}',")

@@ -316,6 +316,13 @@ def advice(
     return lines
 
 
+def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
+    """A line about --pretrained for a new model and few training photographs."""
+    if config.pretrained or photographs >= 1000:
+        return []
+    return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
+
+
 def to_yaml(config: TrainConfig) -> str:
     """The settings as a YAML file that --config reads."""
     return dump_yaml({"format": 1} | asdict(config))

@@ -20,6 +20,7 @@ from utils.models.small import MLP, MnistCNN
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to this size; 32 for other models
 ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
 STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
+_FIX_ARGUMENTS = "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'"
 OWN_MODELS = Table(
     "model",
     {"mnist_cnn": MnistCNN, "mlp": MLP},
@@ -132,7 +133,7 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
     except Exception as error:  # invalid arguments can cause errors of any class
         if not config.model_args and not isinstance(error, TypeError | RuntimeError):
             raise
-        what, fix = ("--model_args for", "change or remove these arguments") if config.model_args else ("--model", "")
+        what, fix = ("--model_args for", _FIX_ARGUMENTS) if config.model_args else ("--model", "")
         raise UserError(_problem(f"{what} {name}", error), fix) from error
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.settings import TrainConfig, advice, to_yaml
+from utils.config.settings import TrainConfig, advice, hint_for_few, to_yaml
 from utils.console import table
 from utils.data.batches import Batches
 from utils.data.class_counts import classes_row
@@ -97,6 +97,8 @@ def announce(run: Run) -> None:
         + still_bad(run.data, run.state.bad_images)
         + advice(config, *small, has_columns(config.data), processes)
     )
+    if run.resumed_from is None and not run.spec.small:
+        lines += hint_for_few(config, run.plan.samples)
     run.log.say("\n".join([table(f"Lockstep  {folder}", rows), *lines]))
 
     def write_files() -> None:
