@@ -62,7 +62,8 @@ def test_runs_and_eval_py_evaluate_images_of_the_evaluation_size():
 
 def test_a_run_of_small_images_can_be_evaluated_on_photographs_and_resumed():
     image_folder("pictures", {"cat": 6, "dog": 6}, size=(128, 160))
-    flags = (*FLAGS, "--image_size", "32", "--eval_size", "112", "140", "--eval_crop", "0.875")
+    # The stem follows from the size of training, in eval.py too.
+    flags = (*FLAGS, "--stem", "auto", "--image_size", "32", "--eval_size", "112", "140", "--eval_crop", "0.875")
     (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags])
     assert "photographs of the other size are decoded for each batch" in outcome.out
     assert "no effect" not in outcome.out
