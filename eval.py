@@ -25,10 +25,12 @@ from utils.data.order import BlockSampler
 from utils.data.pipeline import make_dataset, make_loader
 from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
+from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
 from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.files import expand, write_output
+from utils.models.published import sized
 from utils.models.zoo import build_model, check_model
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
@@ -61,8 +63,10 @@ def main(argv: Sequence[str] | None = None) -> dict:
         ranks.run_on_all(lambda: check(config, ranks))
         config, task = ranks.run_on_all(lambda: make_task(config, saved.class_names, None))
         # Use the checkpoint's image size, even if the run derived it from its images.
-        sized = replace(config, image_size=max(saved.spec.height, saved.spec.width))
-        split = find_split(saved, sized, flags.split, own_data, ranks)
+        spec = spec_of(saved, config)
+        known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
+        split = find_split(saved, known, flags.split, own_data, ranks)
+        saved = replace(saved, spec=replace(saved.spec, evaluation=None if spec == saved.spec else spec))
         record = evaluate(saved, config, task, split, ranks)
         if ranks.is_main:
             try:
@@ -96,6 +100,13 @@ def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
         given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
     given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
     return replace(saved.settings, **given), own_data
+
+
+def spec_of(saved: SavedRun, config: TrainConfig) -> InputSpec:
+    """The model's input in this evaluation."""
+    if config.eval_size is not None and config.eval_size != saved.settings.eval_size:
+        return sized(saved.spec, config, sides(config.eval_size))
+    return saved.spec.for_evaluation().cropped(config.eval_crop)
 
 
 def check(config: TrainConfig, ranks: Ranks) -> None:
@@ -133,13 +144,13 @@ def find_split(saved: SavedRun, config: TrainConfig, name: str | None, own_data:
 
 def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ranks: Ranks) -> dict:
     """The metrics of one split; collective."""
-    accelerator, terminal, spec = make_accelerator(ranks, config), Terminal(ranks.is_main), saved.spec
+    accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
+    spec = saved.spec.for_evaluation()
     if config.eval_crop is not None and spec.small:
         terminal.print("--eval_crop has no effect: small images are evaluated whole")
-    spec = spec.cropped(config.eval_crop)
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
-    model = ranks.run_on_all(lambda: build_model(config, spec, task.outputs, load=False))
+    model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))
     ranks.run_on_all(lambda: load_model(saved.path, model))
     blocks = BlockSampler(len(split), config.eval_batch_size)
     loader = make_loader(dataset, blocks, config, ranks.threads, ranks.device)

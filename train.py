@@ -39,12 +39,7 @@ from utils.launch.command import typed_command
 from utils.memory import frozen_garbage
 from utils.models.batch_norm import check_batch_norm, has_batch_norm
 from utils.models.zoo import OWN_MODELS, build_model, check_model, seed_layers
-from utils.ranks.accelerator import (
-    check_precision,
-    compile_model,
-    make_accelerator,
-    prepare_buckets,
-)
+from utils.ranks.accelerator import check_precision, compile_model, make_accelerator, prepare_buckets
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -66,6 +61,7 @@ from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS, make_task
 from utils.training.bad_images import without_bad
 from utils.training.evaluation import Evaluator
+from utils.training.first_batch import write_first_batch
 from utils.training.meter import Meter, Pace
 from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
 from utils.training.profiling import Profile
@@ -151,7 +147,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     ranks.remember("started", "yes")
     log = ranks.run_on_all(lambda: RunLog(run_folder.path, ranks.is_main, state, updates, task))
     device = accelerator.device
-    eval_batches = Batches(eval_loader, spec, settings, device, training=False)
+    eval_batches = Batches(eval_loader, spec.for_evaluation(), settings, device, training=False)
     return Run(
         config=settings,
         chosen=chosen + more,
@@ -200,8 +196,9 @@ def find_state(config: TrainConfig, start: Start, plan: Plan, data: Data, ranks:
 def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) -> list[ImageDataset]:
     """The training and the evaluation set. Small images are decoded here, others by the loaders."""
     bar, made = Terminal(ranks.is_main).progress("decoding"), []
-    for split, training in ((data.train, True), (data.evaluation, False)):
-        make = partial(make_dataset, split, spec, config, training, bar)
+    parts = (data.train, spec, True), (data.evaluation, spec.for_evaluation(), False)
+    for split, size, training in parts:
+        make = partial(make_dataset, split, size, config, training, bar)
         made.append(ranks.run_on_all(make, main_first=True, place="decoding images"))
     return ranks.run_on_all(lambda: keep_on_device(made, config, ranks.device))
 
@@ -260,6 +257,8 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
         waited = time.perf_counter() - waiting
         where = batch.update, batch.number
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
+        if state.step == 0 and step == 0:
+            write_first_batch(run, batch)
         seed_layers(accelerator.device, fold_in(config.seed, "layers", *where))
         with nullcontext() if step == grad_accum - 1 else accelerator.no_sync(run.model):
             run.ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")

@@ -172,6 +172,8 @@ def test_rows_of_an_unusual_split_are_said_to_be_left_out_unless_a_flag_names_it
         (b"path,label\na.png,caf\xe9\n", ("line 2: not valid UTF-8",)),
         ("path,label\n".encode("utf-16"), ("not valid UTF-8",)),
         ("path,label\na\0.png,cat\n", ("null characters",)),
+        (f"path,label\n{'x' * 131073},cat\n", ("line 2: a value has more than 131,072 characters; check the",)),
+        (f"path,label\na.png,cat\n{'x' * 4096},dog\n", ("line 3: the path has 4,096 characters, and a file system",)),
         (
             "path,label,split\na.png,cat,train\nb.png,dog,test\n",
             ("line 3: the training split has no class 'dog', only cat",),

@@ -20,6 +20,7 @@ import train
 from utils.config.cli import parse_args
 from utils.config.other_names import ADVICE, OTHER_NAMES, fix_for_unknown
 from utils.config.settings import GROUPS, DoctorConfig, EvalConfig, LaunchConfig, TrainConfig
+from utils.config.table import suggestion
 from utils.data.selection import load_data
 from utils.errors import UserError
 from utils.launch import exits
@@ -35,7 +36,7 @@ BAD_SETTINGS = [
     ("no such optimizer", ("--optimizer", "adamm"), "--optimizer adamm: no such optimizer; did you mean adamw?"),
     ("batch size 0", ("--batch_size", "0"), "--batch_size must be at least 1, got 0"),
     ("not finite", ("--weight_decay", "inf"), "--weight_decay: expected float, got inf"),
-    ("stray word", ("mnist",), "unrecognized arguments: mnist"),
+    ("stray word", ("mnist",), "unrecognized arguments: mnist; to name the data, write --data mnist"),
     ("no such recipe", ("--config", "nope.yaml"), "nope.yaml: No such file or directory"),
     ("unknown recipe key", ("--config", "key.yaml"), "key.yaml: unknown setting 'epoch'; did you mean epochs?"),
     ("bad recipe value", ("--config", "value.yaml"), "--lr: expected float, got fast"),
@@ -287,16 +288,16 @@ def _replace_setting(run, old, new):
         ("--wd", "use --weight_decay"),
         ("--opt", "use --optimizer"),
         ("--sched", "use --lr_schedule"),
-        ("--num-epochs", "use --epochs"),
+        ("--num-epochs", "did you mean --epochs?"),
         ("--train_dir", "use --data"),
         ("--data-path", "use --data"),
-        ("--workers", "use --num_workers"),
+        ("--workers", "did you mean --num_workers?"),
         ("-j", "use --num_workers"),
         ("-b", "use --batch_size"),
-        ("--output", "use --output_dir"),
+        ("--output", "did you mean --output_dir?"),
         ("--amp", "use --mixed_precision"),
-        ("--augment", "use --flip, --min_scale or --crop_padding for training images"),
-        ("--aa", "there is no automatic augmentation yet; use --flip, --min_scale or --crop_padding"),
+        ("--val-crop-size", "use --eval_size"),
+        ("--img-size", "did you mean --image_size?"),
         ("--early_stopping", "there is no early stopping yet; the best checkpoint is kept, and eval.py evaluates it"),
         ("--batch-size", "did you mean --batch_size?"),
         ("--LR", "did you mean --lr?"),
@@ -304,7 +305,7 @@ def _replace_setting(run, old, new):
         ("--max_samples", "did you mean --max_eval_samples?"),
         ("--steps", "did you mean --max_steps or --warmup_steps?"),
         ("--split", "did you mean --train_split or --eval_split?"),
-        ("--colour_jitter", "--help lists all"),
+        ("--zzz", "--help lists all"),
         ("-z", "--help lists all"),
     ],
 )
@@ -322,7 +323,11 @@ def test_an_unknown_flag_is_answered_with_its_name_here(name, fix, capsys):
 
 def test_names_of_other_trainers_lead_to_settings_and_are_none_themselves():
     names = {field.name for field in fields(TrainConfig)}
-    assert set(OTHER_NAMES.values()) <= names and not names & (OTHER_NAMES.keys() | ADVICE.keys())
+    coming = {"auto_augment", "auto_augment_args", "random_erasing", "repeats", "best"}
+    assert set(OTHER_NAMES.values()) <= names | coming and not names & (OTHER_NAMES.keys() | ADVICE.keys())
+    for theirs, ours in OTHER_NAMES.items():  # a name is not listed if it is found by its likeness to ours
+        assert fix_for_unknown(theirs, [*names, ours], "--") == f"use --{ours}"
+        assert suggestion(theirs, [*names, *coming], "", "--") != f"did you mean --{ours}?", theirs
     with pytest.raises(UserError, match="unknown setting 'lr'; --help lists all"):  # eval.py has no --lr
         raise UserError("unknown setting 'lr'", fix_for_unknown("learning_rate", ["ckpt", "json"]))
 

@@ -57,13 +57,16 @@ def naming_file(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a small UTF-8 file completely or not at all. Raises OSError if `path` exists and is not a regular file."""
+def write_file(path: Path, contents: str | bytes) -> None:
+    """Write a small file, text as UTF-8, completely or not at all.
+
+    Raises OSError if `path` exists and is not a regular file.
+    """
     if path.exists() and not path.is_file():  # replacing /dev/null would break the machine
         raise OSError(errno.EEXIST, "exists and is not a regular file", str(path))
     partial = path.with_name(f".{path.name}.partial")
-    with naming_file(path), partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with naming_file(path), partial.open("wb") as file:
+        file.write(contents.encode() if isinstance(contents, str) else contents)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

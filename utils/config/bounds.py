@@ -8,8 +8,8 @@ from utils.errors import UserError
 
 _WEEK = 7 * 24 * 3600  # seconds; gloo and the store count milliseconds
 _COUNTS = (
-    *("max_train_samples", "max_eval_samples", "image_size", "epochs", "max_steps", "global_batch_size", "batch_size"),
-    *("grad_accum", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads"),
+    *("max_train_samples", "max_eval_samples", "image_size", "eval_size", "epochs", "max_steps", "batch_size"),
+    *("global_batch_size", "grad_accum", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads"),
 )
 _NOT_NEGATIVE = ("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow")
 _AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
@@ -17,7 +17,8 @@ _FRACTIONS = ("min_scale", "eval_crop")
 _ABOVE = dict.fromkeys(("pos_weight", "threshold"), 0)
 _ABOVE |= dict.fromkeys(("lr", "std", "eval_fraction", "save_seconds", "clip_norm", "timeout", *_FRACTIONS), 0)
 _BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "threshold"), 1)
-_AT_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "image_size": 2**16 - 1, "seed": 2**63 - 1}
+_AT_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "seed": 2**63 - 1}
+_AT_MOST |= dict.fromkeys(("image_size", "eval_size"), 2**16 - 1)
 _AT_MOST |= dict.fromkeys(_FRACTIONS, 1) | {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
 _LARGEST_INTEGER = 2**31 - 1  # if there is no other limit
 
@@ -42,6 +43,15 @@ def _check_number(name: str, number: int | float) -> None:
     unit = " seconds (a week)" if name == "timeout" else ""
     require(most is None or number <= most, f"--{name} must be at most {most}{unit}, {got}")
     require(most is None or number >= -most, f"--{name} must be at least {-(most or 0)}, {got}")
+
+
+def check_sizes(config: Any) -> None:
+    """Raise UserError for a size in pixels that is a list of anything but two numbers."""
+    for name in ("image_size", "eval_size"):
+        size = getattr(config, name, None)
+        fits = not isinstance(size, list) or len(size) == 2
+        problem = f"--{name} must be one number, or the height and the width, got {size}"
+        require(fits, problem, f"for example --{name} 160 224")
 
 
 def check_run_name(name: str | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from utils.config.other_names import fix_for_unknown
-from utils.config.settings import GROUPS, LaunchConfig, TrainConfig
+from utils.config.settings import GROUPS, LaunchConfig, Size, TrainConfig
 from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
@@ -37,7 +37,10 @@ def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None, 
             table.check(config)
         return config
     except Exception as error:  # jsonargparse raises errors of many classes, all for invalid settings
-        exit_with_error(with_rank(UserError(_simplify(one_line(error)))), prog, reports_for_machine())
+        text = _simplify(one_line(error))
+        word = text.partition("unrecognized arguments: ")[2]
+        fix = f"to name the data, write --data {word}" if word and cls is TrainConfig else ""
+        exit_with_error(with_rank(UserError(text, fix)), prog, reports_for_machine())
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -129,7 +132,7 @@ def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
 def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
     """Reject unknown flags, set boolean flags without a value to true, and write numbers after a list flag as YAML."""
     booleans = {f.name for f in fields(cls) if f.type is bool}
-    lists = {f.name for f in fields(cls) if f.type == list[float] | None}
+    least = {f.name: 1 + (f.type == Size) for f in fields(cls) if f.type in (list[float] | None, Size)}
     result: list[str] = []
     skip = 0  # numbers that are already part of a list
     for position, argument in enumerate(argv):
@@ -145,10 +148,10 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
         if name not in names and argument not in ("--help", "--print_config"):
             raise UserError(f"unknown flag --{name}", fix_for_unknown(name, names, "--"))
         following = argv[position + 1] if position + 1 < len(argv) else "--"
-        if name in lists:
+        if name in least:
             words = argv[position + 1 :] if "=" not in argument else [argument.partition("=")[2]]
             numbers = list(takewhile(_is_number, words))
-            if numbers:
+            if len(numbers) >= least[name]:
                 skip = len(numbers) if "=" not in argument else 0
                 result[-1] = f"--{name}=[{', '.join(numbers)}]"
         if name in booleans and "=" not in argument:
@@ -191,4 +194,4 @@ def _simplify(text: str) -> str:
         reason = f"Expected a {' or '.join(expected)}. Got value: {reason.split('Given value:')[-1].strip()}"
     return f"--{found[1]}: " + reason.replace("Expected a ", "expected ").replace(". Got value: ", ", got ").replace(
         "expected list,", "expected numbers, such as 0.5 0.5 0.5,"
-    )
+    ).replace("expected dict,", "expected '{NAME: VALUE}',")

@@ -4,52 +4,54 @@ from collections.abc import Sequence
 
 from utils.config.table import suggestion
 
-# Our name, and its names in timm, torchvision's references, the Hugging Face examples and Lightning.
+# Our name, and its names in timm, torchvision's references, the Hugging Face examples and Lightning. Names that
+# `suggestion` finds are not listed.
 _SETTINGS = {
     "data": "data_path train_dir dataset dataset_name train_data",
-    "image_size": "img_size input_size train_crop_size crop_size",
+    "eval_split": "validation_dir",
+    "eval_fraction": "train_val_split",
+    "image_size": "input_size train_crop_size crop_size",
+    "eval_size": "val_img_size val_crop_size",
     "eval_crop": "crop_pct",
-    "channels": "in_chans",
-    "flip": "hflip",
-    "min_scale": "scale",
+    "auto_augment": "aa augment augmentation augmentations",
+    "auto_augment_args": "ra_magnitude augmix_severity",
+    "random_erasing": "reprob remode recount",
+    "repeats": "ra_sampler ra_reps",
+    "loss": "criterion",
+    "best": "eval_metric metric_for_best_model monitor",
     "model": "arch model_name model_name_or_path",
-    "epochs": "num_epochs num_train_epochs max_epochs",
-    "max_steps": "max_train_steps num_steps",
+    "model_args": "drop drop_path",
+    "epochs": "num_train_epochs max_epochs",
+    "max_steps": "max_train_steps",
     "batch_size": "b per_device_train_batch_size train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size val_batch_size validation_batch_size",
-    "grad_accum": "gradient_accumulation_steps grad_accum_steps accumulate_grad_batches",
+    "grad_accum": "gradient_accumulation_steps accumulate_grad_batches",
     "optimizer": "opt optim",
     "optimizer_args": "opt_betas opt_eps opt_kwargs adam_beta1 adam_beta2 adam_epsilon",
-    "lr": "learning_rate base_lr blr",
+    "lr": "learning_rate base_lr lr_base",
     "weight_decay": "wd",
-    "lr_schedule": "sched scheduler lr_scheduler lr_scheduler_type",
+    "lr_schedule": "sched lr_scheduler lr_scheduler_type",
     "lr_schedule_args": "min_lr lr_min",
-    "warmup_steps": "warmup warmup_epochs lr_warmup_epochs num_warmup_steps warmup_ratio",
-    "clip_norm": "clip_grad clip_grad_norm max_grad_norm gradient_clip_val",
-    "label_smoothing": "smoothing label_smoothing_factor",
-    "mixed_precision": "amp fp16 bf16 precision amp_dtype",
-    "sync_batchnorm": "sync_bn",
-    "output_dir": "output default_root_dir",
+    "clip_norm": "max_grad_norm gradient_clip_val",
+    "mixed_precision": "amp fp16 bf16 amp_dtype",
     "run_name": "experiment",
+    "output_dir": "default_root_dir",
     "resume": "resume_from_checkpoint ckpt_path",
     "save_every": "save_steps checkpointing_steps checkpoint_hist",
     "keep": "save_total_limit save_top_k",
     "eval_every": "eval_steps val_check_interval",
-    "log_every": "log_interval print_freq logging_steps log_every_n_steps",
-    "num_workers": "j workers dataloader_num_workers",
+    "log_every": "log_interval print_freq logging_steps",
+    "num_workers": "j",
     "init_method": "dist_url",
-    "cpu": "device no_cuda use_cpu",
+    "cpu": "device no_cuda",
 }
 # What to do instead, where no single setting does it.
-_CROPS = "use --flip, --min_scale or --crop_padding"
-_LAUNCH = "the launcher starts the processes: accelerate launch --num_processes N train.py"
 _ADVICE = {
-    "augment augmentation augmentations": f"{_CROPS} for training images",
-    "aa auto_augment randaugment trivialaugment": f"there is no automatic augmentation yet; {_CROPS}",
     "early_stopping early_stop patience early_stopping_patience": "there is no early stopping yet; the best checkpoint "
     "is kept, and eval.py evaluates it",
+    "model_ema ema_decay model_ema_decay use_ema": "there is no average of the weights yet",
     "test_only evaluate do_eval": "use python eval.py --ckpt RUN",
-    "gpus devices num_gpus nproc_per_node num_processes num_nodes": _LAUNCH,
+    "gpus devices num_gpus nproc_per_node num_processes num_nodes": "the launcher starts the processes: accelerate "
+    "launch --num_processes N train.py",
     "num_classes nb_classes": "leave it out: the classes are those of the data",
 }
 OTHER_NAMES = {theirs: ours for ours, names in _SETTINGS.items() for theirs in names.split()}

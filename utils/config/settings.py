@@ -3,11 +3,12 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from utils.config.bounds import check_ranges, check_run_name, require
+from utils.config.bounds import check_ranges, check_run_name, check_sizes, require
 from utils.config.yaml_text import dump_yaml
 
 FROM_DATA: Any = None  # the default of settings that defaults.py fills when the data is known
 Arguments = dict[str, bool | int | float | str | list | dict | None]  # keyword arguments, in YAML
+Size = int | list[int] | None  # of images: the side of a square, or height and width
 
 
 @dataclass(kw_only=True)
@@ -68,8 +69,11 @@ class TrainConfig(LaunchConfig):
     """Keep decoded small images in the memory of the device, and draw batches there; auto does so on a GPU if they take
     at most a quarter of its free memory. The images are the same."""
 
-    image_size: int | None = None
-    """Side of the square model input in pixels (default: the size of the images up to 96 pixels, else 224)."""
+    image_size: Size = None
+    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: the size of the images up to 96 pixels,
+    else 224)."""
+    eval_size: Size = None
+    """The same for evaluation; a larger size than in training is often more accurate (default: as in training)."""
     channels: int | None = None
     """Input channels, 1 for grey or 3 for colour (default: those of the data or the pretrained weights)."""
     mean: list[float] | None = None
@@ -204,6 +208,7 @@ class TrainConfig(LaunchConfig):
         require(self.channels in (None, 1, 3), f"--channels must be 1 or 3, got {self.channels}")
         exclusive = self.eval_fraction is not None and self.eval_split is not None
         require(not exclusive, "--eval_split and --eval_fraction exclude each other", "use only one")
+        check_sizes(self)
         require(self.mean != [], "--mean has no values", "give one value, or one for each channel")
         require(self.std != [], "--std has no values", "give one value, or one for each channel")
         require(self.data != "", "--data is empty", "name a data set, such as digits")
@@ -243,6 +248,8 @@ class EvalConfig(LaunchConfig):
     the run)."""
     check_images: Literal["quick", "full"] | None = None
     """How to check images: quick reads both ends of each image, full decodes it (default: as in the run)."""
+    eval_size: Size = None
+    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: as in the run)."""
     eval_crop: float | None = None
     """Fraction of a photograph's shorter side to use (default: as in the run)."""
     threshold: float | None = None
@@ -259,6 +266,7 @@ class EvalConfig(LaunchConfig):
 
     def __post_init__(self):
         check_ranges(self)
+        check_sizes(self)
 
 
 @dataclass(kw_only=True)
@@ -296,16 +304,18 @@ GROUPS = {
 }
 
 
-def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes: int) -> list[str]:
+def advice(
+    config: TrainConfig, small_images: bool, small_in_evaluation: bool, has_columns: bool, processes: int
+) -> list[str]:
     """A line for each changed setting that has no effect in this run or does not suit its data."""
     unused = (
         ("momentum", config.optimizer == "adamw", "adamw has no momentum"),
         ("comm_hook", processes == 1, "a single process exchanges no gradients"),
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
         ("static_graph", processes == 1, "a single process exchanges no gradients"),
-        ("num_workers", small_images, "small images are decoded once, before training"),
-        ("data_on_device", not small_images, "only small images are decoded before training"),
-        ("eval_crop", small_images, "small images are evaluated whole"),
+        ("num_workers", small_images and small_in_evaluation, "small images are decoded once, before training"),
+        ("data_on_device", not (small_images or small_in_evaluation), "only small images are decoded before training"),
+        ("eval_crop", small_in_evaluation, "small images are evaluated whole"),
         ("pos_weight", config.task == "classification", "only multilabel and binary have it"),
         ("threshold", config.task == "classification", "only multilabel and binary have it"),
         ("image_column", not has_columns, f"{config.data} has no columns"),
@@ -321,6 +331,13 @@ def advice(config: TrainConfig, small_images: bool, has_columns: bool, processes
     if config.model == "mnist_cnn" and not small_images:
         lines.append("mnist_cnn is made for small images; for photographs try --model resnet18")
     return lines
+
+
+def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
+    """A line about --pretrained for a new model and few training photographs."""
+    if config.pretrained or photographs >= 1000:
+        return []
+    return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -17,6 +17,8 @@ from utils.data.multi_hot import SEPARATOR, multi_hot
 from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, split_that_defines_classes, whole_split
 from utils.errors import UserError, one_line
 
+_LONGEST = 4095  # bytes of a path on Linux
+
 
 @dataclass
 class _Rows:
@@ -118,6 +120,9 @@ def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:
         if not (path and split):
             empty = "split" if path else "path"
             raise UserError(f"{_place(file, number)}: the {empty} is empty", "fill it in, or remove the line")
+        if len(path) > _LONGEST and len(os.fsencode(path)) > _LONGEST:
+            problem = f"the path has {len(path):,} characters, and a file system allows {_LONGEST:,} bytes"
+            raise UserError(f"{_place(file, number)}: {problem}", "check that it is a path")
         if first.setdefault(path, number) != number:
             problem = f"{printable(path)} is also on line {first[path]}"
             raise UserError(f"{_place(file, number)}: {problem}", "list each image once")
@@ -148,8 +153,10 @@ def _lines(file: Path) -> Iterator[tuple[int, list[str]]]:
             if any(cells):  # a spreadsheet may write blank rows as commas
                 yield reader.line_num, cells
     except csv.Error as error:
-        fix = "check the double quotes: a value that starts with one must end with one"
-        raise UserError(f"{_place(file, reader.line_num)}: {one_line(error)}", fix) from None
+        problem, fix = one_line(error), "check the double quotes: a value that starts with one must end with one"
+        if problem.startswith("field larger"):
+            problem = f"a value has more than {csv.field_size_limit():,} characters"
+        raise UserError(f"{_place(file, reader.line_num)}: {problem}", fix) from None
 
 
 def _column(file: Path, header: list[str], kind: str, name: str) -> int:

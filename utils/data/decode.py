@@ -185,8 +185,12 @@ def center_of_photograph(pixels: Tensor, spec: InputSpec) -> Tensor:
     if spec.resize is None:
         return center(pixels, spec.height, spec.width, EVAL_CROP)
     whole_height, whole_width, _ = pixels.shape
-    scale = max(spec.height / whole_height, spec.width / whole_width) * spec.resize / min(spec.height, spec.width)
-    height, width = (spec.resize if spec.squash else math.floor(side * scale + 1e-6) for side in pixels.shape[:2])
+    size = spec.height, spec.width
+    scale = max(spec.height / whole_height, spec.width / whole_width) * spec.resize / min(size)
+    if spec.squash:
+        height, width = (round(side * spec.resize / min(size)) for side in size)
+    else:
+        height, width = (math.floor(side * scale + 1e-6) for side in pixels.shape[:2])
     planes = resize(pixels, height, width, spec.interpolation).permute(2, 0, 1)
     return F.center_crop(planes, [spec.height, spec.width]).permute(1, 2, 0)
 

@@ -88,7 +88,8 @@ def describe_place(sets: Sequence[DecodedImages | EncodedImages]) -> str:
     if not decoded:
         return "photographs, decoded for each batch"
     places = {f"on {each.images.device}" if isinstance(each, ResidentImages) else "in host memory" for each in decoded}
-    return f"decoded, {bytes_text(sum(map(_size, decoded)))} {' and '.join(sorted(places))}"
+    others = "; photographs of the other size are decoded for each batch" * (len(decoded) < len(sets))
+    return f"decoded, {bytes_text(sum(map(_size, decoded)))} {' and '.join(sorted(places))}{others}"
 
 
 def _size(decoded: DecodedImages) -> int:

@@ -13,7 +13,7 @@ from utils.data.decode import peek
 from utils.data.multi_hot import check_kind
 from utils.data.record import Record, differences, is_same, make_record, match_files, table_changes
 from utils.data.sources import open_source
-from utils.data.spec import SMALL
+from utils.data.spec import SMALL, sides
 from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset, renumber
 from utils.errors import UserError
 
@@ -93,8 +93,9 @@ def _checked(split: Split, config: TrainConfig, progress: Callable) -> Split:
     is_quick = config.check_images != "full" and checked.ends is not None
     if config.bad_images == "skip" and is_quick and checked.readable.any():
         # All small images are decoded before training. Unreadable ones must be known before samples are counted.
-        size = config.image_size or max(peek(checked, skip=True)[1] or (SMALL + 1,))
-        return check(full=True) if size <= SMALL else checked
+        size = sides(config.image_size) if config.image_size else peek(checked, skip=True)[1] or (SMALL + 1,)
+        largest = min(max(size), max(sides(config.eval_size or SMALL + 1)))
+        return check(full=True) if largest <= SMALL else checked
     return checked
 
 

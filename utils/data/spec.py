@@ -14,7 +14,7 @@ class InputSpec:
 
     Evaluation resizes the shorter side of a photograph to `resize` pixels, or with `squash` both sides, and crops the
     centre. If `resize` is None, as in older checkpoints, the centre is 0.875 of the shorter side. Photographs are
-    resized with `interpolation`, bilinear or bicubic.
+    resized with `interpolation`, bilinear or bicubic. `evaluation` is the input in evaluation if its size differs.
     """
 
     height: int
@@ -25,22 +25,31 @@ class InputSpec:
     resize: int | None = None
     interpolation: str = "bilinear"
     squash: bool = False
+    evaluation: "InputSpec | None" = None
 
     @classmethod
-    def from_dict(cls, values: dict) -> "InputSpec":
+    def from_dict(cls, values: dict, nested: bool = True) -> "InputSpec":
         """Make a spec from the output of `asdict`. Raises ValueError if the values are invalid."""
         try:
             spec = cls(**values)
+            if spec.evaluation is not None and nested:
+                spec = replace(spec, evaluation=cls.from_dict(values["evaluation"], nested=False))
             sizes = (spec.height, spec.width, spec.channels, 1 if spec.resize is None else spec.resize)
             fits = all(type(n) is int and 0 < n < 2**16 for n in sizes)
             fits = fits and spec.interpolation in ("bilinear", "bicubic") and type(spec.squash) is bool
             fits = fits and len(spec.mean) == len(spec.std) == spec.channels and min(spec.std) > 0
             fits = fits and bool(np.isfinite([*spec.mean, *spec.std]).all())
+            fits = fits and (nested or spec.evaluation is None)
+            fits = fits and spec.channels == spec.for_evaluation().channels
         except TypeError:
             fits = False
         if not fits:
             raise ValueError("'input' is missing or malformed")
         return spec
+
+    def for_evaluation(self) -> "InputSpec":
+        """The input in evaluation."""
+        return self.evaluation or self
 
     def cropped(self, share: float | None) -> "InputSpec":
         """The same input, except that evaluation uses this fraction of a photograph's shorter side.
@@ -52,8 +61,20 @@ class InputSpec:
         return replace(self, resize=math.floor(min(self.height, self.width) / share + 1e-6))
 
     def describe(self) -> str:
-        return f"{self.height}x{self.width} {'grey' if self.channels == 1 else 'colour'}"
+        colours, other = "grey" if self.channels == 1 else "colour", self.for_evaluation()
+        evaluated = f", evaluated at {other.height}x{other.width}" if other.size != self.size else ""
+        return f"{self.height}x{self.width} {colours} images{evaluated}"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.height, self.width
 
     @property
     def small(self) -> bool:
         return max(self.height, self.width) <= SMALL
+
+
+def sides(size: int | list[int]) -> tuple[int, int]:
+    """The height and width that --image_size or --eval_size gives."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width

@@ -3,12 +3,15 @@
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torchvision
 
 from utils.config.settings import TrainConfig
+from utils.data.decode import EVAL_CROP
+from utils.data.spec import InputSpec
 from utils.errors import UserError, one_line
 
 
@@ -26,6 +29,15 @@ def published_input(name: str) -> dict:
     preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
     crop = {"crop": preset.crop_size[0] / preset.resize_size[0], "interpolation": preset.interpolation.value}
     return {"channels": 3, "size": preset.crop_size[0], "mean": preset.mean, "std": preset.std, **crop}
+
+
+def sized(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) -> InputSpec:
+    """The input with this height and width, and with the resizing of photographs that it needs."""
+    weights = published_input(config.model) if config.pretrained else {}
+    spec = InputSpec(*size, spec.channels, spec.mean, spec.std)
+    if not spec.small:  # small images are resized once, for the cache, with bilinear interpolation
+        spec = replace(spec, **{key: weights[key] for key in ("interpolation", "squash") if key in weights})
+    return spec.cropped(config.eval_crop or weights.get("crop") or EVAL_CROP)
 
 
 @contextmanager

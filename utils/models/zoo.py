@@ -12,14 +12,15 @@ from torch import nn
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
-from utils.data.decode import EVAL_CROP
-from utils.data.spec import SMALL, InputSpec
+from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
-from utils.models.published import loading_weights, published_input
+from utils.models.published import loading_weights, published_input, sized
 from utils.models.small import MLP, MnistCNN
 
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to this size; 32 for other models
+ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
 STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
+_FIX_ARGUMENTS = "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'"
 OWN_MODELS = Table(
     "model",
     {"mnist_cnn": MnistCNN, "mlp": MLP},
@@ -82,14 +83,15 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
     weights = published_input(config.model) if config.pretrained else {}
     channels = config.channels or weights.get("channels") or seen_channels
     if config.image_size or weights.get("size"):
-        height = width = config.image_size or weights["size"]
+        height, width = sides(config.image_size or weights["size"])
     elif seen_size is not None and max(seen_size) <= SMALL:
         enlarge = max(1.0, MINIMUM_SIZE.get(config.model, 32) / min(seen_size))
         height, width = (round(side * enlarge) for side in seen_size)
     else:
         height = width = 224
-    if config.pretrained and config.model.startswith("vit_") and height != weights["size"]:
-        problem = f"--image_size {height}: the weights of {config.model} are for {weights['size']}x{weights['size']}"
+    if config.pretrained and config.model.startswith("vit_") and {height, width} != {weights["size"]}:
+        side = weights["size"]
+        problem = f"--image_size {config.image_size}: the weights of {config.model} are for {side}x{side}"
         raise UserError(f"{problem} images only", "leave out --image_size")
     given = {"mean": config.mean, "std": config.std}
     for flag, values in given.items():
@@ -98,10 +100,9 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
                 f"--{flag} has {len(values)} values for {channels} channels", "give one value, or one for each channel"
             )
     mean, std = (_per_channel(given[key] or weights.get(key) or [0.5], channels) for key in given)
-    spec = InputSpec(height, width, channels, mean, std)
-    if not spec.small:  # small images are resized once, for the cache, with bilinear interpolation
-        spec = replace(spec, **{key: weights[key] for key in ("interpolation", "squash") if key in weights})
-    return spec.cropped(config.eval_crop or weights.get("crop") or EVAL_CROP)
+    spec = sized(InputSpec(height, width, channels, mean, std), config, (height, width))
+    other = sized(spec, config, sides(config.eval_size)) if config.eval_size else spec
+    return spec if other == spec else replace(spec, evaluation=other)
 
 
 def _per_channel(values: Sequence[float], channels: int) -> list[float]:
@@ -113,7 +114,7 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
     """The model, from images [n, C, H, W] to logits [n, classes].
 
     Its weights are random. With --pretrained they are the published ones, unless `load` is False. Raises ValueError if
-    --model_args are invalid or the model does not accept the images.
+    --model_args are invalid or the model does not accept the images of training or evaluation.
     """
     check_model(config)  # again: the data may have chosen the model
     name = config.model
@@ -125,12 +126,14 @@ def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool =
         else:
             model = _torchvision(config, spec, classes, load)
         _check_output(model, config, spec, classes)
+        if (other := spec.for_evaluation()).size != spec.size:
+            _check_output(model, config, other, classes, in_evaluation=True)
     except UserError:
         raise
     except Exception as error:  # invalid arguments can cause errors of any class
         if not config.model_args and not isinstance(error, TypeError | RuntimeError):
             raise
-        what, fix = ("--model_args for", "change or remove these arguments") if config.model_args else ("--model", "")
+        what, fix = ("--model_args for", _FIX_ARGUMENTS) if config.model_args else ("--model", "")
         raise UserError(_problem(f"{what} {name}", error), fix) from error
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
@@ -222,9 +225,14 @@ def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:
     return change
 
 
-def _check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classes: int) -> None:
+def _check_output(
+    model: nn.Module, config: TrainConfig, spec: InputSpec, classes: int, in_evaluation: bool = False
+) -> None:
     """Run the model on one image and on an empty batch, to find errors before training."""
     name, training = config.model, model.training
+    fix_of_size = "leave out --eval_size, or use a model that takes images of any size, such as resnet18"
+    if in_evaluation and name in ONE_SIZE:
+        raise UserError(f"--eval_size: {name} evaluates images of the same size as in training only", fix_of_size)
     model.eval()
     for count in (1, 0):  # a rank without samples runs an empty batch
         try:
@@ -233,6 +241,8 @@ def _check_output(model: nn.Module, config: TrainConfig, spec: InputSpec, classe
         except (RuntimeError, AssertionError, ValueError) as error:
             what = f"{spec.height}x{spec.width}x{spec.channels} images" if count else "an empty batch"
             fix = f"try --image_size {_usual_size(name)}" if count else "use another model: a rank may get one"
+            if in_evaluation:
+                what, fix = f"{what}, the size of evaluation", fix_of_size
             fix = f"change --model_args, or {fix}" if config.model_args else fix
             raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
         if not isinstance(logits, torch.Tensor) or logits.shape != (count, classes):

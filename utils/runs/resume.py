@@ -14,7 +14,7 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.decode import peek
 from utils.data.order import Plan
-from utils.data.spec import SMALL, InputSpec
+from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
 from utils.errors import UserError
 from utils.models.zoo import input_spec
@@ -27,7 +27,7 @@ from utils.runs.parts import Part
 from utils.runs.state import TrainState
 
 # What an InputSpec depends on.
-_SPEC_SETTINGS = ("model", "pretrained", "image_size", "channels", "mean", "std", "eval_crop")
+_SPEC_SETTINGS = ("model", "pretrained", "image_size", "eval_size", "channels", "mean", "std", "eval_crop")
 
 
 def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> tuple[int, int, int]:
@@ -88,7 +88,9 @@ def spec_of_start(
         return config, [], saved.spec
     channels, size = peek(train, skip=config.bad_images == "skip")
     small = size is not None and max(size) <= SMALL
-    config, lines = choose_images(config, small, small_input=(config.image_size or 0) <= SMALL)
+    # mnist_cnn takes images of one size.
+    small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None
+    config, lines = choose_images(config, small, small_input)
     return config, lines, input_spec(config, channels, size)
 
 

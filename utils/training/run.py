@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.settings import TrainConfig, advice, to_yaml
+from utils.config.settings import TrainConfig, advice, hint_for_few, to_yaml
 from utils.console import table
 from utils.data.batches import Batches
 from utils.data.class_counts import classes_row
@@ -91,11 +91,14 @@ def announce(run: Run) -> None:
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
     lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
+    small = run.spec.small, run.spec.for_evaluation().small
     lines += (
         taken_cores(ranks)
         + still_bad(run.data, run.state.bad_images)
-        + advice(config, run.spec.small, has_columns(config.data), processes)
+        + advice(config, *small, has_columns(config.data), processes)
     )
+    if run.resumed_from is None and not run.spec.small:
+        lines += hint_for_few(config, run.plan.samples)
     run.log.say("\n".join([table(f"Lockstep  {folder}", rows), *lines]))
 
     def write_files() -> None:
@@ -119,7 +122,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
-        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()} images{stem and f', {stem}'}"),
+        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()}{stem and f', {stem}'}"),
         ("batch", plan.describe(processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         *chosen,

@@ -1,0 +1,198 @@
+"""Images of training and evaluation may differ in size, and need not be square."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from helpers.make_data import image_folder, smooth
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, refused, same_tensors, train_run, weights
+from PIL import Image
+from torch.nn import functional as F
+from torchvision.transforms import v2
+
+import eval
+import train
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig, advice, hint_for_few, to_yaml
+from utils.data.decode import center_of_photograph
+from utils.data.selection import load_data
+from utils.data.spec import InputSpec
+from utils.models.zoo import build_model, input_spec
+from utils.runs.manifest import find_checkpoint
+from utils.runs.metadata import read_checkpoint
+from utils.runs.resume import spec_of_start
+
+FLAGS = ("--data", "pictures", "--eval_fraction", "0.5", "--model", "resnet18", "--stem", "standard", "--threads", "1")
+FLAGS += ("--max_steps", "1", "--global_batch_size", "4", "--num_workers", "0", "--min_scale", "1")
+
+
+def plain_loss(name: str, height: int, width: int) -> float:
+    """The loss of a run's weights in torchvision's own network, on evaluation images that are that large already."""
+    config = TrainConfig(data="pictures", eval_fraction=0.5)
+    split = load_data(config).evaluation
+    images = [np.asarray(Image.open(split.describe(position))) for position in range(len(split))]
+    assert {image.shape for image in images} == {(height, width, 3)}
+    x = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255
+    model = torchvision.models.resnet18(num_classes=2).eval()
+    model.load_state_dict(weights(name))
+    with torch.no_grad():
+        return F.cross_entropy(model((x - 0.5) / 0.5), torch.from_numpy(split.labels)).item()
+
+
+def test_runs_and_eval_py_evaluate_images_of_the_evaluation_size():
+    image_folder("pictures", {"cat": 6, "dog": 6}, size=(64, 80))
+    (outcome,) = run_ranks(
+        1, train.main, ["--run_name", "run", *FLAGS, "--image_size", "32", "48", "--eval_size", "[64, 80]"]
+    )
+    assert "32x48 colour images, evaluated at 64x80\n" in outcome.out
+    expected = plain_loss("run", 64, 80)
+    assert records("run", "eval")[-1]["loss"] == pytest.approx(expected, rel=1e-5)
+    results = returned(2, eval.main, ["--ckpt", "runs/run"])
+    assert [result["loss"] for result in results] == pytest.approx([expected] * 2, rel=1e-5)
+    train_run(1, "usual", *FLAGS, "--image_size", "32", "48")
+    assert abs(records("usual", "eval")[-1]["loss"] - expected) > 1e-3
+    assert same_tensors(weights("usual"), weights("run"))
+    (result,) = returned(1, eval.main, ["--ckpt", "runs/usual", "--eval_size", "64", "80"])
+    assert result["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_of_small_images_can_be_evaluated_on_photographs_and_resumed():
+    image_folder("pictures", {"cat": 6, "dog": 6}, size=(128, 160))
+    # The stem follows from the size of training, in eval.py too.
+    flags = (*FLAGS, "--stem", "auto", "--image_size", "32", "--eval_size", "112", "140", "--eval_crop", "0.875")
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags])
+    assert "photographs of the other size are decoded for each batch" in outcome.out
+    assert "no effect" not in outcome.out
+    saved = read_checkpoint(find_checkpoint(Path("runs/run")))
+    assert saved.spec.small and not saved.spec.for_evaluation().small
+    assert (saved.spec.for_evaluation().size, saved.spec.for_evaluation().resize) == ((112, 140), 128)
+    train_run(1, "run", *flags, "--resume", "auto", "--max_steps", "2")
+    (result,) = returned(1, eval.main, ["--ckpt", "runs/run/checkpoints/step-00000002"])
+    assert result["loss"] == pytest.approx(records("run", "eval")[-1]["loss"], rel=1e-6)
+    images = load_data(saved.settings).train
+    assert spec_of_start(saved.settings, saved, images)[-1] is saved.spec
+    changed = spec_of_start(replace(saved.settings, eval_size=64), saved, images)[-1]
+    assert (changed.size, changed.for_evaluation().size) == ((32, 32), (64, 64))
+    assert spec_of_start(replace(saved.settings, eval_size=None), saved, images)[-1].evaluation is None
+
+
+@pytest.mark.parametrize("squash", [False, True])
+@pytest.mark.parametrize(
+    ("size", "whole"), [((112, 140), (256, 320)), ((140, 112), (320, 256)), ((112, 196), (64, 112))]
+)
+def test_the_centre_of_a_photograph_fills_a_rectangle(size, whole, squash):
+    spec = InputSpec(*size, 3, [0.5] * 3, [0.5] * 3, squash=squash).cropped(0.875)
+    assert spec.resize == 128
+    pixels = torch.from_numpy(smooth(*whole))
+    resized = v2.functional.resize(pixels.permute(2, 0, 1), [side * 128 // 112 for side in size], antialias=True)
+    expected = v2.functional.center_crop(resized, list(size))
+    assert torch.equal(center_of_photograph(pixels, spec), expected.permute(1, 2, 0))
+    square = torch.from_numpy(smooth(300, 300))
+    resize = [side * 128 // 112 for side in size] if squash else [max(size) * 128 // 112] * 2
+    resized = v2.functional.resize(square.permute(2, 0, 1), resize, antialias=True)
+    expected = v2.functional.center_crop(resized, list(size))
+    assert torch.equal(center_of_photograph(square, spec), expected.permute(1, 2, 0))
+
+
+def test_the_resizing_of_evaluation_is_that_of_its_own_size():
+    config = TrainConfig(model="timm/vit_tiny_patch16_224", pretrained=True, image_size=64, eval_size=[160, 224])
+    spec = input_spec(config, 3, None)
+    assert (spec.size, spec.resize, spec.interpolation) == ((64, 64), None, "bilinear")
+    other = spec.for_evaluation()
+    assert (other.size, other.resize, other.interpolation, other.mean) == ((160, 224), 177, "bicubic", spec.mean)
+    for size in (None, 64, [64, 64]):
+        assert input_spec(replace(config, eval_size=size), 3, None).evaluation is None
+
+
+def test_the_input_of_a_checkpoint_may_lack_the_size_of_evaluation():
+    spec = InputSpec(32, 48, 3, [0.5] * 3, [0.5] * 3)
+    both = replace(spec, evaluation=replace(spec, height=64))
+    assert InputSpec.from_dict(asdict(both)) == both
+    values = asdict(spec)
+    del values["evaluation"]
+    assert InputSpec.from_dict(values) == spec == spec.for_evaluation()
+    for wrong in ({}, 5, asdict(both), asdict(spec) | {"channels": 1, "mean": [0.5], "std": [0.5]}):
+        with pytest.raises(ValueError, match="'input' is missing or malformed"):
+            InputSpec.from_dict(asdict(spec) | {"evaluation": wrong})
+
+
+@pytest.mark.parametrize(("model", "settings", "text"), [
+    ("mnist_cnn", {"eval_size": 40}, "--eval_size: mnist_cnn evaluates images of the same size as in training only"),
+    ("mlp", {"eval_size": [28, 30]}, "--eval_size: mlp evaluates"),
+    ("timm/vit_tiny_patch16_224", {"image_size": 224, "eval_size": 256}, "256x256x3 images, the size of evaluation"),
+    ("timm/vit_tiny_patch16_224", {"image_size": [224, 256]}, r"224x256x3 images .*; try --image_size 224"),
+])  # fmt: skip
+def test_a_model_that_does_not_take_the_size_is_refused_with_the_fix(model, settings, text):
+    config = TrainConfig(model=model, **settings)
+    with pytest.raises(ValueError, match=text) as error:
+        build_model(config, input_spec(config, 3, (28, 28)), 2)
+    if "eval_size" in settings:
+        assert str(error.value).endswith("leave out --eval_size, or use a model that takes images of any size, "
+                                         "such as resnet18")  # fmt: skip
+
+
+def test_eval_py_refuses_a_size_that_the_model_does_not_take_in_one_line():
+    train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
+    line = refused(eval.main, "--ckpt", "runs/run", "--eval_size", "16")
+    assert "--eval_size: mlp evaluates images of the same size as in training only; leave out --eval_size" in line
+
+
+def test_pretrained_vision_transformers_are_refused_another_width_too():
+    with pytest.raises(ValueError, match=r"--image_size \[224, 256\]: the weights of vit_b_16 are for 224x224"):
+        input_spec(TrainConfig(model="vit_b_16", pretrained=True, image_size=[224, 256]), 3, None)
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    (["--eval_size", "64"], 64),
+    (["--eval_size", "64", "80"], [64, 80]),
+    (["--eval_size=[64, 80]"], [64, 80]),
+    ([], None),
+])  # fmt: skip
+def test_a_size_is_one_number_or_two_and_survives_saving(flags, expected):
+    config = parse_args(TrainConfig, "train.py", flags)
+    assert config.eval_size == expected
+    Path("saved.yaml").write_text(to_yaml(config))
+    assert parse_args(TrainConfig, "train.py", ["--config", "saved.yaml"]) == config
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    ("[64]", "must be one number, or the height and the width, got [64]; for example --image_size 160 224"),
+    ("[64, 65, 66]", "got [64, 65, 66]"),
+    ("[64, 0]", "must be at least 1, got 0"),
+    ("[64, 65536]", "must be at most 65535, got 65536"),
+    ("big", "expected int or list, got big"),
+])  # fmt: skip
+def test_other_sizes_are_refused(value, text, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(TrainConfig, "train.py", ["--image_size", value])
+    error = capsys.readouterr().err
+    assert text in error and "--image_size" in error
+
+
+@pytest.mark.parametrize(("sizes", "found"), [((224, None), 0), ((224, 32), 1), ((32, 224), 1)])
+def test_bad_images_are_found_before_training_if_either_size_is_decoded_then(sizes, found):
+    paths = image_folder("pictures", {"cat": 6, "dog": 6}, size=(128, 128))
+    data = bytearray(paths[0].read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)  # a check of both ends does not find it
+    paths[0].write_bytes(bytes(data))
+    config = TrainConfig(data="pictures", image_size=sizes[0], eval_size=sizes[1], bad_images="skip")
+    assert len(load_data(config).bad_images) == found
+
+
+def test_few_photographs_and_a_new_model_are_a_line_about_pretrained():
+    assert "--pretrained is usually far more accurate" in hint_for_few(TrainConfig(model="resnet18"), 999)[0]
+    assert hint_for_few(TrainConfig(model="resnet18"), 1000) == []
+    assert hint_for_few(TrainConfig(model="resnet18", pretrained=True), 9) == []
+
+
+def test_only_settings_without_effect_at_either_size_are_reported():
+    config = TrainConfig(num_workers=1, data_on_device="yes", eval_crop=0.9, model="resnet18")
+    names, found = ("num_workers", "data_on_device", "eval_crop"), {}
+    for small in ((True, True), (True, False), (False, True)):
+        text = " ".join(advice(config, *small, False, 2))
+        found[small] = [name for name in names if name in text]
+    assert found == {(True, True): ["num_workers", "eval_crop"], (True, False): [], (False, True): ["eval_crop"]}

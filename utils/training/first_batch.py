@@ -1,0 +1,73 @@
+"""The picture `first_batch.png`: the first images of a run as the model receives them."""
+
+import io
+import math
+from collections.abc import Sequence
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from utils.data.batches import Batch
+from utils.errors import one_line
+from utils.files import write_file
+from utils.training.run import Run
+
+_MOST, _COLUMNS = 64, 8  # images, and images in a row
+_SIDE = 128  # pixels; smaller images are enlarged to about this side
+_LARGEST = 256  # larger images are reduced to this side, so that the file has a few MB
+_TEXT, _LINE, _GAP = 12, 15, 4  # pixels: height of the letters and of a line, and space around an image
+
+
+def write_first_batch(run: Run, batch: Batch) -> None:
+    """Write the picture of the main process's first microbatch. A failure is a warning and does not end the run.
+
+    It waits for the device, so it must not be called for later batches.
+    """
+    path = run.folder.path / "first_batch.png"
+    if not run.ranks.is_main or not len(batch.images):
+        return
+    try:
+        std, mean = (torch.tensor(values)[:, None, None] for values in (run.spec.std, run.spec.mean))
+        pixels = (batch.images[:_MOST].detach().float().cpu() * std + mean).mul(255).round().clamp(0, 255).byte()
+        lines = [label_lines(label, run.data.class_names) for label in batch.labels[:_MOST].tolist()]
+        file = io.BytesIO()
+        grid(pixels, lines).save(file, "PNG", compress_level=1)
+        write_file(path, file.getvalue())
+    except Exception as error:
+        run.log.say(f"{path.name} could not be written ({one_line(error)}); the run continues without it")
+
+
+def label_lines(label: int | Sequence[float], names: Sequence[str]) -> list[str]:
+    """The lines under an image: the name of its class, or the names and shares of the classes of a float label.
+
+    Shares of 1 are left out.
+    """
+    if isinstance(label, int):
+        return [names[label]]
+    if len(label) == 1:  # of the second of two classes
+        label = [1 - label[0], label[0]]
+    shares = sorted(((share, name) for name, share in zip(names, label, strict=True) if share >= 0.05), reverse=True)
+    return [name if share > 0.95 else f"{name} {share:.1f}" for share, name in shares]
+
+
+def grid(pixels: Tensor, lines: Sequence[Sequence[str]]) -> Image.Image:
+    """Images [n, C, H, W] uint8 in rows of eight, each with its lines of text below."""
+    n, channels, height, width = pixels.shape
+    side = max(height, width)
+    scale = _LARGEST / side if side > _LARGEST else max(1, round(_SIDE / side))
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    cell = size[0] + 2 * _GAP, size[1] + 2 * _GAP + _LINE * max(map(len, lines))
+    columns = min(n, _COLUMNS)
+    picture = Image.new("RGB", (columns * cell[0], math.ceil(n / columns) * cell[1]), "white")
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(_TEXT)
+    for number, (planes, texts) in enumerate(zip(pixels, lines, strict=True)):
+        array = (planes[0] if channels == 1 else planes.permute(1, 2, 0)).numpy()
+        left, top = number % columns * cell[0] + _GAP, number // columns * cell[1] + _GAP
+        resample = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX
+        picture.paste(Image.fromarray(array).resize(size, resample), (left, top))
+        for row, text in enumerate(texts):
+            while draw.textlength(text, font) > size[0]:
+                text = text[:-2] + "…" if len(text) > 2 else ""
+            draw.text((left, top + size[1] + row * _LINE), text, "black", font)
+    return picture
