@@ -90,11 +90,12 @@ def announce(run: Run) -> None:
     if ranks.is_main:
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
+    by_loader = run.train_batches.dataset.augmentation is not None
     lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
     lines += (
         taken_cores(ranks)
         + still_bad(run.data, run.state.bad_images)
-        + advice(config, run.spec.small, has_columns(config.data), processes)
+        + advice(config, run.spec.small, has_columns(config.data), processes, by_loader)
     )
     run.log.say("\n".join([table(f"Lockstep  {folder}", rows), *lines]))
 
