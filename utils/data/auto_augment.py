@@ -129,10 +129,9 @@ def _sharpness(x: Tensor, factor: float) -> Tensor:
     floats = x.float()
     inner = floats[:, 1:-1, 1:-1]
     # Sums of integers are exact, and the quotients are never halfway between two integers.
-    sums = avg_pool2d(floats, 3, 1, divisor_override=1)
-    blurred = floats.clone()
-    blurred[:, 1:-1, 1:-1] = sums.add_(inner, alpha=4).div_(13).round_()
-    return floats.mul_(factor).add_(blurred, alpha=1 - factor).clamp_(0, 255).to(torch.uint8)
+    blurred = avg_pool2d(floats, 3, 1, divisor_override=1).add_(inner, alpha=4).div_(13).round_()
+    inner.add_(blurred.sub_(inner), alpha=1 - factor)
+    return floats.clamp_(0, 255).to(torch.uint8)
 
 
 def _affine(x: Tensor, mode: InterpolationMode, center: list[float] | None = None, **change: Any) -> Tensor:
@@ -157,7 +156,8 @@ _OPERATIONS: dict[str, Callable[[Tensor, float, InterpolationMode], Tensor]] = {
     "contrast": lambda x, m, mode: F.adjust_contrast(x, 1 + m),
     "sharpness": lambda x, m, mode: _sharpness(x, 1 + m),
     "posterize": lambda x, m, mode: F.posterize(x, int(m)),
-    "solarize": lambda x, m, mode: F.solarize(x, math.ceil(255 * m)),  # an integer is faster
+    # An integer is faster than the threshold that torchvision compares in float32.
+    "solarize": lambda x, m, mode: F.solarize(x, math.ceil(np.float32(255 * m))),
     "autocontrast": lambda x, m, mode: F.autocontrast(x),
     "equalize": lambda x, m, mode: F.equalize(x),
 }
