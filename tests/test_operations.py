@@ -12,9 +12,10 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 
 import utils.data.auto_augment as auto_augment
-from utils.config.settings import TrainConfig
+from utils.config.cli import parse_args, read_config
+from utils.config.settings import TrainConfig, to_yaml
 from utils.data.augment import make_augmentation
-from utils.data.auto_augment import ColorJitter, RandAugment, ThreeAugment, TrivialAugment
+from utils.data.auto_augment import AUTO_AUGMENTS, ColorJitter, RandAugment, ThreeAugment, TrivialAugment
 from utils.data.batches import Batches
 from utils.data.draws import ALTERNATING, Draws
 from utils.data.erasing import Cutout, RandomErasing
@@ -311,3 +312,32 @@ def test_each_operation_has_streams_of_its_own():
     assert len(operations) == 6 and len(streams) == len(set(streams))
     random = make_augmentation(config, spec_of(8, 8, 3), True).draw(Microbatch(0, 4, 0, np.array([7]), np.array([2])))
     assert random["shift and flip"][0, 0] == np.float32(plain_uniform(0, 4, 7, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--auto_augment_args", "{num_ops: 3}"], "--auto_augment_args has no effect without --auto_augment; set"),
+        (["--auto_augment", "randaugmen"], "no such auto augment; did you mean randaugment"),
+        (
+            ["--auto_augment", "randaugment", "--auto_augment_args", "{magnitude: 31}"],
+            "magnitude must be between 0 and",
+        ),
+        (["--auto_augment", "trivialaugment", "--auto_augment_args", "{num_ops: 3}"], "unknown argument num_ops"),
+        (["--flip", "often"], "--flip: expected true, alternate or false, got often"),
+        (["--random_erasing", "1.5"], "--random_erasing must be at most 1"),
+        (["--color_jitter", "-1"], "--color_jitter must be at least 0"),
+    ],
+)
+def test_invalid_settings_of_augmentation_are_named_in_one_line(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(TrainConfig, "train.py", flags, [AUTO_AUGMENTS])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("word", "value"), [("alternate", "alternate"), ("true", True), ("false", False)])
+def test_flip_is_true_false_or_alternate_and_is_read_again_from_a_file(word, value, tmp_path):
+    config = parse_args(TrainConfig, "train.py", ["--flip", word], [AUTO_AUGMENTS])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert config.flip is value or config.flip == value == "alternate"
+    assert read_config(tmp_path / "config.yaml").flip == config.flip

@@ -6,6 +6,7 @@ its parameters with a default are what --auto_augment_args may set.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -141,9 +142,18 @@ def _solarize(x: Tensor, threshold: float) -> Tensor:
     return x ^ -(x >= math.ceil(np.float32(threshold))).byte()
 
 
+def _move(x: Tensor, mode: InterpolationMode, move: Callable[[Tensor], Tensor]) -> Tensor:
+    """Move the pixels of planes. With `nearest`, all channels are moved as one plane of 24 bits, exact in float32."""
+    if mode != InterpolationMode.NEAREST or len(x) != 3:
+        return move(x)
+    red, green, blue = x.int()
+    moved = move((red + (green << 8) + (blue << 16)).float()[None]).int()
+    return torch.cat([moved, moved >> 8, moved >> 16]).byte()
+
+
 def _affine(x: Tensor, mode: InterpolationMode, center: list[float] | None = None, **change: Any) -> Tensor:
     change = {"translate": [0, 0], "shear": [0.0, 0.0]} | change
-    return F.affine(x, angle=0.0, scale=1.0, interpolation=mode, center=center, **change)
+    return _move(x, mode, partial(F.affine, angle=0.0, scale=1.0, interpolation=mode, center=center, **change))
 
 
 def _degrees(slope: float) -> float:
@@ -157,7 +167,7 @@ _OPERATIONS: dict[str, Callable[[Tensor, float, InterpolationMode], Tensor]] = {
     "shear_y": lambda x, m, mode: _affine(x, mode, [0, 0], shear=[0.0, _degrees(m)]),
     "translate_x": lambda x, m, mode: _affine(x, mode, translate=[int(m), 0]),
     "translate_y": lambda x, m, mode: _affine(x, mode, translate=[0, int(m)]),
-    "rotate": lambda x, m, mode: F.rotate(x, m, mode),
+    "rotate": lambda x, m, mode: _move(x, mode, partial(F.rotate, angle=m, interpolation=mode)),
     "brightness": lambda x, m, mode: F.adjust_brightness(x, 1 + m),
     "color": lambda x, m, mode: F.adjust_saturation(x.contiguous(), 1 + m),
     "contrast": lambda x, m, mode: F.adjust_contrast(x.contiguous(), 1 + m),
