@@ -321,7 +321,7 @@ def test_each_operation_has_streams_of_its_own():
         (["--auto_augment", "randaugmen"], "no such auto augment; did you mean randaugment"),
         (
             ["--auto_augment", "randaugment", "--auto_augment_args", "{magnitude: 31}"],
-            "magnitude must be between 0 and",
+            "magnitude must be between",
         ),
         (["--auto_augment", "trivialaugment", "--auto_augment_args", "{num_ops: 3}"], "unknown argument num_ops"),
         (["--flip", "often"], "--flip: expected true, alternate or false, got often"),
