@@ -26,6 +26,7 @@ from utils.config.batch import resolve_batch
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
+from utils.data.auto_augment import AUTO_AUGMENTS
 from utils.data.batches import Batch, Batches
 from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in
 from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
@@ -70,7 +71,8 @@ from utils.training.saving import finish_save, save
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
-TABLES = SOURCES, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES  # what settings choose by name
+# what settings choose by name
+TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:

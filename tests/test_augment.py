@@ -94,38 +94,64 @@ def test_crop_boxes_reach_every_side_of_the_image():
 # Settings with which each entry of AUGMENTATIONS makes an operation
 ENABLED = {
     "crop": [{"min_scale": 0.08}, {"min_scale": 0.5}],
-    "shift and flip": [{"crop_padding": 3}, {"flip": True}, {"crop_padding": 2, "flip": True}],
+    "shift and flip": [
+        *({"crop_padding": 3}, {"flip": True}, {"flip": "alternate"}),
+        {"crop_padding": 2, "flip": True},
+    ],
+    "auto augment": [
+        *({"auto_augment": "3augment"}, {"auto_augment": "randaugment", "auto_augment_args": {"num_ops": 3}}),
+        {"auto_augment": "trivialaugment"},
+    ],
+    "color jitter": [{"color_jitter": 0.4}],
+    "random erasing": [{"random_erasing": 0.5}],
+    "cutout": [{"cutout": 3}, {"cutout": 8}],
 }
 ALL = {name: value for settings in ENABLED.values() for name, value in settings[-1].items()}
-EVERYTHING = {"min_scale": 0.3, "crop_padding": 2, "flip": True}
+BATCHED = ["shift and flip", "random erasing", "cutout"]  # the others run in loader processes
+ALL_BATCHED = {name: value for each in BATCHED for name, value in ENABLED[each][-1].items()}
+
+
+def cases(name):
+    """The settings of one entry, or of all."""
+    return [ALL] if name == "all" else [ALL_BATCHED] if name == "all batched" else ENABLED[name]
 
 
 def both_ends(augmentation, images, microbatch):
-    """The same images changed one by one and as a batch."""
-    random = augmentation.draw(microbatch)
-    single = [augmentation.image(pixels, random, place) for place, pixels in enumerate(images)]
-    return torch.stack(single), augmentation.batch(images, augmentation.prepare(microbatch))
+    """The same images changed one by one, and as a batch or by their data set."""
+    random, changed = augmentation.draw(microbatch), images[microbatch.indices]
+    single = changed.clone()
+    for place, pixels in enumerate(changed):
+        single[place] = augmentation.image(pixels, random, place)
+    if augmentation.batched:
+        return single, augmentation.batch(changed, augmentation.prepare(microbatch))
+    dataset = DecodedImages(images.numpy(), np.arange(len(images)), None, augmentation)
+    return single, dataset.__getitems__(microbatch)["images"]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("name", [*AUGMENTATIONS, "all"])
+@pytest.mark.parametrize("name", [*AUGMENTATIONS, "all", "all batched"])
 def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name, channels):
     count = 300
-    images = torch.from_numpy(pictures(count, (20, 24))[..., :channels].copy())
-    for settings in [ALL] if name == "all" else ENABLED[name]:
-        made = make_augmentation(TrainConfig(seed=4, **settings), InputSpec(20, 24, channels, [0], [1]), True)
-        assert list(made.operations) == ([*AUGMENTATIONS] if name == "all" else [name])
-        numbers = np.arange(count) * 3
+    pixels = pictures(count, (20, 24))[..., :channels].copy()
+    images, numbers = torch.from_numpy(pixels.copy()), np.random.default_rng(0).permutation(count)
+    spec = InputSpec(20, 24, channels, [0.3] * channels, [1] * channels)
+    for settings in cases(name):
+        made = make_augmentation(TrainConfig(seed=4, **settings), spec, True)
+        names = {"all": [*AUGMENTATIONS], "all batched": BATCHED}.get(name, [name])
+        assert list(made.operations) == names and made.batched == all(each in BATCHED for each in names)
         single, batch = both_ends(made, images, Microbatch(0, 1, 0, numbers))
-        assert torch.equal(single, batch)
-        assert sum(torch.equal(*pair) for pair in zip(single, images, strict=True)) < 0.9 * count
+        assert torch.equal(single, batch) and single.dtype == torch.uint8
+        assert sum(torch.equal(*pair) for pair in zip(single, images[numbers], strict=True)) < 0.9 * count
         repeated = both_ends(made, images, Microbatch(0, 1, 0, numbers, np.arange(count) % 2))[1]
         same = [torch.equal(*pair) for pair in zip(repeated, batch, strict=True)]
         assert all(same[::2]) and sum(same[1::2]) < 0.9 * count / 2
+        parts = [both_ends(made, images, Microbatch(9, 1, 3, part))[1] for part in np.split(numbers, [1, 1, 200])]
+        assert torch.equal(torch.cat(parts), batch)
+    assert (images.numpy() == pixels).all()  # no operation changes its input
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("name", [*AUGMENTATIONS, "all"])
+@pytest.mark.parametrize("name", [*BATCHED, "all batched"])
 def test_images_on_the_device_are_changed_like_those_of_the_loader_bit_for_bit(name, channels):
     spec, order = (
         InputSpec(20, 24, channels, [0.5] * channels, [0.25] * channels),
@@ -135,7 +161,7 @@ def test_images_on_the_device_are_changed_like_those_of_the_loader_bit_for_bit(n
     microbatches = [Microbatch(update, update // 3, 0, part) for update, part in enumerate(parts)]
     microbatches += [Microbatch(4, 1, 0, order % 50, order // 50)]
     decoded = DecodedImages(pictures(150, (20, 24))[..., :channels].copy(), np.arange(150))
-    for settings in [ALL] if name == "all" else ENABLED[name]:
+    for settings in cases(name):
         config = TrainConfig(seed=4, **settings)
         by_loader, on_device = (
             [
@@ -157,21 +183,30 @@ def test_images_on_the_device_are_changed_like_those_of_the_loader_bit_for_bit(n
 class DarkenTop(Operation):
     """An operation that does not commute with the others."""
 
-    streams = ("darken",)
+    streams, batched = ("darken",), True
 
     def image(self, pixels, random):
         return pixels // 2 if random[0] < 0.5 else torch.cat([pixels[:5] // 4, pixels[5:]])
 
+    def prepare(self, random):
+        return {"dark": torch.as_tensor(random)[:, 0] < 0.5}
 
-def changed_by_hand(image, seed, epoch, index, size):
-    """Crop, shift and flip with EVERYTHING, then darken, with torchvision, NumPy and plain random numbers."""
+    def batch(self, images, prepared):
+        top = torch.cat([images[:, :5] // 4, images[:, 5:]], 1)
+        return torch.where(prepared["dark"][:, None, None, None], images // 2, top)
+
+
+def changed_by_hand(image, seed, epoch, index, size, is_cropped):
+    """Crop, shift by up to 2 and flip, then darken, with torchvision, NumPy and plain random numbers."""
 
     def draw(*counters):
         return [plain_uniform(seed, epoch, index, counter) for counter in counters]
 
-    box = crop_box(*image.shape[:2], draw(5, 6, 7, 8), 0.3)
-    cropped = F.resized_crop(torch.from_numpy(image.transpose(2, 0, 1).copy()), *box, size, antialias=True)
-    moved = shifted_and_flipped(cropped.permute(1, 2, 0).numpy(), draw(1, 2, 3), 2, True).copy()
+    if is_cropped:
+        box = crop_box(*image.shape[:2], draw(5, 6, 7, 8), 0.3)
+        cropped = F.resized_crop(torch.from_numpy(image.transpose(2, 0, 1).copy()), *box, size, antialias=True)
+        image = cropped.permute(1, 2, 0).numpy()
+    moved = shifted_and_flipped(image, draw(1, 2, 3), 2, True).copy()
     if Draws(seed, epoch, np.array([index])).uniform("darken") < 0.5:
         return moved // 2
     moved[:5] //= 4
@@ -179,22 +214,24 @@ def changed_by_hand(image, seed, epoch, index, size):
 
 
 @pytest.mark.parametrize(
-    ("size", "on_device"), [((24, 30), False), ((24, 30), True), ((100, 120), False)]
-)  # small images, by the loader and on the device, and photographs
-def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_order(size, on_device, monkeypatch):
+    ("size", "place"),
+    [((24, 30), "host"), ((24, 30), "device"), ((24, 30), "loader"), ((100, 120), "loader")],
+)  # small images and photographs
+def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_order(size, place, monkeypatch):
     monkeypatch.setitem(AUGMENTATIONS, "darken", lambda config, spec: DarkenTop())
-    spec, config = InputSpec(*size, 3, [0.0] * 3, [1 / 255] * 3), TrainConfig(seed=5, num_workers=0, **EVERYTHING)
+    spec, crop = InputSpec(*size, 3, [0.0] * 3, [1 / 255] * 3), 0.3 if place == "loader" else 1.0
+    config = TrainConfig(seed=5, num_workers=0, crop_padding=2, flip=True, min_scale=crop)
     pixels = pictures(30, size if spec.small else (150, 170))
-    split = whole_split("train", [encoded(image, "PNG") for image in pixels], np.arange(30), "made")
-    dataset = make_dataset(split, spec, config, True, iter) if not spec.small else DecodedImages(pixels, split.labels)
-    if on_device:
+    images = pixels.transpose(0, 3, 1, 2) if spec.small else [encoded(image, "PNG") for image in pixels]
+    dataset = make_dataset(whole_split("train", images, np.arange(30), "made"), spec, config, True, iter)
+    if place == "device":
         dataset = ResidentImages(dataset, CPU.device)
     order = np.random.default_rng(0).permutation(30)
     loader = make_loader(dataset, Given([Microbatch(0, 2, 0, order)]), config, CPU.threads, CPU.device)
     (batch,) = Batches(loader, spec, config, CPU.device, training=True)
     found = batch.images.permute(0, 2, 3, 1).round().to(torch.uint8).numpy()
     for image, index in zip(found, order.tolist(), strict=True):
-        assert (image == changed_by_hand(pixels[index], 5, 2, index, list(size))).all()
+        assert (image == changed_by_hand(pixels[index], 5, 2, index, list(size), crop < 1)).all()
 
 
 def test_each_flag_has_effect_at_any_size_and_by_default_only_photographs_are_cropped():

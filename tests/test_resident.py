@@ -11,18 +11,18 @@ import eval
 import utils.data.augment as augment
 import utils.data.resident as resident
 from utils.config.settings import TrainConfig, advice
-from utils.data.augment import AUGMENTATIONS, Operation
 from utils.data.batches import Batches
 from utils.data.cache import SharedImages
 from utils.data.datasets import DecodedImages, EncodedImages
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_loader
+from utils.data.pipeline import make_dataset, make_loader
 from utils.data.resident import ResidentImages, describe_place, keep_on_device
 from utils.data.spec import InputSpec
+from utils.data.splits import whole_split
 from utils.errors import UserError
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
-CHANGES = {"crop_padding": 2, "flip": True}
+CHANGES = {"crop_padding": 2, "flip": "alternate", "random_erasing": 0.5, "cutout": 3}
 ORDER = np.random.default_rng(1).permutation(60)
 # Two epochs of unequal microbatches, one without samples, and the second with repeated samples
 MICROBATCHES = [
@@ -89,32 +89,23 @@ def test_a_group_has_at_most_so_many_bytes_unless_it_is_one_microbatch(images, d
     assert drawn == [30, 30, 41, 28]
 
 
-class Darken(Operation):
-    """Only changes single images, so its random numbers stay on the host."""
-
-    streams = ("darken",)
-
-    def image(self, pixels, random):
-        return pixels // 2 if random[0] < 0.5 else pixels
-
-
-def test_an_operation_that_knows_no_device_gets_the_same_random_numbers(images, drawn, monkeypatch):
-    plain = assert_same(images)
-    monkeypatch.setitem(AUGMENTATIONS, "darken", lambda config, spec: Darken())
-    drawn.clear()
-    darkened = assert_same(images)
-    assert drawn == [len(each.indices) for each in MICROBATCHES]  # it changes them one by one
-    assert not torch.equal(plain[2].images, darkened[2].images)
-
-
 def test_random_numbers_are_computed_on_the_device_once_for_a_group(images, monkeypatch):
     made, draws = [], augment.Draws
     count = lambda *arguments: made.append(type(arguments[2])) or draws(*arguments)  # noqa: E731
     monkeypatch.setattr(augment, "Draws", count)
     read(ResidentImages(images, CPU.device))
     assert made == [torch.Tensor, torch.Tensor]
-    read(ResidentImages(images, CPU.device), MICROBATCHES[:2], min_scale=0.5)
-    assert made[2:] == [np.ndarray, torch.Tensor] * 2  # a crop depends on the host
+
+
+def test_images_that_loader_processes_augment_stay_with_them(images):
+    config = TrainConfig(data_on_device="yes", color_jitter=0.4)
+    split = whole_split("train", images.pixels.transpose(0, 3, 1, 2), images.labels, "made")
+    sets = [make_dataset(split, SPEC, config, training, iter) for training in (True, False)]
+    kept, drawn = keep_on_device(sets, config, CPU.device)
+    assert kept is sets[0] and isinstance(drawn, ResidentImages)
+    assert describe_place([kept, drawn]).endswith(" in host memory and on cpu, augmented by loader processes")
+    line = "--data_on_device applies to evaluation only: loader processes augment the training images"
+    assert advice(config, (True, True), by_loader=True, has_columns=True, processes=1) == [line]
 
 
 def test_images_that_several_samples_share_and_unreadable_samples_are_found():
@@ -190,8 +181,8 @@ def test_photographs_stay_with_their_loader_and_the_setting_is_said_to_have_no_e
     assert keep_on_device([photographs], config, torch.device("cuda", 0)) == [photographs]
     assert describe_place([photographs]) == "photographs, decoded for each batch"
     line = "--data_on_device has no effect: only small images are decoded before training"
-    assert advice(config, small_images=False, has_columns=True, processes=1) == [line]
-    assert advice(config, small_images=True, has_columns=True, processes=1) == []
+    assert advice(config, (False, False), by_loader=False, has_columns=True, processes=1) == [line]
+    assert advice(config, (True, True), by_loader=False, has_columns=True, processes=1) == []
 
 
 # 241 images in updates of 120: the third of each epoch has one image, so rank 1 has none.

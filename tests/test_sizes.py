@@ -193,6 +193,6 @@ def test_only_settings_without_effect_at_either_size_are_reported():
     config = TrainConfig(num_workers=1, data_on_device="yes", eval_crop=0.9, model="resnet18")
     names, found = ("num_workers", "data_on_device", "eval_crop"), {}
     for small in ((True, True), (True, False), (False, True)):
-        text = " ".join(advice(config, *small, False, 2))
+        text = " ".join(advice(config, small, False, False, 2))
         found[small] = [name for name in names if name in text]
     assert found == {(True, True): ["num_workers", "eval_crop"], (True, False): [], (False, True): ["eval_crop"]}

@@ -242,7 +242,9 @@ def test_training_loss_and_accuracy_are_means_over_all_samples_since_the_last_re
 
 
 def test_augmentation_and_dropout_do_not_depend_on_how_pieces_lie_on_ranks():
-    flags = (*DIGITS, "--model", "mnist_cnn", "--crop_padding", "2", "--flip", "--lr", "0.01", "--max_steps", "8")
+    flags = (*DIGITS, "--model", "mnist_cnn", "--crop_padding", "2", "--flip", "alternate", "--lr", "0.01")
+    flags += ("--random_erasing", "0.5", "--cutout", "3", "--color_jitter", "0.3", "--max_steps", "8")
+    flags += ("--auto_augment", "randaugment", "--auto_augment_args", "{magnitude: 5}", "--num_workers", "1")
     two = train_run(2, "two", *flags, "--grad_accum", "2")
     alone = train_run(1, "alone", *flags, "--grad_accum", "4")
     for a, b in zip(*([r["loss"] for r in log if r["kind"] == "train"] for log in (two, alone)), strict=True):
@@ -290,13 +292,8 @@ def _reads_of_the_device(flags):
 def test_an_update_never_waits_for_the_device():
     flags = ["--data", "synthetic/4x32x96", "--model", "resnet18", "--global_batch_size", "8", "--max_steps", "2"]
     flags += [
-        "--stem",
-        "standard",
-        "--min_scale",
-        "0.5",
-        "--crop_padding",
-        "2",
-        "--flip",
+        *("--stem", "standard", "--min_scale", "0.5"),
+        *("--crop_padding", "2", "--flip", "alternate", "--random_erasing", "0.5", "--cutout", "5"),
         "--clip_norm",
         "1",
         "--label_smoothing",

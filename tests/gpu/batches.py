@@ -1,6 +1,6 @@
 """Compare the batches of a loader on the CPU, of one on the GPU, and of images on the GPU. Prints one JSON line.
 
-It is run by test_speed_on_gpus.py. The second argument is the device, the first one is --min_scale.
+It is run by test_speed_on_gpus.py. The argument is the device.
 """
 
 import json
@@ -20,8 +20,8 @@ from utils.data.pipeline import make_loader
 from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 
-config = TrainConfig(crop_padding=4, flip=True, min_scale=float(sys.argv[1]))
-spec, device = InputSpec(32, 32, 3, [0.5] * 3, [0.25] * 3), torch.device(sys.argv[2])
+config = TrainConfig(crop_padding=4, flip="alternate", random_erasing=0.5, cutout=8)
+spec, device = InputSpec(32, 32, 3, [0.5] * 3, [0.25] * 3), torch.device(sys.argv[1])
 pixels = np.random.default_rng(0).integers(0, 256, (4000, 32, 32, 3), np.uint8)
 order = np.random.default_rng(1).permutation(4000)
 microbatches = [Microbatch(0, 0, n, order[start : start + 256]) for n, start in enumerate(range(0, 4000, 256))]

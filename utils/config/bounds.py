@@ -11,7 +11,10 @@ _COUNTS = (
     *("max_train_samples", "max_eval_samples", "image_size", "eval_size", "epochs", "max_steps", "batch_size"),
     *("global_batch_size", "grad_accum", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads"),
 )
-_NOT_NEGATIVE = ("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow")
+_NOT_NEGATIVE = (
+    *("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow"),
+    *("color_jitter", "random_erasing", "cutout"),
+)
 _AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
 _FRACTIONS = ("min_scale", "eval_crop")
 _ABOVE = dict.fromkeys(("pos_weight", "threshold"), 0)
@@ -20,6 +23,7 @@ _BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "thresho
 _AT_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "seed": 2**63 - 1}
 _AT_MOST |= dict.fromkeys(("image_size", "eval_size"), 2**16 - 1)
 _AT_MOST |= dict.fromkeys(_FRACTIONS, 1) | {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
+_AT_MOST |= {"color_jitter": 100, "random_erasing": 1, "cutout": 2**16 - 1}
 _LARGEST_INTEGER = 2**31 - 1  # if there is no other limit
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
 import yaml
 
@@ -131,7 +132,12 @@ def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
     """Reject unknown flags, set boolean flags without a value to true, and write numbers after a list flag as YAML."""
-    booleans = {f.name for f in fields(cls) if f.type is bool}
+    # The words that a boolean flag accepts besides true and false. Those that may be None need a value.
+    booleans = {
+        f.name: [word for part in get_args(f.type) for word in get_args(part)]
+        for f in fields(cls)
+        if f.type is bool or (bool in get_args(f.type) and NoneType not in get_args(f.type))
+    }
     least = {f.name: 1 + (f.type == Size) for f in fields(cls) if f.type in (list[float] | None, Size)}
     result: list[str] = []
     skip = 0  # numbers that are already part of a list
@@ -157,8 +163,9 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
         if name in booleans and "=" not in argument:
             if following.startswith("--"):
                 result.append("true")
-            elif following.lower() not in ("true", "false", "yes", "no"):
-                raise UserError(f"--{name}: expected true or false, got {following}")
+            elif following.lower() not in ("true", "false", "yes", "no", *booleans[name]):
+                expected = ", ".join(["true", *booleans[name]])
+                raise UserError(f"--{name}: expected {expected} or false, got {following}")
     return result
 
 

@@ -82,11 +82,22 @@ class TrainConfig(LaunchConfig):
     """Standard deviation per channel to divide by (default: that of the pretrained weights, else 0.5)."""
     crop_padding: int = 0
     """Shift training images at random by up to this many pixels, filled with black."""
-    flip: bool = FROM_DATA
-    """Mirror training images left to right at random (default: true for photographs)."""
+    flip: bool | Literal["alternate"] = FROM_DATA
+    """Mirror training images left to right: true half of them at random, alternate each in every other epoch
+    (default: true for photographs)."""
     min_scale: float | None = None
     """Smallest area of a random training crop, as a fraction of the image; with 1, images are not cropped at random,
     and photographs are cropped to their centre as in evaluation (default: 1 for images up to 96 pixels, else 0.08)."""
+    auto_augment: str | None = None
+    """Change colours and shapes of training images by a policy."""
+    auto_augment_args: Arguments = field(default_factory=dict)
+    """Keyword arguments of the policy, such as '{magnitude: 7}'."""
+    color_jitter: float = 0.0
+    """Multiply brightness, contrast and saturation of training images by random factors from 1 - X to 1 + X."""
+    random_erasing: float = 0.0
+    """Probability of filling a random box of a training image, 2 to 33 percent of its area, with the mean colour."""
+    cutout: int = 0
+    """Side in pixels of a square to fill with the mean colour, at a random place of each training image."""
 
     eval_crop: float | None = None
     """Fraction of a photograph's shorter side that evaluation uses (default: that of the pretrained weights, else
@@ -212,7 +223,7 @@ class TrainConfig(LaunchConfig):
         require(self.mean != [], "--mean has no values", "give one value, or one for each channel")
         require(self.std != [], "--std has no values", "give one value, or one for each channel")
         require(self.data != "", "--data is empty", "name a data set, such as digits")
-        for flag in ("model_args", "optimizer_args", "lr_schedule_args", "loss_args"):
+        for flag in ("model_args", "optimizer_args", "lr_schedule_args", "loss_args", "auto_augment_args"):
             names = all(isinstance(name, str) for name in getattr(self, flag))
             require(names, f"--{flag} must map names to values", "write '{NAME: VALUE}'")
         exclusive = self.static_graph and self.find_unused_parameters
@@ -305,17 +316,21 @@ GROUPS = {
 
 
 def advice(
-    config: TrainConfig, small_images: bool, small_in_evaluation: bool, has_columns: bool, processes: int
+    config: TrainConfig, small: tuple[bool, bool], by_loader: bool, has_columns: bool, processes: int
 ) -> list[str]:
-    """A line for each changed setting that has no effect in this run or does not suit its data."""
+    """A line for each changed setting that has no effect in this run or does not suit its data.
+
+    `small`: whether training and evaluation use small images. With `by_loader`, loader processes augment them.
+    """
+    all_small, any_small = all(small), any(small)
     unused = (
         ("momentum", config.optimizer == "adamw", "adamw has no momentum"),
         ("comm_hook", processes == 1, "a single process exchanges no gradients"),
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
         ("static_graph", processes == 1, "a single process exchanges no gradients"),
-        ("num_workers", small_images and small_in_evaluation, "small images are decoded once, before training"),
-        ("data_on_device", not (small_images or small_in_evaluation), "only small images are decoded before training"),
-        ("eval_crop", small_in_evaluation, "small images are evaluated whole"),
+        ("num_workers", all_small and not by_loader, "small images are decoded once, before training"),
+        ("data_on_device", not any_small, "only small images are decoded before training"),
+        ("eval_crop", small[1], "small images are evaluated whole"),
         ("pos_weight", config.task == "classification", "only multilabel and binary have it"),
         ("threshold", config.task == "classification", "only multilabel and binary have it"),
         ("image_column", not has_columns, f"{config.data} has no columns"),
@@ -326,9 +341,11 @@ def advice(
         for name, applies, reason in unused
         if applies and getattr(config, name) != getattr(TrainConfig, name)
     ]
+    if config.data_on_device == "yes" and small[0] and by_loader:
+        lines.append("--data_on_device applies to evaluation only: loader processes augment the training images")
     if config.sync_batchnorm and processes == 1:
         lines.append("--sync_batchnorm is slower on one process; it only helps to compare with runs on several")
-    if config.model == "mnist_cnn" and not small_images:
+    if config.model == "mnist_cnn" and not small[0]:
         lines.append("mnist_cnn is made for small images; for photographs try --model resnet18")
     return lines
 

@@ -53,6 +53,10 @@ class Table(dict[str, Any]):
         """Raise UserError for an unknown name or invalid arguments. Does nothing for a table with `others`."""
         if self.others:
             return
+        if getattr(config, self.what) is None:
+            used, fix = self._arguments(config), f"set --{self.what} to {self.listed()}"
+            require(not used, f"--{self.what}_args has no effect without --{self.what}", fix)
+            return
         function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
         parameters = inspect.signature(function).parameters
         defaults, takes_any = _defaults(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
+from utils.data.datasets import DecodedImages
 from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.waiting import awaited
@@ -50,9 +51,10 @@ class Batches:
         self.dataset: Any = self.loader.dataset
         self.resident = self.dataset if isinstance(self.dataset, ResidentImages) else None
         self.loader.device = None  # Accelerate would copy on the compute stream; `_upload` copies instead
+        # Photographs are augmented when they are decoded, and with some operations, small images too.
+        here = isinstance(self.dataset, DecodedImages) and self.dataset.augmentation is None
         augmentation = make_augmentation(config, spec, training)
-        # Photographs are augmented when they are decoded.
-        self.augmentation = augmentation if spec.small and augmentation.operations else None
+        self.augmentation = augmentation if here and augmentation.operations else None
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
         scale, shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
@@ -94,14 +96,11 @@ class Batches:
 
     def _drawn(self, loaded: Iterator[dict], resident: ResidentImages) -> Iterator[dict]:
         """Batches drawn from images on the device, augmented, from batches without pixels."""
-        operations = self.augmentation.operations.values() if self.augmentation else ()
-        groups = resident.groups(loaded, together=all(operation.on_device for operation in operations))
-        for group in _upload(map(self._prepared, groups), self.device):
+        for group in _upload(resident.groups(loaded), self.device):
             images, labels = resident.draw(group["indices"])
             if self.augmentation:
                 tensors = {name: group.get(name) for name in ("indices", "occurrences")}
-                samples = group["microbatch"]._replace(**tensors)
-                prepared = group["prepared"] | self.augmentation.prepare(samples, on_device=True)
+                prepared = self.augmentation.prepare(group["microbatch"]._replace(**tensors))
                 images = self.augmentation.batch(images, prepared)
             sizes = [len(part["indices"]) for part in group["parts"]]
             cuts = zip(images.split(sizes), labels.split(sizes), strict=True)
@@ -121,8 +120,7 @@ class Batches:
     def _prepared(self, batch: dict) -> dict:
         """The batch with what the host computes for its augmentation."""
         if self.augmentation:
-            only = None if self.resident is None else False
-            batch["prepared"] = self.augmentation.prepare(batch["microbatch"], on_device=only)
+            batch["prepared"] = self.augmentation.prepare(batch["microbatch"])
         return batch
 
     def _normalised(self, images: Tensor) -> Tensor:

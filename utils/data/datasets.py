@@ -15,14 +15,27 @@ from utils.errors import UserError, one_line
 
 
 class DecodedImages(Dataset):
-    """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy."""
+    """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy.
 
-    def __init__(self, pixels: np.ndarray | SharedImages, labels: np.ndarray, readable: np.ndarray | None = None):
-        self.pixels, self.labels = pixels, labels
+    With an `augmentation`, the images are changed one by one as well. Otherwise the batch is changed on the device.
+    """
+
+    def __init__(
+        self,
+        pixels: np.ndarray | SharedImages,
+        labels: np.ndarray,
+        readable: np.ndarray | None = None,
+        augmentation: Augmentation | None = None,
+    ):
+        self.pixels, self.labels, self.augmentation = pixels, labels, augmentation
         self.readable = None if readable is None or readable.all() else readable  # bool [N]
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def image_bytes(self) -> int:
+        return self.pixels[np.arange(1)].nbytes
 
     def readable_part(self, microbatch: Microbatch) -> Microbatch:
         """The microbatch without unreadable samples."""
@@ -31,6 +44,10 @@ class DecodedImages(Dataset):
     def __getitems__(self, microbatch: Microbatch) -> dict:
         requested, microbatch = len(microbatch.indices), self.readable_part(microbatch)
         images = torch.from_numpy(self.pixels[microbatch.indices])
+        if self.augmentation is not None:
+            random = self.augmentation.draw(microbatch)
+            for place, pixels in enumerate(images):
+                images[place] = self.augmentation.image(pixels, random, place)
         return _batch(microbatch, images, self.labels, requested) | {"microbatch": microbatch}
 
 
@@ -46,6 +63,10 @@ class EncodedImages(Dataset):
 
     def __len__(self) -> int:
         return len(self.split)
+
+    @property
+    def image_bytes(self) -> int:
+        return self.spec.height * self.spec.width * self.spec.channels
 
     def __getitems__(self, microbatch: Microbatch) -> dict:
         spec, requested = self.spec, len(microbatch.indices)

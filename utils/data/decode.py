@@ -13,7 +13,6 @@ from PIL import ExifTags, Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 from torch.nn.functional import interpolate
-from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from utils.data.spec import InputSpec
@@ -197,9 +196,6 @@ def center_of_photograph(pixels: Tensor, spec: InputSpec) -> Tensor:
 
 def resize(pixels: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
     """Resize an image with antialiasing; uint8 [H, W, C]."""
-    if pixels.is_cuda:  # where PyTorch can only resize floats
-        mode = InterpolationMode(interpolation)
-        return F.resize(pixels.permute(2, 0, 1), [height, width], mode, antialias=True).permute(1, 2, 0)
     # The batch dimension is added first: PyTorch only then detects the channels-last layout, which is faster.
     planes = pixels[None].permute(0, 3, 1, 2)
     return interpolate(planes, (height, width), mode=interpolation, antialias=True)[0].permute(1, 2, 0)

@@ -3,7 +3,7 @@
 An image is therefore augmented in the same way on every rank, in every worker and in a resumed run.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,11 @@ _MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 # The counters of the oldest streams, fixed so that earlier runs can be resumed; any other is a hash of its name.
 _COUNTERS = {"shift_top": 1, "shift_left": 2, "flip": 3}
 _COUNTERS |= {"crop_area": 5, "crop_aspect": 6, "crop_top": 7, "crop_left": 8}
+ALTERNATING = "flip_alternate"
+"""A stream with the same numbers in all epochs, except that they move across 0.5 from each epoch to the next.
+
+They also do so from each occurrence in an epoch to the next.
+"""
 
 
 class Draws:
@@ -36,6 +41,7 @@ class Draws:
             repeated = _scramble(states ^ _scramble(_bits(occurrences)))
             states = (np if isinstance(states, np.ndarray) else torch).where(occurrences > 0, repeated, states)
         self._states, self._used = states[:, None], set[str]()
+        self._alternating = partial(_alternating, seed, indices, epoch + (0 if occurrences is None else occurrences))
 
     def uniform(self, *streams: str) -> Any:
         """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)], an array or a tensor."""
@@ -43,7 +49,16 @@ class Draws:
         self._used.update(streams)
         device = self._states.device if isinstance(self._states, Tensor) else None
         bits = _right(_scramble(self._states + _offsets(streams, device)), 40)
+        if ALTERNATING in streams:
+            bits[:, streams.index(ALTERNATING)] = self._alternating()
         return (bits.float() if isinstance(bits, Tensor) else bits.astype(np.float32)) / 2**24
+
+
+def _alternating(seed: int, indices: Array, turns: int | Array) -> Any:
+    """24 random bits for each sample, with the highest one inverted after an odd number of turns."""
+    key = fold_in(seed, "augment", ALTERNATING)
+    odd = turns & 1 if isinstance(turns, int) else _bits(turns & 1)
+    return _right(_scramble(_bits(indices) ^ _constant(key, indices)), 40) ^ odd << 23
 
 
 @cache

@@ -24,10 +24,11 @@ def make_dataset(
     split: Split, spec: InputSpec, config: TrainConfig, training: bool, progress: Callable
 ) -> ImageDataset:
     """Decode small images now, or load them from the cache. Photographs are decoded batch by batch."""
+    augmentation = make_augmentation(config, spec, training)
     if spec.small:
         pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
-        return DecodedImages(pixels, split.labels, split.readable)
-    return EncodedImages(split, spec, make_augmentation(config, spec, training), config.bad_images == "skip")
+        return DecodedImages(pixels, split.labels, split.readable, None if augmentation.batched else augmentation)
+    return EncodedImages(split, spec, augmentation, config.bad_images == "skip")
 
 
 def make_loader(
@@ -47,9 +48,9 @@ def make_loaders(
     wanted = min(wanted, most_workers())  # the settings may come from a larger machine
     sizes = {}  # bytes of the images in the largest batch, by name of the loader
     for name, (dataset, sampler) in parts.items():
-        # A batch of small images is one copy, which is faster than passing it between processes.
-        if isinstance(dataset, EncodedImages):
-            sizes[name] = sampler.largest * dataset.spec.height * dataset.spec.width * dataset.spec.channels
+        # Else a batch is one copy of small images, which is faster than passing it between processes.
+        if dataset.augmentation is not None:
+            sizes[name] = sampler.largest * dataset.image_bytes
     choices = dict(zip(sizes, workers_that_fit(sizes, wanted), strict=True))
     loaders = []
     for name, (dataset, sampler) in parts.items():

@@ -44,9 +44,9 @@ class ResidentImages(DecodedImages):
             "microbatch": readable,
         }
 
-    def groups(self, batches: Iterator[dict], together: bool) -> Iterator[dict]:
-        """Join microbatches of one epoch, if they may be drawn `together`; tensors are copied to the device."""
-        most = _GROUP // max(1, self.images[:1].numel()) if together else 0
+    def groups(self, batches: Iterator[dict]) -> Iterator[dict]:
+        """Join microbatches of one epoch; tensors are copied to the device."""
+        most = _GROUP // max(1, self.images[:1].numel())
         group: list[dict] = []
         count = 0  # samples in the group
         for batch in batches:
@@ -68,8 +68,11 @@ class ResidentImages(DecodedImages):
 def keep_on_device(
     sets: Sequence[DecodedImages | EncodedImages], config: TrainConfig, device: torch.device
 ) -> list[DecodedImages | EncodedImages]:
-    """The data sets of a run, with decoded images on the device as --data_on_device says."""
-    decoded = [each for each in sets if isinstance(each, DecodedImages)]
+    """The data sets of a run, with decoded images on the device as --data_on_device says.
+
+    Images that loader processes augment stay in host memory.
+    """
+    decoded = [each for each in sets if isinstance(each, DecodedImages) and each.augmentation is None]
     size, cuda = sum(map(_size, decoded)), device.type == "cuda"
     if not decoded or config.data_on_device == "no":
         return list(sets)
@@ -79,7 +82,7 @@ def keep_on_device(
     if size > free:
         problem = f"--data_on_device yes: {bytes_text(size)} of images, but {device} has {bytes_text(free)} free"
         raise UserError(problem, "use auto or no")
-    return [ResidentImages(each, device) if isinstance(each, DecodedImages) else each for each in sets]
+    return [ResidentImages(each, device) if each in decoded else each for each in sets]
 
 
 def describe_place(sets: Sequence[DecodedImages | EncodedImages]) -> str:
@@ -88,8 +91,9 @@ def describe_place(sets: Sequence[DecodedImages | EncodedImages]) -> str:
     if not decoded:
         return "photographs, decoded for each batch"
     places = {f"on {each.images.device}" if isinstance(each, ResidentImages) else "in host memory" for each in decoded}
+    by_loader = ", augmented by loader processes" * any(each.augmentation is not None for each in decoded)
     others = "; photographs of the other size are decoded for each batch" * (len(decoded) < len(sets))
-    return f"decoded, {bytes_text(sum(map(_size, decoded)))} {' and '.join(sorted(places))}{others}"
+    return f"decoded, {bytes_text(sum(map(_size, decoded)))} {' and '.join(sorted(places))}{by_loader}{others}"
 
 
 def _size(decoded: DecodedImages) -> int:

@@ -90,12 +90,13 @@ def announce(run: Run) -> None:
     if ranks.is_main:
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
+    by_loader = run.train_batches.dataset.augmentation is not None
     lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
     small = run.spec.small, run.spec.for_evaluation().small
     lines += (
         taken_cores(ranks)
         + still_bad(run.data, run.state.bad_images)
-        + advice(config, *small, has_columns(config.data), processes)
+        + advice(config, small, by_loader, has_columns(config.data), processes)
     )
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)
