@@ -9,15 +9,18 @@ from utils.errors import UserError
 _WEEK = 7 * 24 * 3600  # seconds; gloo and the store count milliseconds
 _COUNTS = (
     *("max_train_samples", "max_eval_samples", "image_size", "epochs", "max_steps", "global_batch_size", "batch_size"),
-    *("grad_accum", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads"),
+    *("grad_accum", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads", "repeats"),
 )
 _NOT_NEGATIVE = ("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow")
+
 _AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
+_AT_LEAST |= {"mixup": 0, "cutmix": 0, "mix_prob": 0, "mix_off_epoch": 0}
 _FRACTIONS = ("min_scale", "eval_crop")
 _ABOVE = dict.fromkeys(("lr", "std", "eval_fraction", "save_seconds", "clip_norm", "timeout", *_FRACTIONS), 0)
 _BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction"), 1)
 _AT_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "image_size": 2**16 - 1, "seed": 2**63 - 1}
 _AT_MOST |= dict.fromkeys(_FRACTIONS, 1) | {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
+_AT_MOST |= {"mixup": 1000, "cutmix": 1000, "mix_prob": 1}
 _LARGEST_INTEGER = 2**31 - 1  # if there is no other limit
 
 

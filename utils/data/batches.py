@@ -1,4 +1,4 @@
-"""Batches on the device: float images, augmented in training, and labels."""
+"""Batches on the device: float images, augmented and mixed in training, and labels."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
+from utils.data.mixing import Mix, make_mixing
 from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.waiting import awaited
@@ -20,7 +21,8 @@ _CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
 class Batch(NamedTuple):
     """Images [n, C, H, W] float32, labels [n] int64, and the samples' positions in their split [n] int64; n >= 0.
 
-    The positions may stay on the host. `update` and `number` are those of its microbatch.
+    With Mixup or CutMix, the labels are float32 [n, outputs], the share of each class. The positions may stay on the
+    host. `update` and `number` are those of its microbatch.
     """
 
     images: Tensor
@@ -35,10 +37,18 @@ class Batches:
 
     `error` is set if this rank could not read its samples. `left_out` is the number of unreadable samples in the last
     pass. `bad` maps the positions of those found in this run to the reasons. `agreed_bad` has the positions that all
-    ranks have agreed to leave out.
+    ranks have agreed to leave out. `outputs`, the length of a mixed target, is only needed with Mixup or CutMix.
     """
 
-    def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):
+    def __init__(
+        self,
+        loader: DataLoader,
+        spec: InputSpec,
+        config: TrainConfig,
+        device: torch.device,
+        training: bool,
+        outputs: int = 0,
+    ):
         self.loader: Any = loader  # as Accelerate wraps it
         self.device, self.left_out = device, 0
         self.error: Exception | None = None
@@ -51,11 +61,13 @@ class Batches:
         augmentation = make_augmentation(config, spec, training)
         # Photographs are augmented when they are decoded.
         self.augmentation = augmentation if spec.small and augmentation.operations else None
+        self.mixing = make_mixing(config, spec, outputs) if training else None
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
         scale, shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
         # One value for each channel of a whole row of pixels, so that inner loops are long.
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
+        self.channels = spec.channels
 
     def check(self) -> None:
         """Raise the error of a sample that could not be read, whose batch was left empty."""
@@ -77,9 +89,15 @@ class Batches:
             self.error = batch.get("error", self.error)
             self.left_out += batch["left_out"]
             self.bad |= batch.get("bad", {})
+            mix = None
+            if self.mixing and "error" not in batch:
+                mix = self.mixing.draw(batch["microbatch"], self.agreed_bad)
+            if self.mixing and mix:
+                mix = mix.to(self.device)
+                batch["labels"] = mix.targets(batch["labels"], self.mixing.outputs)
             batch["indices"] = torch.as_tensor(batch["indices"])
             rest = [batch[name] for name in Batch._fields[1:]]
-            yield self._without_agreed_bad(Batch(self._normalised(batch["images"]), *rest))
+            yield self._without_agreed_bad(Batch(self._normalised(batch["images"], mix), *rest))
 
     def _streamed(self, loaded: Iterator[dict]) -> Iterator[dict]:
         """Batches on the device from batches of pixels, augmented."""
@@ -119,20 +137,30 @@ class Batches:
             batch["prepared"] = self.augmentation.prepare(batch["microbatch"], on_device=only)
         return batch
 
-    def _normalised(self, images: Tensor) -> Tensor:
-        """The model's input from pixels [n, H, W, C]."""
+    def _normalised(self, images: Tensor, mix: Mix | None = None) -> Tensor:
+        """The model's input from pixels [n, H, W, C], mixed."""
+        values = torch.empty(images.shape, device=images.device)
+        pixels, results = images.flatten(2), values.flatten(2)
         if images.device.type == "cpu":
-            values = self._normalised_in_parts(images)
+            self._normalise_in_parts(pixels, results, mix)
         else:  # one kernel
-            values = torch.addcmul(self.shift, images.flatten(2), self.scale).view(images.shape)
+            torch.addcmul(self.shift, pixels, self.scale, out=results)
+            if mix:
+                mix.images(results, self.channels)
         return values.permute(0, 3, 1, 2).contiguous(memory_format=self.format)
 
-    def _normalised_in_parts(self, images: Tensor) -> Tensor:
-        """A few images at a time, whose floats stay in the CPU's cache between the two steps."""
-        values, count = torch.empty(images.shape), max(1, _CACHE // max(1, images[:1].numel()))
-        for pixels, result in zip(images.flatten(2).split(count), values.flatten(2).split(count), strict=True):
-            torch.addcmul(self.shift, result.copy_(pixels), self.scale, out=result)
-        return values
+    def _normalise_in_parts(self, pixels: Tensor, results: Tensor, mix: Mix | None) -> None:
+        """A few images at a time, whose floats stay in the CPU's cache between the steps."""
+        count, start = max(1, _CACHE // max(1, pixels[:1].numel())), 0
+        while start < len(pixels):
+            end = min(start + count, len(pixels))
+            if mix and mix.partner[end - 1] == end:
+                end += 1
+            result = results[start:end]
+            torch.addcmul(self.shift, result.copy_(pixels[start:end]), self.scale, out=result)
+            if mix:
+                mix.images(result, self.channels, start)
+            start = end
 
 
 def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:

@@ -31,7 +31,7 @@ class DecodedImages(Dataset):
     def __getitems__(self, microbatch: Microbatch) -> dict:
         requested, microbatch = len(microbatch.indices), self.readable_part(microbatch)
         images = torch.from_numpy(self.pixels[microbatch.indices])
-        return _batch(microbatch, images, self.labels, requested) | {"microbatch": microbatch}
+        return _batch(microbatch, images, self.labels, requested)
 
 
 class EncodedImages(Dataset):
@@ -86,4 +86,5 @@ def _batch(microbatch: Microbatch, images: Tensor, labels: np.ndarray, requested
         "indices": microbatch.indices,  # an array, which is not copied to the device
         "update": microbatch.update,
         "number": microbatch.number,
+        "microbatch": microbatch,
     }

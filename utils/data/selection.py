@@ -11,6 +11,7 @@ from utils.console import Terminal, join_names
 from utils.data.check import check_images, refuse_bad
 from utils.data.decode import peek
 from utils.data.record import Record, differences, is_same, make_record, match_files, table_changes
+from utils.data.sampling import class_weights
 from utils.data.sources import open_source
 from utils.data.spec import SMALL
 from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset, renumber
@@ -40,7 +41,8 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     if len(source.class_names) < 2:
         raise UserError(f"--data {config.data} has one class, {join_names(source.class_names)}", "give at least two")
-    return Data(train, evaluation, source.class_names, record, bad)
+    weights = class_weights(config, train, source.class_names)
+    return Data(train, evaluation, source.class_names, record, bad, weights)
 
 
 def load_split(

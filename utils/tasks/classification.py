@@ -23,14 +23,18 @@ class Classification(Task):
     evaluation = ("loss", "accuracy", "top5")
     shown = {"accuracy": "accuracy", "top5": "top-5", "loss": "loss"}  # noqa: RUF012
 
-    def __init__(self, config: TrainConfig, class_names: list[str]):
+    def __init__(self, config: TrainConfig, class_names: list[str], class_weights: list[float] | None = None):
         self.class_names, self.outputs = class_names, len(class_names)
         self.sum_of_losses, self.smoothing = LOSSES.choose(config.loss), config.label_smoothing
+        self.weight = None if class_weights is None else torch.tensor(class_weights)
         equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
         self.loss_of_guessing = self.sum_of_losses(equal_scores, any_class).item()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.sum_of_losses(outputs, targets, self.smoothing)
+        if self.weight is None:
+            return self.sum_of_losses(outputs, targets, self.smoothing)
+        self.weight = self.weight.to(outputs.device)  # copied once
+        return self.sum_of_losses(outputs, targets, self.smoothing, self.weight)
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         classes = targets.argmax(1) if targets.is_floating_point() else targets
