@@ -139,28 +139,29 @@ class Batches:
 
     def _normalised(self, images: Tensor, mix: Mix | None = None) -> Tensor:
         """The model's input from pixels [n, H, W, C], mixed."""
-        values = torch.empty(images.shape, device=images.device)
-        pixels, results = images.flatten(2), values.flatten(2)
         if images.device.type == "cpu":
-            self._normalise_in_parts(pixels, results, mix)
+            values = self._normalised_in_parts(images, mix)
         else:  # one kernel
-            torch.addcmul(self.shift, pixels, self.scale, out=results)
+            values = torch.addcmul(self.shift, images.flatten(2), self.scale)
             if mix:
-                mix.images(results, self.channels)
+                mix.images(values, self.channels)
+            values = values.view(images.shape)
         return values.permute(0, 3, 1, 2).contiguous(memory_format=self.format)
 
-    def _normalise_in_parts(self, pixels: Tensor, results: Tensor, mix: Mix | None) -> None:
+    def _normalised_in_parts(self, images: Tensor, mix: Mix | None = None) -> Tensor:
         """A few images at a time, whose floats stay in the CPU's cache between the steps."""
-        count, start = max(1, _CACHE // max(1, pixels[:1].numel())), 0
-        while start < len(pixels):
-            end = min(start + count, len(pixels))
-            if mix and mix.partner[end - 1] == end:
+        values, pixels = torch.empty(images.shape), images.flatten(2)
+        count, start = max(1, _CACHE // max(1, images[:1].numel())), 0
+        while start < len(images):
+            end = min(start + count, len(images))
+            if mix and mix.partner[end - 1] == end:  # a pair is mixed in one part
                 end += 1
-            result = results[start:end]
+            result = values[start:end].flatten(2)
             torch.addcmul(self.shift, result.copy_(pixels[start:end]), self.scale, out=result)
             if mix:
                 mix.images(result, self.channels, start)
             start = end
+        return values
 
 
 def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:
