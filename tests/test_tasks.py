@@ -33,7 +33,7 @@ class Value(Task):
     training, evaluation = ("loss", "bias"), ("loss", "error")
     shown = {"error": "error"}  # noqa: RUF012
 
-    def __init__(self, config, class_names):
+    def __init__(self, config, class_names, class_weights=None):
         pass
 
     def loss(self, outputs, targets):
