@@ -1,6 +1,7 @@
 """Ranks are forked from this process, so everything they need is imported here, once, and no thread is started.
 
-A worker of pytest-xdist has one thread, which only waits for the name of the next test.
+A worker of pytest-xdist has one thread, which only waits for the name of the next test. The process that hands out
+the tests runs none, and imports nothing of this.
 """
 
 import os
@@ -13,31 +14,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
 os.environ.setdefault("LOCKSTEP_TESTS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import torch
-import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
-import torch.utils.serialization
-from helpers.launched_runs import end_launched
-from helpers.ranks import end_leftovers
-from helpers.training_runs import working_in
-
-import doctor
-import eval
-import train
-import utils.tasks.metrics  # noqa: F401
-from utils.config.cli import parse_args
-from utils.config.settings import TrainConfig
-
-torch.set_num_threads(1)
-parse_args(TrainConfig, "train.py", [])  # imports what reads flags
-assert train.main and eval.main and doctor.main
-
-
 _LEFT_OUT: dict[str, int] = {}  # by marker
+
+
+def pytest_configure(config):
+    if not getattr(config.option, "numprocesses", None):  # a worker, or the only process
+        import helpers.preloaded  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path):
     """Caches and runs in the test's own folder."""
+    from helpers.training_runs import working_in
+
     with working_in(tmp_path):
         yield
 
@@ -45,6 +34,9 @@ def own_folders(tmp_path):
 @pytest.fixture(autouse=True)
 def no_ranks_left():
     """A failed test leaves no ranks behind."""
+    from helpers.launched_runs import end_launched
+    from helpers.ranks import end_leftovers
+
     yield
     end_leftovers()
     end_launched()

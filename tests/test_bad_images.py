@@ -258,6 +258,7 @@ def test_files_that_were_repaired_stay_left_out_of_the_run(skipped):
     assert losses("run") == losses("on1")
 
 
+@pytest.mark.full
 def test_images_that_are_restored_stay_left_out_of_the_run(skipped):
     """Their ends do not show the change; the checkpoint lists them."""
     train_run(1, "run", *SKIP, "--max_steps", "4")
@@ -301,6 +302,7 @@ def test_each_bad_image_of_the_evaluation_split_is_logged_once(skipped):
     assert all(r["images"] for r in records("run", "bad_images"))
 
 
+@pytest.mark.full
 def test_an_image_that_can_be_read_again_stays_left_out_as_after_a_resume(skipped):
     train_run(1, "run", *SKIP, "--max_steps", "12")
     shutil.rmtree("runs/run")

@@ -109,6 +109,20 @@ def test_a_target_that_was_not_reached_is_said(benchmark):
     assert rows[1] == ["tutorial", "not within 100", "0 of 1", "90.0", "", "98.00%", "at least 10.0"]
 
 
+def test_the_batches_of_train_py_have_one_size_on_gpus_where_a_smaller_one_would_be_timed_too(benchmark, monkeypatch):
+    gpus, started = benchmark("gpus"), []
+    record = {"kind": "train", "images_per_second": 1.0}
+    monkeypatch.setattr(gpus, "train", lambda processes, *words: started.append(" ".join(words)) or [record, record])
+    monkeypatch.setattr(gpus.torch.cuda, "device_count", lambda: 2)
+    kinds = "generated,photographs,small images,all GPUs"
+    sizes = {"batch_size": 256, "small_batch_size": 1024, "steps": 80, "image_size": 224, "num_workers": 8}
+    args = Namespace(**sizes, model="resnet50", mixed_precision="bf16", kinds=kinds)
+    for by_side in gpus.sides(args, "photos").values():
+        by_side[gpus.OURS]()
+    assert len(started) == 4 and all("--drop_last True" in words for words in started)
+    assert ["--max_steps 800" in words for words in started] == ["28x60000" in words for words in started]
+
+
 def test_the_limit_is_left_out_when_it_was_not_asked_for(benchmark):
     args = Namespace(sides=[], processes=[1], rounds=1)
     assert benchmark("against_peers").measure(args) == ({}, {})

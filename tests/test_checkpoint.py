@@ -88,7 +88,9 @@ def test_files_have_the_mode_that_the_umask_gives():
     assert set(modes.values()) == {0o640}, modes
 
 
-@pytest.mark.parametrize("processes", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "processes", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
+)
 def test_a_run_that_stops_in_the_middle_of_an_epoch_and_resumes_ends_bit_identical(processes):
     flags = (*FLAGS, "--lr_schedule", "constant")  # the others end at --max_steps
     train_run(processes, "whole", *flags)
@@ -115,7 +117,7 @@ def test_a_resumed_log_has_no_hole_and_no_repeated_update():
     assert [r["accuracy"] for r in found] == [r["accuracy"] for r in expected]
 
 
-@pytest.mark.parametrize(("processes", "max_steps"), [(1, "6"), (1, "4"), (2, "4")])
+@pytest.mark.parametrize(("processes", "max_steps"), [pytest.param(1, "6", marks=pytest.mark.full), (1, "4"), (2, "4")])
 def test_a_run_that_is_at_its_end_or_past_it_says_so_and_ends_well(processes, max_steps):
     train_run(1, "run", *FLAGS, "--max_steps", "6")
     flags = ["--run_name", "run", "--resume", "auto", *FLAGS, "--max_steps", max_steps]

@@ -159,7 +159,7 @@ def exchange(one, other):
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_each_of_260_random_damages_is_named_and_the_newest_good_checkpoint_is_taken(trained, damage, seed):
     rng = random.Random(f"{damage.__name__} {seed}")
     for _ in range(10):
@@ -234,7 +234,7 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint_as_if_it_had_never_stoppe
     went_on(outcome, CHECKPOINTS / max(before))
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"../..\n", None], ids=repr)
+@pytest.mark.parametrize("content", [pytest.param(b"\xff\xfe\x00", marks=pytest.mark.full), b"../..\n", None], ids=repr)
 def test_pointers_matter_to_no_resume_and_are_fixed_by_it(content):
     for name in ("latest", "best"):
         (CHECKPOINTS / name).unlink()
@@ -291,7 +291,11 @@ def test_a_run_that_lost_its_checkpoints_says_that_it_begins_anew():
     assert outcome.code == 0 and "no checkpoint" in outcome.out, outcome.err + outcome.out
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, delete, delete_the_manifest], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "damage",
+    [flip_a_bit, pytest.param(delete, marks=pytest.mark.full), delete_the_manifest],
+    ids=lambda damage: damage.__name__,
+)
 def test_a_damaged_checkpoint_asked_for_by_its_path_is_refused(damage):
     damage(random.Random(0), NEWEST)
     before = contents(RUN)
@@ -376,7 +380,14 @@ def _without_privileges(main, flags):
     main(flags)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "random_states_0.pkl", "manifest.json", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("random_states_0.pkl", "manifest.json")),
+        "",
+    ],
+)
 def test_what_may_not_be_read_counts_as_damaged(of_nobody, name):
     (NEWEST / name).chmod(0)
     (outcome,) = run_ranks(1, _without_privileges, train.main, RESUME)
@@ -384,7 +395,15 @@ def test_what_may_not_be_read_counts_as_damaged(of_nobody, name):
     went_on(outcome, CHECKPOINTS / STEPS[-2])
 
 
-@pytest.mark.parametrize(("folder", "mode"), [(CHECKPOINTS, 0), (CHECKPOINTS, 0o300), (CHECKPOINTS, 0o400), (RUN, 0)])
+@pytest.mark.parametrize(
+    ("folder", "mode"),
+    [
+        (CHECKPOINTS, 0),
+        pytest.param(CHECKPOINTS, 0o300, marks=pytest.mark.full),
+        pytest.param(CHECKPOINTS, 0o400, marks=pytest.mark.full),
+        (RUN, 0),
+    ],
+)
 def test_a_folder_that_may_not_be_listed_or_entered_is_no_fresh_start(of_nobody, folder, mode):
     before = contents(RUN)
     folder.chmod(mode)
@@ -448,8 +467,11 @@ CODES = {  # of train.py and of eval.py when a file is something else than it sh
 }
 
 
-def some_are_slow(cases, is_fast):
-    return [case if is_fast(*case) else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+def by_time(cases, is_quick, is_full):
+    """The cases: those that `make test` runs, those of `make test-all`, and the others, which are slow together."""
+    for case in cases:
+        marks = [] if is_quick(*case) else [pytest.mark.full if is_full(*case) else pytest.mark.slow]
+        yield pytest.param(*case, marks=marks)
 
 
 def both(train_code, eval_code):
@@ -482,22 +504,28 @@ def test_the_pickles_would_be_executed_by_who_loads_them_carelessly():
         Path("executed").rmdir()
 
 
-def _is_fast_pickle(name, write):
-    others = [
-        ("optimizer.bin", as_torch_wrote_it_once),
-        ("optimizer.bin", as_pickle_writes_it),
-        ("config.yaml", as_yaml),
-    ]
-    return write is as_torch_writes_it or (name, write) in others
+QUICK_PICKLES = [
+    ("optimizer.bin", as_torch_writes_it),
+    ("optimizer.bin", as_pickle_writes_it),
+    ("config.yaml", as_yaml),
+]
+QUICK_PICKLES += [("random_states_0.pkl", as_torch_writes_it), ("model.safetensors", as_torch_writes_it)]
 
 
-@pytest.mark.parametrize(("name", "write"), some_are_slow(itertools.product(CODES, PICKLES), _is_fast_pickle))
+@pytest.mark.parametrize(
+    ("name", "write"),
+    by_time(
+        itertools.product(CODES, PICKLES),
+        lambda *case: case in QUICK_PICKLES,
+        lambda *case: case[1] is as_torch_writes_it or case == ("optimizer.bin", as_torch_wrote_it_once),
+    ),
+)
 def test_no_file_of_a_checkpoint_is_executed(name, write):
     write(NEWEST / name)
     both(*CODES[name])
 
 
-MALFORMED = {  # the first two of each always, the others when there is time
+MALFORMED = {  # the first of each is quick, the second is in `make test-all`
     "state.json": [
         b"[" * 100_000, b"9" * 5000, b"{}", b"", b"null", b"[]", b'{"state": ' * 20_000, b"\xff\xfe", b"NaN",
     ],
@@ -516,9 +544,10 @@ MALFORMED = {  # the first two of each always, the others when there is time
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    some_are_slow(
+    by_time(
         [(name, content) for name, contents in MALFORMED.items() for content in contents],
-        lambda name, content: content in MALFORMED[name][:2],
+        lambda name, content: content == MALFORMED[name][0],
+        lambda name, content: content == MALFORMED[name][1],
     ),
     ids=lambda part: repr(part)[:30],
 )
@@ -538,7 +567,7 @@ def put(name, content):
 
 @pytest.mark.parametrize(
     ("setting", "eval_code"),
-    some_are_slow(
+    by_time(
         [
             *((setting, 2) for setting in ("data: 3", "model_args: []", "mixed_precision: 7", "data: [digits]")),
             *(
@@ -548,7 +577,8 @@ def put(name, content):
             *((setting, None) for setting in ("seed: x", "flip: 3", "mean: x", "data_subset: 7", "cache_dir: 3")),
             *((setting, None) for setting in ("optimizer: nothing", "channels_last: x", "eval_fraction: x")),
         ],
-        lambda setting, _: setting in ("data: 3", "model_args: []"),
+        lambda setting, _: setting == "model_args: []",
+        lambda setting, _: setting == "data: 3",
     ),
 )
 def test_a_setting_of_the_wrong_kind_is_named_in_one_line_where_it_matters(setting, eval_code):
@@ -583,19 +613,20 @@ WRONG_INPUT = [  # what eval.py feeds the model
     ("input.std", [0.0]),
 ]
 UNUSED = [("processes", "x"), ("threads", None), ("versions", []), ("device", 3), ("scaler", "x")]
-ALWAYS = ["state None", "state.step -1", f"state.step {10**18}", "state.position x", "state.position -1"]
-ALWAYS += ["state.seconds []", "state.since_log {'speed': 1}", "state.batch_size 0", "global_batch_size 0"]
-ALWAYS += ["format 0", "state.evaluations [1]"]
-ALWAYS += [f"global_batch_size {10**30}", "global_batch_size x", "input {}", "input.height -1"]
+QUICK_WRONG = ["state None", "state.step -1", "state.since_log {'speed': 1}", "format 0", "input.height -1"]
+QUICK_WRONG += [f"global_batch_size {10**30}"]
+FULL_WRONG = [f"state.step {10**18}", "state.position x", "state.position -1", "state.seconds []", "state.batch_size 0"]
+FULL_WRONG += ["state.evaluations [1]", "global_batch_size 0", "global_batch_size x", "input {}"]
 
 
 @pytest.mark.parametrize(
     ("key", "value", "codes"),
-    some_are_slow(
+    by_time(
         [(*c, (2, None)) for c in WRONG]
         + [(*c, (None, 2)) for c in WRONG_INPUT]
         + [(*c, (None, None)) for c in UNUSED],
-        lambda key, value, _: f"{key} {value}" in ALWAYS,
+        lambda key, value, _: f"{key} {value}" in QUICK_WRONG,
+        lambda key, value, _: f"{key} {value}" in FULL_WRONG,
     ),
     ids=lambda part: repr(part)[:30],
 )
@@ -685,6 +716,7 @@ def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint():
     assert expected == [10] and found == [8, 8, 10]  # update 8 had one already
 
 
+@pytest.mark.full
 def test_two_processes_say_once_that_a_file_is_malformed():
     (NEWEST / "state.json").write_text("{}")
     (NEWEST / "manifest.json").unlink()
@@ -709,9 +741,16 @@ def bomb(width=9, depth=9) -> bytes:
     ("name", "content", "what"),
     [
         ("config.yaml", bomb(), "config.yaml: not valid YAML"),
-        ("config.yaml", b"model_args: " + b"[" * 3000, "config.yaml: not valid YAML"),
+        pytest.param(
+            "config.yaml", b"model_args: " + b"[" * 3000, "config.yaml: not valid YAML", marks=pytest.mark.full
+        ),
         ("config.yaml", b"#" * 2**20, "config.yaml: is larger than 128 KiB"),
-        ("labels.json", b"[" + b" " * 2**23 + b"]", "labels.json: is larger than 8192 KiB"),
+        pytest.param(
+            "labels.json",
+            b"[" + b" " * 2**23 + b"]",
+            "labels.json: is larger than 8192 KiB",
+            marks=pytest.mark.full,
+        ),
         ("state.json", b'{"state": ' + b"1" * 10**6 + b"}", "state.json: not valid JSON"),
     ],
     ids=["bomb", "nesting", "settings", "classes", "digits"],
@@ -728,7 +767,14 @@ def test_a_file_that_would_take_all_time_or_memory_is_refused(name, content, wha
         refused(outcome, f"{NEWEST}/{what}")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "config.yaml", "labels.json", "optimizer.bin"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("state.json", "config.yaml", "labels.json")),
+        "optimizer.bin",
+    ],
+)
 def test_a_manifest_that_does_not_name_a_needed_file_is_refused(name):
     manifest = json.loads((NEWEST / "manifest.json").read_text())
     del manifest["files"][name]

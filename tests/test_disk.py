@@ -120,7 +120,10 @@ def check_log(expected: Path, run=Path("runs/run")) -> None:
 # A full disk, which a limit on the size of files stands for
 
 
-@pytest.mark.parametrize(("processes", "rank"), [pytest.param(1, 0, marks=pytest.mark.full), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("processes", "rank"),
+    [pytest.param(1, 0, marks=pytest.mark.full), pytest.param(2, 0, marks=pytest.mark.full), (2, 1)],
+)
 def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(processes, rank, whole, capfd):
     outcomes = run_ranks(processes, train_with, {4: limit_files(SMALL, rank)}, FLAGS)
     check_failed(outcomes, str(CHECKPOINTS), "full?")
@@ -133,7 +136,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older
     check_log(whole(processes))
 
 
-@pytest.mark.parametrize(("processes", "rank"), [pytest.param(1, 0, marks=pytest.mark.full), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("processes", "rank"),
+    [pytest.param(1, 0, marks=pytest.mark.full), (2, 0), pytest.param(2, 1, marks=pytest.mark.full)],
+)
 def test_a_run_told_to_continue_says_what_it_could_not_save_and_saves_again_when_it_can(processes, rank, whole):
     outcomes = run_ranks(processes, train_with, {4: limit_files(SMALL, rank), 10: limit_files()}, GO_ON)
     assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
@@ -166,7 +172,10 @@ def limit_log(run):
     resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 50, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize(("processes", "update"), [pytest.param(1, 7, marks=pytest.mark.full), (1, 11), (2, 4)])
+@pytest.mark.parametrize(
+    ("processes", "update"),
+    [pytest.param(1, 7, marks=pytest.mark.full), pytest.param(1, 11, marks=pytest.mark.full), (2, 4)],
+)
 def test_a_log_that_cannot_be_written_ends_the_run_by_its_name(processes, update, whole):
     event = {update: lambda run: run.ranks.is_main and limit_log(run)}
     check_failed(run_ranks(processes, train_with, event, FLAGS), "runs/run/log.jsonl: File too large")
@@ -394,7 +403,14 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(any
 # Folders that vanish
 
 
-@pytest.mark.parametrize(("folder", "processes"), [("runs", 1), ("runs/run", 2), ("runs/run/checkpoints", 1)])
+@pytest.mark.parametrize(
+    ("folder", "processes"),
+    [
+        pytest.param("runs", 1, marks=pytest.mark.full),
+        ("runs/run", 2),
+        pytest.param("runs/run/checkpoints", 1, marks=pytest.mark.full),
+    ],
+)
 def test_a_vanished_folder_is_said_and_not_made_again(folder, processes):
     gone = {4: on_main(lambda: shutil.rmtree(folder))}
     check_failed(run_ranks(processes, train_with, gone, FLAGS), f"{CHECKPOINTS} no longer exists")
@@ -430,7 +446,7 @@ def impatient(flags, seconds=1.0):
     train.main(["--run_name", "run", *flags])
 
 
-@pytest.mark.parametrize(("processes", "second"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("processes", "second"), [pytest.param(1, 2, marks=pytest.mark.full), (2, 1)])
 def test_a_second_run_is_refused_with_the_place_of_the_first_which_it_does_not_disturb(processes, second, whole):
     first = start_ranks(processes, train_with, {4: hold}, FLAGS)
     until(Path("held-0").exists)

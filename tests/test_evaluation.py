@@ -83,7 +83,8 @@ def test_training_evaluates_alike_on_every_topology():
 
 
 def test_batch_norm_is_evaluated_with_the_statistics_that_are_saved():
-    flags = ("--data", "synthetic/3x32x96", "--model", "resnet18", "--global_batch_size", "12", "--max_steps", "2")
+    flags = ("--data", "synthetic/3x32x96", "--model", "shufflenet_v2_x0_5", "--stem", "standard")
+    flags += ("--global_batch_size", "12", "--max_steps", "2")
     log = train_run(2, "run", *flags, "--max_eval_samples", "9", "--eval_batch_size", "4")
     for processes in (1, 2):
         found = returned(processes, eval.main, ["--ckpt", "runs/run", "--max_eval_samples", "9"])[0]

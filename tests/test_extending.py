@@ -268,6 +268,7 @@ def test_one_and_two_processes_agree_to_rounding(runs):
     assert (vectors[0] - vectors[1]).norm() < 1e-3 * vectors[1].norm()
 
 
+@pytest.mark.full
 def test_help_lists_the_new_names_and_errors_suggest_them(made):
     (outcome,) = run_ranks(1, in_copy, made.copy, "train", ["--help"])
     text = " ".join(outcome.out.split())

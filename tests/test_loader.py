@@ -79,7 +79,7 @@ time.sleep(1000)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sigtimedwait")
-@pytest.mark.parametrize("when", ["starting", "working"])
+@pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.full), "working"])
 def test_workers_end_with_a_rank_that_is_killed_even_if_nobody_reads_their_batches(when):
     with subprocess.Popen([sys.executable, "-c", ORPHANS, when], cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
         workers = [int(pid) for pid in rank.stdout.readline().split()]

@@ -10,7 +10,7 @@ import timm
 import torch
 import torchvision
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, weights
+from helpers.training_runs import records, refused, train_run, weights
 from torch import nn
 
 import eval
@@ -39,6 +39,7 @@ FAMILIES = [
     "timm/resnet10t",
     "timm/convnext_atto",
 ]
+LARGE = ["convnext_tiny", "swin_t", "inception_v3"]
 HEAVY = ["vgg11", "alexnet", "vit_b_16"]  # tried once only
 
 
@@ -69,7 +70,8 @@ def check_training(model, spec):
 
 @pytest.mark.parametrize(
     "channels, name",
-    [pytest.param(1, name, marks=pytest.mark.full) for name in FAMILIES] + [(3, name) for name in FAMILIES],
+    [pytest.param(1, name, marks=pytest.mark.full) for name in FAMILIES]
+    + [pytest.param(3, name, marks=[pytest.mark.full] * (name in LARGE)) for name in FAMILIES],
 )
 def test_small_images_go_through_every_family_and_so_does_an_empty_batch(name, channels):
     spec = spec_of(32, channels)
@@ -88,7 +90,16 @@ def test_heavy_families_take_small_images_too(name, channels):
     assert logits_of(model, spec).shape == (2, 7) and logits_of(model, spec, 0).shape == (0, 7)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "swin_t", "inception_v3", "squeezenet1_0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        "mobilenet_v3_small",
+        pytest.param("swin_t", marks=pytest.mark.full),
+        pytest.param("inception_v3", marks=pytest.mark.full),
+        "squeezenet1_0",
+    ],
+)
 @pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_photographs_go_through_as_well(name, channels):
     spec = spec_of(224, channels)
@@ -145,6 +156,7 @@ def test_large_images_keep_the_stem_and_grey_ones_change_its_channels_only():
     assert squeeze.bias is not None and squeeze.in_channels == 1 and squeeze.kernel_size == (7, 7)
 
 
+@pytest.mark.full
 def test_patch_stems_stay_and_vgg_has_nothing_to_change():
     assert build("convnext_tiny", spec_of(32, 3)).features[0][0].kernel_size == (4, 4)
     assert build("swin_t", spec_of(32, 1)).features[0][0].in_channels == 1
@@ -184,7 +196,11 @@ def test_the_small_stem_can_be_chosen_for_larger_images():
         ({"model": "timm/resnet10t"}, "--stem small: timm/resnet10t is not a torchvision model; leave it out"),
         ({"model": "resnet18", "pretrained": True}, "--stem small: published weights have the standard stem"),
         ({"model": "swin_t"}, "--stem small: swin_t has no stem that can be replaced; leave it out"),
-        ({"model": "vgg11"}, "--stem small: vgg11 has no stem that can be replaced; leave it out"),
+        pytest.param(
+            {"model": "vgg11"},
+            "--stem small: vgg11 has no stem that can be replaced; leave it out",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_small_stem_that_cannot_be_made_is_refused(settings, text):
@@ -193,10 +209,12 @@ def test_a_small_stem_that_cannot_be_made_is_refused(settings, text):
         build_model(config, spec_of(32, 3), 7)
 
 
+STEM_FLAGS = ["--model", "resnet18", "--data", "synthetic/2x32x40", "--channels", "3", "--global_batch_size", "18"]
+STEM_FLAGS += ["--max_steps", "1", "--threads", "1"]
+
+
 def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
-    flags = ["--model", "resnet18", "--data", "synthetic/2x32x40", "--channels", "3", "--global_batch_size", "18"]
-    flags += ["--max_steps", "1", "--threads", "1"]
-    start = {}
+    flags, start = STEM_FLAGS, {}
     for stem in ("auto", "standard"):
         (outcome,) = run_ranks(1, train.main, [*flags, "--stem", stem, "--run_name", stem])
         assert outcome.code == 0, outcome.err
@@ -212,10 +230,15 @@ def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
     assert "was trained with a --stem of standard, not auto; use the same settings" in line
     (result,) = returned(1, eval.main, ["--ckpt", "runs/standard"])
     assert result["accuracy"] == records("standard", "eval")[-1]["accuracy"]
+
+
+@pytest.mark.full
+def test_a_checkpoint_from_before_there_were_stems_is_evaluated_and_resumed():
+    train_run(1, "auto", *STEM_FLAGS)
     _without_settings("auto", "stem")  # as written by earlier versions
     (result,) = returned(1, eval.main, ["--ckpt", "runs/auto"])
     assert result["loss"] == pytest.approx(records("auto", "eval")[-1]["loss"])
-    (outcome,) = run_ranks(1, train.main, [*flags, "--run_name", "auto", "--resume", "auto", "--max_steps", "2"])
+    (outcome,) = run_ranks(1, train.main, [*STEM_FLAGS, "--run_name", "auto", "--resume", "auto", "--max_steps", "2"])
     assert outcome.code == 0, outcome.err
 
 
@@ -272,7 +295,7 @@ def fix_of(config, spec):
         ("resnet18", "fc"),
         ("squeezenet1_0", "classifier.1"),
         ("mobilenet_v3_small", "classifier.3"),
-        ("googlenet", "fc"),
+        pytest.param("googlenet", "fc", marks=pytest.mark.full),
         pytest.param("inception_v3", "fc", marks=pytest.mark.full),
         pytest.param("swin_t", "head", marks=pytest.mark.full),
     ],
@@ -497,7 +520,12 @@ def test_extra_heads_are_refused():
 
 
 @pytest.mark.parametrize(
-    "name, size, fix", [("mnist_cnn", 8, 28), ("maxvit_t", 32, 224), ("timm/vit_tiny_patch16_384", 32, 384)]
+    "name, size, fix",
+    [
+        ("mnist_cnn", 8, 28),
+        pytest.param("maxvit_t", 32, 224, marks=pytest.mark.full),
+        ("timm/vit_tiny_patch16_384", 32, 384),
+    ],
 )
 def test_images_that_do_not_fit_are_refused_with_a_size_that_does(name, size, fix):
     with pytest.raises(ValueError, match=rf"{name} does not accept {size}x{size}x3 images .*; try --image_size {fix}$"):

@@ -111,6 +111,7 @@ def _evaluate_on_a_full_disk(checkpoint, file):
     _evaluate(checkpoint, file)
 
 
+@pytest.mark.full
 def test_a_run_with_closed_descriptors_trains_and_its_files_hold_nothing_that_was_printed():
     command = '"$python" "$root/train.py" --run_name run ' + " ".join(f"'{flag}'" for flag in FLAGS)
     assert shell(f"{command} <&- >&- 2>&-").returncode == 0

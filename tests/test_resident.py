@@ -144,6 +144,15 @@ def test_no_value_is_read_from_the_device(images):
         batches[0].labels.sum().item()
 
 
+def test_no_image_is_copied_if_none_of_its_batch_is_left_out(images):
+    """Choosing images would wait for the GPU in each update of a run that has found an unreadable image."""
+    (batch, *_), batches = read(images)
+    batches.agreed_bad = {int(ORDER[0])}
+    kept = batch._replace(indices=torch.from_numpy(ORDER[1:8].copy()))
+    assert batches._without_agreed_bad(kept).images is batch.images
+    assert len(batches._without_agreed_bad(batch).images) == len(batch.images) - 1
+
+
 @pytest.mark.parametrize(
     ("setting", "free", "kept"),
     [

@@ -69,6 +69,7 @@ def test_a_number_that_is_none_in_a_kernel_reaches_the_logits(parameter, ruined)
     assert not model(torch.rand(8, 1, 28, 28)).isfinite().any()
 
 
+@pytest.mark.full
 def test_a_resume_with_another_layout_of_the_kernels_ends_with_the_same_weights():
     flags = (*DIGITS, "--save_every", "3", "--lr", "0.05")
     for optimizer in ("sgd", "adamw"):

@@ -278,8 +278,8 @@ def test_the_command_to_go_on_is_the_one_that_was_typed():
 
 def test_a_killed_loader_worker_is_one_line():
     image_folder("photos", {"class0": 40, "class1": 40}, size=(120, 120))
-    flags = ["--data", "photos", "--num_workers", "1", "--model", "resnet18", "--image_size", "112", "--threads", "1"]
-    flags += ["--global_batch_size", "8", "--max_steps", "300", "--log_every", "1"]
+    flags = ["--data", "photos", "--num_workers", "1", "--model", "mlp", "--image_size", "112", "--threads", "1"]
+    flags += ["--model_args", "{hidden: 2}", "--global_batch_size", "8", "--max_steps", "300", "--log_every", "1"]
     launch = start_ranks(1, slow_train, flags, 0.01, 3)
     until(Path("held-0").exists)  # not in the middle of taking a batch from the one that is killed
     for child in psutil.Process(launch.pids[0]).children():

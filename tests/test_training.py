@@ -101,8 +101,11 @@ def test_losses_of_50_updates_equal_a_plain_loop_over_global_batches(topology):
     [
         ("--label_smoothing", "0.1", "--clip_norm", "0.5"),
         ("--loss", "binary_cross_entropy", "--label_smoothing", "0.1"),
-        ("--optimizer", "adamw", "--lr", "0.001", "--weight_decay", "0.1"),
-        ("--lr_schedule", "cosine", "--warmup_steps", "5", "--momentum", "0.5", "--weight_decay", "0.01"),
+        pytest.param(("--optimizer", "adamw", "--lr", "0.001", "--weight_decay", "0.1"), marks=pytest.mark.full),
+        pytest.param(
+            ("--lr_schedule", "cosine", "--warmup_steps", "5", "--momentum", "0.5", "--weight_decay", "0.01"),
+            marks=pytest.mark.full,
+        ),
         ("--optimizer", "adamw", "--lr", "0.001", "--optimizer_args", "{betas: [0.5, 0.8], eps: 0.001}"),
         ("--optimizer_args", "{nesterov: false}"),
     ],
@@ -168,7 +171,7 @@ def _train_with_scaled_vectors(scale, name, *flags):
     train.main(["--run_name", name, *DIGITS, *flags])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.full)])
 def test_a_group_learns_with_its_scale_times_the_learning_rate(optimizer):
     flags = ("--optimizer", optimizer, "--lr", "0.004", "--max_steps", "12")
     returned(2, _train_with_scaled_vectors, 0.125, "run", *flags)
@@ -178,7 +181,7 @@ def test_a_group_learns_with_its_scale_times_the_learning_rate(optimizer):
         torch.testing.assert_close(tensor, model[name], rtol=1e-3, atol=5e-5)
 
 
-@pytest.mark.parametrize("scale", [0.25, None])
+@pytest.mark.parametrize("scale", [0.25, pytest.param(None, marks=pytest.mark.full)])
 def test_a_resumed_run_has_the_scales_of_its_own_groups(scale):
     flags = ("--lr", "0.05", "--lr_schedule", "constant", "--max_steps")
     returned(1, _train_with_scaled_vectors, 4.0, "run", *flags, "6")
@@ -287,6 +290,8 @@ def _reads_of_the_device(flags):
 def test_an_update_never_waits_for_the_device():
     flags = ["--data", "synthetic/4x32x96", "--model", "resnet18", "--global_batch_size", "8", "--max_steps", "2"]
     flags += [
+        "--stem",
+        "standard",
         "--min_scale",
         "0.5",
         "--crop_padding",
@@ -342,6 +347,6 @@ def test_throughput_and_seconds_in_the_log_fit_the_clock():
 
 def test_settling_the_buckets_leaves_batch_statistics_as_they_were():
     flags = ("--data", "synthetic/3x32x96", "--model", "resnet18", "--global_batch_size", "16", "--max_steps", "1")
-    train_run(2, "run", *flags)
+    train_run(2, "run", *flags, "--stem", "standard", "--max_eval_samples", "4")
     counts = {tensor.item() for name, tensor in weights("run").items() if name.endswith("num_batches_tracked")}
     assert counts == {1}

@@ -44,5 +44,5 @@ def join_names(names: Iterable, most: int = 12) -> str:
 
 
 def printable(name: str) -> str:
-    """The name on one line. Other characters than text, such as escape codes, become question marks."""
+    """The name on one line. Characters that cannot be printed, such as escape codes, become question marks."""
     return "".join(char if char.isprintable() else "?" for char in " ".join(name.split()))

@@ -60,7 +60,7 @@ def usable_cores() -> set[int]:
 
 
 def usable_physical_cores() -> int:
-    """How many cores that is without simultaneous multithreading, if that is the same on all cores."""
+    """The number of physical cores among them, if every core has the same number of hardware threads."""
     threads = psutil.cpu_count() or 1
     return max(1, len(usable_cores()) * (psutil.cpu_count(logical=False) or threads) // threads)
 

@@ -67,7 +67,8 @@ def test_every_precision_learns_the_same(record_property):
     found = {p: losses(train(1, p, *RESNET, "--mixed_precision", p)) for p in pick(("no", "bf16", "fp16"), ("no",))}
     for precision, values in found.items():
         record_property(f"loss, {precision}", f"{values[-1]:.4f}")
-        assert len(values) == pick(8, 1) and values[-1] == pytest.approx(found["no"][-1], rel=0.05)
+        apart = 0.1 if precision == "fp16" else 0.05  # fp16 skips the first updates, until its loss scale is low enough
+        assert len(values) == pick(8, 1) and values[-1] == pytest.approx(found["no"][-1], rel=apart)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

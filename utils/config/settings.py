@@ -64,7 +64,7 @@ class TrainConfig(LaunchConfig):
     """Folder for decoded small images and the results of image checks."""
     num_workers: int | None = None
     """Loader processes per rank that decode photographs (default: the threads per process, at most 8, or
-    up to 16 with as many physical cores)."""
+    up to 16 if there are that many physical cores)."""
     data_on_device: Literal["auto", "yes", "no"] = "auto"
     """Keep decoded small images in the memory of the device, and draw batches there; auto does so on a GPU if they take
     at most a quarter of its free memory. The images are the same."""
@@ -160,8 +160,8 @@ class TrainConfig(LaunchConfig):
     """Precision of the model: no is float32, auto is bf16 if all devices support it natively (default: as in the
     accelerate config, else auto on GPUs and no on CPUs)."""
     tf32: bool | None = None
-    """Let GPUs round the inputs of float32 products to 10 bits, which is faster (default: true, false with
-    --deterministic)."""
+    """Use TF32 for float32 on GPUs: products and convolutions round their inputs to a 10-bit mantissa, which is faster
+    (default: true, but false with --deterministic)."""
     channels_last: bool = True
     """Store images with the channels last, the fastest layout for convolutions."""
     comm_hook: Literal["no", "fp16", "bf16"] = "no"
@@ -265,7 +265,7 @@ class EvalConfig(LaunchConfig):
     """File to write the results to, as JSON."""
     num_workers: int | None = None
     """Loader processes per rank that decode photographs (default: the threads per process, at most 8, or
-    up to 16 with as many physical cores)."""
+    up to 16 if there are that many physical cores)."""
     data_dir: str | None = None
     """Folder of torchvision data sets, where missing ones are downloaded (default: CACHE_DIR/torchvision)."""
     cache_dir: str = TrainConfig.cache_dir

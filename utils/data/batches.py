@@ -21,8 +21,8 @@ _CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
 class Batch(NamedTuple):
     """Images [n, C, H, W] float32, labels [n] int64, and the samples' positions in their split [n] int64; n >= 0.
 
-    With Mixup or CutMix, the labels are float32 [n, outputs], the share of each class. The positions may stay on the
-    host. `update` and `number` are those of its microbatch.
+    With Mixup or CutMix, the labels are float32 [n, outputs], the share of each class. The positions are on the host.
+    `update` and `number` are those of its microbatch.
     """
 
     images: Tensor
@@ -126,7 +126,9 @@ class Batches:
         """Leave out the images of `agreed_bad` even if they can be read again, as a resumed run would."""
         if not self.agreed_bad:
             return batch
-        kept = ~torch.isin(batch.indices, torch.tensor(sorted(self.agreed_bad), device=batch.indices.device))
+        kept = ~torch.isin(batch.indices, torch.tensor(sorted(self.agreed_bad)))  # on the host
+        if kept.all():  # nearly always; choosing images would wait for the GPU
+            return batch
         self.left_out += int((~kept).sum())
         return batch._replace(images=batch.images[kept], labels=batch.labels[kept], indices=batch.indices[kept])
 

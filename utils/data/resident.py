@@ -21,8 +21,8 @@ _GROUP = 2**25  # most bytes of pixels that are drawn together
 class ResidentImages(DecodedImages):
     """Decoded images on the device. Microbatches are loaded without pixels, and drawn there in groups.
 
-    Drawing takes about fifty kernels. A GPU finishes those of one microbatch before the host has started them, so
-    consecutive microbatches share them.
+    Drawing takes about fifty kernels. For a single microbatch, a GPU would run them faster than the host launches them,
+    so consecutive microbatches share them.
     """
 
     def __init__(self, decoded: DecodedImages, device: torch.device):

@@ -30,9 +30,9 @@ def check_workers(count: int | None) -> None:
 
 
 def default_workers(threads: int, processes: int) -> int:
-    """The loader processes of one of a machine's `processes`, each of `threads` threads: one per physical core.
+    """The default number of loader processes for each of a machine's `processes`, with `threads` threads each.
 
-    Up to 8 are also started for logical cores. One GPU can use up the photographs of about 16.
+    At most 8, or one for each physical core of the process up to 16, whose photographs can keep one GPU busy.
     """
     return min(threads, max(8, min(16, usable_physical_cores() // processes)))
 

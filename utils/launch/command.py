@@ -71,9 +71,9 @@ def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> st
 
 
 def precision_is_chosen() -> bool:
-    """Whether the environment, or the flags or config file of Accelerate's launcher, choose the precision.
+    """Whether the user has set the precision: in the environment, or by a flag or the config file of the launcher.
 
-    Its launcher exports `no` if nobody has chosen one.
+    Accelerate's launcher exports `no` if the user has not.
     """
     exported, command = os.environ.get("ACCELERATE_MIXED_PRECISION"), _command_of(os.getppid())
     if exported != "no" or not any(Path(word).name.startswith("accelerate") for word in command[:3]):

@@ -44,14 +44,14 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
 
 
 def may_share_gpus() -> bool:
-    """Whether NCCL is told to accept several ranks on one GPU, which is useful only for tests."""
+    """Whether the user lets NCCL accept several ranks on one GPU, which is useful only for tests."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def _check_unusable_gpus() -> None:
-    """Raise UserError if nvidia-smi lists GPUs that nobody has hidden, although PyTorch finds none."""
+    """Raise UserError if PyTorch finds no GPU although nvidia-smi lists some and they are not hidden."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):  # CUDA stops at the first other word
+    if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):  # CUDA sees none after another word
         return
     if gpus := nvidia_smi("--query-gpu=name"):
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
@@ -59,7 +59,7 @@ def _check_unusable_gpus() -> None:
         raise UserError(
             f"nvidia-smi lists {len(gpus)} GPU{'s' * (len(gpus) != 1)}, but PyTorch finds none{hint} "
             f"(torch {torch.__version__} {built})",
-            "update the NVIDIA driver, or install a build of PyTorch for it; --cpu runs on the CPU",
+            "update the NVIDIA driver, install a PyTorch build that supports it, or use the CPU with --cpu",
         )
 
 

@@ -38,8 +38,8 @@ def exit_with_error(error: BaseException, prog: str, show: bool = True, show_tra
     if show and show_traceback:
         traceback.print_exception(error)
     if show:
-        # One write, so that the lines of several processes do not mix, in place of a progress bar. `tqdm.write` would
-        # wait for a lock, which a thread or, after a fork, another rank may hold that never releases it.
+        # One write, so that the lines of several processes do not mix. It replaces a progress bar. `tqdm.write` would
+        # wait for a lock, which another thread, or after a fork another rank, may never release.
         text = f"{prog}: error: {one_line(error)}"
         sys.stderr.write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{text}\n")
         sys.stderr.flush()

@@ -97,7 +97,7 @@ class _Wrapping(DistributedDataParallelKwargs):
 
 
 def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None) -> None:
-    """Select the precision and the choice of CUDA kernels; with `tf32` None, TF32 unless `deterministic`."""
+    """Set the precision of float32 products on GPUs (None: TF32 unless `deterministic`) and how kernels are chosen."""
     if device.type == "cuda":  # not on CPUs, some of which it would make less precise
         tf32 = not deterministic if tf32 is None else tf32
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -119,7 +119,7 @@ def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
     if plugin.backend != DynamoBackend.NO:
         if plugin.use_regional_compilation and accelerator.is_main_process:
             print("dynamo_use_regional_compilation is ignored: the whole model is compiled")
-        # With None, PyTorch's default, all batches would use slower code for any size after the first smaller batch.
+        # With None, PyTorch's default, the first smaller batch would make all later ones use slower code for any size.
         module.compile(**plugin.to_kwargs() | {"dynamic": bool(plugin.dynamic)})
         plugin.backend = DynamoBackend.NO  # done
 
@@ -138,7 +138,8 @@ def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> N
     """
     if not isinstance(model, DistributedDataParallel):
         return
-    model._set_ddp_runtime_logging_sample_rate(10**9)  # by default DDP waits for the GPU in each 100th update
+    # By default, DDP waits for the GPU in the first 10 updates, which cannot be changed, and in each 100th update.
+    model._set_ddp_runtime_logging_sample_rate(10**9)
     # DDP warns if a gradient and its parameter have different layouts. For kernels of grey images and kernels of one
     # pixel this warning is wrong, because the stride of a dimension of size 1 has no meaning.
     warnings.filterwarnings("ignore", message=_OF_SIZE_1)

@@ -14,7 +14,7 @@ from utils.ranks.watch import Watch
 from utils.waiting import call_with_timeout
 
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
-_NCCL_LATER = timedelta(seconds=30)  # so that the watch reports a timeout first; NCCL prints a dump and aborts
+_NCCL_LATER = timedelta(seconds=30)  # more for NCCL, which prints a dump and aborts: the watch reports a timeout first
 _CONNECT = timedelta(seconds=12)  # for 32 ranks; gloo may try to connect for up to five times as long
 
 # Public since PyTorch 2.15.

@@ -38,9 +38,10 @@ def _topology(launch: LaunchConfig) -> Topology:
 
 
 def _leave_group(error: BaseException | None) -> None:
-    """Destroy the process group. After an error over NCCL, let this process exit without that.
+    """Destroy the process group, except after an error over NCCL: then this process exits without doing so.
 
-    NCCL would wait for kernels that wait for other ranks. The exit comes after the last save and a traceback.
+    NCCL would wait for kernels that wait for other ranks. Before it exits, the process completes its last save and
+    prints its traceback.
     """
     if error is None or dist.get_backend() != "nccl":
         dist.destroy_process_group()

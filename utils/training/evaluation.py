@@ -119,7 +119,7 @@ class Evaluator:
 
 @contextmanager
 def _same_kernels() -> Iterator[None]:
-    """Do not let cuDNN choose kernels by their measured time: ranks could choose different ones, with other results."""
+    """Do not let cuDNN choose kernels by measured time: ranks could use different ones and get different results."""
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
         yield

@@ -1,0 +1,50 @@
+"""What every rank of a test needs, made once in the process from which the ranks are forked."""
+
+import functools
+import importlib.metadata
+import multiprocessing.synchronize  # noqa: F401
+
+import numpy.ctypeslib
+import numpy.ma  # noqa: F401
+import torch
+import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
+import torch.utils.serialization
+from accelerate.utils import is_datasets_available
+from PIL import Image
+
+import doctor
+import eval
+import train
+import utils.tasks.metrics  # noqa: F401
+from utils.config import cli
+from utils.config.settings import DoctorConfig, EvalConfig, TrainConfig
+
+torch.set_num_threads(1)
+Image.init()
+# PyTorch and Accelerate read these from the disk in each rank.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+importlib.metadata.entry_points(group="torch.distributed.backends")
+is_datasets_available()
+
+
+def _keep_parsers() -> None:
+    """Forked ranks use the parsers of flags that are made here: making one takes longer than a small training run."""
+    make, made = cli._parser, {}
+
+    def parser(cls, prog, tables):
+        key = cls, prog, repr([table.helps() for table in tables])  # a test may have added a name
+        if key not in made:
+            made[key] = make(cls, prog, tables)
+        return made[key]
+
+    cli._parser = parser
+    parser(TrainConfig, "train.py", train.TABLES)
+    parser(TrainConfig, "train.py", ())
+    parser(EvalConfig, "eval.py", ())
+    parser(DoctorConfig, "doctor.py", ())
+
+
+_keep_parsers()
+cli.parse_args(TrainConfig, "train.py", [])  # imports what reads flags
+assert eval.main and doctor.main
