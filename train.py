@@ -111,14 +111,14 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     accelerator = make_accelerator(ranks, config, before)
     config = ranks.run_on_all(lambda: settings_of_start(config, start.saved, processes))
     data = find_data(config, start, ranks)
-    samples = len(data.train)
-    config, chosen, plan = ranks.run_on_all(lambda: plan_of_start(config, start.saved, samples, processes))
+    train_split = data.train
+    config, chosen, plan = ranks.run_on_all(lambda: plan_of_start(config, start.saved, train_split, processes))
     data, state = find_state(config, start, plan, data, ranks)
     config, more, spec = ranks.run_on_all(lambda: spec_of_start(config, start.saved, data.train))
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
-    labels = data.train.labels
-    config, task = ranks.run_on_all(lambda: make_task(config, data.class_names, labels))
+    given = data.class_names, data.train.labels, data.class_weights
+    config, task = ranks.run_on_all(lambda: make_task(config, *given))
     module = make_module(config, spec, task.outputs, ranks)
     optimizer = build_optimizer(config, module)
     updates = ranks.run_on_all(lambda: total_updates(config, plan))
@@ -168,7 +168,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
         module=module,
         optimizer=optimizer,
         parts=parts,
-        train_batches=Batches(train_loader, spec, settings, device, training=True),
+        train_batches=Batches(train_loader, spec, settings, device, training=True, outputs=task.outputs),
         evaluator=Evaluator(ranks, accelerator, module, eval_batches, task, settings),
         meter=ranks.run_on_all(lambda: Meter(task, device, state.since_log, ranks.is_main)),
         log=log,

@@ -33,6 +33,7 @@ import utils.models.zoo
 from utils.config.settings import TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
+from utils.data.mixing import Mix
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.launch import command as commands
@@ -454,6 +455,15 @@ def test_a_gpu_normalises_in_one_operation_to_the_same_bits(channels_last):
     counts = Counter(name for name, _ in gpu.operations)
     assert counts.pop("addcmul") == 1 and set(counts) <= ({"clone"} if not channels_last else set())
     assert result.shape == (5, 3, 4, 64) and result.dtype == torch.float32
+
+
+def test_images_and_targets_are_mixed_on_a_gpu_without_reading_a_value():
+    with fake_gpu():
+        pairs, shares = torch.zeros(6, dtype=torch.int64, device=CUDA), torch.zeros(6, device=CUDA)
+        mix = Mix(pairs, shares, shares, torch.zeros(6, 4, dtype=torch.int64, device=CUDA))
+        mix.images(torch.zeros(6, 4, 12, device=CUDA), channels=3)
+        targets = mix.targets(pairs, outputs=10)
+    assert targets.shape == (6, 10) and targets.device.type == "cuda"
 
 
 def test_a_batch_is_handed_over_before_the_next_one_is_fetched(monkeypatch):

@@ -84,8 +84,8 @@ def test_every_first_place_is_equally_likely():
 @pytest.mark.parametrize("position", [0, 24, 72, 96])
 def test_a_sampler_started_anywhere_continues_the_same_order(position):
     plan, updates = Plan(samples=103, global_batch_size=24, microbatches=4, seed=5), position // 24
-    whole = [(*place, i.tolist()) for *place, i, _ in UpdateSampler(plan, 2, 10)]
-    rest = [(*place, i.tolist()) for *place, i, _ in UpdateSampler(plan, 2, 10 - updates, (updates, 0, position))]
+    whole = [(*m[:3], m.indices.tolist()) for m in UpdateSampler(plan, 2, 10)]
+    rest = [(*m[:3], m.indices.tolist()) for m in UpdateSampler(plan, 2, 10 - updates, (updates, 0, position))]
     assert rest == whole[4 * updates :]
     assert [place[:3] for place in whole[20:24]] == [(5, 1, 0), (5, 1, 2), (5, 1, 1), (5, 1, 3)]
 

@@ -34,7 +34,7 @@ class Value(Task):
     training, evaluation = ("loss", "bias"), ("loss", "error")
     shown = {"error": "error"}  # noqa: RUF012
 
-    def __init__(self, config, class_names):
+    def __init__(self, config, class_names, labels=None):
         pass
 
     def loss(self, outputs, targets):

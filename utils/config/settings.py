@@ -1,5 +1,6 @@
 """The settings of train.py, eval.py and doctor.py, and warnings about settings without effect."""
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -98,6 +99,16 @@ class TrainConfig(LaunchConfig):
     """Probability of filling a random box of a training image, 2 to 33 percent of its area, with the mean colour."""
     cutout: int = 0
     """Side in pixels of a square to fill with the mean colour, at a random place of each training image."""
+    mixup: float = 0.0
+    """Mix each pair of neighbouring training images and their targets, in the ratio of a draw from Beta(A, A), where A
+    is this number, usually 0.1 to 1; 0 turns it off."""
+    cutmix: float = 0.0
+    """Swap a random box between the images of a pair, with the area of a draw from Beta(A, A), where A is this number,
+    usually 1, and mix their targets in proportion; 0 turns it off. With --mixup, each pair gets one of the two."""
+    mix_prob: float = 1.0
+    """Fraction of the pairs that --mixup and --cutmix mix."""
+    mix_off_epoch: int | None = None
+    """Epoch, counted from 0, from which on nothing is mixed (default: never)."""
 
     eval_crop: float | None = None
     """Fraction of a photograph's shorter side that evaluation uses (default: that of the pretrained weights, else
@@ -127,6 +138,13 @@ class TrainConfig(LaunchConfig):
     drop_last: bool = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
+    sampler: str = "shuffle"
+    """How an epoch, of as many draws as samples, is drawn: shuffle draws each sample once; balanced draws with
+    replacement, all classes equally often; weights:COLUMN draws with replacement in proportion to the numbers in a
+    column of a table or CSV file."""
+    repeats: int = 1
+    """Copies of each sample in an update, each augmented differently (repeated augmentation); an epoch is still as many
+    draws as samples."""
     optimizer: str = "sgd"
     """Optimizer."""
     optimizer_args: Arguments = field(default_factory=dict)
@@ -160,6 +178,9 @@ class TrainConfig(LaunchConfig):
     with one for each class, or balanced (negatives / positives of the training split)."""
     threshold: float = 0.5
     """Probability above which multilabel and binary predict a class."""
+    class_weights: str | None = None
+    """Weights of the classes in the training loss: balanced is 1 / the number of samples of the class; a YAML or JSON
+    file maps each class name to a weight. They are scaled so that their mean over the training samples is 1."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
     """Precision of the model: no is float32, auto is bf16 if all devices support it natively (default: as in the
     accelerate config, else auto on GPUs and no on CPUs)."""
@@ -228,8 +249,16 @@ class TrainConfig(LaunchConfig):
             require(names, f"--{flag} must map names to values", "write '{NAME: VALUE}'")
         exclusive = self.static_graph and self.find_unused_parameters
         require(not exclusive, "--static_graph and --find_unused_parameters exclude each other", "use only one")
+        is_known = self.sampler in ("shuffle", "balanced") or re.fullmatch("weights:.+", self.sampler)
+        require(bool(is_known), f"--sampler {self.sampler}: no such sampler", "use shuffle, balanced or weights:COLUMN")
+        require(self.class_weights != "", "--class_weights is empty", "use balanced or give a file")
         if self.resume == "auto":
             require(self.run_name is not None, "--resume auto needs --run_name", "give the name of the run to resume")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether training images are mixed."""
+        return self.mixup > 0 or self.cutmix > 0
 
 
 @dataclass(kw_only=True)
@@ -328,6 +357,8 @@ def advice(
         ("comm_hook", processes == 1, "a single process exchanges no gradients"),
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
         ("static_graph", processes == 1, "a single process exchanges no gradients"),
+        ("mix_prob", not config.mixes, "neither --mixup nor --cutmix is set"),
+        ("mix_off_epoch", not config.mixes, "neither --mixup nor --cutmix is set"),
         ("num_workers", all_small and not by_loader, "small images are decoded once, before training"),
         ("data_on_device", not any_small, "only small images are decoded before training"),
         ("eval_crop", small[1], "small images are evaluated whole"),

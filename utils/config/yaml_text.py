@@ -13,10 +13,10 @@ _MAX_BYTES = 2**17  # a settings file usually has two or three thousand
 _MAX_DEPTH = 40
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, most_bytes: int = _MAX_BYTES) -> Any:
     """The value in a settings file. Raises UserError, which names the file, if it is not valid or too large."""
     try:
-        return load_yaml(read_text(path, _MAX_BYTES))
+        return load_yaml(read_text(path, most_bytes))
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({one_line(error)})") from None
 

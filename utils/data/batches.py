@@ -1,4 +1,4 @@
-"""Batches on the device: float images, augmented in training, and labels."""
+"""Batches on the device: float images, augmented and mixed in training, and labels."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.datasets import DecodedImages
+from utils.data.mixing import Mix, make_mixing
 from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.waiting import awaited
@@ -23,7 +24,8 @@ class Batch(NamedTuple):
 
     Labels are classes, int64 [n], or multi-hot, float32 [n, classes].
 
-    The positions are on the host. `update` and `number` are those of its microbatch.
+    With Mixup or CutMix, the labels are float32 [n, outputs], the share of each class. The positions are on the host.
+    `update` and `number` are those of its microbatch.
     """
 
     images: Tensor
@@ -38,10 +40,18 @@ class Batches:
 
     `error` is set if this rank could not read its samples. `left_out` is the number of unreadable samples in the last
     pass. `bad` maps the positions of those found in this run to the reasons. `agreed_bad` has the positions that all
-    ranks have agreed to leave out.
+    ranks have agreed to leave out. `outputs`, the length of a mixed target, is only needed with Mixup or CutMix.
     """
 
-    def __init__(self, loader: DataLoader, spec: InputSpec, config: TrainConfig, device: torch.device, training: bool):
+    def __init__(
+        self,
+        loader: DataLoader,
+        spec: InputSpec,
+        config: TrainConfig,
+        device: torch.device,
+        training: bool,
+        outputs: int = 0,
+    ):
         self.loader: Any = loader  # as Accelerate wraps it
         self.device, self.left_out = device, 0
         self.error: Exception | None = None
@@ -55,11 +65,13 @@ class Batches:
         here = isinstance(self.dataset, DecodedImages) and self.dataset.augmentation is None
         augmentation = make_augmentation(config, spec, training)
         self.augmentation = augmentation if here and augmentation.operations else None
+        self.mixing = make_mixing(config, spec, outputs) if training else None
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
         scale, shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std
         # One value for each channel of a whole row of pixels, so that inner loops are long.
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
+        self.channels = spec.channels
 
     def check(self) -> None:
         """Raise the error of a sample that could not be read, whose batch was left empty."""
@@ -81,11 +93,17 @@ class Batches:
             self.error = batch.get("error", self.error)
             self.left_out += batch["left_out"]
             self.bad |= batch.get("bad", {})
+            mix = None
+            if self.mixing and "error" not in batch:
+                mix = self.mixing.draw(batch["microbatch"], self.agreed_bad)
+            if self.mixing and mix:
+                mix = mix.to(self.device)
+                batch["labels"] = mix.targets(batch["labels"], self.mixing.outputs)
             batch["indices"] = torch.as_tensor(batch["indices"])
             if batch["labels"].ndim == 2:  # copied to the device as bytes
                 batch["labels"] = batch["labels"].float()
             rest = [batch[name] for name in Batch._fields[1:]]
-            yield self._without_agreed_bad(Batch(self._normalised(batch["images"]), *rest))
+            yield self._without_agreed_bad(Batch(self._normalised(batch["images"], mix), *rest))
 
     def _streamed(self, loaded: Iterator[dict]) -> Iterator[dict]:
         """Batches on the device from batches of pixels, augmented."""
@@ -123,19 +141,30 @@ class Batches:
             batch["prepared"] = self.augmentation.prepare(batch["microbatch"])
         return batch
 
-    def _normalised(self, images: Tensor) -> Tensor:
-        """The model's input from pixels [n, H, W, C]."""
+    def _normalised(self, images: Tensor, mix: Mix | None = None) -> Tensor:
+        """The model's input from pixels [n, H, W, C], mixed."""
         if images.device.type == "cpu":
-            values = self._normalised_in_parts(images)
+            values = self._normalised_in_parts(images, mix)
         else:  # one kernel
-            values = torch.addcmul(self.shift, images.flatten(2), self.scale).view(images.shape)
+            values = torch.addcmul(self.shift, images.flatten(2), self.scale)
+            if mix:
+                mix.images(values, self.channels)
+            values = values.view(images.shape)
         return values.permute(0, 3, 1, 2).contiguous(memory_format=self.format)
 
-    def _normalised_in_parts(self, images: Tensor) -> Tensor:
-        """A few images at a time, whose floats stay in the CPU's cache between the two steps."""
-        values, count = torch.empty(images.shape), max(1, _CACHE // max(1, images[:1].numel()))
-        for pixels, result in zip(images.flatten(2).split(count), values.flatten(2).split(count), strict=True):
-            torch.addcmul(self.shift, result.copy_(pixels), self.scale, out=result)
+    def _normalised_in_parts(self, images: Tensor, mix: Mix | None = None) -> Tensor:
+        """A few images at a time, whose floats stay in the CPU's cache between the steps."""
+        values, pixels = torch.empty(images.shape), images.flatten(2)
+        count, start = max(1, _CACHE // max(1, images[:1].numel())), 0
+        while start < len(images):
+            end = min(start + count, len(images))
+            if mix and mix.partner[end - 1] == end:  # a pair is mixed in one part
+                end += 1
+            result = values[start:end].flatten(2)
+            torch.addcmul(self.shift, result.copy_(pixels[start:end]), self.scale, out=result)
+            if mix:
+                mix.images(result, self.channels, start)
+            start = end
         return values
 
 

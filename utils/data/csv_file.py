@@ -14,6 +14,7 @@ from utils.config.settings import TrainConfig
 from utils.console import join_names, printable
 from utils.data.folders import split_word
 from utils.data.multi_hot import SEPARATOR, multi_hot
+from utils.data.sampling import to_weights, weight_column
 from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, split_that_defines_classes, whole_split
 from utils.errors import UserError, one_line
 
@@ -22,11 +23,12 @@ _LONGEST = 4095  # bytes of a path on Linux
 
 @dataclass
 class _Rows:
-    """The images of one split: their paths as written, the labels of each and the line numbers."""
+    """The images of one split: their paths, the labels of each, line numbers, and weights if there are any."""
 
     paths: list[str] = field(default_factory=list)
     labels: list[list[str]] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
 
 
 class ListedFiles(Files):
@@ -99,7 +101,8 @@ def _make(name: str, rows: _Rows, file: Path, class_names: list[str], several: b
         labels = multi_hot(name, counts, labels, len(class_names))
     folder = os.path.join(file.parent, "")
     images = ListedFiles([p if p[0] == "/" else folder + p for p in rows.paths], file, rows.lines)
-    return replace(whole_split(name, images, labels, fingerprint_of(file.resolve())), notes=notes)
+    weights = to_weights(rows.weights) if rows.weights else None
+    return replace(whole_split(name, images, labels, fingerprint_of(file.resolve())), notes=notes, weights=weights)
 
 
 def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:
@@ -110,6 +113,8 @@ def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:
     label_at = _column(file, header, "label", config.label_column or "label")
     lower = [name.lower() for name in header]
     split_at = lower.index("split") if "split" in lower else None
+    weight = weight_column(config)
+    weight_at = header.index(weight) if weight in header else None
     found: dict[str, _Rows] = {}
     first: dict[str, int] = {}  # the line of each path
     for number, cells in lines:
@@ -130,6 +135,8 @@ def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:
         rows.paths.append(path)
         rows.labels.append([label])
         rows.lines.append(number)
+        if weight_at is not None:
+            rows.weights.append(cells[weight_at])
     if not found:
         raise UserError(f"{file}: no rows below the first line", "list one image on each line")
     return found

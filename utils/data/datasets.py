@@ -48,7 +48,7 @@ class DecodedImages(Dataset):
             random = self.augmentation.draw(microbatch)
             for place, pixels in enumerate(images):
                 images[place] = self.augmentation.image(pixels, random, place)
-        return _batch(microbatch, images, self.labels, requested) | {"microbatch": microbatch}
+        return _batch(microbatch, images, self.labels, requested)
 
 
 class EncodedImages(Dataset):
@@ -107,4 +107,5 @@ def _batch(microbatch: Microbatch, images: Tensor, labels: np.ndarray, requested
         "indices": microbatch.indices,  # an array, which is not copied to the device
         "update": microbatch.update,
         "number": microbatch.number,
+        "microbatch": microbatch,
     }

@@ -1,13 +1,14 @@
 """The order of the samples, a pure function of (seed, epoch, position), which is the same on any number of processes.
 
-An update takes the next `global_batch_size` samples of the epoch's permutation, fewer at its end, and divides them into
-processes x accumulation microbatches, numbered by their position in the update. Rank r computes a contiguous range of
-them: microbatch `r * accumulation + a` in accumulation step a.
+An epoch is as many draws as there are samples: a permutation, or draws with replacement by weight. An update takes the
+next `global_batch_size` draws, fewer at the epoch's end, and divides them into processes x accumulation microbatches,
+numbered by their position in the update. Rank r computes a contiguous range of them: microbatch `r * accumulation + a`
+in accumulation step a.
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,11 +29,30 @@ def permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(keys, kind="stable")
 
 
+def weighted_draws(weights: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """The epoch's draws with replacement, int64 [N], each sample in proportion to its weight, float64 [N]."""
+    ends = np.cumsum(weights)
+    uniform = (np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(len(weights)) >> 11) / 2**53
+    # A product that rounds up to the whole sum would be behind the last sample.
+    return np.searchsorted(ends, np.minimum(uniform * ends[-1], np.nextafter(ends[-1], 0)), side="right")
+
+
+def count_earlier(drawn: np.ndarray) -> np.ndarray:
+    """How often each of these samples, int64 [n], was drawn at an earlier place, int64 [n]."""
+    by_sample = np.argsort(drawn, kind="stable")
+    firsts = np.flatnonzero(np.diff(drawn[by_sample], prepend=-1))
+    counts, place = np.empty_like(drawn), np.arange(len(drawn))
+    counts[by_sample] = place - np.repeat(firsts, np.diff(firsts, append=len(drawn)))
+    return counts
+
+
 class Microbatch(NamedTuple):
     """The samples of one forward pass on one rank. `update` counts from 0 over the run, `number` from 0 in each update.
 
     `indices` is int64 [n], n >= 0. `occurrences`, int64 [n], counts how often a sample was drawn before in its epoch;
-    None stands for zeros. In an evaluation, `update` is 0 and `number` counts the blocks of the split.
+    None stands for zeros. `places`, int64 [n], are the places at which the samples were dealt to the microbatch: 2k and
+    2k + 1 are a pair to mix. None if nothing is mixed. In an evaluation, `update` is 0 and `number` counts the blocks
+    of the split.
     """
 
     update: int
@@ -40,22 +60,31 @@ class Microbatch(NamedTuple):
     number: int
     indices: np.ndarray
     occurrences: np.ndarray | None = None
+    places: np.ndarray | None = None
 
     def take(self, chosen: np.ndarray | list[int]) -> "Microbatch":
-        """The microbatch with only these of its samples, given by their places or as a mask."""
+        """The microbatch with only these of its samples, given by their positions in it or as a mask."""
         occurrences = None if self.occurrences is None else self.occurrences[chosen]
-        return self._replace(indices=self.indices[chosen], occurrences=occurrences)
+        places = None if self.places is None else self.places[chosen]
+        return self._replace(indices=self.indices[chosen], occurrences=occurrences, places=places)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How an epoch divides into updates, and an update into microbatches."""
+    """How an epoch divides into updates, and an update into microbatches.
+
+    An update has `repeats` copies of each of its samples. With `weights`, float64 [samples], samples are drawn with
+    replacement. With `in_pairs`, microbatches consist of pairs of neighbours, to be mixed.
+    """
 
     samples: int
     global_batch_size: int
     microbatches: int
     seed: int
     drop_last: bool = False
+    repeats: int = 1
+    in_pairs: bool = False
+    weights: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -91,10 +120,35 @@ class Plan:
         epoch, update = divmod(step, self.updates_per_epoch)
         return epoch, update * self.global_batch_size
 
+    @property
+    def weights_hash(self) -> str | None:
+        """A hash of the weights; None without weights."""
+        return None if self.weights is None else hashlib.sha256(self.weights.tobytes()).hexdigest()[:32]
+
     def microbatch_sizes(self, position: int) -> list[int]:
-        """Samples in each microbatch of the update at `position`; they differ by at most one."""
-        small, larger = divmod(self.update_size(position), self.microbatches)
-        return [small + (microbatch < larger) for microbatch in range(self.microbatches)]
+        """Samples in each microbatch of the update at `position`; they differ by at most one, in pairs by two."""
+        pieces, alone = divmod(self.update_size(position), 2 if self.in_pairs else 1)
+        small, larger = divmod(pieces, self.microbatches)
+        sizes = [(small + (microbatch < larger)) * (1 + self.in_pairs) for microbatch in range(self.microbatches)]
+        return [*sizes[:-1], sizes[-1] + alone]
+
+    def draws(self, epoch: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The samples of an epoch in order, int64 [samples], and their occurrences (see Microbatch).
+
+        With repeats, the distinct samples of an update come one after the other, and then all of them again, so that
+        neighbours differ ("Augment your batch", Hoffer et al., 2019).
+        """
+        if self.weights is None:
+            drawn = permutation(self.samples, self.seed, epoch)
+        else:
+            drawn = weighted_draws(self.weights, self.seed, epoch)
+        if self.repeats > 1:
+            update, place = np.divmod(np.arange(self.samples), self.global_batch_size)
+            sizes = np.minimum(self.global_batch_size, self.samples - update * self.global_batch_size)
+            distinct = -(-sizes // self.repeats)
+            drawn = drawn[update * (self.global_batch_size // self.repeats) + place % distinct]
+        once = self.weights is None and self.repeats == 1
+        return drawn, None if once else count_earlier(drawn)
 
 
 class MicrobatchSampler(Sized, Iterable):
@@ -115,7 +169,7 @@ class UpdateSampler(MicrobatchSampler):
 
     def __init__(self, plan: Plan, processes: int, updates: int, start: tuple[int, int, int] = (0, 0, 0)):
         self.plan, self.updates, self.start = plan, updates, start
-        self.largest = -(-plan.global_batch_size // plan.microbatches)
+        self.largest = max(plan.microbatch_sizes(0))
         per_rank, rest = divmod(plan.microbatches, processes)
         assert rest == 0, f"{plan.microbatches} microbatches cannot be divided among {processes} processes"
         self.numbers = [rank * per_rank + step for step in range(per_rank) for rank in range(processes)]
@@ -124,15 +178,18 @@ class UpdateSampler(MicrobatchSampler):
         return self.updates * self.plan.microbatches
 
     def __iter__(self) -> Iterator:  # of Microbatch; PyTorch's type hints ask for lists
-        plan, order, (first, epoch, position) = self.plan, None, self.start
+        plan, draws, (first, epoch, position) = self.plan, None, self.start
         for update in range(first, first + self.updates):
-            if order is None:
-                order = permutation(plan.samples, plan.seed, epoch)
+            if draws is None:
+                draws = plan.draws(epoch)
             ends = list(accumulate(plan.microbatch_sizes(position), initial=position))
             for number in self.numbers:
-                yield Microbatch(update, epoch, number, order[ends[number] : ends[number + 1]])
+                part = slice(ends[number], ends[number + 1])
+                occurrences = None if draws[1] is None else draws[1][part]
+                places = np.arange(part.stop - part.start) if plan.in_pairs else None
+                yield Microbatch(update, epoch, number, draws[0][part], occurrences, places)
             next_epoch, position = plan.advance(epoch, position)
-            order, epoch = order if next_epoch == epoch else None, next_epoch
+            draws, epoch = draws if next_epoch == epoch else None, next_epoch
 
 
 class BlockSampler(MicrobatchSampler):

@@ -188,7 +188,12 @@ def match_files(record: Record, part: RecordedSplit, whole: Split, class_names: 
     bad = {**whole.bad, **dict.fromkeys(rows[gone].tolist(), files.missing)}
     ends = np.append(np.zeros(len(files), np.int64) if whole.ends is None else whole.ends, np.zeros_like(gone))
     images = Files(paths, files.root)
-    split = replace(whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad)
+    weights = None
+    if whole.weights is not None:
+        weight_of = np.full(len(paths), np.nan)
+        weight_of[whole.rows] = whole.weights
+        weights = weight_of[rows]
+    split = replace(whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad, weights=weights)
 
     compared = recorded_ends if recorded_ends and whole.ends is not None else ends[rows]
     changed = np.flatnonzero((ends[rows] != compared) & split.readable)

@@ -12,6 +12,7 @@ from utils.data.check import check_images, refuse_bad
 from utils.data.decode import peek
 from utils.data.multi_hot import check_kind
 from utils.data.record import Record, differences, is_same, make_record, match_files, table_changes
+from utils.data.sampling import class_weights
 from utils.data.sources import open_source
 from utils.data.spec import SMALL, sides
 from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset, renumber
@@ -43,7 +44,8 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
         check_kind(split, config)
     if len(source.class_names) < 2:
         raise UserError(f"--data {config.data} has one class, {join_names(source.class_names)}", "give at least two")
-    return Data(train, evaluation, source.class_names, record, bad)
+    weights = class_weights(config, train, source.class_names)
+    return Data(train, evaluation, source.class_names, record, bad, weights)
 
 
 def load_split(

@@ -37,7 +37,8 @@ class Split:
     `labels` and `rows` are int64 [N]; several samples may share a row. If samples may have several
     classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes if an image may have
     changed; image files have a stamp each instead. A check of the images adds two fields, both by row: `ends`, a
-    checksum of each image (int64 [len(images)]), and `bad`, the errors of unreadable images.
+    checksum of each image (int64 [len(images)]), and `bad`, the errors of unreadable images. `weights`, float64 [N],
+    are those of --sampler, NaN where they cannot be read.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Split:
     ends: np.ndarray | None = None
     bad: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
+    weights: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -59,7 +61,8 @@ class Split:
 
     def select(self, positions: np.ndarray) -> "Split":
         """A split of the samples at these positions, in this order."""
-        return replace(self, labels=self.labels[positions], rows=self.rows[positions])
+        weights = None if self.weights is None else self.weights[positions]
+        return replace(self, labels=self.labels[positions], rows=self.rows[positions], weights=weights)
 
     @property
     def cache_key(self) -> str:
@@ -99,7 +102,7 @@ class Data:
     """A data set to train on: two splits and the names of their classes, by label.
 
     `record` describes the samples for checkpoints: a Record of utils/data/record.py. `bad_images` lists the images
-    that cannot be read, {path or index: reason}.
+    that cannot be read, {path or index: reason}. `class_weights` are those of the loss.
     """
 
     train: Split
@@ -107,12 +110,16 @@ class Data:
     class_names: list[str]
     record: Any = None
     bad_images: dict[str, str] = field(default_factory=dict)
+    class_weights: list[float] | None = None
 
     @property
     def fingerprint(self) -> str:
         """A hash of the samples of both splits, which does not change if the data set moves."""
         splits = (self.train, self.evaluation)
-        return fingerprint_of(*(text for split in splits for text in (split.label_fingerprint, split.content)))
+        weights: list[Any] = [] if self.train.weights is None else [self.train.weights.tobytes()]
+        weights += [] if self.class_weights is None else [self.class_weights]
+        texts = (text for split in splits for text in (split.label_fingerprint, split.content))
+        return fingerprint_of(*texts, *weights)
 
 
 class Files:

@@ -11,6 +11,7 @@ import numpy as np
 from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.multi_hot import multi_hot
+from utils.data.sampling import to_weights, weight_column
 from utils.data.splits import Source, Split, fingerprint_of, split_that_defines_classes, whole_split
 from utils.data.table_files import hide_bars_without_terminal
 from utils.errors import UserError, one_line
@@ -79,7 +80,9 @@ def table_source(splits, config: TrainConfig) -> Source:
             raise UserError(f"{problem}, unlike those of the training split", "choose another split")
         labels = _labels(name, _values(dataset, label_column), label_values, len(class_names))
         split = whole_split(name, Table(dataset, image_column), labels, fingerprint_of(dataset._fingerprint))
-        return replace(split, notes=notes)
+        weight = weight_column(config)
+        weights = to_weights(dataset[weight][:]) if weight in dataset.features else None
+        return replace(split, notes=notes, weights=weights)
 
     return Source({name: partial(make, name) for name in splits}, class_names)
 

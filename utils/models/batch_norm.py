@@ -25,7 +25,8 @@ def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
         range(plan.microbatches * 2, 2 * plan.global_batch_size + 1, plan.microbatches),
         key=lambda size: abs(size - plan.global_batch_size),
     )
-    works = [size for size in near if 1 not in sizes(replace(plan, global_batch_size=size))][:2]
+    fits = [size for size in near if size % plan.repeats == 0]
+    works = [size for size in fits if 1 not in sizes(replace(plan, global_batch_size=size))][:2]
     fixes = [f"--global_batch_size {size}" for size in sorted(works)]
     if 1 not in sizes(replace(plan, drop_last=True)):
         fixes.insert(0, "--drop_last")

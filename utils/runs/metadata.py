@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import numpy
+import numpy as np
 import torch
 import torchvision
 
@@ -130,7 +130,7 @@ def _upgrade(values: dict[str, Any]) -> dict[str, Any]:
 @cache
 def versions() -> dict[str, str]:
     """The versions of Lockstep, its commit, Python and the main packages."""
-    packages = {module.__name__: module.__version__ for module in (torch, torchvision, accelerate, numpy)}
+    packages = {module.__name__: module.__version__ for module in (torch, torchvision, accelerate, np)}
     return {"lockstep": VERSION, "commit": code_commit(), **packages, "python": platform.python_version()}
 
 
@@ -145,17 +145,24 @@ def metadata_files(
         "labels": data.train.label_fingerprint,
         "global_batch_size": plan.global_batch_size,
         "seed": plan.seed,
+        "weights": plan.weights_hash,
         "processes": ranks.topology.world_size,
         "threads": ranks.threads,
         "device": ranks.device.type,
         "versions": versions(),
     }
-    return {
+    files: dict[str, str | bytes] = {
         "state.json": json.dumps(values | more, indent=1, allow_nan=False),
         "labels.json": json.dumps(data.class_names),
         "config.yaml": to_yaml(config),
         FILE: data.record.data,
     }
+    if config.sampler != "shuffle" or config.class_weights:  # to correct predictions for the true frequencies
+        labels = data.train.labels
+        classes = labels if labels.ndim == 1 else np.nonzero(labels)[1]  # multi-hot
+        counts = np.bincount(classes, minlength=len(data.class_names)).tolist()
+        files["class_counts.json"] = json.dumps(dict(zip(data.class_names, counts, strict=True)))
+    return files
 
 
 def settings_to_save(config: TrainConfig, plan: Plan, grad_accum: int | None, precision: str) -> TrainConfig:

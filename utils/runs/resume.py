@@ -14,6 +14,7 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.decode import peek
 from utils.data.order import Plan
+from utils.data.sampling import make_plan
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
 from utils.errors import UserError
@@ -68,12 +69,12 @@ def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: in
 
 
 def plan_of_start(
-    config: TrainConfig, saved: SavedRun | None, samples: int, processes: int
+    config: TrainConfig, saved: SavedRun | None, train: Split, processes: int
 ) -> tuple[TrainConfig, list[str], Plan]:
     """The settings with those chosen from the number of training samples, lines about these, and the run's plan."""
-    config, lines = (config, []) if saved else choose_sizes(config, samples, processes)
+    config, lines = (config, []) if saved else choose_sizes(config, len(train), processes)
     _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
-    return config, lines, Plan(samples, global_batch_size, grad_accum * processes, config.seed, config.drop_last)
+    return config, lines, make_plan(config, train, global_batch_size, grad_accum * processes)
 
 
 def spec_of_start(
@@ -104,6 +105,7 @@ def restore_state(
     batch_size = plan.global_batch_size // plan.microbatches
     if saved is None:
         return TrainState(batch_size=batch_size)
+    weights = [saved.values.get("weights")] if config.sampler == saved.settings.sampler else []
     for what, there, here in (
         ("a model", saved.settings.model, config.model),
         ("a task", saved.settings.task, config.task),
@@ -113,6 +115,7 @@ def restore_state(
         ("training samples", saved.values["samples"], plan.samples),
         ("the classes", saved.class_names, data.class_names),
         ("labels", saved.values["labels"], data.train.label_fingerprint),
+        *(("sampling weights", there, plan.weights_hash) for there in weights),
     ):
         if there != here:
             problem = f"{saved.path}: was trained with {what} of {_short(there)}, not {_short(here)}"

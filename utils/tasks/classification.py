@@ -28,11 +28,17 @@ class Classification(Task):
         self.class_names, self.outputs = class_names, len(class_names)
         self.sum_of_losses: Callable[..., Tensor] = partial(LOSSES.choose(config.loss), **config.loss_args)
         self.smoothing = config.label_smoothing
+        self.weight: Tensor | None = None
         equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
         self.loss_of_guessing = self.sum_of_losses(equal_scores, any_class, 0.0, None).item()
 
+    def weigh(self, class_weights: list[float]) -> None:
+        self.weight = torch.tensor(class_weights)
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.sum_of_losses(outputs, targets, self.smoothing, None)
+        if self.weight is not None:
+            self.weight = self.weight.to(outputs.device)  # copied once
+        return self.sum_of_losses(outputs, targets, self.smoothing, self.weight)
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         classes = targets.argmax(1) if targets.is_floating_point() else targets

@@ -6,7 +6,7 @@ what --loss_args may set.
 * `logits` [n, classes], where n may be 0
 * `targets`: class indices, int64 [n], or class probabilities, float [n, classes], as from Mixup
 * `smoothing`: the fraction of the target to spread evenly over all classes
-* `weight`: a weight for each class, float [classes], or None
+* `weight`: with --class_weights, the weight of each class, float32 [classes], else None
 
 Losses are linear in the targets: that of a mixture of targets is the mixture of their losses.
 """
@@ -29,10 +29,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weight: Ten
 def binary_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None) -> Tensor:
     """Binary cross-entropy of each class against the rest, averaged over the classes.
 
-    As in "ResNet strikes back", Wightman et al., 2021.
+    As in "ResNet strikes back", Wightman et al., 2021. A sample has the weight of its class.
     """
+    of_samples = None if weight is None else (_soft(logits, targets, 0.0) @ weight)[:, None]
     targets = _soft(logits, targets, smoothing)
-    total = F.binary_cross_entropy_with_logits(logits, targets, weight, reduction="sum")
+    total = F.binary_cross_entropy_with_logits(logits, targets, of_samples, reduction="sum")
     return total / logits.shape[1]
 
 

@@ -27,14 +27,22 @@ TASKS = Table(
 )
 
 
-def make_task(config: TrainConfig, class_names: list[str], labels: np.ndarray | None) -> tuple[TrainConfig, Task]:
+def make_task(
+    config: TrainConfig,
+    class_names: list[str],
+    labels: np.ndarray | None,
+    class_weights: list[float] | None = None,
+) -> tuple[TrainConfig, Task]:
     """The settings with the names of the task and of its best metric, and the task.
 
-    `labels` are those of the training split, as in Split; None in eval.py.
+    `labels` are those of the training split, as in Split, and `class_weights` those of the
+    training loss; both are None in eval.py.
     """
     name = config.task
     if name == "auto":
         name = "multilabel" if labels is not None and labels.ndim == 2 else "classification"
     task = TASKS.choose(name)(config, class_names, labels)
+    if class_weights is not None:
+        task.weigh(class_weights)
     task.choose_best(config.best)
     return replace(config, task=name, best=task.metric), task

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from utils.data.order import Plan, permutation
+from utils.data.order import Plan
 from utils.data.splits import Split
 from utils.errors import UserError
 from utils.ranks.ranks import Ranks
@@ -39,7 +39,7 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
 def samples_of(plan: Plan, step: int) -> np.ndarray:
     """The samples of update `step`, counted from 0, as positions in the training split, in the order of the run."""
     epoch, position = plan.at(step)
-    return permutation(plan.samples, plan.seed, epoch)[position : position + plan.update_size(position)]
+    return plan.draws(epoch)[0][position : position + plan.update_size(position)]
 
 
 def report_explosion(log: RunLog, state: TrainState, loss: float, guessing: float) -> None:

@@ -116,6 +116,8 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     stem = getattr(run.module, "stem_change", "")  # only torchvision models have it
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "chosen", line) for number, line in enumerate(run.chosen)]
+    alphas = {"mixup": run.config.mixup, "cutmix": run.config.cutmix}
+    mixed = ", ".join(f"{name} {alpha:g}" for name, alpha in alphas.items() if alpha)
     same = differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)
     return [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
@@ -126,6 +128,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()}{stem and f', {stem}'}"),
         ("batch", plan.describe(processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
+        *([("mixing", f"{mixed}: training accuracy is against the dominant label")] if mixed else []),
         *chosen,
         *([("differs", same)] if same else []),
     ]

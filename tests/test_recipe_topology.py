@@ -1,0 +1,82 @@
+"""The modern recipe, everything at once: the same losses on one, two and three processes, and after a kill."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers.ranks import run_ranks, start_ranks
+from helpers.training_runs import records, same_tensors, slow_train, train_run, weights, working_in
+from helpers.waiting import until
+
+import train
+
+# Each alone changes the first update. The network has neither dropout nor batch statistics.
+ALL_ON = {
+    "mixup": ["--mixup", "0.4"],
+    "cutmix": ["--cutmix", "1"],
+    "repeats": ["--repeats", "2"],
+    "sampler": ["--sampler", "balanced"],
+    "class weights": ["--class_weights", "balanced"],
+    "label smoothing": ["--label_smoothing", "0.1"],
+    "crop": ["--min_scale", "0.4"],
+    "shift": ["--crop_padding", "2"],
+    "flip": ["--flip", "true"],
+}
+# Six updates an epoch, the last one of nine samples
+RUN = ["--data", "digits", "--max_train_samples", "129", "--max_eval_samples", "30", "--global_batch_size", "24"]
+RUN += ["--model", "mlp", "--model_args", "{hidden: 16}", "--lr", "0.05", "--threads", "1", "--max_steps", "20"]
+RUN += ["--log_every", "1", "--save_every", "7", "--eval_every", "20", "--lr_schedule", "constant"]
+EVERYTHING = [*RUN, *(word for flags in ALL_ON.values() for word in flags)]
+
+
+def losses(name):
+    return [record["loss"] for record in records(name, "train")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a run of one process, `1`, and one of two, `2`."""
+    folder = tmp_path_factory.mktemp("recipe")
+    with working_in(folder):
+        for processes in (1, 2):
+            train_run(processes, str(processes), *EVERYTHING)
+    return folder
+
+
+@pytest.mark.parametrize(("processes", "accum"), [(2, 1), (3, 1), (1, 4)])
+def test_every_topology_has_the_losses_of_one_process_with_everything_on(processes, accum, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    name = "2" if (processes, accum) == (2, 1) else f"{processes}x{accum}"
+    if name != "2":
+        train_run(processes, name, *EVERYTHING, "--grad_accum", str(accum))
+    assert len(losses("1")) == 20 and losses(name) == pytest.approx(losses("1"), rel=1e-5)
+    assert len({f"{loss:.4f}" for loss in losses("1")}) > 15
+    plan = records(name, "start")[0]
+    assert (plan["processes"], plan["grad_accum"]) == (processes, accum)
+
+
+def test_a_killed_run_ends_with_the_same_weights_with_everything_on(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    started = start_ranks(2, slow_train, EVERYTHING, 0.0, 11)
+    until(lambda: Path("held-0").exists() and Path("held-1").exists())
+    until(lambda: Path("runs/run/checkpoints/step-00000007").exists())
+    started.kill()
+    started.finish()
+    assert not Path("runs/run/checkpoints/step-00000014").exists()
+    resumed = start_ranks(2, train.main, ["--run_name", "run", *EVERYTHING, "--resume", "auto"]).finish()
+    assert [outcome.code for outcome in resumed] == [0, 0], resumed[0].err
+    assert records("run", "start")[-1]["step"] == 7
+    assert losses("run") == losses("2") and same_tensors(weights("run"), weights("2"))
+
+
+def test_each_flag_alone_changes_the_loss_of_the_first_update():
+    found = {}
+    for name, flags in {"none": [], **ALL_ON}.items():
+        train_run(1, name, *RUN, *flags, "--max_steps", "1")
+        (found[name],) = losses(name)
+    assert len({f"{loss:.6f}" for loss in found.values()}) == len(found), found
+
+
+def test_the_start_of_a_run_says_what_its_training_accuracy_is_measured_against():
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "words", *RUN, "--mixup", "0.2", "--max_steps", "1"])
+    assert re.search(r"mixing +mixup 0.2: training accuracy is against the dominant label", outcome.out), outcome.out

@@ -1,0 +1,319 @@
+"""Repeats, sampling with replacement, pairs and class weights, against counts and formulas written anew here."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Value
+from helpers.make_data import image_folder, parquet, table
+from helpers.training_runs import refused, train_run
+from torch.nn import functional as F
+
+import train
+from utils.config.settings import TrainConfig
+from utils.data.order import Microbatch, Plan, UpdateSampler, permutation
+from utils.data.sampling import class_weights, draw_weights, make_plan
+from utils.data.selection import load_data
+from utils.data.splits import whole_split
+from utils.models.batch_norm import check_batch_norm
+from utils.tasks.classification import Classification
+
+MLP = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--max_steps", "2", "--lr", "0.01"]
+
+
+def split_of(labels, weights=None):
+    labels = np.asarray(labels)
+    made = whole_split("train", np.zeros((len(labels), 2, 2), np.uint8), labels, "")
+    object.__setattr__(made, "weights", None if weights is None else np.asarray(weights, np.float64))
+    return made
+
+
+def epoch_of(plan, epoch=0, processes=1):
+    """The microbatches of one epoch, in the order of their numbers."""
+    sampler = UpdateSampler(plan, processes, (epoch + 1) * plan.updates_per_epoch)
+    return sorted((m for m in sampler if m.epoch == epoch), key=lambda m: (m.update, m.number))
+
+
+def drawn_by(plan, epoch=0):
+    found = epoch_of(plan, epoch)
+    none = np.zeros(0, np.int64)
+    occurrences = [none if m.occurrences is None else m.occurrences for m in found]
+    return np.concatenate([m.indices for m in found]), np.concatenate(occurrences)
+
+
+@pytest.mark.parametrize(("samples", "batch", "repeats"), [(103, 24, 3), (40, 8, 2), (7, 12, 4), (25, 6, 6), (9, 4, 2)])
+def test_an_update_has_every_one_of_its_samples_so_many_times(samples, batch, repeats):
+    drawn, occurrences = drawn_by(Plan(samples, batch, 2, seed=4, repeats=repeats), epoch=1)
+    order, expected = permutation(samples, 4, 1).tolist(), []
+    for start in range(0, samples, batch):
+        size = min(batch, samples - start)
+        distinct, order = order[: -(-size // repeats)], order[-(-size // repeats) :]
+        expected += (distinct * repeats)[:size]
+    assert drawn.tolist() == expected and len(drawn) == samples
+    seen = Counter()
+    for sample, occurrence in zip(drawn.tolist(), occurrences.tolist(), strict=True):
+        assert occurrence == seen[sample]
+        seen[sample] += 1
+    assert max(seen.values()) <= repeats
+
+
+def test_repeats_of_a_sample_are_never_neighbours_unless_it_is_alone():
+    drawn, _ = drawn_by(Plan(96, 24, 1, seed=0, repeats=4))
+    assert (np.diff(drawn) != 0).all()
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_draws_with_replacement_follow_the_weights_and_count_their_occurrences(repeats):
+    given = np.array([0.0, 1, 2, 3, 0, 4] * 500)
+    counts, seen = np.zeros(3000), set()
+    for epoch in range(20):
+        drawn, occurrences = drawn_by(Plan(3000, 100, 4, 7, repeats=repeats, weights=given), epoch)
+        assert len(drawn) == 3000
+        earlier = Counter()
+        for sample, occurrence in zip(drawn.tolist(), occurrences.tolist(), strict=True):
+            assert occurrence == earlier[sample]
+            earlier[sample] += 1
+        counts += np.bincount(drawn, minlength=3000)
+        seen.add(tuple(drawn))
+    assert len(seen) == 20 and not counts[given == 0].any()
+    of_weight = np.array([counts[given == weight].sum() for weight in (1, 2, 3, 4)]) / 60000
+    assert of_weight == pytest.approx(np.array([0.1, 0.2, 0.3, 0.4]), abs=0.01 * repeats)
+
+
+def test_weighted_draws_are_the_inverse_cdf_at_uniform_numbers_of_the_epoch():
+    given = np.random.default_rng(0).random(200) * (np.arange(200) % 3 > 0)
+    drawn, _ = drawn_by(Plan(200, 16, 1, seed=9, weights=given), epoch=3)
+    raw = np.random.Philox(key=fold_by_hand(9, "order", 3)).random_raw(200)
+    for word, sample in zip(raw.tolist(), drawn.tolist(), strict=True):
+        below, total = given[:sample].sum(), given.sum()
+        assert below - 1e-9 <= (word >> 11) / 2**53 * total <= below + given[sample] + 1e-9
+
+
+def fold_by_hand(*parts):
+    import hashlib
+
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def test_a_random_number_just_below_one_draws_a_sample_with_a_weight(monkeypatch):
+    class Highest:
+        def random_raw(self, count):
+            return np.full(count, 2**64 - 1, np.uint64)
+
+    monkeypatch.setattr(np.random, "Philox", lambda key: Highest())
+    drawn, _ = Plan(5, 5, 1, 0, weights=np.array([0.1, 0.2, 0.3, 0.0, 0.0])).draws(0)
+    assert drawn.tolist() == [2] * 5
+
+
+def test_balanced_draws_every_class_equally_often():
+    labels = np.repeat([0, 1, 2], [900, 90, 10])
+    plan = make_plan(TrainConfig(sampler="balanced"), split_of(labels), 100, 4)
+    counts = sum(np.bincount(labels[drawn_by(plan, epoch)[0]], minlength=3) for epoch in range(30))
+    assert ((counts - 10000) ** 2 / 10000).sum() < 13.8  # chi-square with 2 degrees of freedom, p = 0.001
+    # within a class, each sample
+    rare = sum(np.bincount(drawn_by(plan, epoch)[0], minlength=1000)[990:] for epoch in range(30))
+    assert ((rare - 1000) ** 2 / 1000).sum() < 30
+
+
+@pytest.mark.parametrize("settings", [{"sampler": "balanced"}, {"repeats": 2}, {"sampler": "balanced", "repeats": 3}])
+def test_every_topology_and_every_start_draws_the_same(settings):
+    labels = np.arange(103) % 5
+    config = TrainConfig(**settings, mixup=0.2, seed=3)
+    alone = list(UpdateSampler(make_plan(config, split_of(labels), 24, 1), 1, 10))
+    for processes, accum in ((2, 1), (1, 3), (3, 2), (2, 6)):
+        plan = make_plan(config, split_of(labels), 24, processes * accum)
+        for first in (0, 2, 4, 7):
+            epoch, position = plan.at(first)
+            emitted = list(UpdateSampler(plan, processes, 10 - first, (first, epoch, position)))
+            for whole in alone[first:]:
+                parts = sorted((m for m in emitted if m.update == whole.update), key=lambda m: m.number)
+                assert np.concatenate([m.indices for m in parts]).tolist() == whole.indices.tolist()
+                assert np.concatenate([m.occurrences for m in parts]).tolist() == whole.occurrences.tolist()
+
+
+@pytest.mark.parametrize("microbatches", range(1, 9))
+def test_pairs_are_dealt_whole_and_an_odd_last_sample_goes_to_the_last_microbatch(microbatches):
+    for samples in range(1, 40):
+        plan = Plan(samples, 20, microbatches, seed=0, in_pairs=True)
+        for position in range(0, samples, 20):
+            size = min(20, samples - position)
+            sizes, dealt = plan.microbatch_sizes(position), [0] * microbatches
+            for pair in range(size // 2):
+                dealt[pair % microbatches] += 2
+            dealt[-1] += size % 2
+            assert sizes == dealt
+        update = epoch_of(plan)[:microbatches]
+        assert np.concatenate([m.indices for m in update]).tolist() == plan.draws(0)[0][:20].tolist()
+        assert all(m.places.tolist() == list(range(len(m.indices))) for m in update)
+        assert UpdateSampler(plan, 1, 1).largest >= max(len(m.indices) for m in epoch_of(plan))
+
+
+def test_batch_statistics_of_one_sample_are_refused_with_the_sizes_of_pairs():
+    refused_sizes = []
+    for samples in range(9, 17):
+        plan = Plan(samples, 8, 4, seed=0, in_pairs=True)
+        sizes = {len(m.indices) for m in epoch_of(plan)}
+        if 1 in sizes:
+            refused_sizes.append(samples)
+            with pytest.raises(ValueError, match="more than one sample"):
+                check_batch_norm(plan, 2)
+        else:
+            check_batch_norm(plan, 2)
+    assert refused_sizes == [9, 11, 13, 15]  # the odd last sample, alone in the last microbatch
+
+
+def test_places_stay_with_their_samples():
+    microbatch = Microbatch(0, 0, 0, np.array([7, 5, 7, 2]), None, np.arange(4))
+    assert microbatch.take([0, 3]).places.tolist() == [0, 3]
+    assert microbatch.take(np.array([False, True, True, False])).places.tolist() == [1, 2]
+
+
+def test_settings_that_do_not_fit_are_one_line():
+    labels = split_of(np.arange(50) % 5)
+    with pytest.raises(ValueError, match=r"^--repeats 3 does not divide the global batch of 32; set --global_batch_s"):
+        make_plan(TrainConfig(repeats=3), labels, 32, 2)
+    with pytest.raises(ValueError, match=r"^a global batch of 6 has fewer pairs than its 4 microbatches; "):
+        make_plan(TrainConfig(cutmix=1.0), labels, 6, 4)
+    make_plan(TrainConfig(cutmix=1.0), labels, 8, 4)
+    for given, text in (
+        ([1.0] * 49 + [-1], "the weight of image 49 of split 'train' is not a number of at least 0"),
+        ([1.0] * 49 + [np.nan], "the weight of image 49 of split 'train' is not a number"),
+        ([np.inf] + [1.0] * 49, "the weight of image 0 of split 'train' is not a number"),
+        ([0.0] * 50, "all weights are 0"),
+        (None, "split 'train' has no column 'w'"),
+    ):
+        with pytest.raises(ValueError, match=f"^--sampler weights:w: {text}"):
+            draw_weights(TrainConfig(sampler="weights:w"), split_of(labels.labels, given))
+    for value in ("random", "weights", "weights:", ""):
+        with pytest.raises(ValueError, match=f"^--sampler {value}: no such sampler; use shuffle, balanced or weights"):
+            TrainConfig(sampler=value)
+    for flag, value in (("repeats", 0), ("mixup", -1.0), ("mix_prob", 1.5), ("mix_off_epoch", -1)):
+        with pytest.raises(ValueError, match=f"^--{flag} must be at "):
+            TrainConfig(**{flag: value})
+
+
+def test_the_weights_of_a_csv_file_and_of_a_table_follow_their_samples():
+    paths = image_folder("images", {"cat": 12, "dog": 9})
+    lines = [f"{path},{path.parent.name},{number / 4}" for number, path in enumerate(paths)]
+    Path("list.csv").write_text("\n".join(["path,label,rarity", *lines]))
+    by_path = {str(path.resolve()): number / 4 for number, path in enumerate(paths)}
+    config = TrainConfig(data="list.csv", sampler="weights:rarity", eval_fraction=0.3, max_train_samples=10)
+    data = load_data(config)
+    for loaded in (data, load_data(config, data.record)):  # also the samples of a checkpoint
+        train_split = loaded.train
+        expected = [by_path[str(Path(train_split.describe(i)).resolve())] for i in range(10)]
+        assert draw_weights(config, train_split).tolist() == expected
+    moved = ["path,label,rarity", *lines[::-1]]
+    Path("list.csv").write_text("\n".join(moved))
+    assert draw_weights(config, load_data(config, data.record).train).tolist() == expected
+    Path("list.csv").write_text("\n".join(["path,label,rarity", *(f"{line}x" for line in lines)]))
+    with pytest.raises(ValueError, match=r"the weight of \S+/images/\S+\.png is not a number of at least 0"):
+        draw_weights(config, load_data(config).train)
+
+    names = ClassLabel(names=["a", "b"])
+    for kind, values in (
+        ("float32", [0.5, 2.5, 0.25, 1.0]),
+        ("int64", [1, 0, 3, 4]),
+        ("string", ["1", "0.5", "3", "4"]),
+    ):
+        made = table([0, 1, 0, 1], names, weight=(values, Value(kind)))
+        folder = parquet(f"table-{kind}", train=made, validation=made)
+        config = TrainConfig(data=str(folder), sampler="weights:weight")
+        assert draw_weights(config, load_data(config).train).tolist() == [float(value) for value in values]
+
+
+def test_a_run_with_a_weight_that_is_missing_ends_with_one_line():
+    error = refused(train.main, "--data", "digits", "--sampler", "weights:rarity", *MLP)
+    assert error.endswith(
+        "--sampler weights:rarity: split 'train' has no column 'rarity'; name a column of a table or CSV file"
+    )
+
+
+def labelled(counts, names="abc", **settings):
+    labels = np.repeat(np.arange(len(counts)), counts)
+    return TrainConfig(**settings), split_of(labels), list(names[: len(counts)])
+
+
+def test_class_weights_have_the_mean_one_over_the_training_samples():
+    config, train_split, names = labelled([6, 3, 1], class_weights="balanced")
+    found = np.array(class_weights(config, train_split, names))
+    assert found == pytest.approx([10 / 18, 10 / 9, 10 / 3])  # as compute_class_weight of scikit-learn
+    assert found[train_split.labels].mean() == pytest.approx(1)
+    for text in ("c: 4\na: 1\nb: 2.0\n", '{"a": 1, "b": 2, "c": 4}'):
+        Path("weights.yaml").write_text(text)
+        config, train_split, names = labelled([6, 3, 1], class_weights="weights.yaml")
+        assert class_weights(config, train_split, names) == pytest.approx([0.625, 1.25, 2.5])
+    assert class_weights(TrainConfig(), train_split, names) is None
+    Path("weights.yaml").write_text("0: 1\n1: 3\n")
+    config, train_split, names = labelled([1, 1], "01", class_weights="weights.yaml")
+    assert class_weights(config, train_split, names) == pytest.approx([0.5, 1.5])
+    config, train_split, names = labelled([2, 0, 2], class_weights="balanced")
+    assert class_weights(config, train_split, names) == pytest.approx([1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a: 1\nb: 2\n", "no weight for c; give a weight to each of the classes a, b, c"),
+        ("a: 1\nb: 2\nc: 1\nd: 1", "no class d; give"),
+        ("a: 1\nb: 0\nc: 1\n", "the weight of b must be a number above 0, got 0"),
+        ("a: 1\nb: -2.5\nc: 1\n", "the weight of b must be a number above 0, got -2.5"),
+        ("a: 1\nb: x\nc: 1\n", "the weight of b must be a number above 0, got x"),
+        ("a: 1\nb: .nan\nc: 1\n", "the weight of b must be a number above 0, got nan"),
+        ("- 1\n- 2\n", "does not map class names to weights"),
+    ],
+)
+def test_a_file_of_class_weights_that_does_not_fit_is_one_line(text, error):
+    Path("weights.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"^--class_weights weights.yaml: {error}"):
+        class_weights(*labelled([6, 3, 1], class_weights="weights.yaml"))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_weighted_loss_is_pytorchs_and_evaluation_stays_unweighted(smoothing):
+    generator = torch.Generator().manual_seed(0)
+    logits, weight = torch.randn(20, 3, generator=generator), [0.5, 1.25, 3.0]
+    task = Classification(TrainConfig(label_smoothing=smoothing), ["a", "b", "c"])
+    task.weigh(weight)
+    hard = torch.arange(20) % 3
+    soft = torch.rand(20, 3, generator=generator).softmax(1)
+    for targets in (hard, soft):
+        expected = F.cross_entropy(
+            logits, targets, torch.tensor(weight), label_smoothing=smoothing, reduction="none"
+        ).sum()
+        assert task.loss(logits, targets).item() == pytest.approx(expected.item(), rel=1e-6)
+    rows = F.one_hot(hard, 3).float()
+    assert task.loss(logits, rows).item() == pytest.approx(task.loss(logits, hard).item(), rel=1e-6)
+    unweighted = F.cross_entropy(logits, hard, reduction="sum").item()
+    assert task.evaluate(logits, hard)[0][0].item() == pytest.approx(unweighted, rel=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_one_against_the_rest_weights_each_sample_by_its_class(smoothing):
+    logits, weight = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), [0.5, 1.25, 3.0]
+    task = Classification(TrainConfig(loss="binary_cross_entropy", label_smoothing=smoothing), ["a", "b", "c"])
+    task.weigh(weight)
+    plain = Classification(TrainConfig(loss="binary_cross_entropy", label_smoothing=smoothing), ["a", "b", "c"])
+    hard = torch.tensor([0, 1, 2, 2, 1, 0])
+    one_by_one = [weight[k] * plain.loss(logits[i : i + 1], hard[i : i + 1]).item() for i, k in enumerate(hard)]
+    assert task.loss(logits, hard).item() == pytest.approx(sum(one_by_one), rel=1e-5)
+
+
+def test_the_class_counts_are_kept_with_a_checkpoint_of_weighted_training():
+    flags = ["--data", "digits", "--max_train_samples", "100", "--global_batch_size", "20", *MLP]
+    for name, more in (
+        ("plain", []),
+        ("drawn", ["--sampler", "balanced"]),
+        ("weighed", ["--class_weights", "balanced"]),
+    ):
+        train_run(1, name, *flags, *more)
+    found = [
+        list(Path(f"runs/{name}/checkpoints").glob("step-*/class_counts.json"))
+        for name in ("plain", "drawn", "weighed")
+    ]
+    assert [len(paths) for paths in found] == [0, 1, 1]
+    labels = load_data(TrainConfig(data="digits", max_train_samples=100)).train.labels
+    assert json.loads(found[1][0].read_text()) == {str(k): int((labels == k).sum()) for k in range(10)}

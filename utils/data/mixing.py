@@ -1,0 +1,121 @@
+"""Mixup and CutMix of neighbours in the order of the update, which are in the same microbatch on any topology.
+
+Mixup: Zhang et al., 2017. CutMix: Yun et al., 2019.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.special import betaincinv
+from torch import Tensor
+
+from utils.config.settings import TrainConfig
+from utils.data.draws import Draws
+from utils.data.order import Microbatch
+from utils.data.spec import InputSpec
+
+
+class Mix(NamedTuple):
+    """How the images of a batch are mixed; each value is a tensor with one entry, or row, per image.
+
+    Inside its `box`, int64 [n, 4] (top, bottom, left, right), an image gets the fraction `weight`, float32 [n], of its
+    `partner`, int64 [n], the position of another image in the batch. Without a box it does so everywhere. `share`,
+    float32 [n], is the partner's share of the target. An unmixed image is its own partner.
+    """
+
+    partner: Tensor
+    weight: Tensor
+    share: Tensor
+    box: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Mix":
+        """The same on the device, which the host does not wait for."""
+        if device.type != "cuda":
+            return self
+        moved = {k: v.pin_memory().to(device, non_blocking=True) for k, v in self._asdict().items() if v is not None}
+        return Mix(**moved)
+
+    def images(self, values: Tensor, channels: int, start: int = 0) -> None:
+        """Mix float images [m, H, W * C] in place: those from position `start` on, which contain all partners."""
+        part = slice(start, start + len(values))
+        weight = self.weight[part, None, None]
+        if self.box is not None:
+            top, bottom, left, right = self.box[part, :, None].unbind(1)
+            rows = torch.arange(values.shape[1], device=values.device)
+            columns = torch.arange(values.shape[2], device=values.device)
+            inner_columns = (columns >= left * channels) & (columns < right * channels)
+            inner_rows = (rows >= top) & (rows < bottom)
+            weight = (weight * inner_rows[:, :, None]) * inner_columns[:, None].float()
+        partners = values.index_select(0, self.partner[part] - start)
+        torch.lerp(values, partners, weight, out=values)
+
+    def targets(self, labels: Tensor, outputs: int) -> Tensor:
+        """The mixed targets, float32 [n, outputs], of classes, int64 [n], or of rows, [n, outputs]."""
+        rows = labels if labels.ndim == 2 else labels[:, None]
+        if labels.ndim == 1 and outputs > 1:
+            rows = torch.zeros(len(labels), outputs, device=labels.device).scatter_(1, rows, 1.0)
+        return rows.float().lerp(rows.float().index_select(0, self.partner), self.share[:, None])
+
+
+class Mixing:
+    """Draws how the images of each microbatch are mixed; `outputs` is the length of a target."""
+
+    def __init__(self, config: TrainConfig, spec: InputSpec, outputs: int):
+        self.mixup, self.cutmix, self.probability = config.mixup, config.cutmix, config.mix_prob
+        self.off_epoch, self.seed, self.outputs = config.mix_off_epoch, config.seed, outputs
+        self.height, self.width = spec.height, spec.width
+
+    def draw(self, microbatch: Microbatch, left_out: Collection[int] = ()) -> Mix | None:
+        """How to mix a microbatch, on the host; None if nothing is mixed in its epoch.
+
+        A sample is not mixed if its partner is missing, is in `left_out`, or is the same sample.
+        """
+        if self.off_epoch is not None and microbatch.epoch >= self.off_epoch:
+            return None
+        places, indices, occurrences = microbatch.places, microbatch.indices, microbatch.occurrences
+        assert places is not None, "the plan is not in pairs"
+        is_pair = (places[:-1] % 2 == 0) & (np.diff(places) == 1) & (np.diff(indices) != 0)
+        if left_out:
+            kept = ~np.isin(indices, list(left_out))
+            is_pair &= kept[:-1] & kept[1:]
+        first = np.flatnonzero(is_pair)  # its draws are those of the pair
+        draws = Draws(self.seed, microbatch.epoch, indices[first], None if occurrences is None else occurrences[first])
+        streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
+        random = draws.uniform(*streams).astype(np.float64)
+        is_mixed = random[:, 0] < self.probability
+        first, (_, which, quantile, row, column) = first[is_mixed], random[is_mixed].T
+        is_cut = which < 0.5 if self.mixup and self.cutmix else np.full(len(first), self.cutmix > 0)
+        alpha = np.where(is_cut, self.cutmix, self.mixup)
+        weight = share = 1 - betaincinv(alpha, alpha, quantile)  # a Beta variate, by its inverse CDF
+        box = None
+        if self.cutmix:
+            boxes = self._boxes(share, row, column)
+            area = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
+            weight, share = np.where(is_cut, 1, weight), np.where(is_cut, area / (self.height * self.width), share)
+            box = np.where(is_cut[:, None], boxes, [0, self.height, 0, self.width])
+        partner = np.arange(len(indices))
+        partner[first], partner[first + 1] = first + 1, first
+
+        def of_both(values: np.ndarray, kind: torch.dtype) -> Tensor:
+            """The numbers of the pairs for both of their images; 0 for unmixed images."""
+            result = torch.zeros(len(indices), *values.shape[1:], dtype=kind)
+            result.numpy()[first] = result.numpy()[first + 1] = values
+            return result
+
+        mixed = of_both(weight, torch.float32), of_both(share, torch.float32)
+        return Mix(torch.from_numpy(partner), *mixed, None if box is None else of_both(box, torch.int64))
+
+    def _boxes(self, share: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
+        """Boxes with this share of the area around random centres, cut off at the edges of the image: int64 [m, 4]."""
+        box = []
+        for size, centre in ((self.height, row), (self.width, column)):
+            middle, half = (centre * size).astype(np.int64), (np.sqrt(share) * size / 2).astype(np.int64)
+            box += [np.maximum(middle - half, 0), np.minimum(middle + half, size)]
+        return np.stack(box, 1)
+
+
+def make_mixing(config: TrainConfig, spec: InputSpec, outputs: int) -> Mixing | None:
+    """The mixing of a run's training batches, or None."""
+    return Mixing(config, spec, outputs) if config.mixes else None

@@ -1,0 +1,104 @@
+"""How often each sample is drawn (--sampler), and how much each class counts in the loss (--class_weights)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from utils.config.settings import TrainConfig
+from utils.config.yaml_text import read_yaml
+from utils.console import join_names
+from utils.data.order import Plan
+from utils.data.splits import Split
+from utils.errors import UserError
+
+
+def weight_column(config: TrainConfig) -> str | None:
+    """The column of --sampler weights:COLUMN."""
+    return config.sampler.partition(":")[2] or None
+
+
+def to_weights(values: Sequence) -> np.ndarray:
+    """Numbers, or texts from a file, as float64 [N]; NaN for a text that is not a number."""
+    return np.array([_number(value) for value in values], np.float64)
+
+
+def _number(value) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return np.nan
+
+
+def draw_weights(config: TrainConfig, train: Split) -> np.ndarray | None:
+    """The weight of each training sample, float64 [N]; None to draw each once. Raises ValueError if one is invalid."""
+    if config.sampler == "shuffle":
+        return None
+    if config.sampler == "balanced":
+        if train.labels.ndim != 1:
+            raise UserError("--sampler balanced needs one class per image", "use --sampler weights:COLUMN")
+        return 1 / np.bincount(train.labels)[train.labels]
+    weights, flag = train.weights, f"--sampler {config.sampler}"
+    if weights is None:
+        problem = f"{flag}: split {train.name!r} has no column {weight_column(config)!r}"
+        raise UserError(problem, "name a column of a table or CSV file")
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
+        raise UserError(f"{flag}: the weight of {train.describe(wrong[0])} is not a number of at least 0", "correct it")
+    if not weights.any():
+        raise UserError(f"{flag}: all weights are 0", "give at least one sample a weight above 0")
+    return weights
+
+
+def make_plan(config: TrainConfig, train: Split, global_batch_size: int, microbatches: int) -> Plan:
+    """The order of the run's training samples. Raises ValueError if it does not fit the batch."""
+    if global_batch_size % config.repeats:
+        problem = f"--repeats {config.repeats} does not divide the global batch of {global_batch_size}"
+        raise UserError(problem, f"set --global_batch_size to a multiple of {config.repeats}")
+    if config.mixes and global_batch_size // 2 < microbatches:
+        problem = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
+        fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}, or fewer processes"
+        raise UserError(problem, fix)
+    return Plan(
+        samples=len(train),
+        global_batch_size=global_batch_size,
+        microbatches=microbatches,
+        seed=config.seed,
+        drop_last=config.drop_last,
+        repeats=config.repeats,
+        in_pairs=config.mixes,
+        weights=draw_weights(config, train),
+    )
+
+
+def class_weights(config: TrainConfig, train: Split, names: list[str]) -> list[float] | None:
+    """The weights of the classes in the loss, whose mean over the training samples is 1; None without --class_weights.
+
+    With `balanced`, a class without training samples has the weight 1. Raises ValueError if the file does not fit.
+    """
+    if config.class_weights is None:
+        return None
+    if train.labels.ndim != 1:
+        raise UserError("--class_weights needs one class per image", "leave it out")
+    counts = np.bincount(train.labels, minlength=len(names))  # unreadable samples included, as before a resume
+    if config.class_weights == "balanced":
+        weights = np.divide(1, counts, where=counts > 0, out=np.zeros(len(counts)))
+    else:
+        weights = np.array(_read_weights(config.class_weights, names))
+    weights *= counts.sum() / (weights @ counts)
+    return np.where(weights > 0, weights, 1).tolist()
+
+
+def _read_weights(file: str, names: list[str]) -> list[float]:
+    values, flag = read_yaml(Path(file), most_bytes=2**23), f"--class_weights {file}"
+    if not isinstance(values, dict):
+        raise UserError(f"{flag}: does not map class names to weights", "write one 'NAME: WEIGHT' on each line")
+    given = {str(name): value for name, value in values.items()}
+    if set(given) != set(names):
+        missing, unknown = [n for n in names if n not in given], [n for n in given if n not in names]
+        problem = f"no weight for {join_names(missing, 3)}" if missing else f"no class {join_names(unknown, 3)}"
+        raise UserError(f"{flag}: {problem}", f"give a weight to each of the classes {join_names(names, 5)}")
+    for name in names:
+        if type(given[name]) not in (int, float) or not 0 < given[name] < np.inf:
+            raise UserError(f"{flag}: the weight of {name} must be a number above 0, got {given[name]}")
+    return [float(given[name]) for name in names]
