@@ -243,7 +243,9 @@ def test_a_bomb_in_a_string_of_a_config_file_is_not_read_as_yaml():
     inner = BOMB.strip().replace("\n", ", ")
     Path("recipe.yaml").write_text(f"model_args: '{{{inner}}}'\n")
     (outcome,) = run_ranks(1, train.main, ["--config", "recipe.yaml"], seconds=20)
-    assert outcome.code == 2 and "--model_args: expected dict" in outcome.err and outcome.err.count("\n") == 1
+    assert (
+        outcome.code == 2 and "--model_args: expected '{NAME: VALUE}'" in outcome.err and outcome.err.count("\n") == 1
+    )
 
 
 def test_only_a_regular_file_is_read_as_settings():

@@ -188,9 +188,9 @@ def test_from_mix_off_epoch_on_nothing_is_mixed_and_without_mixing_labels_are_cl
     assert before.labels.ndim == 2 and not torch.equal(before.images, plain.images)
     assert after.labels.dtype == plain.labels.dtype == torch.int64
     assert torch.equal(after.images, plain.images) and torch.equal(after.labels, plain.labels)
-    assert not advice(TrainConfig(**BOTH, mix_off_epoch=3), True, False, 1)
+    assert not advice(TrainConfig(**BOTH, mix_off_epoch=3), (True, True), False, False, 1)
     assert "--mix_off_epoch has no effect: neither --mixup nor --cutmix is set" in advice(
-        TrainConfig(mix_off_epoch=3), True, False, 1
+        TrainConfig(mix_off_epoch=3), (True, True), False, False, 1
     )
 
 

@@ -20,7 +20,12 @@ ALL_ON = {
     "label smoothing": ["--label_smoothing", "0.1"],
     "crop": ["--min_scale", "0.4"],
     "shift": ["--crop_padding", "2"],
-    "flip": ["--flip", "true"],
+    "flip": ["--flip", "alternate"],
+    "auto augment": ["--auto_augment", "trivialaugment"],
+    "colour jitter": ["--color_jitter", "0.4"],
+    "erasing": ["--random_erasing", "0.5"],
+    "cutout": ["--cutout", "3"],
+    "loss": ["--loss", "focal"],
 }
 # Six updates an epoch, the last one of nine samples
 RUN = ["--data", "digits", "--max_train_samples", "129", "--max_eval_samples", "30", "--global_batch_size", "24"]

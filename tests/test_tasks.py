@@ -62,7 +62,7 @@ def test_top5_is_a_metric_of_more_than_five_classes(classes, top5):
     assert found["accuracy"] == 1 and [found[name] for name in found if name == "top5"] == top5
 
 
-def make_value(config, class_names, labels):
+def make_value(config, class_names, labels, class_weights=None):
     return replace(config, task="value", best=Value.metric), Value(config, class_names)
 
 
