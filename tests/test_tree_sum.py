@@ -5,7 +5,8 @@ import pytest
 import torch
 from helpers.ranks import returned
 
-from utils.ranks.tree_sum import TreeSum, share, subtrees
+from utils.data.order import share
+from utils.training.tree_sum import TreeSum, subtrees
 
 
 def values(number: int) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from utils.config.bounds import check_ranges, check_run_name, require
+from utils.config.bounds import check_microbatches, check_ranges, check_run_name, require
 from utils.config.yaml_text import dump_yaml
 
 FROM_DATA: Any = None  # the default of settings that defaults.py fills when the data is known
@@ -109,6 +109,10 @@ class TrainConfig(LaunchConfig):
     """Samples per process and accumulation step; give this or --global_batch_size."""
     grad_accum: int | None = None
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
+    microbatches: int | None = None
+    """Compute each global batch in this many parts, a power of two, and add up their gradients in one fixed order: the
+    weights are then the same, bit for bit, on any number of processes up to this one; slower, with one CPU thread per
+    process unless --threads is given."""
     drop_last: bool = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
@@ -199,6 +203,8 @@ class TrainConfig(LaunchConfig):
             require(names, f"--{flag} must map names to values", "write '{NAME: VALUE}'")
         exclusive = self.static_graph and self.find_unused_parameters
         require(not exclusive, "--static_graph and --find_unused_parameters exclude each other", "use only one")
+        if self.microbatches is not None:
+            check_microbatches(self)
         if self.resume == "auto":
             require(self.run_name is not None, "--resume auto needs --run_name", "give the name of the run to resume")
 

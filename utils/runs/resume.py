@@ -42,6 +42,8 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
     if config.global_batch_size not in (None, total):
         problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
         raise UserError(problem, "use the same settings")
+    if config.microbatches:
+        return resolve_batch(replace(config, global_batch_size=total), processes)
     if config.batch_size or config.grad_accum:
         with suppress(ValueError):
             return resolve_batch(replace(config, global_batch_size=total), processes)
@@ -71,7 +73,8 @@ def plan_of_start(
     """The settings with those chosen from the number of training samples, lines about these, and the run's plan."""
     config, lines = (config, []) if saved else choose_sizes(config, samples, processes)
     _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
-    return config, lines, Plan(samples, global_batch_size, grad_accum * processes, config.seed, config.drop_last)
+    microbatches = config.microbatches or grad_accum * processes
+    return config, lines, Plan(samples, global_batch_size, microbatches, config.seed, config.drop_last)
 
 
 def spec_of_start(
@@ -104,6 +107,7 @@ def restore_state(
         ("a model", saved.settings.model, config.model),
         ("a --stem", saved.settings.stem, config.stem),
         ("an optimizer", saved.settings.optimizer, config.optimizer),
+        ("--microbatches", saved.settings.microbatches, config.microbatches),
         ("a seed", saved.values["seed"], plan.seed),
         ("training samples", saved.values["samples"], plan.samples),
         ("the classes", saved.class_names, data.class_names),
@@ -112,6 +116,10 @@ def restore_state(
         if there != here:
             problem = f"{saved.path}: was trained with {what} of {_short(there)}, not {_short(here)}"
             raise UserError(problem, "use the same settings")
+    before, here = saved.values["threads"], torch.get_num_threads()
+    if config.microbatches and saved.values.get("device") == "cpu" and before != here:
+        problem = f"{saved.path}: a run with --microbatches keeps its {before} threads per process, not {here}"
+        raise UserError(problem, f"set --threads {before}")
     owed = saved.state.step + (not saved.state.owes_evaluation)  # evaluations from this step on are repeated
     done = [evaluation for evaluation in saved.state.evaluations if evaluation["step"] < owed]
     state = replace(saved.state, bad_images=list(saved.state.bad_images), evaluations=done)

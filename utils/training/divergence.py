@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from utils.data.order import Plan, permutation
+from utils.data.order import Plan, permutation, share
 from utils.data.splits import Split
 from utils.errors import UserError
 from utils.ranks.ranks import Ranks
@@ -27,7 +27,8 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
     sizes = plan.microbatch_sizes(plan.at(step)[1])
     start = sum(sizes[:microbatch])
     samples = train.rows[samples_of(plan, step)[start : start + sizes[microbatch]]].tolist()
-    rank = microbatch // (plan.microbatches // ranks.topology.world_size)
+    processes = ranks.topology.world_size
+    rank = next(r for r in range(processes) if microbatch in share(plan.microbatches, processes, r))
     log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
     shown = ", ".join(map(str, samples[:_SHOWN]))
     more = f" and {len(samples) - _SHOWN} more (see {log.path})" if len(samples) > _SHOWN else ""

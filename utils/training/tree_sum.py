@@ -6,18 +6,16 @@ microbatches, where M is a power of two: the node (level, index) is the sum of t
 in its range, and the ranks add up the rest of the tree together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from utils.data.order import share
+
 Node = tuple[int, int]  # its level, 0 for microbatches, and its index in the level
-
-
-def share(microbatches: int, processes: int, rank: int) -> range:
-    """The numbers of the microbatches that a rank computes: their counts differ by at most one."""
-    return range(rank * microbatches // processes, (rank + 1) * microbatches // processes)
 
 
 def subtrees(numbers: range) -> list[Node]:
@@ -58,40 +56,55 @@ class TreeSum:
             for dtype in {tensor.dtype: None for tensor in result}:
                 chosen = [place for place, tensor in enumerate(result) if tensor.dtype == dtype]
                 flat = [torch.cat([part[place].reshape(-1) for place in chosen]) for part in parts]
-                sums = self.exchange(flat).split([result[place].numel() for place in chosen])
+                sums = self.exchange(flat).finish().split([result[place].numel() for place in chosen])
                 # Copied back, because a norm may depend on the layout in memory, which a copy does not change.
                 targets = [result[place] for place in chosen]
                 torch._foreach_copy_(targets, [s.view_as(t) for s, t in zip(sums, targets, strict=True)])
         return result
 
-    def exchange(self, flat: Sequence[Tensor]) -> Tensor:
-        """The sum over all ranks of vectors [n], one for each of this rank's nodes, in the tree's order; collective."""
-        if self.processes == 2 and sum(map(len, self.nodes)) == 2:
-            dist.all_reduce(flat[0])  # a + b has only one order
-            return flat[0]
-        # Each rank adds up one slice, which it receives from every node of the other ranks.
-        size = flat[0].numel()
-        length = -(-size // self.processes)
-        sent = flat[0].new_zeros(self.processes, len(flat), length)
-        for place, vector in enumerate(flat):
-            for rank in range(self.processes):
-                piece = vector[rank * length : (rank + 1) * length]
-                sent[rank, place, : piece.numel()] = piece
-        counts = [len(nodes) for nodes in self.nodes]
-        received = flat[0].new_empty(sum(counts), length)
-        dist.all_to_all_single(received, sent.view(-1, length), counts, [len(flat)] * self.processes)
-        names = [node for nodes in self.nodes for node in nodes]
-        own = self._add_up(dict(zip(names, received, strict=True)))
-        result = flat[0].new_empty(self.processes * length)
-        dist.all_gather_into_tensor(result, own.contiguous())
-        return result[:size]
+    def exchange(self, flat: Sequence[Tensor]) -> "Exchange":
+        """Begin to add up vectors [n], one for each of this rank's nodes, over all ranks; collective."""
+        return Exchange(self, flat)
 
-    def _add_up(self, nodes: Mapping[Node, Tensor]) -> Tensor:
-        """The tree's root from nodes that together cover it."""
+    def add_up(self, received: Sequence[Tensor]) -> Tensor:
+        """The tree's root from the nodes of all ranks, in the order of `nodes`."""
+        values = dict(zip([node for nodes in self.nodes for node in nodes], received, strict=True))
 
         def value(level: int, index: int) -> Tensor:
-            if (level, index) in nodes:
-                return nodes[level, index]
+            if (level, index) in values:
+                return values[level, index]
             return value(level - 1, 2 * index) + value(level - 1, 2 * index + 1)
 
         return value(self.microbatches.bit_length() - 1, 0)
+
+
+class Exchange:
+    """A sum over the ranks in the tree's order, of which a part runs beside other work."""
+
+    def __init__(self, tree: TreeSum, flat: Sequence[Tensor]):
+        self.tree, self.flat, counts = tree, flat, list(map(len, tree.nodes))
+        self.received: Tensor | None = None
+        self.work: Any
+        if sum(counts) == 2:  # a + b has only one order
+            self.work = dist.all_reduce(flat[0], async_op=True)
+            return
+        # Each rank adds up one slice, which it receives from every node of all ranks.
+        self.length = -(-flat[0].numel() // tree.processes)
+        sent = flat[0].new_zeros(tree.processes, len(flat), self.length)
+        for place, vector in enumerate(flat):
+            for rank, part in enumerate(vector.split(self.length)):
+                sent[rank, place, : part.numel()] = part
+        self.sent = sent.view(-1, self.length)
+        self.received = flat[0].new_empty(sum(counts), self.length)
+        own = [len(flat)] * tree.processes
+        self.work = dist.all_to_all_single(self.received, self.sent, counts, own, async_op=True)
+
+    def finish(self) -> Tensor:
+        """Wait for the sum [n], the same bits on each rank; collective."""
+        self.work.wait()
+        if self.received is None:
+            return self.flat[0]
+        own = self.tree.add_up(list(self.received))
+        result = own.new_empty(self.tree.processes * self.length)
+        dist.all_gather_into_tensor(result, own)
+        return result[: self.flat[0].numel()]
