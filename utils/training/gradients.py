@@ -71,7 +71,7 @@ class TreeGradients(Gradients):
         self.running = []  # `prepare_buckets` has begun some
         yield
         changes = [_change(now, before) for now, before in zip(self.buffers, self.start, strict=True)]
-        tensors = [*changes, torch.ones(1, device=self.accelerator.device)]
+        tensors = [*changes, torch.ones((), device=self.accelerator.device)]
         if not self.overlaps:
             tensors = [*(_gradient(parameter) for parameter in self.parameters), *tensors]
             for parameter in self.parameters:
