@@ -9,9 +9,28 @@ from utils.errors import UserError
 _WEEK = 7 * 24 * 3600  # seconds; gloo and the store count milliseconds
 _COUNTS = (
     *("max_train_samples", "max_eval_samples", "image_size", "epochs", "max_steps", "global_batch_size", "batch_size"),
-    *("grad_accum", "microbatches", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads"),
+    *(
+        "grad_accum",
+        "microbatches",
+        "save_every",
+        "keep",
+        "eval_every",
+        "log_every",
+        "eval_batch_size",
+        "threads",
+        "update",
+    ),
 )
-_NOT_NEGATIVE = ("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow")
+_NOT_NEGATIVE = (
+    "crop_padding",
+    "weight_decay",
+    "momentum",
+    "warmup_steps",
+    "label_smoothing",
+    "num_workers",
+    "slow",
+    "microbatch",
+)
 _AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
 _FRACTIONS = ("min_scale", "eval_crop")
 _ABOVE = dict.fromkeys(("lr", "std", "eval_fraction", "save_seconds", "clip_norm", "timeout", *_FRACTIONS), 0)

@@ -253,6 +253,30 @@ class EvalConfig(LaunchConfig):
 
 
 @dataclass(kw_only=True)
+class ReplayConfig(LaunchConfig):
+    """Compute one update of a run again, in one process, and show what one of its microbatches saw."""
+
+    run: str
+    """Run folder."""
+    update: int
+    """Update to show, counted from 1 as in the log."""
+    microbatch: int | None = None
+    """Microbatch of the update, counted from 0 (default: the first one with a NaN or infinite loss, else 0)."""
+    pdb: bool = False
+    """Stop in the debugger before the forward pass."""
+    num_workers: int | None = None
+    """Loader processes that decode photographs (default: the threads, at most 8, or up to 16 with as many physical
+    cores)."""
+    data_dir: str | None = None
+    """Folder of torchvision data sets (default: CACHE_DIR/torchvision)."""
+    cache_dir: str = TrainConfig.cache_dir
+    """Folder for decoded small images and the results of image checks."""
+
+    def __post_init__(self):
+        check_ranges(self)
+
+
+@dataclass(kw_only=True)
 class DoctorConfig(LaunchConfig):
     """Check whether this machine, and the processes launched on it and on other machines, are ready to train."""
 
@@ -283,6 +307,7 @@ GROUPS = {
         "eval_every": "evaluation and log",
     },
     "EvalConfig": {"ckpt": "evaluation"},
+    "ReplayConfig": {"run": "replay"},
     "DoctorConfig": {"timeout": "checks"},
 }
 

@@ -184,7 +184,7 @@ def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, pl
     lines += [
         f"{name} was {there} in the checkpoint, now {here}" for name, there, here in pairs + topology if there != here
     ]
-    if any(there != here for _, there, here in topology):
+    if any(there != here for _, there, here in topology) and not config.microbatches:
         lines.append(
             "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
             "if processes x accumulation steps differs, dropout masks and batch statistics differ too"

@@ -1,6 +1,7 @@
 """Report NaN or infinite losses and weights with the update, the rank and the samples, before a checkpoint is saved."""
 
 import json
+import shlex
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from utils.data.order import Plan, permutation, share
 from utils.data.splits import Split
 from utils.errors import UserError
+from utils.launch.command import script_command
 from utils.ranks.ranks import Ranks
 from utils.runs.log import RunLog
 from utils.runs.state import TrainState
@@ -31,9 +33,12 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
     rank = next(r for r in range(processes) if microbatch in share(plan.microbatches, processes, r))
     log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
     shown = ", ".join(map(str, samples[:_SHOWN]))
+    place = ["--run", str(log.path.parent), "--update", str(step + 1), "--microbatch", str(microbatch)]
+    command = [*script_command("replay.py"), *place]
     more = f" and {len(samples) - _SHOWN} more (see {log.path})" if len(samples) > _SHOWN else ""
     raise UserError(
-        f"the training loss is NaN or infinite at update {step + 1} on rank {rank}, samples {shown}{more}", _FIX
+        f"the training loss is NaN or infinite at update {step + 1} on rank {rank}, samples {shown}{more}",
+        f"{_FIX}; to see it: {shlex.join(command)}",
     )
 
 
