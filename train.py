@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -56,13 +55,15 @@ from utils.runs.resume import (
     resume_lines,
     settings_of_start,
     spec_of_start,
+    task_of_start,
 )
 from utils.runs.state import TrainState
 from utils.tasks.losses import LOSSES
-from utils.tasks.table import TASKS, make_task
+from utils.tasks.table import TASKS
 from utils.training.bad_images import without_bad
 from utils.training.evaluation import Evaluator
 from utils.training.first_batch import write_first_batch
+from utils.training.gradients import make_gradients, prepare_model
 from utils.training.meter import Meter, Pace
 from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
 from utils.training.profiling import Profile
@@ -117,8 +118,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     config, more, spec = ranks.run_on_all(lambda: spec_of_start(config, start.saved, data.train))
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
-    given = data.class_names, data.train.labels, data.class_weights
-    config, task = ranks.run_on_all(lambda: make_task(config, *given))
+    config, task = ranks.run_on_all(lambda: task_of_start(config, data))
     module = make_module(config, spec, task.outputs, ranks)
     optimizer = build_optimizer(config, module)
     updates = ranks.run_on_all(lambda: total_updates(config, plan))
@@ -133,15 +133,16 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     sets = {"training": (train_set, order), "evaluation": (eval_set, blocks)}
     loaders = make_loaders(sets, config, ranks.threads, ranks.device)
     compile_model(accelerator, module)
-    model, wrapped, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
+    model = prepare_model(accelerator, module, config.microbatches)
+    wrapped, train_loader, eval_loader = accelerator.prepare(optimizer, *loaders)
     if accelerator.scaler:  # only fp16 needs the wrapper, which costs 0.3 ms per update
         optimizer = wrapped
     no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
+    gradients = make_gradients(model, module, accelerator, plan, bool(config.microbatches))
     prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
     begin_momentum(optimizer)  # fused SGD fails if a parameter gets its first gradient late
 
-    kept = plan.microbatches // processes if start.saved else config.grad_accum
-    settings = settings_to_save(config, plan, kept, accelerator.mixed_precision)
+    settings = settings_to_save(config, plan, start.saved is not None, accelerator)
     parts = make_parts(accelerator)
     if start.saved:
         lines = resume_lines(start.saved, config, settings, plan, ranks)
@@ -165,6 +166,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
         updates=updates,
         state=state,
         model=model,
+        gradients=gradients,
         module=module,
         optimizer=optimizer,
         parts=parts,
@@ -236,9 +238,8 @@ def train(run: Run) -> dict | None:
             log_training(run)
         if due.evaluate:
             result = evaluate(run)
-        is_best = state.best_step == state.step
         in_time = since_save >= (config.save_seconds or math.inf)
-        if due.save or is_best or in_time or run.stopping.agreed:
+        if due.save or in_time or state.best_step == state.step or run.stopping.agreed:
             save(run)
         run.meter.restart()
     return result
@@ -248,26 +249,26 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     """One update: forward and backward passes of this rank, then one optimizer step."""
     config, state, plan, accelerator = run.config, run.state, run.plan, run.accelerator
     set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates))
-    # DDP averages gradients over the ranks. With this scale, the summed losses of microbatches
-    # give the gradient of the mean loss over the global batch, even if they differ in size.
-    scale = accelerator.num_processes / plan.update_size(state.position)
-    grad_accum = plan.microbatches // accelerator.num_processes
-    for step in range(grad_accum):
+    gradients, scale = run.gradients, run.gradients.scale(state.position)
+    for step in range(gradients.steps):
         run.ranks.mark(f"update {state.step + 1}, reading a batch")
         waiting = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - waiting
+        if batch.number < 0:  # another rank has one microbatch more
+            continue
         where = batch.update, batch.number
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
         if state.step == 0 and step == 0:
             write_first_batch(run, batch)
         seed_layers(accelerator.device, fold_in(config.seed, "layers", *where))
-        with nullcontext() if step == grad_accum - 1 else accelerator.no_sync(run.model):
+        with gradients.microbatch(step, batch):
             run.ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
             outputs = run.model(batch.images)
             loss = run.task.loss(outputs, batch.labels)
             accelerator.backward(loss * scale)
         run.meter.add(loss, outputs, batch.labels, waited, where)
+    gradients.finish()
     if config.clip_norm is not None:
         accelerator.clip_grad_norm_(run.model.parameters(), config.clip_norm)
     run.optimizer.step()

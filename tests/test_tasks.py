@@ -62,12 +62,12 @@ def test_top5_is_a_metric_of_more_than_five_classes(classes, top5):
     assert found["accuracy"] == 1 and [found[name] for name in found if name == "top5"] == top5
 
 
-def make_value(config, class_names, labels, class_weights=None):
+def make_value(config, class_names, labels):
     return replace(config, task="value", best=Value.metric), Value(config, class_names)
 
 
 def _train(flags):
-    train.make_task = make_value
+    train.task_of_start = lambda config, data: make_value(config, data.class_names, data.train.labels)
     return train.main(flags)
 
 

@@ -9,9 +9,12 @@ LARGEST_BATCH = 128  # the largest global batch that is chosen from the data
 def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
     """Return (batch_size, grad_accum, global_batch_size). The last is the product of the first two and `processes`.
 
+    With --microbatches, the first two are the largest numbers of samples in a microbatch, and of those of a process.
     Raises UserError, with values that work, if the settings contradict each other or are not divisible.
     """
     batch, accum, total = config.batch_size, config.grad_accum, config.global_batch_size
+    if config.microbatches:
+        return _largest_microbatch(config.microbatches, processes, total or LARGEST_BATCH)
     if batch is None:
         parts = processes * (accum or 1)
         if total is None and LARGEST_BATCH % parts:  # all batches that are chosen from the data are powers of two
@@ -42,3 +45,13 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
             "leave out --batch_size to compute it from the others",
         )
     return batch, accum, total
+
+
+def _largest_microbatch(microbatches: int, processes: int, total: int) -> tuple[int, int, int]:
+    if processes > microbatches:
+        problem = f"--microbatches {microbatches} is less than the {processes} processes"
+        raise UserError(problem, f"use at most {microbatches} processes, or another run with more microbatches")
+    if total < microbatches:
+        problem = f"a global batch of {total} cannot be divided into {microbatches} microbatches"
+        raise UserError(problem, "set a larger --global_batch_size")
+    return -(-total // microbatches), -(-microbatches // processes), total

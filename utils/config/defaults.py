@@ -52,7 +52,9 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
         while batch > _SMALLEST_BATCH and samples <= batch * (_UPDATES_PER_EPOCH - 1):
             batch //= 2
         parts = processes * (config.grad_accum or 1)
-        if batch % parts:
+        if config.microbatches:
+            resolve_batch(replace(config, global_batch_size=batch), processes)
+        elif batch % parts:
             raise UserError(
                 f"the default global batch for {samples} training images is {batch}, which {processes} processes x "
                 f"{config.grad_accum or 1} accumulation steps do not divide",

@@ -4,7 +4,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from utils.config.bounds import check_ranges, check_run_name, check_sizes, require
+from utils.config.bounds import check_microbatches, check_ranges, check_run_name, check_sizes, require
 from utils.config.yaml_text import dump_yaml
 
 FROM_DATA: Any = None  # the default of settings that defaults.py fills when the data is known
@@ -135,6 +135,10 @@ class TrainConfig(LaunchConfig):
     """Samples per process and accumulation step; give this or --global_batch_size."""
     grad_accum: int | None = None
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
+    microbatches: int | None = None
+    """Compute each global batch in this many parts, a power of two, and add up their gradients in one fixed order: the
+    weights are then the same, bit for bit, on any number of processes up to this one; slower, with one CPU thread per
+    process unless --threads is given."""
     drop_last: bool = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
@@ -252,6 +256,8 @@ class TrainConfig(LaunchConfig):
         is_known = self.sampler in ("shuffle", "balanced") or re.fullmatch("weights:.+", self.sampler)
         require(bool(is_known), f"--sampler {self.sampler}: no such sampler", "use shuffle, balanced or weights:COLUMN")
         require(self.class_weights != "", "--class_weights is empty", "use balanced or give a file")
+        if self.microbatches is not None:
+            check_microbatches(self)
         if self.resume == "auto":
             require(self.run_name is not None, "--resume auto needs --run_name", "give the name of the run to resume")
 
@@ -310,6 +316,30 @@ class EvalConfig(LaunchConfig):
 
 
 @dataclass(kw_only=True)
+class ReplayConfig(LaunchConfig):
+    """Compute one update of a run again, in one process, and show what one of its microbatches saw."""
+
+    run: str
+    """Run folder."""
+    update: int
+    """Update to show, counted from 1 as in the log."""
+    microbatch: int | None = None
+    """Microbatch of the update, counted from 0 (default: the first one with a NaN or infinite loss, else 0)."""
+    pdb: bool = False
+    """Stop in the debugger before the forward pass."""
+    num_workers: int | None = None
+    """Loader processes that decode photographs (default: the threads, at most 8, or up to 16 with as many physical
+    cores)."""
+    data_dir: str | None = None
+    """Folder of torchvision data sets (default: CACHE_DIR/torchvision)."""
+    cache_dir: str = TrainConfig.cache_dir
+    """Folder for decoded small images and the results of image checks."""
+
+    def __post_init__(self):
+        check_ranges(self)
+
+
+@dataclass(kw_only=True)
 class DoctorConfig(LaunchConfig):
     """Check whether this machine, and the processes launched on it and on other machines, are ready to train."""
 
@@ -340,6 +370,7 @@ GROUPS = {
         "eval_every": "evaluation and log",
     },
     "EvalConfig": {"ckpt": "evaluation"},
+    "ReplayConfig": {"run": "replay"},
     "DoctorConfig": {"timeout": "checks"},
 }
 

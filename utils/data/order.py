@@ -46,8 +46,14 @@ def count_earlier(drawn: np.ndarray) -> np.ndarray:
     return counts
 
 
+def share(microbatches: int, processes: int, rank: int) -> range:
+    """The numbers of the microbatches that a rank computes: a contiguous range. The counts differ by at most one."""
+    return range(rank * microbatches // processes, (rank + 1) * microbatches // processes)
+
+
 class Microbatch(NamedTuple):
     """The samples of one forward pass on one rank. `update` counts from 0 over the run, `number` from 0 in each update.
+    A rank with fewer microbatches than others gets an empty one in their place, with the number -1.
 
     `indices` is int64 [n], n >= 0. `occurrences`, int64 [n], counts how often a sample was drawn before in its epoch;
     None stands for zeros. `places`, int64 [n], are the places at which the samples were dealt to the microbatch: 2k and
@@ -95,8 +101,8 @@ class Plan:
         """How the global batch is divided, for the log."""
         return {
             "processes": processes,
-            "batch_size": self.global_batch_size // self.microbatches,
-            "grad_accum": self.microbatches // processes,
+            "batch_size": -(-self.global_batch_size // self.microbatches),
+            "grad_accum": -(-self.microbatches // processes),
             "global_batch_size": self.global_batch_size,
         }
 
@@ -170,12 +176,13 @@ class UpdateSampler(MicrobatchSampler):
     def __init__(self, plan: Plan, processes: int, updates: int, start: tuple[int, int, int] = (0, 0, 0)):
         self.plan, self.updates, self.start = plan, updates, start
         self.largest = max(plan.microbatch_sizes(0))
-        per_rank, rest = divmod(plan.microbatches, processes)
-        assert rest == 0, f"{plan.microbatches} microbatches cannot be divided among {processes} processes"
-        self.numbers = [rank * per_rank + step for step in range(per_rank) for rank in range(processes)]
+        shares = [share(plan.microbatches, processes, rank) for rank in range(processes)]
+        steps = -(-plan.microbatches // processes)
+        # -1 stands for no microbatch: all ranks must get the same number of batches.
+        self.numbers = [own[step] if step < len(own) else -1 for step in range(steps) for own in shares]
 
     def __len__(self) -> int:
-        return self.updates * self.plan.microbatches
+        return self.updates * len(self.numbers)
 
     def __iter__(self) -> Iterator:  # of Microbatch; PyTorch's type hints ask for lists
         plan, draws, (first, epoch, position) = self.plan, None, self.start
@@ -184,10 +191,10 @@ class UpdateSampler(MicrobatchSampler):
                 draws = plan.draws(epoch)
             ends = list(accumulate(plan.microbatch_sizes(position), initial=position))
             for number in self.numbers:
-                part = slice(ends[number], ends[number + 1])
-                occurrences = None if draws[1] is None else draws[1][part]
-                places = np.arange(part.stop - part.start) if plan.in_pairs else None
-                yield Microbatch(update, epoch, number, draws[0][part], occurrences, places)
+                begin, end = ends[number : number + 2] if number >= 0 else (0, 0)
+                occurrences = None if draws[1] is None else draws[1][begin:end]
+                places = np.arange(end - begin) if plan.in_pairs else None
+                yield Microbatch(update, epoch, number, draws[0][begin:end], occurrences, places)
             next_epoch, position = plan.advance(epoch, position)
             draws, epoch = draws if next_epoch == epoch else None, next_epoch
 

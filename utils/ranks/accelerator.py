@@ -59,7 +59,9 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only one, number 0.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-    choose_kernels(ranks.device, getattr(config, "deterministic", False), getattr(config, "tf32", None))
+    fixed = getattr(config, "deterministic", False)
+    fixed = fixed or (bool(getattr(config, "microbatches", None)) and ranks.device.type == "cuda")
+    choose_kernels(ranks.device, fixed, getattr(config, "tf32", None))
     # DDP would broadcast the running batch statistics in each update. Only evaluation uses them, and it first
     # broadcasts those of the main process (`Ranks.broadcast_buffers`).
     # PyTorch has deprecated this argument of DDP, but Accelerate does not have its successor yet.

@@ -36,7 +36,10 @@ class Ranks:
     def __init__(self, topology: Topology, launch: LaunchConfig, prog: str = "train.py"):
         self.topology, self.launch, self.prog = topology, launch, prog
         self.device = choose_device(topology, launch.cpu)
-        self.threads = launch.threads or threads_per_process(topology)
+        # The number of threads changes the bits of sums on the CPU, so with --microbatches it must not follow from the
+        # number of processes.
+        fixed = self.device.type == "cpu" and getattr(launch, "microbatches", None)
+        self.threads = launch.threads or (1 if fixed else threads_per_process(topology))
         cores = os.cpu_count() or 1
         if self.threads > cores:
             raise UserError(

@@ -11,6 +11,7 @@ import accelerate
 import numpy as np
 import torch
 import torchvision
+from accelerate import Accelerator
 
 from utils.config.cli import read_config
 from utils.config.defaults import NAMES
@@ -165,9 +166,11 @@ def metadata_files(
     return files
 
 
-def settings_to_save(config: TrainConfig, plan: Plan, grad_accum: int | None, precision: str) -> TrainConfig:
+def settings_to_save(config: TrainConfig, plan: Plan, resumed: bool, accelerator: Accelerator) -> TrainConfig:
     """The settings to save with the run: batch sizes and precision are resolved; settings of one start are reset."""
+    kept = resumed and not config.microbatches
+    grad_accum = plan.microbatches // accelerator.num_processes if kept else config.grad_accum
     once: dict[str, Any] = {name: getattr(TrainConfig, name) for name in _OF_ONE_START}
     once |= {"global_batch_size": plan.global_batch_size, "batch_size": None, "grad_accum": grad_accum}
-    once |= {"data": absolute_data(config.data), "mixed_precision": precision}
+    once |= {"data": absolute_data(config.data), "mixed_precision": accelerator.mixed_precision}
     return replace(config, **once)

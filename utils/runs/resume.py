@@ -26,6 +26,8 @@ from utils.runs.loading import load_optimizer, load_parts, read_weights
 from utils.runs.metadata import OF_THIS_MACHINE, SavedRun
 from utils.runs.parts import Part
 from utils.runs.state import TrainState
+from utils.tasks.table import make_task
+from utils.tasks.task import Task
 
 # What an InputSpec depends on.
 _SPEC_SETTINGS = ("model", "pretrained", "image_size", "eval_size", "channels", "mean", "std", "eval_crop")
@@ -43,6 +45,8 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
     if config.global_batch_size not in (None, total):
         problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
         raise UserError(problem, "use the same settings")
+    if config.microbatches:
+        return resolve_batch(replace(config, global_batch_size=total), processes)
     if config.batch_size or config.grad_accum:
         with suppress(ValueError):
             return resolve_batch(replace(config, global_batch_size=total), processes)
@@ -74,7 +78,8 @@ def plan_of_start(
     """The settings with those chosen from the number of training samples, lines about these, and the run's plan."""
     config, lines = (config, []) if saved else choose_sizes(config, len(train), processes)
     _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
-    return config, lines, make_plan(config, train, global_batch_size, grad_accum * processes)
+    microbatches = config.microbatches or grad_accum * processes
+    return config, lines, make_plan(config, train, global_batch_size, microbatches)
 
 
 def spec_of_start(
@@ -95,6 +100,11 @@ def spec_of_start(
     return config, lines, input_spec(config, channels, size)
 
 
+def task_of_start(config: TrainConfig, data: Data) -> tuple[TrainConfig, Task]:
+    """The settings with the names of the task and of its best metric, and the task."""
+    return make_task(config, data.class_names, data.train.labels, data.class_weights)
+
+
 def restore_state(
     saved: SavedRun | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data
 ) -> TrainState:
@@ -111,6 +121,7 @@ def restore_state(
         ("a task", saved.settings.task, config.task),
         ("a --stem", saved.settings.stem, config.stem),
         ("an optimizer", saved.settings.optimizer, config.optimizer),
+        ("--microbatches", saved.settings.microbatches, config.microbatches),
         ("a seed", saved.values["seed"], plan.seed),
         ("training samples", saved.values["samples"], plan.samples),
         ("the classes", saved.class_names, data.class_names),
@@ -120,6 +131,10 @@ def restore_state(
         if there != here:
             problem = f"{saved.path}: was trained with {what} of {_short(there)}, not {_short(here)}"
             raise UserError(problem, "use the same settings")
+    before, here = saved.values["threads"], torch.get_num_threads()
+    if config.microbatches and saved.values.get("device") == "cpu" and before != here:
+        problem = f"{saved.path}: a run with --microbatches keeps its {before} threads per process, not {here}"
+        raise UserError(problem, f"set --threads {before}")
     owed = saved.state.step + (not saved.state.owes_evaluation)  # evaluations from this step on are repeated
     done = [evaluation for evaluation in saved.state.evaluations if evaluation["step"] < owed]
     state = replace(saved.state, bad_images=list(saved.state.bad_images), evaluations=done)
@@ -187,7 +202,7 @@ def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, pl
     lines += [
         f"{name} was {there} in the checkpoint, now {here}" for name, there, here in pairs + topology if there != here
     ]
-    if any(there != here for _, there, here in topology):
+    if any(there != here for _, there, here in topology) and not config.microbatches:
         lines.append(
             "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
             "if processes x accumulation steps differs, dropout masks and batch statistics differ too"

@@ -1,14 +1,16 @@
 """Report NaN or infinite losses and weights with the update, the rank and the samples, before a checkpoint is saved."""
 
 import json
+import shlex
 
 import numpy as np
 import torch
 from torch import nn
 
-from utils.data.order import Plan
+from utils.data.order import Plan, share
 from utils.data.splits import Split
 from utils.errors import UserError
+from utils.launch.command import script_command
 from utils.ranks.ranks import Ranks
 from utils.runs.log import RunLog
 from utils.runs.state import TrainState
@@ -27,12 +29,16 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
     sizes = plan.microbatch_sizes(plan.at(step)[1])
     start = sum(sizes[:microbatch])
     samples = train.rows[samples_of(plan, step)[start : start + sizes[microbatch]]].tolist()
-    rank = microbatch // (plan.microbatches // ranks.topology.world_size)
+    processes = ranks.topology.world_size
+    rank = next(r for r in range(processes) if microbatch in share(plan.microbatches, processes, r))
     log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
     shown = ", ".join(map(str, samples[:_SHOWN]))
+    place = ["--run", str(log.path.parent), "--update", str(step + 1), "--microbatch", str(microbatch)]
+    command = [*script_command("replay.py"), *place]
     more = f" and {len(samples) - _SHOWN} more (see {log.path})" if len(samples) > _SHOWN else ""
     raise UserError(
-        f"the training loss is NaN or infinite at update {step + 1} on rank {rank}, samples {shown}{more}", _FIX
+        f"the training loss is NaN or infinite at update {step + 1} on rank {rank}, samples {shown}{more}",
+        f"{_FIX}; to see it: {shlex.join(command)}",
     )
 
 

@@ -19,7 +19,7 @@ from utils.ranks.accelerator import sum_over_ranks
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.tasks.task import Task
-from utils.training.meter import Pace
+from utils.training.meter import Pace, rounded
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Evaluator:
             with self.accelerator.autocast():
                 outputs = self.model(batch.images)
             own, predicted = task.evaluate(outputs.float(), batch.labels)
-            sums += own
+            sums += rounded(own)
             indices.append(batch.indices)
             predictions.append(predicted)
             # Ranks may differ by one block, so they synchronise only after blocks that all of them have.

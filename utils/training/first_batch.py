@@ -28,14 +28,19 @@ def write_first_batch(run: Run, batch: Batch) -> None:
     if not run.ranks.is_main or not len(batch.images):
         return
     try:
-        std, mean = (torch.tensor(values)[:, None, None] for values in (run.spec.std, run.spec.mean))
-        pixels = (batch.images[:_MOST].detach().float().cpu() * std + mean).mul(255).round().clamp(0, 255).byte()
-        lines = [label_lines(label, run.data.class_names) for label in batch.labels[:_MOST].tolist()]
-        file = io.BytesIO()
-        grid(pixels, lines).save(file, "PNG", compress_level=1)
-        write_file(path, file.getvalue())
+        write_file(path, picture(run, batch))
     except Exception as error:
         run.log.say(f"{path.name} could not be written ({one_line(error)}); the run continues without it")
+
+
+def picture(run: Run, batch: Batch) -> bytes:
+    """The first images of a batch and their classes, as the bytes of a PNG file."""
+    std, mean = (torch.tensor(values)[:, None, None] for values in (run.spec.std, run.spec.mean))
+    pixels = (batch.images[:_MOST].detach().float().cpu() * std + mean).mul(255).round().clamp(0, 255).byte()
+    lines = [label_lines(label, run.data.class_names) for label in batch.labels[:_MOST].tolist()]
+    file = io.BytesIO()
+    grid(pixels, lines).save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 def label_lines(label: int | Sequence[float], names: Sequence[str]) -> list[str]:

@@ -36,6 +36,7 @@ from utils.runs.state import TrainState
 from utils.tasks.task import Task
 from utils.training.bad_images import still_bad, write_list
 from utils.training.evaluation import Evaluator
+from utils.training.gradients import Gradients
 from utils.training.meter import Meter
 from utils.training.profiling import Profile
 from utils.training.sameness import differences
@@ -69,6 +70,7 @@ class Run:
     updates: int
     state: TrainState
     model: nn.Module  # as Accelerate wraps it, for training
+    gradients: Gradients
     module: nn.Module  # without the wrapper, for evaluation
     optimizer: Optimizer
     parts: Mapping[str, Part]  # what checkpoints hold besides model and optimizer
@@ -126,12 +128,19 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()}{stem and f', {stem}'}"),
-        ("batch", plan.describe(processes)),
+        ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         *([("mixing", f"{mixed}: training accuracy is against the dominant label")] if mixed else []),
         *chosen,
         *([("differs", same)] if same else []),
     ]
+
+
+def fixed_batch(plan: Plan, processes: int) -> str:
+    """How the global batch is divided with --microbatches."""
+    number = plan.microbatches
+    same = f"; the same bits on 1 to {number} processes" if number > 1 else ""
+    return f"{plan.global_batch_size} in {number} microbatches, on {processes} process{'es' * (processes > 1)}{same}"
 
 
 def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:

@@ -9,6 +9,8 @@ from utils.models.batch_norm import has_batch_norm
 
 def differences(config: TrainConfig, module: nn.Module, grad_accum: int, microbatches: int) -> str:
     """What would differ on another number of processes, besides rounding, and how to avoid it; empty if nothing."""
+    if config.microbatches:
+        return ""
     parts = []
     if has_batch_norm(module) and not config.sync_batchnorm:
         parts.append("batch statistics (not with --sync_batchnorm)")

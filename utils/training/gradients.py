@@ -1,0 +1,136 @@
+"""How the gradients of an update's microbatches are added up: by DDP, or in one fixed order with --microbatches."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from utils.data.batches import Batch
+from utils.data.order import Plan
+from utils.training.tree_sum import Exchange, TreeSum
+
+
+class Gradients:
+    """Sums by DDP: a rank accumulates, and DDP averages over the ranks during the last backward pass."""
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
+        self.model, self.accelerator, self.plan = model, accelerator, plan
+        self.steps = plan.microbatches // accelerator.num_processes
+        """Forward and backward passes of this rank in an update."""
+
+    def scale(self, position: int) -> float:
+        """The factor of the summed loss of each microbatch of the update at `position`.
+
+        With it, the result is the gradient of the mean loss over the global batch, even if microbatches differ in size.
+        """
+        return self.accelerator.num_processes / self.plan.update_size(position)  # DDP divides by this number
+
+    def microbatch(self, step: int, batch: Batch):
+        """The context of a forward and backward pass; `step` counts from 0 in each update."""
+        return nullcontext() if step == self.steps - 1 else self.accelerator.no_sync(self.model)
+
+    def finish(self) -> None:
+        """Complete the gradients of an update; collective."""
+
+
+class TreeGradients(Gradients):
+    """Sums in the order of a binary tree over the microbatches: the same bits on any number of processes.
+
+    Each microbatch starts from the buffers that the update started with. Their changes are averaged in the same tree,
+    over the microbatches that have samples. With one microbatch per rank, DDP exchanges gradients during the backward
+    pass. Otherwise `model` is the module itself, and the exchange comes after the last backward pass.
+    """
+
+    def __init__(self, model: nn.Module, module: nn.Module, accelerator: Accelerator, plan: Plan):
+        super().__init__(model, accelerator, plan)
+        processes = accelerator.num_processes
+        self.steps = -(-plan.microbatches // processes)
+        self.tree = TreeSum(plan.microbatches, processes, accelerator.process_index)
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.buffers = [buffer for buffer in module.buffers() if buffer.dtype != torch.bool]
+        self.start: list[Tensor] = []  # the buffers at the start of the update
+        self.is_empty = False
+        self.running: list[tuple[Tensor, Exchange]] = []
+        self.overlaps = isinstance(model, DistributedDataParallel)
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, self._exchange_bucket)
+
+    def scale(self, position: int) -> float:
+        return 1 / self.plan.update_size(position)  # no factor may depend on the number of processes
+
+    @contextmanager
+    def microbatch(self, step: int, batch: Batch) -> Iterator[None]:
+        if not self.start:
+            self.start = [buffer.clone() for buffer in self.buffers]
+        else:
+            _copy(self.buffers, self.start)
+        self.is_empty = not len(batch.images)
+        self.running = []  # `prepare_buckets` has begun some
+        yield
+        changes = [_change(now, before) for now, before in zip(self.buffers, self.start, strict=True)]
+        tensors = [*changes, torch.ones((), device=self.accelerator.device)]
+        if not self.overlaps:
+            tensors = [*(_gradient(parameter) for parameter in self.parameters), *tensors]
+            for parameter in self.parameters:
+                parameter.grad = None
+        if self.is_empty:  # its batch statistics are not numbers
+            tensors = [torch.zeros_like(tensor) for tensor in tensors]
+        self.tree.add(batch.number, tensors)
+
+    def _exchange_bucket(self, state: None, bucket) -> torch.futures.Future[Tensor]:
+        """Begin the exchange of some gradients; DDP waits for the first part of it at the end of the backward pass."""
+        buffer = bucket.buffer()
+        if self.is_empty:
+            buffer.zero_()
+        exchange = self.tree.exchange([buffer])
+        self.running.append((buffer, exchange))
+        return exchange.work.get_future().then(lambda _: buffer)
+
+    def finish(self) -> None:
+        for buffer, exchange in self.running:
+            total = exchange.finish()
+            if total is not buffer:
+                buffer.copy_(total)
+        self.running = []
+        sums = self.tree.total()
+        if not self.overlaps:
+            for parameter, gradient in zip(self.parameters, sums, strict=False):
+                parameter.grad = gradient
+        *changes, count = sums[-1 - len(self.buffers) :]
+        means = [change / count.clamp(min=1) for change in changes]
+        means = [m if m.dtype == b.dtype else m.round() for m, b in zip(means, self.buffers, strict=True)]
+        _copy(self.buffers, [before + mean.to(before.dtype) for before, mean in zip(self.start, means, strict=True)])
+        self.start = []
+
+
+@torch.no_grad()
+def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if buffers:
+        torch._foreach_copy_(list(buffers), list(values))
+
+
+def _change(now: Tensor, before: Tensor) -> Tensor:
+    """The change of a buffer; that of an integer, such as a count of batches, as a float."""
+    change = now - before
+    return change if change.is_floating_point() else change.float()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def prepare_model(accelerator: Accelerator, module: nn.Module, microbatches: int | None) -> nn.Module:
+    """The model as Accelerate wraps it; without DDP if it cannot add up the gradients of --microbatches."""
+    # DDP's bucket of gradients is ready after one backward pass, so each process must have one microbatch.
+    alone = microbatches is not None and microbatches != accelerator.num_processes
+    return accelerator.prepare_model(module, evaluation_mode=alone)
+
+
+def make_gradients(model: nn.Module, module: nn.Module, accelerator: Accelerator, plan: Plan, tree: bool) -> Gradients:
+    """The sums of a run; with `tree`, those of --microbatches."""
+    if tree:
+        return TreeGradients(model, module, accelerator, plan)
+    return Gradients(model, accelerator, plan)
