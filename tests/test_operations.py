@@ -12,14 +12,16 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 
 import utils.data.auto_augment as auto_augment
+import utils.data.erasing as erasing
 from utils.config.cli import parse_args, read_config
 from utils.config.settings import TrainConfig, to_yaml
-from utils.data.augment import make_augmentation
+from utils.data.augment import Crop, ShiftAndFlip, crop_box, make_augmentation
 from utils.data.auto_augment import AUTO_AUGMENTS, ColorJitter, RandAugment, ThreeAugment, TrivialAugment
 from utils.data.batches import Batches
 from utils.data.draws import ALTERNATING, Draws
 from utils.data.erasing import Cutout, RandomErasing
-from utils.data.order import Microbatch
+from utils.data.mixing import Mixing
+from utils.data.order import Microbatch, Plan
 from utils.data.pipeline import make_dataset, make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
@@ -203,9 +205,10 @@ def box_of(changed):
 
 @pytest.mark.parametrize("size", [(20, 20), (9, 31)])
 def test_random_erasing_has_the_boxes_of_torchvision(size):
+    assert tuple(v2.RandomErasing().scale) == erasing._AREA  # a chi-square test does not see 1/3 instead of 0.33
     image = np.full((*size, 3), 255, np.uint8)
     ours = results(RandomErasing(spec_of(*size, 3), 0.6), image, 3000)
-    theirs = torchvision_results(v2.RandomErasing(0.6, (0.02, 1 / 3), (0.3, 3.3), 0), image, 3000)
+    theirs = torchvision_results(v2.RandomErasing(0.6, value=0), image, 3000)
     boxes = [[box_of(x[..., 0] < 255) for x in side] for side in (ours, theirs)]
     assert_equally_often(*[[box is None for box in side] for side in boxes])
     for part in range(4):
@@ -341,3 +344,90 @@ def test_flip_is_true_false_or_alternate_and_is_read_again_from_a_file(word, val
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert config.flip is value or config.flip == value == "alternate"
     assert read_config(tmp_path / "config.yaml").flip == config.flip
+
+
+# -- the same choices in later versions -----------------------------------------------------------------------------
+
+
+CHOICES = {
+    "RandomErasing": [[6, 17, 16, 29], [2, 14, 14, 26], [20, 15, 20, 15], [2, 26, 2, 26]],
+    "Cutout": [[10, 0, 18, 8], [3, 13, 11, 21], [12, 23, 20, 31], [-4, -2, 4, 6]],
+    "TrivialAugment": [[("solarize", 0.1)], [("posterize", 5.0)], [("rotate", -45.0)], [("sharpness", 0.528)]],
+    "RandAugment": [
+        [("solarize", 0.7), ("shear_y", 0.09)],
+        [("posterize", 7.0), ("contrast", -0.27)],
+        [("color", 0.27), ("identity", 0.0)],
+        [("shear_x", 0.09), ("autocontrast", 0.0)],
+    ],
+    "ThreeAugment": [[("blur", 0.2837)], [("blur", 0.9343)], [("solarize",)], [("blur", 1.2125)]],
+    "ColorJitter": [
+        [("saturation", 0.6895), ("brightness", 1.297), ("contrast", 1.4428)],
+        [("brightness", 1.2398), ("saturation", 1.1059), ("contrast", 1.3932)],
+        [("brightness", 0.598), ("saturation", 1.3578), ("contrast", 0.9585)],
+        [("brightness", 0.9849), ("saturation", 1.2184), ("contrast", 0.7752)],
+    ],
+    "Crop": [[0, 61, 200, 201], [46, 143, 108, 133], [4, 54, 147, 172], [0, 25, 200, 259]],
+    "ShiftAndFlip": [[8, 3, 0], [4, 3, 0], [6, 2, 1], [1, 5, 1]],
+    "Mixing": [
+        [1.0, 15, 20, 11, 23],
+        [1.0, 8, 20, 18, 30],
+        [1.0, 0, 8, 0, 14],
+        [1.0, 3, 19, 6, 30],
+        [1.0, 0, 15, 0, 25],
+        [1.0, 0, 14, 4, 24],
+    ],
+    "weighted": [6, 3, 11, 8, 10, 4, 10, 3, 8, 10, 7, 9],
+    "repeats": [1, 7, 1, 7, 5, 0, 5, 0],
+}
+
+
+def choices(monkeypatch):
+    """What each operation chooses at random for four samples, the last one drawn for the second time."""
+    spec, found = InputSpec(20, 30, 3, [0.5] * 3, [0.5] * 3), []
+    draws = {}
+
+    def of(operation, choose):
+        random = Draws(1, 2, np.arange(4), np.array([0, 0, 0, 1])).uniform(*operation.streams)
+        found.clear()
+        draws[type(operation).__name__] = [choose(operation, row) for row in random]
+
+    def box(operation, row):
+        return [int(edge) for edge in operation.boxes(torch.from_numpy(row[None]))]
+
+    def recorded(operation, row):
+        operation.planes(torch.zeros(3, 20, 30, dtype=torch.uint8), row.tolist())
+        result = found.copy()
+        found.clear()
+        return result
+
+    def record(name):
+        def function(x, *rest):
+            found.append((name, *(round(value, 4) for value in rest if isinstance(value, float))))
+            return x
+
+        return function
+
+    monkeypatch.setattr(auto_augment, "_OPERATIONS", {name: record(name) for name in auto_augment._OPERATIONS})
+    monkeypatch.setattr(auto_augment, "_solarize", lambda x, threshold: record("solarize")(x))
+    monkeypatch.setattr(auto_augment.F, "rgb_to_grayscale", lambda x, channels: record("grey")(x))
+    monkeypatch.setattr(auto_augment.F, "gaussian_blur", lambda x, size, sigmas: record("blur")(x, sigmas[0]))
+    of(RandomErasing(spec, 0.7), box)
+    of(Cutout(spec, 8), box)
+    of(TrivialAugment(spec), recorded)
+    of(RandAugment(spec), recorded)
+    of(ThreeAugment(spec), recorded)
+    monkeypatch.setattr(ColorJitter, "adjust", tuple(map(record, ("brightness", "contrast", "saturation"))))
+    of(ColorJitter(0.5), recorded)
+    of(Crop(spec, 0.1), lambda operation, row: list(crop_box(200, 300, row.tolist(), operation.min_scale)))
+    of(ShiftAndFlip(spec, 4, "alternate"), lambda operation, row: [int(x[0]) for x in operation._choices(row[None])])
+    mixing = Mixing(TrainConfig(seed=1, mixup=0.4, cutmix=1.0), spec, 5)
+    mix = mixing.draw(Microbatch(0, 2, 0, np.arange(12), None, np.arange(12)))
+    pairs = zip(mix.weight[::2].tolist(), mix.box[::2].tolist(), strict=True)
+    draws["Mixing"] = [[round(weight, 4), *box] for weight, box in pairs]
+    draws["weighted"] = Plan(12, 4, 1, seed=1, weights=np.arange(12) / 11).draws(2)[0].tolist()
+    draws["repeats"] = Plan(8, 4, 1, seed=1, repeats=2).draws(2)[0].tolist()
+    return draws
+
+
+def test_a_later_version_makes_the_same_random_choices(monkeypatch):
+    assert choices(monkeypatch) == CHOICES

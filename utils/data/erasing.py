@@ -12,8 +12,8 @@ from utils.data.operation import Operation
 from utils.data.spec import InputSpec
 
 _TRIES = 10  # boxes to draw until one is smaller than the image, as in torchvision and timm
-_AREA = 0.02, 1 / 3  # of the image
-_ASPECT = math.log(0.3), math.log(3.3)  # of the box
+_AREA = 0.02, 0.33  # of the image, as in torchvision
+_ASPECT = math.log(0.3), math.log(3.3)  # of the box, as in torchvision
 
 
 class FillBox(Operation):
@@ -58,7 +58,7 @@ class FillBox(Operation):
 
 
 class RandomErasing(FillBox):
-    """Fill a random box of the image with this probability (Zhong et al., 2017), with torchvision's sizes."""
+    """Fill a random box of the image with this probability (Zhong et al., 2017)."""
 
     streams = (
         *("erasing", "erasing_top", "erasing_left"),
