@@ -225,6 +225,31 @@ def test_the_weights_of_a_csv_file_and_of_a_table_follow_their_samples():
         assert draw_weights(config, load_data(config).train).tolist() == [float(value) for value in values]
 
 
+def test_a_resumed_run_needs_the_weights_that_it_began_with():
+    paths = image_folder("images", {"cat": 12, "dog": 12})
+    lines = [f"{path},{path.parent.name},{1 + number % 3}" for number, path in enumerate(paths)]
+
+    def write(lines, cat=1):
+        Path("list.csv").write_text("\n".join(["path,label,Rarity", *lines]))
+        Path("weights.yaml").write_text(f"cat: {cat}\ndog: 2\n")
+
+    write(lines)
+    flags = ["--data", "list.csv", "--sampler", "weights:rarity", "--class_weights", "weights.yaml", *MLP]
+    train_run(1, "run", *flags)
+    again = ["--run_name", "run", "--resume", "auto", *flags, "--max_steps", "3"]
+    record = "step-00000002"
+    write([*lines[:-1], f"{lines[-1]}5"])
+    changed = "have changed since training; restore them, or start a new run"
+    assert f"{record}: the weights of --sampler weights:rarity {changed}" in refused(train.main, *again)
+    write(lines, cat=3)
+    assert f"{record}: the weights of --class_weights weights.yaml {changed}" in refused(train.main, *again)
+    write(lines[:-1])
+    error = refused(train.main, *again, "--bad_images", "skip")
+    assert "--sampler weights:rarity: the weight of " in error and "restore" in error
+    write(lines)
+    train_run(1, "run", *again[2:])
+
+
 def test_a_run_with_a_weight_that_is_missing_ends_with_one_line():
     error = refused(train.main, "--data", "digits", "--sampler", "weights:rarity", *MLP)
     assert error.endswith(
@@ -270,6 +295,11 @@ def test_a_file_of_class_weights_that_does_not_fit_is_one_line(text, error):
     Path("weights.yaml").write_text(text)
     with pytest.raises(ValueError, match=f"^--class_weights weights.yaml: {error}"):
         class_weights(*labelled([6, 3, 1], class_weights="weights.yaml"))
+
+
+def test_a_file_of_class_weights_that_does_not_exist_is_named_with_its_flag():
+    error = refused(train.main, "--data", "digits", "--class_weights", "none.yaml", *MLP)
+    assert error.endswith("--class_weights: none.yaml: No such file or directory")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -114,7 +114,7 @@ def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:
     lower = [name.lower() for name in header]
     split_at = lower.index("split") if "split" in lower else None
     weight = weight_column(config)
-    weight_at = header.index(weight) if weight in header else None
+    weight_at = lower.index(weight.lower()) if weight and weight.lower() in lower else None
     found: dict[str, _Rows] = {}
     first: dict[str, int] = {}  # the line of each path
     for number, cells in lines:

@@ -1,7 +1,6 @@
 """How often each sample is drawn (--sampler), and how much each class counts in the loss (--class_weights)."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -10,7 +9,8 @@ from utils.config.yaml_text import read_yaml
 from utils.console import join_names
 from utils.data.order import Plan
 from utils.data.splits import Split
-from utils.errors import UserError
+from utils.errors import UserError, one_line
+from utils.files import expand
 
 
 def weight_column(config: TrainConfig) -> str | None:
@@ -44,7 +44,8 @@ def draw_weights(config: TrainConfig, train: Split) -> np.ndarray | None:
         raise UserError(problem, "name a column of a table or CSV file")
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
-        raise UserError(f"{flag}: the weight of {train.describe(wrong[0])} is not a number of at least 0", "correct it")
+        problem = f"{flag}: the weight of {train.describe(wrong[0])} is not a number of at least 0"
+        raise UserError(problem, "correct it" if train.readable[wrong[0]] else "restore the line of this image")
     if not weights.any():
         raise UserError(f"{flag}: all weights are 0", "give at least one sample a weight above 0")
     return weights
@@ -57,7 +58,7 @@ def make_plan(config: TrainConfig, train: Split, global_batch_size: int, microba
         raise UserError(problem, f"set --global_batch_size to a multiple of {config.repeats}")
     if config.mixes and global_batch_size // 2 < microbatches:
         problem = f"a global batch of {global_batch_size} has fewer pairs than its {microbatches} microbatches"
-        fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}, or fewer processes"
+        fix = f"--mixup and --cutmix need a --global_batch_size of at least {2 * microbatches}, or fewer microbatches"
         raise UserError(problem, fix)
     return Plan(
         samples=len(train),
@@ -90,7 +91,11 @@ def class_weights(config: TrainConfig, train: Split, names: list[str]) -> list[f
 
 
 def _read_weights(file: str, names: list[str]) -> list[float]:
-    values, flag = read_yaml(Path(file), most_bytes=2**23), f"--class_weights {file}"
+    flag = f"--class_weights {file}"
+    try:
+        values = read_yaml(expand(file), most_bytes=2**23)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--class_weights: {one_line(error)}") from error
     if not isinstance(values, dict):
         raise UserError(f"{flag}: does not map class names to weights", "write one 'NAME: WEIGHT' on each line")
     given = {str(name): value for name, value in values.items()}

@@ -113,6 +113,11 @@ class Data:
     class_weights: list[float] | None = None
 
     @property
+    def class_weights_hash(self) -> str | None:
+        """A hash of the class weights; None without any."""
+        return None if self.class_weights is None else fingerprint_of(*self.class_weights)
+
+    @property
     def fingerprint(self) -> str:
         """A hash of the samples of both splits, which does not change if the data set moves."""
         splits = (self.train, self.evaluation)

@@ -147,6 +147,7 @@ def metadata_files(
         "global_batch_size": plan.global_batch_size,
         "seed": plan.seed,
         "weights": plan.weights_hash,
+        "class_weights": data.class_weights_hash,
         "processes": ranks.topology.world_size,
         "threads": ranks.threads,
         "device": ranks.device.type,

@@ -115,7 +115,6 @@ def restore_state(
     batch_size = plan.global_batch_size // plan.microbatches
     if saved is None:
         return TrainState(batch_size=batch_size)
-    weights = [saved.values.get("weights")] if config.sampler == saved.settings.sampler else []
     for what, there, here in (
         ("a model", saved.settings.model, config.model),
         ("a task", saved.settings.task, config.task),
@@ -126,11 +125,18 @@ def restore_state(
         ("training samples", saved.values["samples"], plan.samples),
         ("the classes", saved.class_names, data.class_names),
         ("labels", saved.values["labels"], data.train.label_fingerprint),
-        *(("sampling weights", there, plan.weights_hash) for there in weights),
     ):
         if there != here:
             problem = f"{saved.path}: was trained with {what} of {_short(there)}, not {_short(here)}"
             raise UserError(problem, "use the same settings")
+    for setting, key, now in (
+        ("sampler", "weights", plan.weights_hash),
+        ("class_weights", "class_weights", data.class_weights_hash),
+    ):
+        value = getattr(config, setting)
+        if value == getattr(saved.settings, setting) and saved.values.get(key, now) != now:
+            problem = f"{saved.path}: the weights of --{setting} {value} have changed since training"
+            raise UserError(problem, "restore them, or start a new run")
     before, here = saved.values["threads"], torch.get_num_threads()
     if config.microbatches and saved.values.get("device") == "cpu" and before != here:
         problem = f"{saved.path}: a run with --microbatches keeps its {before} threads per process, not {here}"
