@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
         config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
         ranks.run_on_all(lambda: check(config, ranks))
         config, task = ranks.run_on_all(lambda: make_task(config, saved.class_names, None))
+        if flags.threshold is not None and config.task == "classification":
+            Terminal(ranks.is_main).print("--threshold has no effect: only multilabel and binary have it")
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)

@@ -213,9 +213,10 @@ def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says(
     assert spec_of_start(saved.settings, saved, images)[-1] is saved.spec
 
 
-def test_a_share_of_small_images_is_said_to_have_no_effect():
+def test_flags_of_eval_py_without_effect_are_reported():
     train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
-    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--eval_crop", "0.5"])
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--eval_crop", "0.5", "--threshold", "0.9"])
     assert "--eval_crop has no effect: small images are evaluated whole\n" in outcome.out
+    assert "--threshold has no effect: only multilabel and binary have it\n" in outcome.out
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
     assert outcome.code == 0 and "has no effect" not in outcome.out

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.make_data import image_folder
 from helpers.ranks import run_ranks, start_ranks
 from helpers.training_runs import records, same_tensors, slow_train, train_run, weights, working_in
 from helpers.waiting import until
@@ -82,6 +83,11 @@ def test_each_flag_alone_changes_the_loss_of_the_first_update():
     assert len({f"{loss:.6f}" for loss in found.values()}) == len(found), found
 
 
-def test_the_start_of_a_run_says_what_its_training_accuracy_is_measured_against():
+def test_the_start_of_a_run_says_what_its_training_metrics_are_measured_against():
     (outcome,) = run_ranks(1, train.main, ["--run_name", "words", *RUN, "--mixup", "0.2", "--max_steps", "1"])
     assert re.search(r"mixing +mixup 0.2: training accuracy is against the dominant label", outcome.out), outcome.out
+    image_folder("two", {"a": 20, "b": 20})
+    flags = ["--data", "two", "--task", "binary", "--mixup", "0.2", "--max_steps", "1"]
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "binary", *RUN, *flags])
+    text = r"mixing +mixup 0.2: training metrics count a label if its share is above 0.5"
+    assert re.search(text, outcome.out), outcome.out

@@ -411,8 +411,12 @@ def test_labels_that_do_not_suit_the_task_are_refused(own_folders):
     assert "no image of split 'train' has a label" in table_error([[]] * 30)
     assert "image 1 of split 'train' has no list of labels" in table_error([[0], None] * 15)
     assert "image 2 of split 'train' has the label -1, outside 0..3" in table_error([[0], [1], [2, -1]] * 9)
-    assert "may have several labels; use multilabel" in table_error([[0], [1, 2]] * 15, task="classification")
-    assert "has one label; use classification, or" in table_error([0, 1] * 15, task="multilabel")
+    assert "may have several labels; use other data, or train with --task multilabel" in table_error(
+        [[0], [1, 2]] * 15, task="classification"
+    )
+    assert "has one label; use lists of labels, or train with --task classification" in table_error(
+        [0, 1] * 15, task="multilabel"
+    )
 
 
 FOCAL = ["--loss", "focal", "--loss_args"]
@@ -427,6 +431,7 @@ FOCAL = ["--loss", "focal", "--loss_args"]
         (["--pos_weight", "-1"], "--pos_weight must be above 0, got -1"),
         (["--pos_weight", "[1, 0]"], "--pos_weight must be above 0, got 0"),
         (["--pos_weight", "balance"], "--pos_weight: expected"),
+        (["--pos_weight", "1", "0", "2"], "--pos_weight must be above 0, got 0"),
         (["--threshold", "1"], "--threshold must be below 1, got 1"),
         ([*FOCAL, "{gamma: -1}"], "--loss_args for focal: gamma must be at least 0, got -1"),
         ([*FOCAL, "{gamma: high}"], "--loss_args for focal: gamma must be a value such as 2.0, got high"),

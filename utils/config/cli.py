@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 
 from utils.config.other_names import fix_for_unknown
-from utils.config.settings import GROUPS, LaunchConfig, Size, TrainConfig
+from utils.config.settings import GROUPS, LaunchConfig, TrainConfig
 from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
@@ -138,7 +138,13 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
         for f in fields(cls)
         if f.type is bool or (bool in get_args(f.type) and NoneType not in get_args(f.type))
     }
-    least = {f.name: 1 + (f.type == Size) for f in fields(cls) if f.type in (list[float] | None, Size)}
+    # How many numbers are a list: one, or two if the flag also takes a single number.
+    kinds = {f.name: get_args(f.type) for f in fields(cls)}
+    least = {
+        name: 1 + (int in parts or float in parts)
+        for name, parts in kinds.items()
+        if list[int] in parts or list[float] in parts
+    }
     result: list[str] = []
     skip = 0  # numbers that are already part of a list
     for position, argument in enumerate(argv):

@@ -29,9 +29,9 @@ def check_kind(split: Split, config: TrainConfig) -> None:
     if split.labels.ndim == 1:
         if config.task == "multilabel":
             problem = f"--task multilabel: each image of --data {config.data} has one label"
-            raise UserError(problem, "use classification, or a column with lists of labels")
+            raise UserError(problem, "use lists of labels, or train with --task classification")
     elif config.task not in ("auto", "multilabel"):
         problem = f"--task {config.task}: an image of --data {config.data} may have several labels"
-        raise UserError(problem, "use multilabel")
+        raise UserError(problem, "use other data, or train with --task multilabel")
     elif not split.labels.any():
         raise UserError(f"no image of split {split.name!r} has a label", "fix the labels")

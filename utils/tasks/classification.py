@@ -18,6 +18,7 @@ class Classification(Task):
     """One class per image. Targets are class indices, int64 [n], or class probabilities, float [n, classes]."""
 
     metric, higher_is_better = "accuracy", True
+    when_mixed = "accuracy is against the dominant label"
     training = ("loss", "accuracy")
     evaluation = ("loss", "accuracy", "top5")
     gathered = ("macro_f1", "macro_precision", "macro_recall")

@@ -1,4 +1,4 @@
-"""Multi-label: each image has any number of the classes, also none."""
+"""Multi-label: each image has any number of the classes, including none."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +29,7 @@ class MultiLabel(Task):
     metric, higher_is_better = "mAP", True
     exact, f1 = "exact_match", "micro_f1"  # the names of two metrics
     training: Sequence[str] = ("loss", "exact_match", *_COUNTS)
+    when_mixed = "metrics count a label if its share is above 0.5"
     evaluation = training
     gathered: Sequence[str] = ("mAP", "macro_f1")
     shown = {"mAP": "mAP", "micro_f1": "micro-F1", "loss": "loss"}  # noqa: RUF012

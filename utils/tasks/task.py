@@ -25,6 +25,8 @@ class Task:
     higher_is_better: bool
     training: Sequence[str]
     """Names of the sums of a training batch; the first one is "loss"."""
+    when_mixed: str = "metrics are against mixed targets"
+    """With Mixup or CutMix, what the training metrics are measured against."""
     loss_of_guessing: float = math.inf
     """The mean loss of a model that has learned nothing; infinity if unknown."""
     evaluation: Sequence[str]

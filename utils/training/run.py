@@ -130,7 +130,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()}{stem and f', {stem}'}"),
         ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
-        *([("mixing", f"{mixed}: training accuracy is against the dominant label")] if mixed else []),
+        *([("mixing", f"{mixed}: training {run.task.when_mixed}")] if mixed else []),
         *chosen,
         *([("differs", same)] if same else []),
     ]
