@@ -58,6 +58,14 @@ def images():
     return DecodedImages(pictures(60, (10, 12)), np.arange(60) % 7)
 
 
+def test_rows_of_several_labels_are_drawn_on_the_device_too():
+    rows = np.random.default_rng(0).integers(0, 2, (60, 4), np.uint8)
+    several = DecodedImages(pictures(60, (10, 12)), rows)
+    for batch in assert_same(several):
+        assert batch.labels.dtype == torch.float32
+        assert np.array_equal(batch.labels.numpy(), rows[batch.indices.numpy()])
+
+
 @pytest.mark.parametrize("most", [0, 1, 30, 10**6], ids=["one by one", "small groups", "groups", "whole epochs"])
 @pytest.mark.parametrize("training", [True, False])
 def test_microbatches_are_the_same_in_groups_of_any_size(training, most, images, monkeypatch):

@@ -22,10 +22,8 @@ _CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
 class Batch(NamedTuple):
     """Images [n, C, H, W] float32, labels, and the samples' positions in their split [n] int64; n >= 0.
 
-    Labels are classes, int64 [n], or multi-hot, float32 [n, classes].
-
-    With Mixup or CutMix, the labels are float32 [n, outputs], the share of each class. The positions are on the host.
-    `update` and `number` are those of its microbatch.
+    Labels are classes, int64 [n], or multi-hot, float32 [n, classes]. With Mixup or CutMix, they are the share of each
+    class, float32 [n, outputs]. `indices` are on the host. `update` and `number` are those of its microbatch.
     """
 
     images: Tensor
@@ -97,7 +95,7 @@ class Batches:
             if self.mixing and "error" not in batch:
                 mix = self.mixing.draw(batch["microbatch"], self.agreed_bad)
             if self.mixing and mix:
-                mix = mix.to(self.device)
+                mix = Mix(**_to(mix._asdict(), self.device))
                 batch["labels"] = mix.targets(batch["labels"], self.mixing.outputs)
             batch["indices"] = torch.as_tensor(batch["indices"])
             if batch["labels"].ndim == 2:  # copied to the device as bytes

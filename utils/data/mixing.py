@@ -18,24 +18,19 @@ from utils.data.spec import InputSpec
 
 
 class Mix(NamedTuple):
-    """How the images of a batch are mixed; each value is a tensor with one entry, or row, per image.
+    """How the images of a batch are mixed; each field is a tensor with one entry, or row, for each image.
 
-    Inside its `box`, int64 [n, 4] (top, bottom, left, right), an image gets the fraction `weight`, float32 [n], of its
-    `partner`, int64 [n], the position of another image in the batch. Without a box it does so everywhere. `share`,
-    float32 [n], is the partner's share of the target. An unmixed image is its own partner.
+    * `partner`, int64 [n]: the position in the batch of the image to mix in; that of the image itself if it is not
+      mixed
+    * `weight`, float32 [n]: the partner's share of each pixel, inside the box
+    * `share`, float32 [n]: the partner's share of the target
+    * `box`, int64 [n, 4]: top, bottom, left, right; None for the whole image
     """
 
     partner: Tensor
     weight: Tensor
     share: Tensor
     box: Tensor | None = None
-
-    def to(self, device: torch.device) -> "Mix":
-        """The same on the device, which the host does not wait for."""
-        if device.type != "cuda":
-            return self
-        moved = {k: v.pin_memory().to(device, non_blocking=True) for k, v in self._asdict().items() if v is not None}
-        return Mix(**moved)
 
     def images(self, values: Tensor, channels: int, start: int = 0) -> None:
         """Mix float images [m, H, W * C] in place: those from position `start` on, which contain all partners."""
