@@ -121,7 +121,7 @@ def test_the_input_of_a_checkpoint_may_lack_the_size_of_evaluation():
 
 
 @pytest.mark.parametrize(("model", "settings", "text"), [
-    ("mnist_cnn", {"eval_size": 40}, "--eval_size: mnist_cnn evaluates images of the same size as in training only"),
+    ("mnist_cnn", {"eval_size": 40}, "--eval_size: mnist_cnn only takes images of the training size"),
     ("mlp", {"eval_size": [28, 30]}, "--eval_size: mlp evaluates"),
     ("timm/vit_tiny_patch16_224", {"image_size": 224, "eval_size": 256}, "256x256x3 images, the size of evaluation"),
     ("timm/vit_tiny_patch16_224", {"image_size": [224, 256]}, r"224x256x3 images .*; try --image_size 224"),
@@ -138,7 +138,7 @@ def test_a_model_that_does_not_take_the_size_is_refused_with_the_fix(model, sett
 def test_eval_py_refuses_a_size_that_the_model_does_not_take_in_one_line():
     train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
     line = refused(eval.main, "--ckpt", "runs/run", "--eval_size", "16")
-    assert "--eval_size: mlp evaluates images of the same size as in training only; leave out --eval_size" in line
+    assert "--eval_size: mlp only takes images of the training size; leave out --eval_size" in line
 
 
 def test_pretrained_vision_transformers_are_refused_another_width_too():

@@ -84,7 +84,7 @@ class TrainConfig(LaunchConfig):
     crop_padding: int = 0
     """Shift training images at random by up to this many pixels, filled with black."""
     flip: bool | Literal["alternate"] = FROM_DATA
-    """Mirror training images left to right: true half of them at random, alternate each in every other epoch
+    """Mirror training images left to right: true mirrors a random half, alternate each image in every other epoch
     (default: true for photographs)."""
     min_scale: float | None = None
     """Smallest area of a random training crop, as a fraction of the image; with 1, images are not cropped at random,
@@ -96,19 +96,19 @@ class TrainConfig(LaunchConfig):
     color_jitter: float = 0.0
     """Multiply brightness, contrast and saturation of training images by random factors from 1 - X to 1 + X."""
     random_erasing: float = 0.0
-    """Probability of filling a random box of a training image, 2 to 33 percent of its area, with the mean colour."""
+    """Probability of filling a random box, 2 to 33 percent of a training image, with the mean colour."""
     cutout: int = 0
     """Side in pixels of a square to fill with the mean colour, at a random place of each training image."""
     mixup: float = 0.0
-    """Mix each pair of neighbouring training images and their targets, in the ratio of a draw from Beta(A, A), where A
-    is this number, usually 0.1 to 1; 0 turns it off."""
+    """Average the two images and targets of each pair of neighbouring training samples, with a weight drawn from
+    Beta(A, A), where A is this number, usually 0.1 to 1; 0 turns it off."""
     cutmix: float = 0.0
-    """Swap a random box between the images of a pair, with the area of a draw from Beta(A, A), where A is this number,
-    usually 1, and mix their targets in proportion; 0 turns it off. With --mixup, each pair gets one of the two."""
+    """Swap a random box between the images of each pair, and mix their targets by its area, whose fraction is drawn
+    from Beta(A, A), where A is this number, usually 1; 0 turns it off. With --mixup, each pair gets one of the two."""
     mix_prob: float = 1.0
     """Fraction of the pairs that --mixup and --cutmix mix."""
     mix_off_epoch: int | None = None
-    """Epoch, counted from 0, from which on nothing is mixed (default: never)."""
+    """First epoch, counted from 0, in which nothing is mixed (default: none)."""
 
     eval_crop: float | None = None
     """Fraction of a photograph's shorter side that evaluation uses (default: that of the pretrained weights, else
@@ -143,9 +143,9 @@ class TrainConfig(LaunchConfig):
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
     sampler: str = "shuffle"
-    """How an epoch, of as many draws as samples, is drawn: shuffle draws each sample once; balanced draws with
-    replacement, all classes equally often; weights:COLUMN draws with replacement in proportion to the numbers in a
-    column of a table or CSV file."""
+    """How the samples of an epoch are drawn: shuffle draws each one once; balanced draws with replacement, all classes
+    equally often; weights:COLUMN draws with replacement in proportion to the numbers in a column of a table or CSV
+    file. An epoch always has as many draws as samples."""
     repeats: int = 1
     """Copies of each sample in an update, each augmented differently (repeated augmentation); an epoch is still as many
     draws as samples."""
@@ -175,16 +175,16 @@ class TrainConfig(LaunchConfig):
     loss_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the loss, such as '{gamma: 1.5}'."""
     label_smoothing: float = 0.0
-    """Fraction of the target to spread evenly over all classes in training; over yes and no in
-    multilabel and binary."""
+    """Fraction of the training target to spread evenly over all classes; in multilabel and binary, over positive and
+    negative."""
     pos_weight: float | list[float] | Literal["balanced"] | None = None
     """Weight of positive samples in the training loss of multilabel and binary: a number, a list
     with one for each class, or balanced (negatives / positives of the training split)."""
     threshold: float = 0.5
     """Probability above which multilabel and binary predict a class."""
     class_weights: str | None = None
-    """Weights of the classes in the training loss: balanced is 1 / the number of samples of the class; a YAML or JSON
-    file maps each class name to a weight. They are scaled so that their mean over the training samples is 1."""
+    """Weights of the classes in the training loss: balanced is 1 / the number of samples of each class; a YAML or JSON
+    file maps each class name to a weight. The mean weight of the training samples is scaled to 1."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
     """Precision of the model: no is float32, auto is bf16 if all devices support it natively (default: as in the
     accelerate config, else auto on GPUs and no on CPUs)."""

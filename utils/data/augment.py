@@ -1,8 +1,7 @@
 """Random changes of training images. The same operations change single images in loader processes and small images in
 batches on the device.
 
-To add an augmentation, write an `Operation` and add it to AUGMENTATIONS. Mixup also needs soft labels, and partners
-that follow from the order of the update: see docs/architecture.md.
+To add an augmentation, write an `Operation` and add it to AUGMENTATIONS. Mixup and CutMix are in mixing.py.
 """
 
 import math

@@ -122,7 +122,7 @@ def _try_arguments(config: TrainConfig) -> None:
 
 
 def _sharpness(x: Tensor, factor: float) -> Tensor:
-    """`F.adjust_sharpness`, several times as fast: the same values from sums of 3x3 pixels instead of a convolution."""
+    """The result of `F.adjust_sharpness`, several times as fast: with sums of 3x3 pixels instead of a convolution."""
     if min(x.shape[1:]) <= 2:
         return x
     floats = x.float()
@@ -138,12 +138,12 @@ def _sharpness(x: Tensor, factor: float) -> Tensor:
 
 
 def _solarize(x: Tensor, threshold: float) -> Tensor:
-    """`F.solarize`, which compares in float32, many times as fast: bitwise operations on bytes."""
+    """The result of `F.solarize`, many times as fast: with bitwise operations on bytes instead of float32."""
     return x ^ -(x >= math.ceil(np.float32(threshold))).byte()
 
 
 def _move(x: Tensor, mode: InterpolationMode, move: Callable[[Tensor], Tensor]) -> Tensor:
-    """Move the pixels of planes. With `nearest`, all channels are moved as one plane of 24 bits, exact in float32."""
+    """Move the pixels of planes. With `nearest`, RGB is one plane of 24-bit integers, exact in float32."""
     if mode != InterpolationMode.NEAREST or len(x) != 3:
         return move(x)
     red, green, blue = x.int()
@@ -186,8 +186,7 @@ def _strengths(
 ) -> dict[str, list[float]]:
     """The strengths of each operation in `bins` equal steps from none to these limits.
 
-    `shifts` are pixels in x and y. `bits` are those that posterize removes at most. Computed in float32, as in
-    torchvision.
+    `shifts` are pixels in x and y. `bits` is the most that posterize removes. Computed in float32, as in torchvision.
     """
     if not 2 <= bins <= 1000:
         raise ValueError(f"num_magnitude_bins must be between 2 and 1000, got {bins}")

@@ -17,7 +17,7 @@ _ASPECT = math.log(0.3), math.log(3.3)  # of the box, as in torchvision
 
 
 class FillBox(Operation):
-    """Fill a box of each image with the mean colour of the normalisation, which is then 0 up to rounding."""
+    """Fill a box of each image with the mean colour, which the normalisation maps to 0 up to rounding."""
 
     batched = True
 
@@ -26,7 +26,7 @@ class FillBox(Operation):
         self.fill = tuple(min(255, max(0, round(255 * mean))) for mean in spec.mean)
 
     def boxes(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The first row and column of each box and those after its end, whole numbers [n] each.
+        """The first row and column of each box, and the row and column after its end, integers of any dtype [n] each.
 
         They may lie outside the image. A box without pixels changes nothing.
         """
@@ -39,7 +39,7 @@ class FillBox(Operation):
         return pixels
 
     def prepare(self, random: Array) -> dict[str, Tensor]:
-        """The rows of each box, [n, H], and the values of a row that belong to it, [n, W * C]: uint8, 255 or 0."""
+        """Masks of the rows [n, H] and of the values in a row [n, W * C]: uint8, 255 inside the box, else 0."""
         random = torch.as_tensor(random)
         top, left, bottom, right = (edge[:, None] for edge in self.boxes(random))
         row = torch.arange(self.height, device=random.device)

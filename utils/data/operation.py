@@ -16,8 +16,8 @@ class Operation:
     """
 
     streams: tuple[str, ...] = ()
-    # Whether it has `prepare` and `batch`. If one operation of a run has not, all images of the run are changed one by
-    # one, in loader processes.
+    # Whether it has `prepare` and `batch`. If one operation of a run lacks them, all images of the run are changed one
+    # by one, in loader processes.
     batched = False
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:

@@ -33,7 +33,7 @@ def weighted_draws(weights: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """The epoch's draws with replacement, int64 [N], each sample in proportion to its weight, float64 [N]."""
     ends = np.cumsum(weights)
     uniform = (np.random.Philox(key=fold_in(seed, "order", epoch)).random_raw(len(weights)) >> 11) / 2**53
-    # A product that rounds up to the whole sum would be behind the last sample.
+    # A product that rounds up to the whole sum would select a sample after the last one.
     return np.searchsorted(ends, np.minimum(uniform * ends[-1], np.nextafter(ends[-1], 0)), side="right")
 
 
@@ -56,9 +56,9 @@ class Microbatch(NamedTuple):
     A rank with fewer microbatches than others gets an empty one in their place, with the number -1.
 
     `indices` is int64 [n], n >= 0. `occurrences`, int64 [n], counts how often a sample was drawn before in its epoch;
-    None stands for zeros. `places`, int64 [n], are the places at which the samples were dealt to the microbatch: 2k and
-    2k + 1 are a pair to mix. None if nothing is mixed. In an evaluation, `update` is 0 and `number` counts the blocks
-    of the split.
+    None stands for zeros. `places`, int64 [n], are the samples' places in the microbatch before unreadable ones were
+    left out: 2k and 2k + 1 are a pair to mix. None if nothing is mixed. In an evaluation, `update` is 0 and `number`
+    counts the blocks of the split.
     """
 
     update: int

@@ -92,7 +92,7 @@ def describe_place(sets: Sequence[DecodedImages | EncodedImages]) -> str:
         return "photographs, decoded for each batch"
     places = {f"on {each.images.device}" if isinstance(each, ResidentImages) else "in host memory" for each in decoded}
     by_loader = ", augmented by loader processes" * any(each.augmentation is not None for each in decoded)
-    others = "; photographs of the other size are decoded for each batch" * (len(decoded) < len(sets))
+    others = "; the larger images of the other split are decoded for each batch" * (len(decoded) < len(sets))
     return f"decoded, {bytes_text(sum(map(_size, decoded)))} {' and '.join(sorted(places))}{by_loader}{others}"
 
 

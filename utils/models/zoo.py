@@ -232,7 +232,7 @@ def _check_output(
     name, training = config.model, model.training
     fix_of_size = "leave out --eval_size, or use a model that takes images of any size, such as resnet18"
     if in_evaluation and name in ONE_SIZE:
-        raise UserError(f"--eval_size: {name} evaluates images of the same size as in training only", fix_of_size)
+        raise UserError(f"--eval_size: {name} only takes images of the training size", fix_of_size)
     model.eval()
     for count in (1, 0):  # a rank without samples runs an empty batch
         try:

@@ -8,7 +8,7 @@ what --loss_args may set.
 * `smoothing`: the fraction of the target to spread evenly over all classes
 * `weight`: with --class_weights, the weight of each class, float32 [classes], else None
 
-Losses are linear in the targets: that of a mixture of targets is the mixture of their losses.
+Losses are linear in the targets: the loss of mixed targets is the mixture of the losses.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, pos_weight: Tensor | 
 def sigmoid_focal(logits: Tensor, targets: Tensor, pos_weight: Tensor | None, gamma: float = 2.0) -> Tensor:
     """The focal loss of each class, averaged over the classes; arguments as above.
 
-    The alpha of Lin et al. is `pos_weight` alpha / (1 - alpha), times 1 - alpha.
+    With `pos_weight` alpha / (1 - alpha), it is the loss of Lin et al. divided by 1 - alpha.
     """
     _check_gamma(gamma)
     log_p, log_q = F.logsigmoid(logits), F.logsigmoid(-logits)  # of the class and of its absence

@@ -7,13 +7,13 @@ from sklearn.metrics import precision_recall_curve, roc_auc_score
 
 
 def class_metrics(scores: np.ndarray, labels: np.ndarray, cut: float) -> dict[str, Any]:
-    """Mean average precision, macro-F1, and both for each class; empty if a score is NaN or infinite.
+    """Mean average precision, macro-F1, and the scores of each class; empty if a score is NaN or infinite.
 
     `scores` are logits [N, classes], `labels` multi-hot [N, classes]; scores above `cut` predict a
     class. The average precision, the best threshold and its F1 are None for classes without labels,
     and `mAP` is the mean over the others. `macro_f1` is the mean over the classes that have labels
     or are predicted. The best threshold of a class is the probability with the highest F1 on these
-    samples, so the F1 on others is lower.
+    samples; expect a lower F1 on others.
     """
     if not np.isfinite(scores).all():
         return {}

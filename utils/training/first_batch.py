@@ -46,7 +46,7 @@ def picture(run: Run, batch: Batch) -> bytes:
 def label_lines(label: int | Sequence[float], names: Sequence[str]) -> list[str]:
     """The lines under an image: the name of its class, or the names and shares of the classes of a float label.
 
-    Shares of 1 are left out.
+    Classes with a share below 0.05 are left out, and so is a share above 0.95.
     """
     if isinstance(label, int):
         return [names[label]]
