@@ -51,7 +51,7 @@ def numbers(name: str) -> list[dict]:
     "model,topologies",
     [
         ("mnist_cnn", (2, 3)),
-        ("resnet", (3, 8)),
+        pytest.param("resnet", (3, 8), marks=pytest.mark.full),
         pytest.param("mnist_cnn", (4, 8), marks=pytest.mark.full),
         pytest.param("resnet", (2, 4), marks=pytest.mark.full),
         pytest.param("vit", (2, 3, 4, 8), marks=pytest.mark.full),
