@@ -5,7 +5,6 @@
     torchrun --nproc_per_node 2 train.py --config recipes/mnist.yaml        the same with torchrun
 
 This file is the whole run: `main` starts it, `build` creates its parts, and `train` is the loop.
-`python train.py --help` lists the settings.
 """
 
 from utils.output import guard_output  # the first import: see its docstring
@@ -61,6 +60,7 @@ from utils.runs.state import TrainState
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
 from utils.training.bad_images import without_bad
+from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
 from utils.training.first_batch import write_first_batch
 from utils.training.gradients import make_gradients, prepare_model
@@ -72,8 +72,7 @@ from utils.training.saving import finish_save, save
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
-# what settings choose by name
-TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES
+TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES  # of names
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -85,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         distributed_session("train.py", config) as ranks,
         Stopping(lambda: ranks.orphaned) as stopping,
     ):
-        # Errors that one process can detect alone are reported before the processes connect.
+        # Errors that one process can find alone are reported before the processes connect.
         check_precision(config, ranks)
         check_model(config)
         check_source(config)
@@ -94,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         if config.resume is None:
             resolve_batch(config, ranks.topology.world_size)
         ranks.join()
-        run = build(config, ranks, stopping, saver)
+        run = build(trial(config), ranks, stopping, saver)
         announce(run)
+        if config.dry_run:
+            return dry_run(run, train_update)
         stopping.training_begins()
         with frozen_garbage(), run.profile:
             result = train(run)
@@ -112,8 +113,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     accelerator = make_accelerator(ranks, config, before)
     config = ranks.run_on_all(lambda: settings_of_start(config, start.saved, processes))
     data = find_data(config, start, ranks)
-    train_split = data.train
-    config, chosen, plan = ranks.run_on_all(lambda: plan_of_start(config, start.saved, train_split, processes))
+    make_plan = partial(plan_of_start, config, start.saved, data.train, processes)
+    config, chosen, plan = ranks.run_on_all(make_plan)
     data, state = find_state(config, start, plan, data, ranks)
     config, more, spec = ranks.run_on_all(lambda: spec_of_start(config, start.saved, data.train))
     train_set, eval_set = make_sets(config, data, spec, ranks)
@@ -135,8 +136,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     compile_model(accelerator, module)
     model = prepare_model(accelerator, module, config.microbatches)
     wrapped, train_loader, eval_loader = accelerator.prepare(optimizer, *loaders)
-    if accelerator.scaler:  # only fp16 needs the wrapper, which costs 0.3 ms per update
-        optimizer = wrapped
+    optimizer = wrapped if accelerator.scaler else optimizer  # only fp16 needs the slower wrapper
     no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
     gradients = make_gradients(model, module, accelerator, plan, bool(config.microbatches))
     prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently

@@ -8,8 +8,8 @@ Every side runs in this process, without loader processes, with one thread, from
 * photographs: random crops of 224x224, half of them flipped, in batches of 32. Ours with TrivialAugment and with
   RandAugment; timm's `create_loader` with RandAugment (`rand-m9-mstd0.5`); torchvision's reference transforms with
   TrivialAugment.
-* grey 28x28 and colour 32x32: shifted, flipped, and a quarter of them erased, in batches of 256, with and without
-  TrivialAugment. torchvision's transforms run on tensors.
+* grey 28x28 and colour 32x32: shifted, flipped, a quarter of them erased, and mixed by Mixup, in batches of 256. Also
+  with TrivialAugment. torchvision's transforms run on tensors.
 
 A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their range.
 """
@@ -62,15 +62,20 @@ def small(side: int, channels: int, auto_augment: str | None, count: int) -> Sid
     """The sides for `count` small images; torchvision, which is slower, has at most 4,096."""
     pixels = np.random.default_rng(0).integers(0, 256, (count, side, side, channels), np.uint8)
     spec = InputSpec(side, side, channels, MEAN[:channels], STD[:channels])
-    config = TrainConfig(crop_padding=2, flip=True, random_erasing=0.25, auto_augment=auto_augment, num_workers=0)
+    config = TrainConfig(crop_padding=2, flip=True, random_erasing=0.25, mixup=0.2, auto_augment=auto_augment)
     split = whole_split("train", pixels.transpose(0, 3, 1, 2), np.zeros(count), "made")
     mine = make_dataset(split, spec, config, True, iter)
     change = [v2.RandomCrop(side, padding=2), v2.RandomHorizontalFlip()]
     change += [v2.TrivialAugmentWide()] if auto_augment else []
     normalise = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(spec.mean, spec.std), v2.RandomErasing(0.25)]
     theirs = InMemory(list(torch.from_numpy(pixels[:4096]).permute(0, 3, 1, 2).contiguous()), [*change, *normalise])
+    mixup = v2.MixUp(alpha=0.2, num_classes=10)
+
+    def collate(images: list[tuple[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        return mixup(torch.stack([image for image, *_ in images]), torch.zeros(len(images), dtype=torch.int64))
+
     sides = {"ours": partial(rate, ours(mine, spec, 256, config))}
-    return sides | {"torchvision": partial(rate, DataLoader(theirs, 256, shuffle=True))}
+    return sides | {"torchvision": partial(rate, DataLoader(theirs, 256, shuffle=True, collate_fn=collate))}
 
 
 def table(form: str, results: dict[str, list[float]]) -> list[list[str]]:
@@ -90,8 +95,10 @@ def main() -> None:
         folder = args.photos or make_photographs(Path(made) / "photos", 500, 375, 8.0)
         forms = {"photographs": partial(photographs, folder)}
         for name, side, channels in (("grey 28x28", 28, 1), ("colour 32x32", 32, 3)):
-            forms[f"{name}, erasing"] = partial(small, side, channels, None, 50_000)
-            forms[f"{name}, erasing and TrivialAugment"] = partial(small, side, channels, "trivialaugment", 4_096)
+            forms[f"{name}, erasing and Mixup"] = partial(small, side, channels, None, 50_000)
+            forms[f"{name}, erasing, Mixup and TrivialAugment"] = partial(
+                small, side, channels, "trivialaugment", 4_096
+            )
         rows, results = [], {}
         for form, make in forms.items():
             sides = make()

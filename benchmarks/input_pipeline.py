@@ -59,9 +59,9 @@ def rate(batches) -> float:
 
 
 def ours(dataset: Dataset, spec: InputSpec, batch_size: int, config: TrainConfig) -> Batches:
-    plan = Plan(len(dataset), batch_size, microbatches=1, seed=0)
+    plan = Plan(len(dataset), batch_size, microbatches=1, seed=0, in_pairs=config.mixes)
     loader = make_loader(dataset, UpdateSampler(plan, 1, plan.updates_per_epoch), config, THREADS, DEVICE)
-    return Batches(loader, spec, config, DEVICE, training=True)
+    return Batches(loader, spec, config, DEVICE, training=True, outputs=10)
 
 
 def photographs(folder: str) -> dict[str, Callable[[], float]]:

@@ -21,10 +21,12 @@ from utils.training import tree_sum
 SIZES = ["--data", "digits", "--image_size", "16", "--max_train_samples", "350", "--max_eval_samples", "70"]
 SIZES += ["--global_batch_size", "100", "--eval_batch_size", "16", "--microbatches", "8", "--max_steps", "9"]
 SIZES += ["--log_every", "2", "--eval_every", "5", "--save_every", "3", "--keep", "9", "--crop_padding", "2", "--flip"]
+SIZES += ["--mixup", "0.4", "--cutmix", "1", "--random_erasing", "0.3", "--label_smoothing", "0.1"]
+SMALL_VIT = "{img_size: 16, patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2, drop_rate: 0.1}"
 MODELS = {
     "mnist_cnn": ["--model", "mnist_cnn", "--clip_norm", "0.5"],  # dropout
     "resnet": ["--model", "timm/test_resnet", "--lr", "0.02"],  # batch statistics
-    "vit": ["--model=timm/test_vit", "--model_args={img_size: 16, patch_size: 4, drop_rate: 0.1}", "--optimizer=adamw"],
+    "vit": ["--model", "timm/vit_tiny_patch16_224", "--optimizer", "adamw", "--model_args", SMALL_VIT],
     "resnet18": ["--model", "resnet18", "--max_steps", "5"],
 }
 
@@ -51,7 +53,7 @@ def numbers(name: str) -> list[dict]:
     "model,topologies",
     [
         ("mnist_cnn", (2, 3)),
-        ("resnet", (3, 8)),
+        pytest.param("resnet", (3, 8), marks=pytest.mark.full),
         pytest.param("mnist_cnn", (4, 8), marks=pytest.mark.full),
         pytest.param("resnet", (2, 4), marks=pytest.mark.full),
         pytest.param("vit", (2, 3, 4, 8), marks=pytest.mark.full),

@@ -60,6 +60,7 @@ def test_runs_and_eval_py_evaluate_images_of_the_evaluation_size():
     assert result["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_run_of_small_images_can_be_evaluated_on_photographs_and_resumed():
     image_folder("pictures", {"cat": 6, "dog": 6}, size=(128, 160))
     # The stem follows from the size of training, in eval.py too.

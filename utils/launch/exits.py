@@ -89,7 +89,10 @@ def with_known_fix(error: Exception) -> Exception:
     """A UserError with the fix for a PyTorch error with a known cause; any other error unchanged."""
     text = one_line(error)
     if is_out_of_memory(error):
-        return UserError(f"out of memory ({text[:120]})", "lower --batch_size, or raise --grad_accum")
+        return UserError(
+            f"out of memory ({text[:120]})",
+            "raise --grad_accum, which keeps the global batch; with --microbatches, raise that, which is another run",
+        )
     if is_killed_worker(error) and "Bus error" in f"{error} {error.__cause__}":
         problem = f"a loader process found no space in {SHM} ({describe_shm()})"
         return UserError(problem, f"{SHM_FIX}, or lower --num_workers")

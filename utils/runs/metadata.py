@@ -29,7 +29,7 @@ from utils.runs.state import TrainState
 from utils.version import VERSION, code_commit
 
 # Settings that belong to one start and are not saved with the run.
-_OF_ONE_START = ("run_name", "resume", "profile", *(field.name for field in fields(LaunchConfig)))
+_OF_ONE_START = ("run_name", "resume", "profile", "dry_run", *(field.name for field in fields(LaunchConfig)))
 # Settings that affect this machine come from flags and defaults only: the checkpoint may come from a stranger.
 OF_THIS_MACHINE = (*_OF_ONE_START, "cache_dir", "data_dir", "output_dir", "num_workers", "data_on_device")
 _OTHER = "use another checkpoint"
