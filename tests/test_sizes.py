@@ -123,7 +123,7 @@ def test_the_input_of_a_checkpoint_may_lack_the_size_of_evaluation():
 
 @pytest.mark.parametrize(("model", "settings", "text"), [
     ("mnist_cnn", {"eval_size": 40}, "--eval_size: mnist_cnn only takes images of the training size"),
-    ("mlp", {"eval_size": [28, 30]}, "--eval_size: mlp evaluates"),
+    ("mlp", {"eval_size": [28, 30]}, "--eval_size: mlp only takes"),
     ("timm/vit_tiny_patch16_224", {"image_size": 224, "eval_size": 256}, "256x256x3 images, the size of evaluation"),
     ("timm/vit_tiny_patch16_224", {"image_size": [224, 256]}, r"224x256x3 images .*; try --image_size 224"),
 ])  # fmt: skip
