@@ -127,6 +127,28 @@ def test_training_on_two_processes_has_the_losses_and_metrics_of_one(runs):
         assert "per_class_ap" not in one  # only numbers without --metrics
 
 
+@pytest.mark.parametrize(
+    ("data", "flags"),
+    [
+        ("list.csv", ["--sampler", "weights:rarity"]),
+        pytest.param("pairs.csv", ["--task", "binary", "--sampler", "balanced"], marks=pytest.mark.full),
+    ],
+)
+def test_mixed_repeated_and_weighted_samples_are_the_same_on_two_processes_and_on_the_device(data, flags):
+    write_data()
+    header, *lines = Path(data).read_text().splitlines()
+    rare = [f"{line},{number % 4}" for number, line in enumerate(lines)]
+    Path(data).write_text("\n".join([f"{header},rarity", *rare]))
+    flags = ["--data", data, *flags, *FLAGS, "--mixup", "0.4", "--cutmix", "1", "--repeats", "2", "--loss", "focal"]
+    train_run(1, "one", *flags, "--grad_accum", "3", "--data_on_device", "yes")
+    train_run(2, "two", *flags, "--data_on_device", "no")
+    one, two = ([record["loss"] for record in records(name, "train")] for name in ("one", "two"))
+    assert len(set(one)) == 8 and two == pytest.approx(one, rel=1e-5)
+    counts = json.loads(Path("runs/one/checkpoints/step-00000008/class_counts.json").read_text())
+    rows = multi_hot_rows(range(50)).sum(0).tolist()
+    assert list(counts.values()) == (rows if data == "list.csv" else [50 - rows[1], rows[1]])
+
+
 def test_the_first_update_has_the_loss_of_the_formula():
     write_data()
     train_run(1, "run", "--data", "list.csv", *FLAGS, "--max_steps", "1", "--global_batch_size", "50", "--lr", "1e-30")
