@@ -84,4 +84,4 @@ def test_each_flag_alone_changes_the_loss_of_the_first_update():
 
 def test_the_start_of_a_run_says_what_its_training_accuracy_is_measured_against():
     (outcome,) = run_ranks(1, train.main, ["--run_name", "words", *RUN, "--mixup", "0.2", "--max_steps", "1"])
-    assert re.search(r"mixing +mixup 0.2: training accuracy is against the dominant label", outcome.out), outcome.out
+    assert re.search(r"recipe +mixup 0.2\nmixing +training accuracy is against the dominant label", outcome.out)
