@@ -430,8 +430,9 @@ def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
 
 
 # What is done to images, samples and targets in training, for the start table.
-RECIPE = ("crop_padding", "min_scale", "auto_augment", "color_jitter", "random_erasing", "cutout") + (
-    *("mixup", "cutmix", "mix_prob", "repeats", "sampler", "class_weights", "loss", "label_smoothing"),
+RECIPE = (
+    *("crop_padding", "min_scale", "auto_augment", "color_jitter", "random_erasing", "cutout", "mixup", "cutmix"),
+    *("mix_prob", "repeats", "sampler", "class_weights", "loss", "label_smoothing"),
 )
 
 
