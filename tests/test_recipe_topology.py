@@ -85,9 +85,8 @@ def test_each_flag_alone_changes_the_loss_of_the_first_update():
 
 def test_the_start_of_a_run_says_what_its_training_metrics_are_measured_against():
     (outcome,) = run_ranks(1, train.main, ["--run_name", "words", *RUN, "--mixup", "0.2", "--max_steps", "1"])
-    assert re.search(r"mixing +mixup 0.2: training accuracy is against the dominant label", outcome.out), outcome.out
+    assert re.search(r"recipe +mixup 0.2\nmixing +training accuracy is against the dominant label", outcome.out)
     image_folder("two", {"a": 20, "b": 20})
     flags = ["--data", "two", "--task", "binary", "--mixup", "0.2", "--max_steps", "1"]
     (outcome,) = run_ranks(1, train.main, ["--run_name", "binary", *RUN, *flags])
-    text = r"mixing +mixup 0.2: training metrics count a label if its share is above 0.5"
-    assert re.search(text, outcome.out), outcome.out
+    assert re.search(r"mixing +training metrics count a label if its share is above 0.5", outcome.out), outcome.out

@@ -21,6 +21,7 @@ from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, renumber, whole_split
 from utils.runs.checkpoint import _write_manifest
+from utils.runs.sinks import ProgressBar
 from utils.runs.state import TrainState
 from utils.tasks.binary import Binary
 from utils.tasks.classification import Classification
@@ -470,3 +471,23 @@ def test_a_list_of_weights_has_one_for_each_output():
     with pytest.raises(ValueError, match="--pos_weight has 3 values, and the model 4 outputs; give one number"):
         MultiLabel(TrainConfig(pos_weight=[1.0, 2.0, 3.0]), CLASSES, multi_hot_rows(range(9)))
     assert Classification(TrainConfig(pos_weight=2.0), CLASSES).outputs == 4  # and `advice` says that it has no effect
+
+
+@pytest.mark.parametrize("task", ["multilabel", "binary"])
+def test_the_terminal_shows_the_records_of_each_task(task):
+    names = ["cat", "dog"]
+    given = TrainConfig(task=task, best="f1" if task == "binary" else "mAP", pos_weight=2.0)
+    config, found = make_task(
+        given, names, np.array([0, 1, 1]) if task == "binary" else multi_hot_rows(range(3))[:, :2]
+    )
+    sums = dict.fromkeys(found.training, 1.0)
+    times = {"lr": 0.1, "images_per_second": 5.0, "data_wait": 0.1, "seconds": 1.0, "epoch": 1, "step": 1}
+    said: list[str] = []
+    bar = ProgressBar(Path(), TrainState(), 2, found)
+    bar.say = said.append
+    bar.write({"kind": "train", **found.summary(sums, 1.0), **times})
+    result = found.summary(dict.fromkeys(found.evaluation, 1.0), 1.0) | {"mAP": 0.5}
+    bar.write({"kind": "eval", "split": "val", "step": 1, "count": 3, "seconds": 1.0, **result})
+    assert "f1" in said[0] and "loss" in said[0] and found.metric.lower() in said[1].lower()
+    shown = {"multilabel": "multilabel, pos_weight 2, 2", "binary": "binary, the positive class is dog, pos_weight 2"}
+    assert found.describe() == shown[task] and config.task == task

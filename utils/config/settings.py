@@ -1,6 +1,7 @@
 """The settings of train.py, eval.py and doctor.py, and warnings about settings without effect."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -395,8 +396,13 @@ def advice(
         ("num_workers", all_small and not by_loader, "small images are decoded once, before training"),
         ("data_on_device", not any_small, "only small images are decoded before training"),
         ("eval_crop", small[1], "small images are evaluated whole"),
-        ("pos_weight", config.task == "classification", "only multilabel and binary have it"),
-        ("threshold", config.task == "classification", "only multilabel and binary have it"),
+        ("pos_weight", config.task == "classification", "only --task multilabel and binary have it"),
+        ("threshold", config.task == "classification", "only --task multilabel and binary have it"),
+        (
+            "data_dir",
+            not config.data.startswith("torchvision/"),
+            "only torchvision/NAME uses it; set --data",
+        ),
         ("image_column", not has_columns, f"{config.data} has no columns"),
         ("label_column", not has_columns, f"{config.data} has no columns"),
     )
@@ -407,6 +413,8 @@ def advice(
     ]
     if config.data_on_device == "yes" and small[0] and by_loader:
         lines.append("--data_on_device applies to evaluation only: loader processes augment the training images")
+    if config.sampler == "balanced" and config.class_weights:
+        lines.append("--sampler balanced and --class_weights both favour rare classes: together they do it twice")
     if config.sync_batchnorm and processes == 1:
         lines.append("--sync_batchnorm is slower on one process; it only helps to compare with runs on several")
     if config.model == "mnist_cnn" and not small[0]:
@@ -419,6 +427,19 @@ def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
     if config.pretrained or photographs >= 1000:
         return []
     return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
+
+
+# What is done to images, samples and targets in training, for the start table.
+RECIPE = (
+    *("crop_padding", "min_scale", "auto_augment", "color_jitter", "random_erasing", "cutout", "mixup", "cutmix"),
+    *("mix_prob", "repeats", "sampler", "class_weights", "loss", "label_smoothing"),
+)
+
+
+def changed(config: TrainConfig, names: Sequence[str]) -> list[tuple[str, Any]]:
+    """The names and values of those of these settings that do not have their defaults."""
+    values = [(name, getattr(config, name)) for name in names]
+    return [(name, value) for name, value in values if value != getattr(TrainConfig, name)]
 
 
 def to_yaml(config: TrainConfig) -> str:

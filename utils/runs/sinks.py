@@ -43,7 +43,8 @@ class ProgressBar:
     """A progress bar and lines; without a terminal, lines only. The bar is removed at the end."""
 
     def __init__(self, _folder: Path, state: TrainState, updates: int, task: Task):
-        self.updates, self.task = updates, task
+        self.updates, self.training = updates, list(task.summary(dict.fromkeys(task.training, 1.0), 1.0))
+        self.evaluation = {**task.shown, task.metric: task.shown.get(task.metric, task.metric)}
         # The bar is on stderr. If stdout is not the terminal, as with `| tee`, lines on stdout would break it.
         shown = sys.stderr.isatty() and sys.stdout.isatty()
         self.bar = tqdm(total=updates, initial=state.step, unit="update", leave=False, disable=not shown)
@@ -69,7 +70,7 @@ class ProgressBar:
         self.bar.close()
 
     def _show_training(self, record: dict[str, Any]) -> None:
-        numbers = {name: f"{record[name]:.4f}" for name in self.task.training}
+        numbers = {name: f"{record[name]:.4f}" for name in self.training if name in record}
         numbers |= {
             "lr": f"{record['lr']:.2e}",
             "images/s": f"{record['images_per_second']:.0f}",
@@ -84,7 +85,7 @@ class ProgressBar:
 
     def _show_evaluation(self, record: dict[str, Any]) -> None:
         name = "hold-out" if record["split"].startswith("hold-out") else record["split"]
-        shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in self.task.shown.items() if key in record)
+        shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in self.evaluation.items() if key in record)
         took = f"({record['count']} samples, {record['seconds']:.1f} s)"
         self.say(f"update {record['step']}  eval ({name})  {shown}  {took}")
 

@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from utils.config.settings import TrainConfig
+from utils.console import printable
 from utils.errors import UserError
 from utils.tasks.multilabel import MultiLabel
 
@@ -29,6 +30,10 @@ class Binary(MultiLabel):
             problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"
             raise UserError(problem, "use classification")
         return 1
+
+    def describe(self) -> str:
+        positive = printable(self.class_names[1])
+        return super().describe().replace("multilabel", f"binary, the positive class is {positive}")
 
     def _rows(self, targets: Tensor) -> Tensor:
         return targets[:, None] if targets.ndim == 1 else targets[:, -1:]

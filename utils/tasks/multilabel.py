@@ -66,6 +66,11 @@ class MultiLabel(Task):
             raise UserError(problem, "give one number, one for each class, or balanced")
         return torch.tensor(weights, dtype=torch.float32)
 
+    def describe(self) -> str:
+        weights = () if self.pos_weight is None else self.pos_weight.tolist()
+        shown = ", ".join(f"{weight:.3g}" for weight in weights[:8]) + ", ..." * (len(weights) > 8)
+        return f"multilabel{f', pos_weight {shown}' if shown else ''}"
+
     def _rows(self, targets: Tensor) -> Tensor:
         """The targets as a row for each sample, [n, outputs]."""
         return targets

@@ -65,6 +65,10 @@ class Task:
         """Weight the samples of each class in the training loss by these numbers (--class_weights)."""
         raise UserError("--class_weights works only with --task classification", "leave it out")
 
+    def describe(self) -> str:
+        """What the start table says of the task; empty for classification."""
+        return ""
+
     def choose_best(self, metric: str | None) -> None:
         """Let this metric (--best) decide which checkpoint is the best, the lowest if it is the loss."""
         names = [*self.summary(dict.fromkeys(self.evaluation, 1.0), 1.0), *self.gathered]

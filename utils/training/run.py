@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.settings import TrainConfig, advice, hint_for_few, to_yaml
+from utils.config.settings import RECIPE, TrainConfig, advice, changed, hint_for_few, to_yaml
 from utils.console import table
 from utils.data.batches import Batches
 from utils.data.class_counts import classes_row
@@ -118,8 +118,8 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     stem = getattr(run.module, "stem_change", "")  # only torchvision models have it
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "chosen", line) for number, line in enumerate(run.chosen)]
-    alphas = {"mixup": run.config.mixup, "cutmix": run.config.cutmix}
-    mixed = ", ".join(f"{name} {alpha:g}" for name, alpha in alphas.items() if alpha)
+    recipe = ", ".join(f"{name} {value}" for name, value in changed(run.config, RECIPE))
+    is_mixed = run.config.mixes and run.config.task == "classification"
     same = differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)
     return [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
@@ -130,7 +130,9 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()}{stem and f', {stem}'}"),
         ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
-        *([("mixing", f"{mixed}: training {run.task.when_mixed}")] if mixed else []),
+        *([("task", run.task.describe())] if run.task.describe() else []),
+        *([("recipe", recipe)] if recipe else []),
+        *([("mixing", f"training {run.task.when_mixed}")] if is_mixed else []),
         *chosen,
         *([("differs", same)] if same else []),
     ]
