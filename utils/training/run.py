@@ -119,7 +119,6 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "chosen", line) for number, line in enumerate(run.chosen)]
     recipe = ", ".join(f"{name} {value}" for name, value in changed(run.config, RECIPE))
-    is_mixed = run.config.mixes and run.config.task == "classification"
     same = differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)
     return [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
@@ -132,7 +131,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         *([("task", run.task.describe())] if run.task.describe() else []),
         *([("recipe", recipe)] if recipe else []),
-        *([("mixing", f"training {run.task.when_mixed}")] if is_mixed else []),
+        *([("mixing", f"training {run.task.when_mixed}")] if run.config.mixes else []),
         *chosen,
         *([("differs", same)] if same else []),
     ]
