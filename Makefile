@@ -15,8 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 ARGS ?=
-# Many tests wait for other processes, so three workers are faster than two even on two cores.
-WORKERS ?= -n 3 --dist worksteal
+# Many tests wait for other processes, so four workers are faster than two even on two cores.
+WORKERS ?= -n 4 --dist worksteal
 
 .PHONY: train doctor test test-all gpu lint types coverage
 train: $(VENV)/.train
