@@ -66,7 +66,7 @@ def test_a_run_of_small_images_can_be_evaluated_on_photographs_and_resumed():
     # The stem follows from the size of training, in eval.py too.
     flags = (*FLAGS, "--stem", "auto", "--image_size", "32", "--eval_size", "112", "140", "--eval_crop", "0.875")
     (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags])
-    assert "photographs of the other size are decoded for each batch" in outcome.out
+    assert "the larger images of the other split are decoded for each batch" in outcome.out
     assert "no effect" not in outcome.out
     saved = read_checkpoint(find_checkpoint(Path("runs/run")))
     assert saved.spec.small and not saved.spec.for_evaluation().small
