@@ -34,7 +34,8 @@ def measure(model: str, kind: str, processes: int) -> dict:
     found: list[str] = []
 
     def hash_weights(folder: Path) -> None:
-        (file,) = folder.glob("checkpoints/step-*/model.safetensors")
+        checkpoints = folder / "checkpoints"
+        file = checkpoints / (checkpoints / "latest").read_text().strip() / "model.safetensors"
         found.append(hashlib.sha256(file.read_bytes()).hexdigest()[:10])
 
     records = train(processes, *settings, then=hash_weights)
