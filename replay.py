@@ -27,6 +27,7 @@ from utils.config.cli import parse_args, read_config
 from utils.config.settings import ReplayConfig, TrainConfig
 from utils.console import table
 from utils.data.batches import Batch
+from utils.data.order import fold_in
 from utils.errors import UserError
 from utils.files import expand, write_file
 from utils.models.zoo import seed_layers
@@ -72,12 +73,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run. Raises ValueError if there is no log."""
+    """The records of a run. Raises ValueError if its folder has no log."""
     path = folder / "log.jsonl"
     if not path.is_file():
         raise UserError(f"--run {folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
     lines = path.read_text().splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]  # a run may be writing the last line
+
+
+def losses_by_update(records: list[dict]) -> dict[int, float | None]:
+    """The logged training losses, by the update of their record."""
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
 
 
 def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch: str) -> TrainConfig:
@@ -122,8 +128,8 @@ def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
 
 def compared(own: list[dict], records: list[dict]) -> str:
     """Whether the recomputed losses are those of the run's log, as a line."""
-    logged = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
-    pairs = [(r["step"], r["loss"], logged[r["step"]]) for r in own if r["kind"] == "train" and r["step"] in logged]
+    logged = losses_by_update(records)
+    pairs = [(step, loss, logged[step]) for step, loss in losses_by_update(own).items() if step in logged]
     different = [(step, here, there) for step, here, there in pairs if here != there]
     if not different:
         return f"{len(pairs)} recomputed loss(es) of the log, all equal to the last bit"
@@ -178,14 +184,14 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[
 
 def loss_of(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed loss and the outputs of a microbatch."""
-    seed_layers(run.accelerator.device, train.fold_in(run.config.seed, "layers", batch.update, batch.number))
+    seed_layers(run.accelerator.device, fold_in(run.config.seed, "layers", batch.update, batch.number))
     outputs = run.model(batch.images)
     return run.task.loss(outputs, batch.labels), outputs
 
 
 def agreement(records: list[dict], step: int, loss: float) -> str:
     """How the loss of an update agrees with the log, if the log has a record of this update alone."""
-    trained = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+    trained = losses_by_update(records)
     before = max((other for other in trained if other < step), default=0)
     if step not in trained or before != step - 1:
         return "which the log does not have for this update alone (--log_every 1)"

@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from common import in_turns, make_parser, ratios, report, spread
-from input_pipeline import DEVICE, MEAN, STD, InMemory, make_photographs, ours, rate
+from common import make_parser, ratios, report, spread
+from input_pipeline import DEVICE, MEAN, STD, InMemory, in_forms, make_photographs, ours, rate
 from torch.utils.data import DataLoader
 from torchvision import datasets
 from torchvision.transforms import v2
@@ -99,14 +99,7 @@ def main() -> None:
             forms[f"{name}, erasing, Mixup and TrivialAugment"] = partial(
                 small, side, channels, "trivialaugment", 4_096
             )
-        rows, results = [], {}
-        for form, make in forms.items():
-            sides = make()
-            for side in sides.values():
-                side()  # once to warm up
-            found = in_turns(sides, args.rounds)
-            results[form] = {name: found[name] for name in sides}
-            rows += table(form, results[form])
+        rows, results = in_forms(forms, args.rounds, table)
         report(args, ["Images", "Pipeline", "Images/s of one core", "First over it"], rows, results)
 
 

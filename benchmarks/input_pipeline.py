@@ -162,14 +162,20 @@ def measure(made: Path, args: argparse.Namespace) -> None:
         "colour 32x32": partial(small, 32, 3, 4, 256, flip=True),
         "grey 28x28": partial(small, 28, 1, 2, 128, flip=False),
     }
+    rows, results = in_forms(forms, args.rounds, table)
+    report(args, ["Images", "Pipeline", "Images/s of one core", "Ours over it"], rows, results)
+
+
+def in_forms(forms: dict[str, Callable], rounds: int, table: Callable) -> tuple[list[list], dict[str, dict]]:
+    """The rows of `table` and the rates of each form's sides, each of which runs once before to warm up."""
     rows, results = [], {}
     for form, make in forms.items():
         sides = make()
         for side in sides.values():
-            side()  # once to warm up
-        results[form] = in_turns(sides, args.rounds)
+            side()
+        results[form] = in_turns(sides, rounds)
         rows += table(form, results[form])
-    report(args, ["Images", "Pipeline", "Images/s of one core", "Ours over it"], rows, results)
+    return rows, results
 
 
 def main() -> None:
