@@ -26,7 +26,8 @@ from utils.checks import processes
 from utils.checks.findings import Finding, as_json, merged, red, show
 from utils.checks.machine import check_machine
 from utils.config.cli import parse_args
-from utils.config.settings import DoctorConfig, TrainConfig
+from utils.config.scripts import DoctorConfig
+from utils.config.settings import TrainConfig
 from utils.errors import AgreedError, UserError, is_lost_rank, one_line
 from utils.files import expand, write_output
 from utils.launch.environment import Topology, is_launched

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.cli import parse_args
-from utils.config.settings import EvalConfig, TrainConfig
+from utils.config.scripts import EvalConfig
+from utils.config.settings import TrainConfig
 from utils.console import Terminal, printable
 from utils.data.batches import Batches
 from utils.data.order import BlockSampler

@@ -24,7 +24,8 @@ import torch
 
 import train
 from utils.config.cli import parse_args, read_config
-from utils.config.settings import ReplayConfig, TrainConfig
+from utils.config.scripts import ReplayConfig
+from utils.config.settings import TrainConfig
 from utils.console import table
 from utils.data.batches import Batch
 from utils.data.order import fold_in

@@ -15,7 +15,8 @@ from helpers.training_runs import train_run
 import train
 from utils.config.batch import resolve_batch
 from utils.config.cli import parse_args, read_config
-from utils.config.settings import DoctorConfig, TrainConfig, to_yaml
+from utils.config.scripts import DoctorConfig
+from utils.config.settings import TrainConfig, to_yaml
 from utils.config.yaml_text import dump_yaml, load_yaml
 
 ROOT = Path(__file__).parent.parent

@@ -28,7 +28,7 @@ from utils.checks import exchange as exchange_checks
 from utils.checks import machine as host_checks
 from utils.checks import processes as health
 from utils.checks.findings import Finding, merged, show
-from utils.config.settings import DoctorConfig
+from utils.config.scripts import DoctorConfig
 from utils.ranks.session import distributed_session
 
 BUSY = ["--slow", "1e-6"]  # the tests' machine may have other work to do

@@ -17,9 +17,10 @@ from helpers.training_runs import train_run, working_in
 import doctor
 import eval
 import train
-from utils.config.cli import parse_args
+from utils.config.cli import GROUPS, parse_args
 from utils.config.other_names import ADVICE, OTHER_NAMES, fix_for_unknown
-from utils.config.settings import GROUPS, DoctorConfig, EvalConfig, LaunchConfig, TrainConfig
+from utils.config.scripts import DoctorConfig, EvalConfig
+from utils.config.settings import LaunchConfig, TrainConfig
 from utils.config.table import suggestion
 from utils.data.selection import load_data
 from utils.errors import UserError

@@ -10,7 +10,8 @@ from helpers.training_runs import records, same_tensors, train_run, weights
 import eval
 import utils.data.augment as augment
 import utils.data.resident as resident
-from utils.config.settings import TrainConfig, advice
+from utils.config.advice import advice
+from utils.config.settings import TrainConfig
 from utils.data.batches import Batches
 from utils.data.cache import SharedImages
 from utils.data.datasets import DecodedImages, EncodedImages

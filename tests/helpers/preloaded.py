@@ -17,7 +17,8 @@ import eval
 import train
 import utils.tasks.metrics  # noqa: F401
 from utils.config import cli
-from utils.config.settings import DoctorConfig, EvalConfig, TrainConfig
+from utils.config.scripts import DoctorConfig, EvalConfig
+from utils.config.settings import TrainConfig
 
 torch.set_num_threads(1)
 Image.init()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from utils.checks.findings import Finding
 from utils.checks.machine import GB
 from utils.checks.processes import named_ranks
-from utils.config.settings import DoctorConfig
+from utils.config.scripts import DoctorConfig
 from utils.data.order import Microbatch, Plan, UpdateSampler
 from utils.ranks.accelerator import compile_model, sum_over_ranks
 from utils.ranks.ranks import Ranks

@@ -13,7 +13,8 @@ from urllib.parse import urlparse
 import psutil
 
 from utils.checks.findings import Finding, red
-from utils.config.settings import DoctorConfig, TrainConfig
+from utils.config.scripts import DoctorConfig
+from utils.config.settings import TrainConfig
 from utils.data.workers import AHEAD, bytes_needed, default_workers
 from utils.errors import problem_of
 from utils.files import expand

@@ -19,7 +19,7 @@ import torch
 
 from utils.checks.findings import Finding
 from utils.checks.machine import GB
-from utils.config.settings import DoctorConfig
+from utils.config.scripts import DoctorConfig
 from utils.files import expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.network import address_of

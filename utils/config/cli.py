@@ -14,13 +14,31 @@ from typing import Any, TypeVar, get_args
 import yaml
 
 from utils.config.other_names import fix_for_unknown
-from utils.config.settings import GROUPS, LaunchConfig, TrainConfig
+from utils.config.settings import LaunchConfig, TrainConfig
 from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
 from utils.launch.exits import exit_with_error, reports_for_machine, with_rank
 
 Config = TypeVar("Config", bound=LaunchConfig)
+
+# The groups of --help, by the first setting of each.
+GROUPS = {
+    "LaunchConfig": {"cpu": "processes and devices"},
+    "TrainConfig": {
+        "data": "data",
+        "image_size": "input and augmentation",
+        "model": "model",
+        "epochs": "length and batch size",
+        "optimizer": "optimizer, schedule and loss",
+        "mixed_precision": "precision, speed and randomness",
+        "output_dir": "run folder and checkpoints",
+        "eval_every": "evaluation and log",
+    },
+    "EvalConfig": {"ckpt": "evaluation"},
+    "ReplayConfig": {"run": "replay"},
+    "DoctorConfig": {"timeout": "checks"},
+}
 
 
 def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None, tables: Sequence[Table] = ()) -> Config:
@@ -101,7 +119,7 @@ def _parser(cls: type, prog: str, tables: Sequence[Table]):
 
 
 def _group_help(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Divide the list of --help into the groups of settings.py."""
+    """Divide the list of --help into GROUPS."""
     titles, groups = GROUPS[cls.__name__] | GROUPS["LaunchConfig"], parser._action_groups
     listed = groups[1]._group_actions  # argparse's "options"
     first = next(index for index, action in enumerate(listed) if action.dest in titles)

@@ -16,7 +16,8 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.config.settings import EvalConfig, TrainConfig
+from utils.config.scripts import EvalConfig
+from utils.config.settings import TrainConfig
 from utils.errors import UserError
 from utils.launch.command import precision_is_chosen
 from utils.ranks.ranks import Ranks

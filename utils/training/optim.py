@@ -1,7 +1,7 @@
 """Optimizers.
 
 To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a default are what
---optimizer_args may set. Settings that it does not use belong in `advice` (config/settings.py).
+--optimizer_args may set. Settings that it does not use belong in `advice` (config/advice.py).
 """
 
 from collections.abc import Sequence

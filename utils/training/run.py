@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.settings import RECIPE, TrainConfig, advice, changed, hint_for_few, to_yaml
+from utils.config.advice import RECIPE, advice, changed, hint_for_few
+from utils.config.settings import TrainConfig, to_yaml
 from utils.console import table
 from utils.data.batches import Batches
 from utils.data.class_counts import classes_row

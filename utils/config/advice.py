@@ -1,0 +1,70 @@
+"""Lines about settings that have no effect or do not suit the data, and the changed settings for the start table."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from utils.config.settings import TrainConfig
+
+
+def advice(
+    config: TrainConfig, small: tuple[bool, bool], by_loader: bool, has_columns: bool, processes: int
+) -> list[str]:
+    """A line for each changed setting that has no effect in this run or does not suit its data.
+
+    `small`: whether training and evaluation use small images. With `by_loader`, loader processes augment them.
+    """
+    all_small, any_small = all(small), any(small)
+    unused = (
+        ("momentum", config.optimizer == "adamw", "adamw has no momentum"),
+        ("comm_hook", processes == 1, "a single process exchanges no gradients"),
+        ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
+        ("static_graph", processes == 1, "a single process exchanges no gradients"),
+        ("mix_prob", not config.mixes, "neither --mixup nor --cutmix is set"),
+        ("mix_off_epoch", not config.mixes, "neither --mixup nor --cutmix is set"),
+        ("num_workers", all_small and not by_loader, "small images are decoded once, before training"),
+        ("data_on_device", not any_small, "only small images are decoded before training"),
+        ("eval_crop", small[1], "small images are evaluated whole"),
+        ("pos_weight", config.task == "classification", "only --task multilabel and binary have it"),
+        ("threshold", config.task == "classification", "only --task multilabel and binary have it"),
+        (
+            "data_dir",
+            not config.data.startswith("torchvision/"),
+            "only torchvision/NAME uses it; set --data",
+        ),
+        ("image_column", not has_columns, f"{config.data} has no columns"),
+        ("label_column", not has_columns, f"{config.data} has no columns"),
+    )
+    lines = [
+        f"--{name} has no effect: {reason}"
+        for name, applies, reason in unused
+        if applies and getattr(config, name) != getattr(TrainConfig, name)
+    ]
+    if config.data_on_device == "yes" and small[0] and by_loader:
+        lines.append("--data_on_device applies to evaluation only: loader processes augment the training images")
+    if config.sampler == "balanced" and config.class_weights:
+        lines.append("--sampler balanced and --class_weights both favour rare classes: together they do it twice")
+    if config.sync_batchnorm and processes == 1:
+        lines.append("--sync_batchnorm is slower on one process; it only helps to compare with runs on several")
+    if config.model == "mnist_cnn" and not small[0]:
+        lines.append("mnist_cnn is made for small images; for photographs try --model resnet18")
+    return lines
+
+
+def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
+    """A line about --pretrained for a new model and few training photographs."""
+    if config.pretrained or photographs >= 1000:
+        return []
+    return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
+
+
+# What is done to images, samples and targets in training, for the start table.
+RECIPE = (
+    *("crop_padding", "min_scale", "auto_augment", "color_jitter", "random_erasing", "cutout", "mixup", "cutmix"),
+    *("mix_prob", "repeats", "sampler", "class_weights", "loss", "label_smoothing"),
+)
+
+
+def changed(config: TrainConfig, names: Sequence[str]) -> list[tuple[str, Any]]:
+    """The names and values of those of these settings that do not have their defaults."""
+    values = [(name, getattr(config, name)) for name in names]
+    return [(name, value) for name, value in values if value != getattr(TrainConfig, name)]

@@ -1,0 +1,96 @@
+"""The settings of eval.py, replay.py and doctor.py."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from utils.config.bounds import check_ranges, check_sizes
+from utils.config.settings import LaunchConfig, Size, TrainConfig
+
+
+@dataclass(kw_only=True)
+class EvalConfig(LaunchConfig):
+    """Evaluate a checkpoint exactly: each sample once, on any number of processes."""
+
+    ckpt: str
+    """Run folder (its best checkpoint, else its latest) or checkpoint folder to evaluate."""
+    split: str | None = None
+    """Split to evaluate (default: as in the run; for other data its validation or test split, else all)."""
+    data: str | None = None
+    """Other data to evaluate on, named as in train.py (default: the data of the run)."""
+    data_subset: str | None = None
+    """Configuration of a Hub data set that has several (default: as in the run)."""
+    image_column: str | None = None
+    """Column with the images (default: as in the run)."""
+    label_column: str | None = None
+    """Column with the labels (default: as in the run)."""
+    max_eval_samples: int | None = None
+    """Evaluate on a random subset of this many samples."""
+    eval_batch_size: int | None = None
+    """Samples per process and batch (default: as in the run)."""
+    mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
+    """Precision of the model; auto is bf16 if all devices support it natively (default: as in the run)."""
+    bad_images: Literal["refuse", "skip"] | None = None
+    """What to do about unreadable images: refuse lists them and exits, skip evaluates the others (default: as in
+    the run)."""
+    check_images: Literal["quick", "full"] | None = None
+    """How to check images: quick reads both ends of each image, full decodes it (default: as in the run)."""
+    eval_size: Size = None
+    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: as in the run)."""
+    eval_crop: float | None = None
+    """Fraction of a photograph's shorter side to use (default: as in the run)."""
+    threshold: float | None = None
+    """Probability above which multilabel and binary predict a class (default: as in the run)."""
+    json: str | None = None
+    """File to write the results to, as JSON."""
+    num_workers: int | None = None
+    """Loader processes per rank that decode photographs (default: the threads per process, at most 8, or
+    up to 16 if there are that many physical cores)."""
+    data_dir: str | None = None
+    """Folder of torchvision data sets, where missing ones are downloaded (default: CACHE_DIR/torchvision)."""
+    cache_dir: str = TrainConfig.cache_dir
+    """Folder for decoded small images and the results of image checks."""
+
+    def __post_init__(self):
+        check_ranges(self)
+        check_sizes(self)
+
+
+@dataclass(kw_only=True)
+class ReplayConfig(LaunchConfig):
+    """Compute one update of a run again, in one process, and show what one of its microbatches saw."""
+
+    run: str
+    """Run folder."""
+    update: int
+    """Update to show, counted from 1 as in the log."""
+    microbatch: int | None = None
+    """Microbatch of the update, counted from 0 (default: the first one with a NaN or infinite loss, else 0)."""
+    pdb: bool = False
+    """Stop in the debugger before the forward pass."""
+    num_workers: int | None = None
+    """Loader processes that decode photographs (default: the threads, at most 8, or up to 16 with as many physical
+    cores)."""
+    data_dir: str | None = None
+    """Folder of torchvision data sets (default: CACHE_DIR/torchvision)."""
+    cache_dir: str = TrainConfig.cache_dir
+    """Folder for decoded small images and the results of image checks."""
+
+    def __post_init__(self):
+        check_ranges(self)
+
+
+@dataclass(kw_only=True)
+class DoctorConfig(LaunchConfig):
+    """Check whether this machine, and the processes launched on it and on other machines, are ready to train."""
+
+    output_dir: str = "runs"
+    """Folder that contains the run folders; it must be writable, and the same on all machines."""
+    json: str | None = None
+    """File to write the findings to, as JSON."""
+    slow: float = 0.02
+    """Bandwidth in GB/s below which a connection between two processes is reported as too slow."""
+    timeout: float = 60.0
+    """Seconds that a rank waits for another before the check ends."""
+
+    def __post_init__(self):
+        check_ranges(self)
