@@ -255,15 +255,15 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
         waiting = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - waiting
+        if state.step == 0 and step == 0:
+            write_first_batch(run, batch)
+        run.ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
         if batch.number < 0:  # another rank has one microbatch more
             continue
         where = batch.update, batch.number
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
-        if state.step == 0 and step == 0:
-            write_first_batch(run, batch)
         seed_layers(accelerator.device, fold_in(config.seed, "layers", *where))
         with gradients.microbatch(step, batch):
-            run.ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
             outputs = run.model(batch.images)
             loss = run.task.loss(outputs, batch.labels)
             accelerator.backward(loss * scale)

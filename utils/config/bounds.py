@@ -80,14 +80,17 @@ def check_run_name(name: str | None) -> None:
 def check_microbatches(config: Any) -> None:
     """Raise UserError unless --microbatches is a power of two, and no other setting contradicts it."""
     number = config.microbatches
-    require(number & (number - 1) == 0, f"--microbatches must be a power of two, got {number}")
+    below = 1 << (number.bit_length() - 1)
+    near = f"use {below} or {2 * below}"
+    require(number == below, f"--microbatches must be a power of two, got {number}", near)
     for flag, reason in (
         ("batch_size", "the global batch is divided into the microbatches"),
         ("grad_accum", "each process computes its share of the microbatches"),
         ("sync_batchnorm", "batch statistics are those of a microbatch"),
     ):
-        require(not getattr(config, flag), f"--{flag} does not go with --microbatches: {reason}", "leave it out")
-    require(config.comm_hook == "no", "--comm_hook does not go with --microbatches: it rounds", "leave it out")
+        require(not getattr(config, flag), f"--{flag} cannot be used with --microbatches: {reason}", "leave it out")
+    hook = f"--comm_hook {config.comm_hook} cannot be used with --microbatches: it rounds gradients"
+    require(config.comm_hook == "no", hook, "leave it out")
 
 
 def require(condition: bool, problem: str, fix: str = "") -> None:

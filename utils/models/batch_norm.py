@@ -32,8 +32,8 @@ def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
         fixes.insert(0, "--drop_last")
     raise UserError(
         f"batch normalisation needs more than one sample, but one batch has only one ({plan.samples} samples, global "
-        f"batches of {plan.global_batch_size}, {plan.microbatches} processes x accumulation steps)",
-        f"use {' or '.join(fixes) or 'fewer processes'}",
+        f"batches of {plan.global_batch_size} in {plan.microbatches} microbatches)",
+        f"use {' or '.join(fixes) or 'fewer processes or microbatches'}",
     )
 
 
