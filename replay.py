@@ -160,7 +160,7 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[
     path.parent.mkdir(exist_ok=True)
     if len(batch.labels):
         write_file(path, picture(run, batch))
-        print(f"its images: {path}")
+        print(f"its first images, at most 64: {path}")
     return found
 
 
