@@ -346,9 +346,9 @@ def spoiled(seed: int) -> float:
 
 def test_a_nan_is_found_at_its_layer_with_the_printed_command():
     flags = ["--model", "mnist_cnn", "--threads", "1", "--max_steps", "9", "--log_every", "1", "--save_every", "4"]
-    (outcome,) = run_ranks(1, broken, train.main, [*flags, "--run_name", "run", "--eval_every", "9"])
+    (outcome,) = run_ranks(1, broken, train.main, [*flags, "--run_name", "run", "--eval_every", "9", "--cpu"])
     assert outcome.code == 2
     command = re.search(r"python\S* \S*replay.py (.*)", outcome.err)[1].split()
-    assert command == ["--run", "runs/run", "--update", "7", "--microbatch", "0"]
-    (outcome,) = run_ranks(1, broken, replay.main, [*command, "--cpu"])
+    assert command == ["--run", "runs/run", "--update", "7", "--microbatch", "0", "--cpu"]
+    (outcome,) = run_ranks(1, broken, replay.main, command)
     assert outcome.value["first_bad_layer"].startswith("the output of layer fc2 is the first with NaN")

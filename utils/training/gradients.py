@@ -130,7 +130,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def prepare_model(accelerator: Accelerator, module: nn.Module, microbatches: int | None) -> nn.Module:
     """The model as Accelerate wraps it; without DDP if it cannot add up the gradients of --microbatches."""
-    # DDP's bucket of gradients is ready after one backward pass, so each process must have one microbatch.
+    # DDP exchanges its buckets in one backward pass, so it fits only if each process has one microbatch.
     alone = microbatches is not None and microbatches != accelerator.num_processes
     return accelerator.prepare_model(module, evaluation_mode=alone)
 
