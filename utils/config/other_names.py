@@ -32,6 +32,8 @@ _SETTINGS = {
     "lr_schedule": "sched lr_scheduler lr_scheduler_type",
     "lr_schedule_args": "min_lr lr_min",
     "clip_norm": "max_grad_norm gradient_clip_val",
+    "tta": "test_time_augmentation use_tta",
+    "throughput": "benchmark",
     "mixed_precision": "amp fp16 bf16 amp_dtype",
     "run_name": "experiment",
     "output_dir": "default_root_dir",

@@ -37,7 +37,7 @@ def names_as_in(names: Sequence[str]) -> list[str]:
     synsets. Raises UserError for other names.
     """
     synsets = [name for name in names if re.fullmatch(r"n\d{8}", name)]
-    complete = len(set(names)) == len(CLASSES)
+    complete = len(names) == len(CLASSES)
     if len(synsets) == len(names):
         known = sorted(synsets) if complete and [min(names), max(names)] == _ENDS else _synsets()
     elif complete and sum(a in b.split(", ") for a, b in zip(CLASSES, names, strict=True)) > 0.9 * len(CLASSES):
