@@ -113,7 +113,7 @@ def published_run(flags: EvalConfig) -> SavedRun:
 
 def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
     """The run's settings, overridden by the given flags, and whether the data is that of the run."""
-    own_data = not flags.model and (not flags.data or absolute_data(flags.data) == saved.settings.data)
+    own_data = not flags.data or absolute_data(flags.data) == saved.settings.data
     given: dict[str, Any] = {name: getattr(flags, name) for name in OVERRIDES}
     given = {name: value for name, value in given.items() if value is not None}
     if not own_data:  # other data has other splits

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -19,8 +20,11 @@ from timm.data import ImageNetInfo
 from torch.nn import functional as F
 
 import eval
+from utils.config.scripts import EvalConfig
 from utils.errors import UserError
 from utils.models.imagenet import CLASSES, names_as_in
+from utils.runs.manifest import find_checkpoint
+from utils.runs.metadata import read_checkpoint
 
 SYNSETS = {"n01440764": "tench", "n02123045": "tabby", "n15075141": "toilet tissue"}
 PLACES = [0, 281, 999]  # of these classes among the outputs
@@ -182,3 +186,6 @@ def test_the_flags_of_published_weights_do_not_change_the_evaluation_of_a_checkp
     train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
     assert outcome.code == 0 and "model" not in outcome.value and outcome.value["step"] == 1
+    saved = read_checkpoint(find_checkpoint(Path("runs/run")))
+    fine_tuned = replace(saved, settings=replace(saved.settings, pretrained=True))
+    assert eval.settings_of(fine_tuned, EvalConfig(ckpt="runs/run"))[0].pretrained
