@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if flags.json:
             check_output_file("--json", expand(flags.json))
         ranks.join()
-        saved = find_saved(flags.ckpt, ranks) if flags.ckpt else ranks.run_on_all(lambda: published_run(flags))
+        saved = find_saved(flags, ranks)
         config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
         ranks.run_on_all(lambda: check(config, ranks))
         config, task = ranks.run_on_all(lambda: make_task(config, saved.class_names, None))
@@ -88,11 +88,14 @@ def main(argv: Sequence[str] | None = None) -> dict:
     return record
 
 
-def find_saved(where: str, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt; collective."""
+def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
+    """The verified checkpoint of --ckpt, or what it would hold for the published weights of --model; collective."""
+    if flags.ckpt is None:
+        return ranks.run_on_all(lambda: published_run(flags))
+    ckpt = expand(flags.ckpt)
 
     def find() -> str:
-        checkpoint = find_checkpoint(expand(where))
+        checkpoint = find_checkpoint(ckpt)
         verify(checkpoint, FOR_EVALUATION)
         return str(checkpoint)
 

@@ -34,8 +34,10 @@ class Attention(nn.Module):
 def test_operations_and_parameters_are_those_that_torchvision_publishes():
     published = torchvision.models.get_model_weights("resnet18").DEFAULT.meta
     spec = InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3)
-    model = build_model(TrainConfig(model="resnet18"), spec, 1000)
+    model = build_model(TrainConfig(model="resnet18"), spec, 1000).train()
+    means = model.bn1.running_mean.clone()
     size = throughput.size_of(model, spec)
+    assert torch.equal(model.bn1.running_mean, means)  # the model has not learned from the image
     assert size["parameters"] == published["num_params"]
     assert size["flops_per_image"] / 2e9 == pytest.approx(published["_ops"], abs=0.001)  # _ops are multiply-adds
     assert throughput.size_of(Views(model, "flip,shift"), spec) == size | {
@@ -46,7 +48,7 @@ def test_operations_and_parameters_are_those_that_torchvision_publishes():
 def test_the_operations_of_attention_are_counted():
     rows, width = 10, 16
     projections, products = 4 * rows * width * width, 2 * rows * rows * width
-    model = Attention().train()
+    model = Attention()
     size = throughput.size_of(model, InputSpec(rows, width, 1, [0.5], [0.5]))
     assert size == {"parameters": 4 * width * width + 4 * width, "flops_per_image": 2 * (projections + products)}
 
