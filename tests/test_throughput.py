@@ -35,9 +35,9 @@ def test_operations_and_parameters_are_those_that_torchvision_publishes():
     published = torchvision.models.get_model_weights("resnet18").DEFAULT.meta
     spec = InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3)
     model = build_model(TrainConfig(model="resnet18"), spec, 1000).train()
-    means = model.bn1.running_mean.clone()
+    variances = model.bn1.running_var.clone()
     size = throughput.size_of(model, spec)
-    assert torch.equal(model.bn1.running_mean, means)  # the model has not learned from the image
+    assert torch.equal(model.bn1.running_var, variances)  # the model has not learned from the image
     assert size["parameters"] == published["num_params"]
     assert size["flops_per_image"] / 2e9 == pytest.approx(published["_ops"], abs=0.001)  # _ops are multiply-adds
     assert throughput.size_of(Views(model, "flip,shift"), spec) == size | {
