@@ -167,7 +167,7 @@ class TrainConfig(LaunchConfig):
     optimizer_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
     lr: float = FROM_DATA
-    """Peak learning rate (default: depends on optimizer, --pretrained and batch; 0.05 for sgd and 128 samples)."""
+    """Peak learning rate (default: depends on optimizer, start and batch; 0.05 for sgd and 128 samples)."""
     momentum: float = 0.9
     """Momentum of sgd."""
     weight_decay: float = FROM_DATA
