@@ -311,8 +311,8 @@ def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_number
     until(lambda: Path("runs/run/checkpoints/step-00000003").is_dir())
     launch.kill(signal.SIGKILL)
     launch.finish()
-    outcomes = run_ranks(3, train.main, ["--run_name", "run", *ALL_ON, "--resume", "auto"])
-    assert [outcome.code for outcome in outcomes] == [0, 0, 0], outcomes[0].err
+    outcomes = run_ranks(4, train.main, ["--run_name", "run", *ALL_ON, "--resume", "auto"])
+    assert [outcome.code for outcome in outcomes] == [0] * 4, outcomes[0].err
     assert same_tensors(weights("run"), weights("whole"))
     start, end = weights("source", "best"), weights("whole")
     frozen = {name for name in start if name.startswith(("conv1.", "bn1.", "layer1."))}

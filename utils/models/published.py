@@ -1,13 +1,10 @@
 """Published weights of torchvision's and timm's models: the input that they expect, and errors in loading them."""
 
-import importlib.util
 import pickle
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torchvision
@@ -16,7 +13,6 @@ from utils.config.settings import TrainConfig
 from utils.data.decode import EVAL_CROP
 from utils.data.spec import InputSpec
 from utils.errors import UserError, one_line
-from utils.models.matching import copy_matching, heads_of
 
 
 def published_input(name: str) -> dict:
@@ -42,53 +38,6 @@ def sized(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) -> InputS
     if not spec.small:  # small images are resized once, for the cache, with bilinear interpolation
         spec = replace(spec, **{key: weights[key] for key in ("interpolation", "squash") if key in weights})
     return spec.cropped(config.eval_crop or weights.get("crop") or EVAL_CROP)
-
-
-def keep_head(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
-    """Copy the rows of the published head by class name if the published weights know all of the classes `names`."""
-    there = _classes_of_weights(config.model, names)
-    if not there:
-        return
-    arguments: dict[str, Any] = {key: value for key, value in config.model_args.items() if key != "num_classes"}
-    with loading_weights(config):
-        if config.model.startswith("timm/"):
-            import timm
-
-            published = timm.create_model(config.model[5:], pretrained=True, **arguments)
-        else:
-            published = torchvision.models.get_model(config.model, weights="DEFAULT", **arguments)
-    heads = tuple(f"{name}." for name in heads_of(published))
-    tensors = {name: tensor for name, tensor in published.state_dict().items() if name.startswith(heads)}
-    copy_matching(model, tensors, there, names)
-    model.head_change = f"head of the published weights for all {len(names)} classes"
-
-
-def _classes_of_weights(name: str, wanted: Sequence[str]) -> list[str]:
-    """The class names of the published weights, in the naming that has all the `wanted` ones; empty if none has.
-
-    timm knows the WordNet ids and the names of ImageNet's classes, and torchvision has names of its own.
-    """
-    number = 1000
-    namings: list[Any] = []
-    if name.startswith("timm/"):
-        import timm
-
-        cfg = timm.get_pretrained_cfg(name[5:])
-        number = cfg.num_classes if cfg else 0
-        namings = [list(cfg.label_names)] if cfg and cfg.label_names else []
-    else:
-        namings = [torchvision.models.get_model_weights(name).DEFAULT.meta["categories"]]
-    if importlib.util.find_spec("timm") is not None:
-        from timm.data import ImageNetInfo, infer_imagenet_subset
-
-        if subset := infer_imagenet_subset({"num_classes": number}):
-            info = ImageNetInfo(subset)
-            namings += [info.label_names(), info.label_descriptions()]
-    for names in namings:
-        counts = Counter(names)
-        if wanted and all(counts[each] == 1 for each in wanted):
-            return list(names)
-    return []
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from utils.config.table import Table, suggestion
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.drop_path import has_drop_path, set_drop_path, unsupported
-from utils.models.published import keep_head, loading_weights, published_input, sized
+from utils.models.kept_head import keep_head
+from utils.models.published import loading_weights, published_input, sized
 from utils.models.small import MLP, MnistCNN
 
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to this size; 32 for other models

@@ -18,7 +18,14 @@ from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.matching import Match
 from utils.ranks.ranks import Ranks
-from utils.runs.manifest import FOR_EVALUATION, MANIFEST, find_checkpoint, sha256_of, verify
+from utils.runs.manifest import (
+    FOR_EVALUATION,
+    MANIFEST,
+    find_checkpoint,
+    is_checkpoint_name,
+    sha256_of,
+    verify,
+)
 from utils.runs.metadata import SavedRun, read_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -43,12 +50,16 @@ class Source:
         taken = f"; its {', '.join(self.taken)}" if self.taken else ""
         return f"{self.name}: {self.match.line() if self.match else ''}{taken}"
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The weights; averaged ones take precedence."""
-        tensors = _load(self.file)
+    def files(self) -> list[Path]:
+        """The files with the weights; those of the last one take precedence, which is their average if there is one."""
         average = self.file.with_name("ema.safetensors")
-        if self.file.name == WEIGHTS and average.is_file():
-            tensors |= {name: tensor for name, tensor in _load(average).items() if name in tensors}
+        return [self.file, average] if self.file.name == WEIGHTS and average.is_file() else [self.file]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by name."""
+        tensors, *averages = map(_load, self.files())
+        for average in averages:
+            tensors |= {name: tensor for name, tensor in average.items() if name in tensors}
         return tensors
 
 
@@ -65,7 +76,8 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
     found = ranks.broadcast_text(ranks.run_on_main(partial(_find, config.init_from), main_first=True) or "")
     place = "reading the weights of --init_from"
     source = ranks.run_on_all(partial(_read, found), main_first=True, place=place)
-    ranks.check_same(sha256_of(source.file), f"different weights in --init_from {config.init_from}")
+    hashes = ranks.run_on_all(lambda: [sha256_of(file) for file in source.files()])
+    ranks.check_same(" ".join(hashes), f"different weights in --init_from {config.init_from}")
     filled = ranks.run_on_all(lambda: _filled(config, source.settings))
     source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
     return filled, source
@@ -84,7 +96,8 @@ def _filled(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
 def _find(where: str) -> str:
     """The file or checkpoint that --init_from names, as an absolute path, or hf://OWNER/NAME@COMMIT."""
     path, hub = expand(where), _HUB.fullmatch(where)
-    if path.is_file() or ((path / WEIGHTS).is_file() and not (path / MANIFEST).exists()):
+    is_ours = (path / MANIFEST).exists() or is_checkpoint_name(path.name)
+    if path.is_file() or ((path / WEIGHTS).is_file() and not is_ours):
         return os.path.abspath(path)
     if path.exists():
         checkpoint = find_checkpoint(path)
