@@ -1,6 +1,6 @@
 """Gradient checkpointing: blocks compute their activations again in the backward pass instead of keeping them."""
 
-import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ def checkpoint_blocks(model: Any, name: str) -> None:
     else:
         blocks = _blocks(model)
         for block in blocks:
-            block.forward = functools.partial(_again, block.forward)
+            # The second pass has the same dropout masks. Without gradients there is none.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if not blocks:
         fix = "use a model with blocks, such as resnet50, convnext_tiny or timm/vit_small_patch16_224"
         raise UserError(f"--grad_checkpointing: {name} does not offer it", fix)
@@ -45,12 +46,6 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
         else:
             found += _blocks(child)
     return found
-
-
-def _again(forward: Any, *inputs: Any, **named: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*inputs, **named)
-    return checkpoint(forward, *inputs, use_reentrant=False, **named)  # the second pass has the same dropout masks
 
 
 def _use_copies(layer: _BatchNorm, inputs: Any) -> None:
