@@ -364,7 +364,7 @@ def test_models_without_stochastic_depth_are_refused_with_the_families_that_have
 def steps(model, count=2):
     """Two forward and backward passes; returns the loss, the gradients, and how often the first block was computed."""
     calls = []
-    block = next(layer for layer in model.modules() if re.search("Block|Residual", type(layer).__name__))
+    block = next(layer for layer in model.modules() if re.search("Block|Residual|MBConv", type(layer).__name__))
     first = next(layer for layer in block.modules() if not list(layer.children()))
     first.register_forward_hook(lambda *_: calls.append(1))
     for step in range(count):
