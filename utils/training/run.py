@@ -96,10 +96,11 @@ def announce(run: Run) -> None:
     by_loader = run.train_batches.dataset.augmentation is not None
     lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
     small = run.spec.small, run.spec.for_evaluation().small
+    has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
     lines += (
         taken_cores(ranks)
         + still_bad(run.data, run.state.bad_images)
-        + advice(config, small, by_loader, has_columns(config.data), processes)
+        + advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
     )
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)
@@ -129,6 +130,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()}{stem and f', {stem}'}"),
         ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
+        *([("lr", scaled_lr(run.config))] if run.config.lr_per else []),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         *([("task", run.task.describe())] if run.task.describe() else []),
         *([("recipe", recipe)] if recipe else []),
@@ -136,6 +138,11 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         *chosen,
         *([("differs", same)] if same else []),
     ]
+
+
+def scaled_lr(config: TrainConfig) -> str:
+    """The learning rate that follows from --lr_per."""
+    return f"{config.peak_lr:.4g} = {config.lr:g} x global batch {config.global_batch_size} / {config.lr_per}"
 
 
 def fixed_batch(plan: Plan, processes: int) -> str:
