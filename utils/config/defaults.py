@@ -37,7 +37,7 @@ RATES = {
     "asgd": Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4),
     "adamw": Rates(new=1e-3, pretrained=1e-4, power=0.5, weight_decay=0.05),
     **dict.fromkeys(("adam", "adamax", "nadam", "radam"), Rates(1e-3, 1e-4, 0.5, 0.0)),
-    "rmsprop": Rates(new=1e-4, pretrained=1e-5, power=0.5, weight_decay=0.0),
+    "rmsprop": Rates(new=3e-4, pretrained=3e-5, power=0.5, weight_decay=0.0),
     "adagrad": Rates(new=1e-2, pretrained=1e-3, power=0.5, weight_decay=0.0),
     "adadelta": Rates(new=1.0, pretrained=0.1, power=0.5, weight_decay=0.0),
     "adafactor": Rates(new=1e-2, pretrained=1e-3, power=0.5, weight_decay=0.0),

@@ -29,7 +29,6 @@ _SETTINGS = {
     "optimizer_args": "opt_betas opt_eps opt_kwargs adam_beta1 adam_beta2 adam_epsilon",
     "lr": "learning_rate base_lr lr_base",
     "lr_per": "lr_base_size",
-    "warmup_steps": "warmup_ratio num_warmup_steps",
     "weight_decay": "wd",
     "lr_schedule": "sched lr_scheduler lr_scheduler_type",
     "lr_schedule_args": "min_lr lr_min",

@@ -11,8 +11,8 @@ from utils.config.settings import TrainConfig
 Groups = list[dict[str, Any]]
 Named = list[tuple[str, nn.Parameter]]
 
-# Embeddings and tokens of torchvision's models and of models without `no_weight_decay`, by the end of their names
-_UNDECAYED = ("class_token", "cls_token", "pos_embed", "pos_embedding", "relative_position_bias_table")
+# Embeddings, tokens and scales of models that do not name them by `no_weight_decay`, by the end of their names
+_UNDECAYED = ("class_token", "cls_token", "pos_embed", "pos_embedding", "relative_position_bias_table", "layer_scale")
 _CONTAINERS = nn.Sequential | nn.ModuleList | nn.ModuleDict
 
 
