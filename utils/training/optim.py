@@ -75,10 +75,16 @@ _OF_TORCH = {
     for kind in vars(torch.optim).values()
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 }
-_FIRST = {"sgd": sgd} | {name: _OF_TORCH[name] for name in ("rmsprop", "adam", "adamw")} | {"muon": muon}
+_LISTED_FIRST = {
+    "sgd": sgd,
+    "rmsprop": _OF_TORCH["rmsprop"],
+    "adam": _OF_TORCH["adam"],
+    "adamw": _OF_TORCH["adamw"],
+    "muon": muon,
+}
 OPTIMIZERS = Table(
     "optimizer",
-    _FIRST | {name: build for name, build in _OF_TORCH.items() if name not in (*_FIRST, *_UNUSABLE)},
+    _LISTED_FIRST | {name: build for name, build in _OF_TORCH.items() if name not in (*_LISTED_FIRST, *_UNUSABLE)},
     trial=lambda config: _try_arguments(config),
     unusable=_UNUSABLE,
 )
