@@ -44,8 +44,9 @@ def muon(
     if not any(group["hidden"] for group in groups):
         raise UserError("--optimizer muon: this model has no hidden matrices to train", "use adamw")
     scaled = [group if group["hidden"] else group | {"lr_scale": group["lr_scale"] * adamw_lr} for group in groups]
+    beta1, beta2 = betas
     of_muon = {"nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-    of_adamw = {"betas": tuple(betas), "eps": eps, "fused": True}
+    of_adamw = {"betas": (beta1, beta2), "eps": eps, "fused": True}
     return MuonAndAdamW(scaled, config.lr, {"momentum": config.momentum} | of_muon, of_adamw)
 
 
@@ -55,6 +56,10 @@ def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
     fused = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
 
     def build(groups: Groups, config: TrainConfig, **arguments) -> torch.optim.Optimizer:
+        for name, value in arguments.items():  # torch ignores surplus values
+            default = parameters[name].default
+            if isinstance(default, tuple) and len(value) != len(default):
+                raise ValueError(f"{name} must have {len(default)} values, got {value}")
         momentum = {"momentum": config.momentum} if "momentum" in parameters else {}
         return kind(groups, lr=config.lr, **momentum, **fused, **arguments)
 

@@ -186,7 +186,7 @@ def _check_arguments(config: TrainConfig) -> None:
     # The data, which may decide --lr, are not known yet.
     config = replace(config, lr=config.lr or 1.0, lr_per=None, cooldown_steps=0)
     last = 2**32  # beyond any warm-up
-    for update in range(0, last + 1, last // 16):
+    for update in range(last, -1, -last // 16):
         lr = learning_rate(config, update, last)
         problem = f"the learning rate would be {lr / config.lr:g} times --lr"
         require(0 <= lr < math.inf, f"--lr_schedule_args for {config.lr_schedule}: {problem}", "change or remove them")
