@@ -186,7 +186,7 @@ def scales_and_decays(model, *flags):
 
 @pytest.mark.parametrize(
     "name",
-    ["vit_tiny_patch16_224", "resnet18", "swin_tiny_patch4_window7_224", "convnext_atto", "mobilenetv3_small_100"],
+    ["vit_tiny_patch16_224", "resnet18", "swin_tiny_patch4_window7_224", "convnext_atto", "levit_128s"],
 )
 def test_timms_models_have_the_decay_and_the_layer_decay_of_timm(name, on_meta):
     model = timm.create_model(name)
