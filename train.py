@@ -62,7 +62,7 @@ from utils.training.bad_images import without_bad
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
 from utils.training.first_batch import write_first_batch
-from utils.training.gradients import make_gradients, prepare_model
+from utils.training.gradients import clip_gradients, make_gradients, prepare_model
 from utils.training.meter import Meter, Pace
 from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
 from utils.training.profiling import Profile
@@ -264,8 +264,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
             accelerator.backward(loss * scale)
         run.meter.add(loss, outputs, batch.labels, waited, where)
     gradients.finish()
-    if config.clip_norm is not None:
-        accelerator.clip_grad_norm_(run.model.parameters(), config.clip_norm)
+    clip_gradients(accelerator, run.model, config)
     run.optimizer.step()
     run.optimizer.zero_grad()
     state.updated(plan)

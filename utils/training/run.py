@@ -98,10 +98,11 @@ def announce(run: Run) -> None:
     by_loader = run.train_batches.dataset.augmentation is not None
     lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
     small = run.spec.small, run.spec.for_evaluation().small
+    has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
     lines += (
         taken_cores(ranks)
         + still_bad(run.data, run.state.bad_images)
-        + advice(config, small, by_loader, has_columns(config.data), processes)
+        + advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
     )
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)
@@ -132,6 +133,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("model", describe_model(run)),
         *([("init_from", run.source.describe())] if run.source else []),
         ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
+        *([("lr", scaled_lr(run.config))] if run.config.lr_per else []),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         *([("task", run.task.describe())] if run.task.describe() else []),
         *([("recipe", recipe)] if recipe else []),
@@ -149,6 +151,11 @@ def describe_model(run: Run) -> str:
     # Only torchvision's models have the first of these, and models whose head was kept the second.
     changes = [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
     return ", ".join([run.config.model, number, run.spec.describe(), *filter(None, changes)])
+
+
+def scaled_lr(config: TrainConfig) -> str:
+    """The learning rate that follows from --lr_per."""
+    return f"{config.peak_lr:.4g} = {config.lr:g} x global batch {config.global_batch_size} / {config.lr_per}"
 
 
 def fixed_batch(plan: Plan, processes: int) -> str:
