@@ -20,7 +20,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from utils.config.batch import resolve_batch
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
@@ -30,20 +29,18 @@ from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in
 from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
 from utils.data.resident import keep_on_device
 from utils.data.selection import load_data
-from utils.data.sources import SOURCES, check_source
+from utils.data.sources import SOURCES
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
-from utils.data.workers import check_workers
 from utils.launch.command import typed_command
 from utils.memory import frozen_garbage
-from utils.models.batch_norm import check_batch_norm, has_batch_norm
-from utils.models.zoo import OWN_MODELS, build_model, check_model, seed_layers
-from utils.ranks.accelerator import check_precision, compile_model, make_accelerator, prepare_buckets
+from utils.models.zoo import OWN_MODELS, build_model, seed_layers
+from utils.ranks.accelerator import make_accelerator
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
-from utils.runs.folder import Start, check_run_folder, find_start, open_run_folder
+from utils.runs.folder import Start, find_start, open_run_folder
 from utils.runs.log import RunLog
 from utils.runs.metadata import settings_to_save
 from utils.runs.parts import make_parts
@@ -60,16 +57,16 @@ from utils.runs.state import TrainState
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
 from utils.training.bad_images import without_bad
+from utils.training.building import check_settings, count_updates, wrap_model
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
 from utils.training.first_batch import write_first_batch
-from utils.training.gradients import make_gradients, prepare_model
 from utils.training.meter import Meter, Pace
 from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
 from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
 from utils.training.saving import finish_save, save
-from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
+from utils.training.schedule import SCHEDULES, due_after, learning_rate
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES  # of names
@@ -84,14 +81,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         distributed_session("train.py", config) as ranks,
         Stopping(lambda: ranks.orphaned) as stopping,
     ):
-        # Errors that one process can find alone are reported before the processes connect.
-        check_precision(config, ranks)
-        check_model(config)
-        check_source(config)
-        check_run_folder(config)
-        check_workers(config.num_workers)
-        if config.resume is None:
-            resolve_batch(config, ranks.topology.world_size)
+        check_settings(config, ranks)  # these errors are reported before the processes connect
         ranks.join()
         run = build(trial(config), ranks, stopping, saver)
         announce(run)
@@ -122,10 +112,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     config, task = ranks.run_on_all(lambda: task_of_start(config, data))
     module = make_module(config, spec, task.outputs, ranks)
     optimizer = build_optimizer(config, module)
-    updates = ranks.run_on_all(lambda: total_updates(config, plan))
-    if has_batch_norm(module):
-        sharing = processes if config.sync_batchnorm else 1
-        ranks.run_on_all(lambda: check_batch_norm(plan, updates, sharing))
+    updates = count_updates(config, plan, module, ranks)
     run_folder = open_run_folder(config, start, ranks)
 
     # Accelerate assigns what a sampler emits to the ranks in turn.
@@ -133,13 +120,9 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     blocks = BlockSampler(len(data.evaluation), config.eval_batch_size)
     sets = {"training": (train_set, order), "evaluation": (eval_set, blocks)}
     loaders = make_loaders(sets, config, ranks.threads, ranks.device)
-    compile_model(accelerator, module)
-    model = prepare_model(accelerator, module, config.microbatches)
+    model, gradients = wrap_model(config, spec, plan, module, accelerator)
     wrapped, train_loader, eval_loader = accelerator.prepare(optimizer, *loaders)
     optimizer = wrapped if accelerator.scaler else optimizer  # only fp16 needs the slower wrapper
-    no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
-    gradients = make_gradients(model, module, accelerator, plan, bool(config.microbatches))
-    prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
     begin_momentum(optimizer)  # fused SGD fails if a parameter gets its first gradient late
 
     settings = settings_to_save(config, plan, start.saved is not None, accelerator)
