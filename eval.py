@@ -36,9 +36,9 @@ from utils.models.zoo import build_model, check_model
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.runs.loading import load_model
-from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
+from utils.runs.manifest import FOR_EVALUATION, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.weights import Weights, choose_weights, find_checkpoints
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> dict:
     flags = parse_args(EvalConfig, "eval.py", argv)
     with distributed_session("eval.py", flags) as ranks:
         # Errors that one process can detect alone are reported before the processes connect.
-        find_checkpoint(expand(flags.ckpt))
+        find_checkpoints(expand(flags.ckpt), flags.average)
         check_workers(flags.num_workers)
         if flags.json:
             check_output_file(expand(flags.json))
         ranks.join()
-        saved = find_saved(flags, ranks)
+        saved, weights = find_saved(flags, ranks)
         config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
         ranks.run_on_all(lambda: check(config, ranks))
         config, task = ranks.run_on_all(lambda: make_task(config, saved.class_names, None))
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
         split = find_split(saved, known, flags.split, own_data, ranks)
         saved = replace(saved, spec=replace(saved.spec, evaluation=None if spec == saved.spec else spec))
-        record = evaluate(saved, config, task, split, ranks)
+        record = evaluate(saved, weights, config, task, split, ranks)
         if ranks.is_main:
             try:
                 if flags.json:
@@ -80,18 +80,20 @@ def main(argv: Sequence[str] | None = None) -> dict:
     return record
 
 
-def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt; collective."""
+def find_saved(flags: EvalConfig, ranks: Ranks) -> tuple[SavedRun, Weights]:
+    """The verified checkpoint of --ckpt, and which weights to evaluate; collective."""
 
     def find() -> str:
-        checkpoint = find_checkpoint(expand(flags.ckpt))
-        verify(checkpoint, FOR_EVALUATION)
-        return str(checkpoint)
+        checkpoints = find_checkpoints(expand(flags.ckpt), flags.average)
+        for checkpoint in checkpoints:
+            verify(checkpoint, FOR_EVALUATION)
+        return json.dumps([str(checkpoint) for checkpoint in checkpoints])
 
     # Only the main process searches: a training run could move `best` between two searches.
     own = ranks.run_on_main(find, main_first=True)
-    path = Path(ranks.broadcast_text(own or ""))
-    return ranks.run_on_all(lambda: read_checkpoint(path))
+    paths = [Path(path) for path in json.loads(ranks.broadcast_text(own or ""))]
+    weights = ranks.run_on_all(lambda: choose_weights(paths, flags.weights))
+    return ranks.run_on_all(lambda: read_checkpoint(paths[-1])), weights
 
 
 def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
@@ -145,7 +147,7 @@ def find_split(saved: SavedRun, config: TrainConfig, name: str | None, own_data:
     return split
 
 
-def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ranks: Ranks) -> dict:
+def evaluate(saved: SavedRun, weights: Weights, config: TrainConfig, task: Task, split: Split, ranks: Ranks) -> dict:
     """The metrics of one split; collective."""
     accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
     spec = saved.spec.for_evaluation()
@@ -154,7 +156,7 @@ def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ran
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))
-    ranks.run_on_all(lambda: load_model(saved.path, model))
+    ranks.run_on_all(lambda: weights.load(model))
     blocks = BlockSampler(len(split), config.eval_batch_size)
     loader = make_loader(dataset, blocks, config, ranks.threads, ranks.device)
     loader = accelerator.prepare(loader)
@@ -173,6 +175,7 @@ def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ran
         "data": absolute_data(config.data),
         "split": split.name,
         "classes": len(saved.class_names),
+        **weights.describe(),
         **result,
     }
 

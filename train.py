@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -66,7 +67,7 @@ from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, se
 from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
 from utils.training.saving import finish_save, save
-from utils.training.schedule import SCHEDULES, due_after, learning_rate
+from utils.training.schedule import SCHEDULES, due_after, learning_rate, reduce_on_plateau
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES  # of names
@@ -126,7 +127,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     begin_momentum(optimizer)  # fused SGD fails if a parameter gets its first gradient late
 
     settings = settings_to_save(config, plan, start.saved is not None, accelerator)
-    parts = make_parts(accelerator)
+    parts = make_parts(accelerator, module, config.ema_decay)
     if start.saved:
         lines = resume_lines(start.saved, config, settings, plan, ranks)
         restore(start, module, optimizer, parts, lines, ranks)
@@ -208,7 +209,7 @@ def train(run: Run) -> dict | None:
         save(run)
     run.meter.restart()
     pace = Pace(state.step)
-    while state.step < run.updates and not run.stopping.agreed:
+    while not run.ended and not run.stopping.agreed:
         train_update(run, batches)
         run.log.advance()
         run.profile.step()
@@ -217,12 +218,13 @@ def train(run: Run) -> dict | None:
         if not (any(due) or pace.due(state.step)):
             continue
         since_save = synchronise(run, pace)
-        if due.log:
+        if due.log or run.ended:
             log_training(run)
-        if due.evaluate:
+        if due.evaluate or run.ended:
             result = evaluate(run)
         in_time = since_save >= (config.save_seconds or math.inf)
-        if due.save or in_time or state.best_step == state.step or run.stopping.agreed:
+        leaves = run.ended or run.stopping.agreed
+        if due.save or in_time or state.best_step == state.step or leaves:
             save(run)
         run.meter.restart()
     return result
@@ -231,7 +233,7 @@ def train(run: Run) -> dict | None:
 def train_update(run: Run, batches: Iterator[Batch]) -> None:
     """One update: forward and backward passes of this rank, then one optimizer step."""
     config, state, plan, accelerator = run.config, run.state, run.plan, run.accelerator
-    set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates))
+    set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates, state.lr_factor))
     gradients, scale = run.gradients, run.gradients.scale(state.position)
     for step in range(gradients.steps):
         run.ranks.mark(f"update {state.step + 1}, reading a batch")
@@ -256,25 +258,34 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
         accelerator.clip_grad_norm_(run.model.parameters(), config.clip_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
+    if run.average:
+        run.average.update(state.step)
     state.updated(plan)
 
 
 def evaluate(run: Run) -> dict | None:
-    """Evaluate the weights, then log and return the metrics; None if asked to stop meanwhile."""
-    state = run.state
+    """Evaluate the weights, then log and return the metrics; None if asked to stop meanwhile.
+
+    With --ema_decay, their average is evaluated too, and its metrics count.
+    """
+    state, split = run.state, run.data.evaluation
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
     finish_save(run)
     run.ranks.mark(f"after update {state.step}, evaluating")
-    run.ranks.broadcast_buffers(run.module)
-    result = run.evaluator.evaluate(run.stopping)
-    if result is not None:
-        split = run.data.evaluation
-        if "left_out" in result:
+    for weights in ("raw", "ema") if run.average else ("raw",):
+        with run.average.applied() if run.average and weights == "ema" else nullcontext():
+            run.ranks.broadcast_buffers(run.module)
+            metrics = run.evaluator.evaluate(run.stopping)
+        if metrics is None:
+            return None
+        if "left_out" in metrics:
             agree_on_bad(run, split, run.evaluator.batches)
+        result = {"weights": weights, **metrics} if run.average else metrics
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
-        state.evaluated(result, run.task.metric, run.task.higher_is_better)
+    state.evaluated(result, run.task.metric, run.task.higher_is_better)
+    reduce_on_plateau(run.config, state)
     return result
 
 

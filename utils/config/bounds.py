@@ -10,7 +10,7 @@ _WEEK = 7 * 24 * 3600  # seconds; gloo and the store count milliseconds
 _COUNTS = (
     *("max_train_samples", "max_eval_samples", "image_size", "eval_size", "epochs", "max_steps", "batch_size"),
     *("global_batch_size", "grad_accum", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads"),
-    *("repeats", "microbatches", "update"),
+    *("repeats", "microbatches", "update", "early_stopping", "average"),
 )
 _NOT_NEGATIVE = (
     *("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow"),
@@ -21,7 +21,8 @@ _AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
 _FRACTIONS = ("min_scale", "eval_crop")
 _ABOVE = dict.fromkeys(("pos_weight", "threshold"), 0)
 _ABOVE |= dict.fromkeys(("lr", "std", "eval_fraction", "save_seconds", "clip_norm", "timeout", *_FRACTIONS), 0)
-_BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "threshold"), 1)
+_ABOVE |= {"max_seconds": 0, "ema_decay": 0}
+_BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "threshold", "ema_decay"), 1)
 _AT_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "microbatches": 2**16, "seed": 2**63 - 1}
 _AT_MOST |= dict.fromkeys(("image_size", "eval_size"), 2**16 - 1)
 _AT_MOST |= dict.fromkeys(_FRACTIONS, 1) | {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}

@@ -13,6 +13,10 @@ class EvalConfig(LaunchConfig):
 
     ckpt: str
     """Run folder (its best checkpoint, else its latest) or checkpoint folder to evaluate."""
+    weights: Literal["raw", "ema"] | None = None
+    """Weights to evaluate: raw, or ema for their average (default: ema if the run had --ema_decay)."""
+    average: int | None = None
+    """Evaluate the mean of the weights of this many checkpoints of the run, up to the newest or to the given one."""
     split: str | None = None
     """Split to evaluate (default: as in the run; for other data its validation or test split, else all)."""
     data: str | None = None

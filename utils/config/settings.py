@@ -129,6 +129,11 @@ class TrainConfig(LaunchConfig):
     """Passes over the training data."""
     max_steps: int | None = None
     """Updates of the whole run; overrides --epochs."""
+    max_seconds: float | None = None
+    """End the run after this many seconds of training over all resumes, without evaluation and saving. It then
+    evaluates and saves; a schedule that depends on the number of updates is cut short."""
+    early_stopping: int | None = None
+    """End the run after this many evaluations in a row without a new best value of the metric of --best."""
     global_batch_size: int | None = None
     """Samples per update over all processes and accumulation steps (default: 128, or less for up to 896 samples)."""
     batch_size: int | None = None
@@ -168,6 +173,9 @@ class TrainConfig(LaunchConfig):
     """Updates over which the learning rate rises (default: 0; 30 percent of the run for onecycle)."""
     clip_norm: float | None = None
     """Scale gradients down to this norm if theirs is larger."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate it beside the
+    weights; the average then decides which checkpoint is the best, and eval.py evaluates it (default: none)."""
     task: str = "auto"
     """Task."""
     loss: str = "cross_entropy"
