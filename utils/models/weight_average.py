@@ -29,8 +29,7 @@ class WeightAverage:
         """Average in the weights after update `step`, counted from 0. Does not wait for the device."""
         averages, own = zip(*self._averaged, strict=True)
         torch._foreach_lerp_(averages, own, 1 - min(self.decay, (1 + step) / (10 + step)))
-        for average, value in self._copied:
-            average.copy_(value)
+        _copy([average for average, _ in self._copied], [own for _, own in self._copied])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -56,5 +55,5 @@ class WeightAverage:
 
 @torch.no_grad()
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    if targets:
+        torch._foreach_copy_(targets, sources)

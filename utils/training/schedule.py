@@ -82,26 +82,6 @@ def cosine(done: float, end: float = 0.0) -> float:
     return end + (1 - end) * ((1 + math.cos(math.pi * done)) / 2)
 
 
-@after_warmup
-def plateau(_done: float, factor: float = 0.1, patience: int = 10, end: float = 0.0) -> float:
-    """Times `factor`, down to `end` times --lr, after more than `patience` evaluations in a row without a new best.
-
-    `reduce_on_plateau` counts them; this function is the learning rate without reductions. As in torch's
-    ReduceLROnPlateau with a threshold of 0.
-    """
-    if not (0 < factor < 1 and patience >= 0 and 0 <= end <= 1):
-        raise ValueError("factor must be between 0 and 1, patience at least 0, and end from 0 to 1")
-    return 1.0
-
-
-def reduce_on_plateau(config: TrainConfig, state: TrainState) -> None:
-    """Reduce `state.lr_factor` after an evaluation if --lr_schedule plateau says so; not during the warm-up."""
-    if config.lr_schedule == "plateau" and state.step >= (config.warmup_steps or 0):
-        arguments = SCHEDULES.arguments(config)
-        if state.evaluations_since_best and state.evaluations_since_best % (arguments["patience"] + 1) == 0:
-            state.lr_factor = max(state.lr_factor * arguments["factor"], arguments["end"])
-
-
 def onecycle(
     config: TrainConfig, update: int, updates: int, div_factor: float = 25.0, final_div_factor: float = 1e4
 ) -> float:
@@ -119,6 +99,26 @@ def onecycle(
 
 def _half_cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+@after_warmup
+def plateau(_done: float, factor: float = 0.1, patience: int = 10, end: float = 0.0) -> float:
+    """Times `factor`, down to `end` times --lr, after more than `patience` evaluations in a row without a new best.
+
+    `reduce_on_plateau` counts them; this function is the learning rate without reductions. As in torch's
+    ReduceLROnPlateau with a threshold of 0.
+    """
+    if not (0 < factor < 1 and patience >= 0 and 0 <= end <= 1):
+        raise ValueError("factor must be between 0 and 1, patience at least 0, and end from 0 to 1")
+    return 1.0
+
+
+def reduce_on_plateau(config: TrainConfig, state: TrainState) -> None:
+    """Reduce `state.lr_factor` after an evaluation if --lr_schedule plateau says so; not during the warm-up."""
+    if config.lr_schedule == "plateau" and state.step >= (config.warmup_steps or 0):
+        arguments, waited = SCHEDULES.arguments(config), state.evaluations_since_best
+        if waited and waited % (arguments["patience"] + 1) == 0:
+            state.lr_factor = max(state.lr_factor * arguments["factor"], arguments["end"])
 
 
 def learning_rate(config: TrainConfig, update: int, updates: int, lr_factor: float = 1.0) -> float:
@@ -144,10 +144,10 @@ SCHEDULES = Table(
     "lr_schedule",
     {
         "constant": constant,
+        "plateau": plateau,
         "linear": linear,
         "cosine": cosine,
         "onecycle": onecycle,
-        "plateau": plateau,
     },
     trial=_check_arguments,
 )
