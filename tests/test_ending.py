@@ -1,4 +1,4 @@
-"""What ends a run early, --max_seconds and --early_stopping, and --lr_schedule plateau, which counts evaluations too."""
+"""What ends a run early, --max_seconds and --early_stopping, and --lr_schedule plateau, which counts evaluations."""
 
 import random
 import time

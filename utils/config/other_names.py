@@ -24,7 +24,7 @@ _SETTINGS = {
     "epochs": "num_train_epochs max_epochs",
     "max_steps": "max_train_steps",
     "max_seconds": "max_time time_limit",
-    "early_stopping": "patience early_stopping_patience",
+    "early_stopping": "patience",
     "batch_size": "b per_device_train_batch_size train_batch_size",
     "grad_accum": "gradient_accumulation_steps accumulate_grad_batches",
     "optimizer": "opt optim",

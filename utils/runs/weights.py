@@ -39,9 +39,10 @@ class Weights:
 
     def describe(self) -> dict[str, Any]:
         """What the record of the evaluation says about them."""
-        kind = {"weights": "ema" if self.part == EMA else "raw"} if self.is_choice else {}
-        steps = [step_of(path) for path in self.checkpoints]
-        return kind | ({"averaged": steps} if len(steps) > 1 else {})
+        kind: dict[str, Any] = {"weights": "ema" if self.part == EMA else "raw"} if self.is_choice else {}
+        if len(self.checkpoints) > 1:
+            kind["averaged"] = [step_of(path) for path in self.checkpoints]
+        return kind
 
 
 def find_checkpoints(path: Path, average: int | None) -> list[Path]:
