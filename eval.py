@@ -38,7 +38,7 @@ from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.runs.manifest import FOR_EVALUATION, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
-from utils.runs.weights import Weights, choose_weights, find_checkpoints
+from utils.runs.weights import choose_weights, find_checkpoints
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if flags.json:
             check_output_file(expand(flags.json))
         ranks.join()
-        saved, weights = find_saved(flags, ranks)
+        saved = find_saved(flags, ranks)
         config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
         ranks.run_on_all(lambda: check(config, ranks))
         config, task = ranks.run_on_all(lambda: make_task(config, saved.class_names, None))
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
         split = find_split(saved, known, flags.split, own_data, ranks)
         saved = replace(saved, spec=replace(saved.spec, evaluation=None if spec == saved.spec else spec))
-        record = evaluate(saved, weights, config, task, split, ranks)
+        record = evaluate(saved, config, task, split, ranks)
         if ranks.is_main:
             try:
                 if flags.json:
@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
     return record
 
 
-def find_saved(flags: EvalConfig, ranks: Ranks) -> tuple[SavedRun, Weights]:
-    """The verified checkpoint of --ckpt, and which weights to evaluate; collective."""
+def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
+    """The verified checkpoint of --ckpt, with the weights to evaluate; collective."""
 
     def find() -> str:
         checkpoints = find_checkpoints(expand(flags.ckpt), flags.average)
@@ -93,7 +93,7 @@ def find_saved(flags: EvalConfig, ranks: Ranks) -> tuple[SavedRun, Weights]:
     own = ranks.run_on_main(find, main_first=True)
     paths = [Path(path) for path in json.loads(ranks.broadcast_text(own or ""))]
     weights = ranks.run_on_all(lambda: choose_weights(paths, flags.weights))
-    return ranks.run_on_all(lambda: read_checkpoint(paths[-1])), weights
+    return replace(ranks.run_on_all(lambda: read_checkpoint(paths[-1])), weights=weights)
 
 
 def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
@@ -147,7 +147,7 @@ def find_split(saved: SavedRun, config: TrainConfig, name: str | None, own_data:
     return split
 
 
-def evaluate(saved: SavedRun, weights: Weights, config: TrainConfig, task: Task, split: Split, ranks: Ranks) -> dict:
+def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ranks: Ranks) -> dict:
     """The metrics of one split; collective."""
     accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
     spec = saved.spec.for_evaluation()
@@ -156,6 +156,8 @@ def evaluate(saved: SavedRun, weights: Weights, config: TrainConfig, task: Task,
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))
+    weights = saved.weights
+    assert weights is not None  # `find_saved` chose them
     ranks.run_on_all(lambda: weights.load(model))
     blocks = BlockSampler(len(split), config.eval_batch_size)
     loader = make_loader(dataset, blocks, config, ranks.threads, ranks.device)

@@ -10,24 +10,24 @@ _WEEK = 7 * 24 * 3600  # seconds; gloo and the store count milliseconds
 _COUNTS = (
     *("max_train_samples", "max_eval_samples", "image_size", "eval_size", "epochs", "max_steps", "batch_size"),
     *("global_batch_size", "grad_accum", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads"),
-    *("repeats", "microbatches", "update", "early_stopping", "average"),
+    *("repeats", "microbatches", "update"),
 )
 _NOT_NEGATIVE = (
     *("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow"),
     *("color_jitter", "random_erasing", "cutout", "mixup", "cutmix", "mix_prob", "mix_off_epoch"),
     "microbatch",
 )
-_AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
+_AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0) | {"early_stopping": 1, "average": 1}
 _FRACTIONS = ("min_scale", "eval_crop")
-_ABOVE = dict.fromkeys(("pos_weight", "threshold"), 0)
+_ABOVE = dict.fromkeys(("pos_weight", "threshold", "max_seconds", "ema_decay"), 0)
 _ABOVE |= dict.fromkeys(("lr", "std", "eval_fraction", "save_seconds", "clip_norm", "timeout", *_FRACTIONS), 0)
-_ABOVE |= {"max_seconds": 0, "ema_decay": 0}
-_BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "threshold", "ema_decay"), 1)
+_BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "threshold"), 1)
 _AT_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "microbatches": 2**16, "seed": 2**63 - 1}
 _AT_MOST |= dict.fromkeys(("image_size", "eval_size"), 2**16 - 1)
 _AT_MOST |= dict.fromkeys(_FRACTIONS, 1) | {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
 _AT_MOST |= {"color_jitter": 100, "random_erasing": 1, "cutout": 2**16 - 1}
 _AT_MOST |= {"mixup": 1000, "cutmix": 1000, "mix_prob": 1}
+_BELOW |= {"ema_decay": 1}
 _LARGEST_INTEGER = 2**31 - 1  # if there is no other limit
 
 

@@ -173,9 +173,6 @@ class TrainConfig(LaunchConfig):
     """Updates over which the learning rate rises (default: 0; 30 percent of the run for onecycle)."""
     clip_norm: float | None = None
     """Scale gradients down to this norm if theirs is larger."""
-    ema_decay: float | None = None
-    """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate it beside the
-    weights; the average then decides which checkpoint is the best, and eval.py evaluates it (default: none)."""
     task: str = "auto"
     """Task."""
     loss: str = "cross_entropy"
@@ -193,6 +190,9 @@ class TrainConfig(LaunchConfig):
     class_weights: str | None = None
     """Weights of the classes in the training loss: balanced is 1 / the number of samples of each class; a YAML or JSON
     file maps each class name to a weight. The mean weight of the training samples is scaled to 1."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate it beside the
+    weights; the average then decides which checkpoint is the best, and eval.py evaluates it (default: none)."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
     """Precision of the model: no is float32, auto is bf16 if all devices support it natively (default: as in the
     accelerate config, else auto on GPUs and no on CPUs)."""
