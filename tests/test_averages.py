@@ -19,6 +19,7 @@ import train
 from utils.models.weight_average import WeightAverage
 from utils.runs.checkpoint import _write_manifest
 from utils.runs.manifest import checkpoints_of
+from utils.runs.weights import Weights
 from utils.tasks.classification import Classification
 
 DECAY = 0.3  # the warm-up reaches it at the fourth update
@@ -225,6 +226,22 @@ def test_the_mean_of_checkpoints_is_that_of_torch(in_folder):
         assert (found["step"], found["weights"]) == (9, expected["weights"])
     named = returned(1, eval.main, ["--ckpt", str(saved[1]), "--average", "2"])[0]
     assert named["averaged"] == steps[:2] and abs(named["loss"] - expected["loss"]) > 1e-5
+
+
+def test_the_mean_of_checkpoints_has_the_integers_of_the_newest(tmp_path):
+    layer, saved = torch.nn.BatchNorm1d(3), []
+    for place, batches in enumerate((3, 4, 8)):
+        torch.nn.init.normal_(layer.weight)
+        layer.running_var.fill_(1 + place / 3)
+        layer.num_batches_tracked.fill_(batches)
+        saved.append({name: tensor.clone() for name, tensor in layer.state_dict().items()})
+        (tmp_path / str(place)).mkdir()
+        save_file(saved[-1], tmp_path / str(place) / "model.safetensors")
+    Weights([tmp_path / str(place) for place in range(3)], "model", False).load(layer)
+    for name, tensor in layer.state_dict().items():
+        mean = torch.stack([tensors[name].double() for tensors in saved]).mean(0).float()
+        assert torch.equal(tensor, mean if tensor.is_floating_point() else saved[-1][name])
+    assert layer.num_batches_tracked == 8
 
 
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):
