@@ -18,8 +18,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
