@@ -125,6 +125,7 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
 
     PyTorch's fused SGD fails if a parameter gets its first gradient in a later update than others.
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
