@@ -51,8 +51,9 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
         problem = f"--warmup_steps {warmup} and --cooldown_steps {cooldown} exceed the {updates} updates of the run"
         require(warmup + cooldown <= updates, problem, "lower them")
         end = SCHEDULES.call(config, replace(config, lr=1.0, lr_per=None), updates - cooldown, updates - cooldown)
-        problem = f"--cooldown_steps has no effect: {config.lr_schedule} ends with a learning rate of 0"
-        require(end > 0, problem, "use --lr_schedule constant, or --lr_schedule_args '{end: 0.1}'")
+        problem = f"--cooldown_steps has no effect: {config.lr_schedule} ends with {end:.2g} times --lr"
+        fixes = ["use --lr_schedule constant", "--lr_schedule_args '{end: 0.1}'"]
+        require(end > 1e-5, problem, ", or ".join(fixes[: 1 + ("end" in SCHEDULES.arguments(config))]))
     return updates
 
 
