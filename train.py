@@ -111,7 +111,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
     config, task = ranks.run_on_all(lambda: task_of_start(config, data))
-    build = partial(build_model, config, spec, task.outputs, True, data.class_names)
+    is_new = start.saved is None  # a resumed run needs no published weights
+    build = partial(build_model, config, spec, task.outputs, is_new, data.class_names)
     module = start_model(build, config, data.class_names, source, ranks)
     optimizer = build_optimizer(config, module)
     updates = count_updates(config, plan, module, ranks)
