@@ -367,6 +367,7 @@ def test_the_head_of_timms_weights_is_kept_too():
     settings = {"model": "timm/resnet10t", "model_args": {"pretrained_cfg_overlay": {"file": "weights.pt"}}}
     assert head_rows(settings, ["n15075141", "n01440764"], published)[1] == [999, 0]
     assert head_rows(settings, ["goldfish, Carassius auratus", "tench, Tinca tinca"], published)[1] == [1, 0]
+    assert head_rows(settings, ["goldfish", "tench"], published)[1] == [1, 0]  # torchvision's names
     assert head_rows(settings, ["goldfish", "tench", "other"], published)[1] == []
 
 
