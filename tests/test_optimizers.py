@@ -174,6 +174,8 @@ def test_muon_leaves_the_stem_the_head_embeddings_and_grouped_kernels_to_adamw(o
     outer = {"features.0.0.weight", "classifier.3.weight"}
     matrices = {name for name, p in model.named_parameters() if p.ndim > 1}
     assert depthwise and hidden_matrices(model) == matrices - depthwise - outer
+    two_heads = hidden_matrices(timm.create_model("deit_tiny_distilled_patch16_224"))
+    assert "blocks.11.mlp.fc2.weight" in two_heads and not two_heads & {"head.weight", "head_dist.weight"}
 
 
 # Parameter groups

@@ -143,8 +143,8 @@ class TrainConfig(LaunchConfig):
     max_steps: int | None = None
     """Updates of the whole run; overrides --epochs."""
     max_seconds: float | None = None
-    """End the run after this many seconds of training over all resumes, without evaluation and saving. It then
-    evaluates and saves; a schedule that depends on the number of updates is cut short."""
+    """End the run after this many seconds of training, added up over all resumes; evaluations and saves do not count.
+    The run then evaluates and saves. A schedule that depends on the number of updates is cut short."""
     early_stopping: int | None = None
     """End the run after this many evaluations in a row without a new best value of the metric of --best."""
     global_batch_size: int | None = None
@@ -175,8 +175,8 @@ class TrainConfig(LaunchConfig):
     lr_per: int | None = None
     """Samples per update for which --lr is given: the learning rate is --lr times the global batch / this number."""
     layer_decay: float | None = None
-    """Multiply the learning rate of each layer by this factor for each layer between it and the last one, usually 0.65
-    to 0.9, to fine-tune."""
+    """Give each layer this factor times the learning rate of the next layer, usually 0.65 to 0.9, to fine-tune
+    (default: all layers have the same)."""
     momentum: float = 0.9
     """Momentum of sgd, rmsprop and muon."""
     weight_decay: float = FROM_DATA
@@ -190,8 +190,8 @@ class TrainConfig(LaunchConfig):
     """Updates over which the learning rate rises, or below 1 the fraction of the run's updates (default: 0; 30 percent
     of the run for onecycle)."""
     cooldown_steps: int | float = 0
-    """Last updates, over which the learning rate falls linearly to 0 from where the schedule has ended, or below 1 the
-    fraction of the run's updates."""
+    """Updates at the end of the run over which the learning rate falls linearly to 0, or below 1 the fraction of the
+    run's updates; the schedule ends before them."""
     clip_norm: float | None = None
     """Scale gradients down to this norm if theirs is larger."""
     clip_value: float | None = None

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from utils.config.settings import TrainConfig
+from utils.models.matching import heads_of
 
 Groups = list[dict[str, Any]]
 Named = list[tuple[str, nn.Parameter]]
@@ -99,9 +100,9 @@ def _size(module: nn.Module) -> int:
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """The weights of linear layers and convolutions, except the first and the last one in the model.
+    """The weights of linear layers and convolutions, except the first one, which reads the images, and the head.
 
-    The first one reads the images, and the last one is the head. Kernels of grouped convolutions are not one matrix.
+    Kernels of grouped convolutions are not one matrix.
     """
     names = []
     for path, module in model.named_modules():
@@ -109,4 +110,5 @@ def hidden_matrices(model: nn.Module) -> set[str]:
         if isinstance(module, nn.Linear | nn.Conv2d | nn.MultiheadAttention) and not is_grouped:
             own = module.named_parameters(path, recurse=False)
             names += [name for name, parameter in own if parameter.ndim > 1]
-    return set(names[1:-1])
+    heads = tuple(f"{name}." for name in heads_of(model))
+    return {name for name in names[1:] if not name.startswith(heads)}

@@ -105,9 +105,9 @@ def cosine_restarts(done: float, cycles: int = 3, multiplier: float = 1.0, end: 
     if cycles < 1 or multiplier <= 0:
         raise ValueError("cycles must be at least 1, and multiplier above 0")
     lengths = [multiplier**cycle for cycle in range(cycles)]
-    begin = 0.0
+    begin, total = 0.0, sum(lengths)
     for length in lengths:
-        share = length / sum(lengths)
+        share = length / total
         if done < begin + share - 1e-9:  # rounding must not move a restart to the next update
             break
         begin += share
@@ -173,9 +173,9 @@ def _half_cosine(start: float, end: float, done: float) -> float:
 
 @after_warmup
 def plateau(_done: float, factor: float = 0.1, patience: int = 10, end: float = 0.0) -> float:
-    """Times `factor`, down to `end` times --lr, after more than `patience` evaluations in a row without a new best.
+    """Multiplied by `factor`, down to `end`, after more than `patience` evaluations in a row without a new best.
 
-    `reduce_on_plateau` counts them; this function is the learning rate without reductions. As in torch's
+    `end` is a fraction of --lr. `reduce_on_plateau` counts; this is the learning rate without reductions. As in torch's
     ReduceLROnPlateau with a threshold of 0.
     """
     if not (0 < factor < 1 and patience >= 0 and 0 <= end <= 1):
