@@ -24,7 +24,8 @@ from utils.data.selection import load_split
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.export import check, forms, hub
-from utils.export.code import card_code, functions, preprocessing
+from utils.export.card import card
+from utils.export.code import Code, card_code, functions, preprocessing
 from utils.export.loaded import Loaded
 from utils.models.zoo import build_model
 from utils.runs.manifest import find_checkpoint
@@ -38,8 +39,21 @@ RUNS = {
     "grey": (["--data", "digits", "--model", "mnist_cnn", "--max_train_samples", "64"], ["torch", "onnx"]),
     "colour": (["--data", "small", "--model", "resnet18"], ["safetensors"]),
     "photos": (
-        ["--data", "photos", "--model", "resnet18", "--image_size", "112", "--eval_size", "128", "--mean", "0.4"],
-        ["timm", "safetensors"],
+        [
+            "--data",
+            "photos",
+            "--model",
+            "resnet18",
+            "--image_size",
+            "112",
+            "--eval_size",
+            "128",
+            "--eval_crop",
+            "0.9",
+            "--mean",
+            "0.4",
+        ],
+        ["timm"],
     ),
     "several": (["--data", "several.csv", "--model", "timm/test_resnet", "--std", "0.2"], ["torch"]),
     "two": (["--data", "two", "--model", "mlp", "--task", "binary"], ["torch"]),
@@ -225,6 +239,15 @@ def test_config_and_card_have_the_classes_the_input_and_the_numbers_of_the_evalu
         assert f"| {metric} | {found[metric]:.4f} |" in text and f"| loss | {found['loss']:.4f} |" in text
         assert f"split `{found['split']}`, {found['count']} images" in text
         assert str(exported) not in text + json.dumps(config)  # no path of this machine
+
+
+def test_a_card_has_no_numbers_of_other_weights():
+    one = loaded("mlp", SMALL_GREY)
+    one.saved.state.step, one.saved.state.evaluations = 3, [{"step": 2, "loss": 1.0, "accuracy": 0.5, "count": 4}]
+    text = card(one, Code([], [], [], []), 0.0, check.FromFiles(reason="no data"))
+    assert "These weights were not evaluated during training." in text and "0.5000" not in text
+    one.saved.state.step = 2
+    assert "| accuracy | 0.5000 |" in card(one, Code([], [], [], []), 0.0, check.FromFiles(reason="no data"))
 
 
 def test_timm_resizes_photographs_to_the_same_size(exported):

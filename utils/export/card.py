@@ -49,7 +49,8 @@ tags:
 
 # {title}
 
-An image classifier, trained with Lockstep {VERSION} for {saved.state.step} updates ({saved.state.epochs_begun} epochs).
+An image classifier, trained with Lockstep {VERSION}. These are its weights after update {saved.state.step}, in epoch
+{saved.state.epochs_begun}.
 
 | | |
 | --- | --- |
