@@ -57,7 +57,9 @@ _ADVICE = {
     "torchcompile compile torch_compile": "set dynamo_config in the accelerate config, see docs/gpus.md",
     "log_wandb report_to wandb": "there are no trackers yet; log.jsonl in the run folder has all records",
     "push_to_hub hub_model_id": "after training, use python export.py --ckpt RUN --to timm --out DIR --push USER/NAME",
-    "test_only evaluate do_eval": "use python eval.py --ckpt RUN",
+    "test_only evaluate do_eval": "use python eval.py --ckpt RUN, or --model NAME --pretrained for published weights",
+    "tta test_time_augmentation": "use python eval.py --ckpt RUN --tta flip,shift",
+    "throughput benchmark": "use python eval.py --ckpt RUN --throughput",
     "gpus devices num_gpus nproc_per_node num_processes num_nodes": "the launcher starts the processes: accelerate "
     "launch --num_processes N train.py",
     "num_classes nb_classes": "leave it out: the classes are those of the data",

@@ -47,7 +47,7 @@ class Evaluator:
         """
         start, was_training = time.perf_counter(), self.model.training
         self.model.eval()
-        with _same_kernels():
+        with same_kernels():
             sums, indices, predictions, stopped = self._loop(stopping)
         self.model.train(was_training)
         self.ranks.run_on_all(self.batches.check)
@@ -121,7 +121,7 @@ class Evaluator:
 
 
 @contextmanager
-def _same_kernels() -> Iterator[None]:
+def same_kernels() -> Iterator[None]:
     """Do not let cuDNN choose kernels by measured time: ranks could use different ones and get different results."""
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
