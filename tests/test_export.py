@@ -276,10 +276,11 @@ def test_the_printed_preprocessing_has_the_pixels_of_evaluation(tmp_path, spec):
     names: dict = {}
     exec(f"import numpy as np\nfrom PIL import Image, ImageOps\n{preprocessing(spec)}", names)
     for number, size in enumerate([(150, 260), (333, 200), (28, 28), (112, 112), (129, 127)]):
-        path = tmp_path / f"{number}.png"
-        image = picture(number, *size)
-        image.save(path)
-        pixels = torch.from_numpy(np.array(image.convert("L" if spec.channels == 1 else "RGB"))).view(*size, -1)
+        path, image, exif = tmp_path / f"{number}.png", picture(number, *size), Image.Exif()
+        exif[0x0112] = 6 if number == 1 else 1  # to be turned by 90 degrees
+        image.save(path, exif=exif)
+        pixels = np.array(image.convert("L" if spec.channels == 1 else "RGB")).reshape(*size, -1)
+        pixels = torch.from_numpy(np.rot90(pixels, -1 if number == 1 else 0).copy())
         cut = center(pixels, spec.height, spec.width) if spec.small else center_of_photograph(pixels, spec)
         found = names["preprocess"](path)
         assert found.dtype == np.uint8 and found.shape == cut.shape
