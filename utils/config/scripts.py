@@ -105,12 +105,11 @@ class ReplayConfig(LaunchConfig):
     pdb: bool = False
     """Stop in the debugger before the forward pass."""
     num_workers: int | None = None
-    """Loader processes that decode photographs (default: the threads, at most 8, or up to 16 with as many physical
-    cores)."""
+    """Loader processes that decode photographs (default: as in the run)."""
     data_dir: str | None = None
-    """Folder of torchvision data sets (default: CACHE_DIR/torchvision)."""
-    cache_dir: str = TrainConfig.cache_dir
-    """Folder for decoded small images and the results of image checks."""
+    """Folder of torchvision data sets (default: as in the run)."""
+    cache_dir: str | None = None
+    """Folder for decoded small images and the results of image checks (default: as in the run)."""
 
     def __post_init__(self):
         check_ranges(self)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from utils.data.spec import InputSpec
 from utils.models.zoo import OWN_MODELS, build_model
-from utils.runs.loading import load_model
+from utils.runs.loading import read_weights
 from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.tasks.table import make_task
@@ -68,6 +68,6 @@ def load(path: Path) -> Loaded:
     saved = read_checkpoint(checkpoint)
     config, task = make_task(saved.settings, saved.class_names, None)
     model = build_model(config, saved.spec, task.outputs, load=False)
-    load_model(checkpoint, model)
+    model.load_state_dict(read_weights(checkpoint, model))
     model.eval().requires_grad_(False).to(memory_format=torch.contiguous_format)
     return Loaded(saved, task, saved.spec.for_evaluation(), model)

@@ -15,6 +15,7 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batches
 from utils.errors import UserError
+from utils.launch.exits import fix_for_memory
 from utils.ranks.accelerator import sum_over_ranks
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
@@ -47,7 +48,7 @@ class Evaluator:
         """
         start, was_training = time.perf_counter(), self.model.training
         self.model.eval()
-        with same_kernels():
+        with same_kernels(), fix_for_memory("lower --eval_batch_size"):
             sums, indices, predictions, stopped = self._loop(stopping)
         self.model.train(was_training)
         self.ranks.run_on_all(self.batches.check)
