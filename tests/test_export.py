@@ -56,7 +56,7 @@ RUNS = {
         ["timm"],
     ),
     "several": (["--data", "several.csv", "--model", "timm/test_resnet", "--std", "0.2"], ["torch"]),
-    "two": (["--data", "two", "--model", "mlp", "--task", "binary"], ["torch"]),
+    "two": (["--data", "two", "--model", "mlp", "--task", "binary", "--ema_decay", "0.5"], ["torch"]),
 }
 FOLDERS = [(run, form) for run, (_, kinds) in RUNS.items() for form in kinds]
 
@@ -119,7 +119,8 @@ def reference(saved: SavedRun, pixels: np.ndarray) -> np.ndarray:
     spec, config = saved.spec.for_evaluation(), saved.settings
     outputs = 1 if config.task == "binary" else len(saved.class_names)
     model = build_model(config, saved.spec, outputs, load=False).eval()
-    model.load_state_dict(load_file(saved.path / "model.safetensors"))
+    average = saved.path / "ema.safetensors"
+    model.load_state_dict(load_file(average if average.exists() else saved.path / "model.safetensors"))
     values = (pixels.astype(np.float64) / 255 - spec.mean) / spec.std
     with torch.no_grad():
         logits = model(torch.from_numpy(values.transpose(0, 3, 1, 2)).float()).double().numpy()
@@ -234,7 +235,8 @@ def test_config_and_card_have_the_classes_the_input_and_the_numbers_of_the_evalu
         assert [config["input"][name] for name in names] == [getattr(spec, name) for name in names]
         text = (exported / f"{run}-{form}" / "README.md").read_text()
         log = [json.loads(line) for line in (exported / "runs" / run / "log.jsonl").read_text().splitlines()]
-        [found] = [r for r in log if r["kind"] == "eval" and r["step"] == saved.state.step]
+        [found] = [r for r in log if r["kind"] == "eval" and r["step"] == saved.state.step][-1:]
+        assert config["weights"] == found.get("weights", "raw") == ("ema" if run == "two" else "raw")
         metric = saved.settings.best
         assert f"| {metric} | {found[metric]:.4f} |" in text and f"| loss | {found['loss']:.4f} |" in text
         assert f"split `{found['split']}`, {found['count']} images" in text
@@ -375,7 +377,7 @@ def test_a_damaged_or_missing_checkpoint_or_a_folder_that_exists_is_one_line(run
 
 def test_weights_that_are_not_finite_are_refused_and_no_folder_appears(run):
     weights = load_file(run / "model.safetensors")
-    save_file({name: tensor * float("nan") for name, tensor in weights.items()}, run / "model.safetensors")
+    save_file({name: tensor * float("nan") for name, tensor in weights.items()}, run / "ema.safetensors")
     (run / "manifest.json").write_text(manifest_of(run))
     line = export_to("out/deep", run)
     assert "mlp has probabilities that differ by nan from the checkpoint's" in line

@@ -32,6 +32,7 @@ def config_of(loaded: Loaded) -> dict[str, Any]:
             "mean": spec.mean,
             "std": spec.std,
         },
+        "weights": "ema" if loaded.is_average else "raw",
         "lockstep": VERSION,
     }
 
@@ -39,6 +40,7 @@ def config_of(loaded: Loaded) -> dict[str, Any]:
 def card(loaded: Loaded, code: Code, difference: float, files: FromFiles) -> str:
     """README.md: what the model is, its measured numbers, and the code that uses it."""
     saved, title = loaded.saved, f"{loaded.name} trained on {data_name(loaded)}"
+    weights = "the moving average of its weights" if loaded.is_average else "the model"
     defining, using = card_code(loaded, code)
     return f"""---
 pipeline_tag: image-classification
@@ -49,8 +51,8 @@ tags:
 
 # {title}
 
-An image classifier, trained with Lockstep {VERSION}. These are its weights after update {saved.state.step}, in epoch
-{saved.state.epochs_begun}.
+An image classifier, trained with Lockstep {VERSION}. This is {weights} after update
+{saved.state.step}, in epoch {saved.state.epochs_begun}.
 
 | | |
 | --- | --- |

@@ -1,6 +1,6 @@
 """A checkpoint with its model, ready to be exported, and the model from uint8 images to probabilities."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from utils.data.spec import InputSpec
 from utils.models.zoo import OWN_MODELS, build_model
-from utils.runs.loading import read_weights
 from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.parts import EMA
+from utils.runs.weights import choose_weights
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 
@@ -28,6 +29,11 @@ class Loaded:
     def activation(self) -> str:
         """The function from logits to probabilities."""
         return "softmax" if self.saved.settings.task == "classification" else "sigmoid"
+
+    @property
+    def is_average(self) -> bool:
+        """Whether the weights are the moving average of --ema_decay, which the run has evaluated, too."""
+        return self.saved.weights is not None and self.saved.weights.part == EMA
 
     @property
     def name(self) -> str:
@@ -65,9 +71,10 @@ def load(path: Path) -> Loaded:
     """The checkpoint at `path`, or the best one of the run folder. Raises ValueError if it is missing or damaged."""
     checkpoint = find_checkpoint(path)
     verify(checkpoint, FOR_EVALUATION)
-    saved = read_checkpoint(checkpoint)
+    saved = replace(read_checkpoint(checkpoint), weights=choose_weights([checkpoint], None))
     config, task = make_task(saved.settings, saved.class_names, None)
     model = build_model(config, saved.spec, task.outputs, load=False)
-    model.load_state_dict(read_weights(checkpoint, model))
+    assert saved.weights
+    saved.weights.load(model)
     model.eval().requires_grad_(False).to(memory_format=torch.contiguous_format)
     return Loaded(saved, task, saved.spec.for_evaluation(), model)
