@@ -120,7 +120,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
     config, task = ranks.run_on_all(lambda: task_of_start(config, data))
-    module = make_module(config, spec, task.outputs, ranks)
+    module = make_module(config, spec, task.outputs, train_set, ranks)
     optimizer = build_optimizer(config, module)
     updates = ranks.run_on_all(lambda: total_updates(config, plan))
     if has_batch_norm(module):
@@ -207,10 +207,10 @@ def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) ->
     return ranks.run_on_all(lambda: keep_on_device(made, config, ranks.device))
 
 
-def make_module(config: TrainConfig, spec: InputSpec, outputs: int, ranks: Ranks) -> nn.Module:
+def make_module(config: TrainConfig, spec: InputSpec, outputs: int, images: ImageDataset, ranks: Ranks) -> nn.Module:
     """The model with its initial weights, the same on all ranks."""
     torch.manual_seed(fold_in(config.seed, "weights"))
-    build = partial(build_model, config, spec, outputs)
+    build = partial(build_model, config, spec, outputs, images=images)
     module = ranks.run_on_all(build, main_first=True, place="building the model")
     return ranks.run_on_all(lambda: convert_batch_norm(module)) if config.sync_batchnorm else module
 
