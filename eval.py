@@ -1,7 +1,8 @@
-"""Evaluate a checkpoint exactly, on any split and any topology: each sample is counted once.
+"""Evaluate a checkpoint or published weights exactly, on any topology: each sample is counted once.
 
     python eval.py --ckpt runs/NAME                                              the run's best checkpoint
     accelerate launch --config_file accelerate_configs/2gpu.yaml eval.py --ckpt runs/NAME --split test --json test.json
+    python eval.py --model resnet50 --pretrained --data path/to/imagenet         published weights
 
 The metrics are the same on any number of processes. `python eval.py --help` lists the settings.
 """
@@ -10,12 +11,13 @@ from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
@@ -29,23 +31,26 @@ from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
 from utils.data.workers import check_workers
-from utils.errors import UserError
-from utils.files import expand, write_output
+from utils.files import check_output_file, expand, write_output
+from utils.models.imagenet import CLASSES, check_classes, load_published, names_as_in, version_of
 from utils.models.published import sized
-from utils.models.zoo import build_model, check_model
+from utils.models.views import Views
+from utils.models.zoo import build_model, check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.runs.loading import load_model
 from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.state import TrainState
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
 from utils.training.evaluation import Evaluator
+from utils.training.throughput import size_of, speed_of, speed_rows
 
 # Settings of the run that a flag of eval.py replaces: those that both have, except where and how it is launched.
-OVERRIDES = set(EvalConfig.__annotations__) & set(TrainConfig.__annotations__)
+OVERRIDES = set(EvalConfig.__annotations__) & set(TrainConfig.__annotations__) - {"model", "pretrained"}
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -54,10 +59,11 @@ def main(argv: Sequence[str] | None = None) -> dict:
     flags = parse_args(EvalConfig, "eval.py", argv)
     with distributed_session("eval.py", flags) as ranks:
         # Errors that one process can detect alone are reported before the processes connect.
-        find_checkpoint(expand(flags.ckpt))
+        if flags.ckpt:
+            find_checkpoint(expand(flags.ckpt))
         check_workers(flags.num_workers)
         if flags.json:
-            check_output_file(expand(flags.json))
+            check_output_file("--json", expand(flags.json))
         ranks.join()
         saved = find_saved(flags, ranks)
         config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
@@ -68,23 +74,28 @@ def main(argv: Sequence[str] | None = None) -> dict:
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
-        split = find_split(saved, known, flags.split, own_data, ranks)
+        split = find_split(saved, known, flags, own_data, ranks)
         saved = replace(saved, spec=replace(saved.spec, evaluation=None if spec == saved.spec else spec))
-        record = evaluate(saved, config, task, split, ranks)
+        record = evaluate(saved, config, flags, task, split, ranks)
         if ranks.is_main:
             try:
                 if flags.json:
                     write_output(expand(flags.json), json.dumps(record, indent=1) + "\n")
             finally:
-                print(task.report(record, f"Evaluation of {saved.path}"))
+                more = [("views", str(flags.tta))] if flags.tta else []
+                more += speed_rows(record["throughput"]) if flags.throughput else []
+                print(task.report(record, f"Evaluation of {saved.path}", more))
     return record
 
 
 def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt; collective."""
+    """The verified checkpoint of --ckpt, or what it would hold for the published weights of --model; collective."""
+    if flags.ckpt is None:
+        return ranks.run_on_all(lambda: published_run(flags))
+    ckpt = expand(flags.ckpt)
 
     def find() -> str:
-        checkpoint = find_checkpoint(expand(flags.ckpt))
+        checkpoint = find_checkpoint(ckpt)
         verify(checkpoint, FOR_EVALUATION)
         return str(checkpoint)
 
@@ -92,6 +103,15 @@ def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
     own = ranks.run_on_main(find, main_first=True)
     path = Path(ranks.broadcast_text(own or ""))
     return ranks.run_on_all(lambda: read_checkpoint(path))
+
+
+def published_run(flags: EvalConfig) -> SavedRun:
+    """What a checkpoint of the published weights of --model would hold."""
+    assert flags.model
+    config = TrainConfig(model=flags.model, pretrained=True, task="classification")
+    check_model(config)
+    check_classes(config)
+    return SavedRun(Path(flags.model), config, TrainState(), input_spec(config, 3, None), CLASSES, None, {})
 
 
 def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
@@ -119,24 +139,10 @@ def check(config: TrainConfig, ranks: Ranks) -> None:
     check_source(config)
 
 
-def check_output_file(path: Path) -> None:
-    """Raise ValueError if no file can be written at `path`."""
-    path = path.resolve() if path.is_symlink() else path.absolute()
-    folder = path.parent
-    if path.is_dir():
-        raise UserError(f"--json {path}: is a folder", "give the path of a file")
-    if path.exists() and not path.is_file():
-        raise UserError(f"--json {path}: is not a regular file", "give another path")
-    if not folder.is_dir():
-        raise UserError(f"--json {path}: the folder {folder} does not exist", "create it, or give another path")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--json {path}: {folder} is not writable", "give another path")
-
-
-def find_split(saved: SavedRun, config: TrainConfig, name: str | None, own_data: bool, ranks: Ranks) -> Split:
+def find_split(saved: SavedRun, config: TrainConfig, flags: EvalConfig, own_data: bool, ranks: Ranks) -> Split:
     """The split to evaluate, the same on all ranks; collective."""
-    terminal = Terminal(ranks.is_main)
-    load = partial(load_split, config, name, saved.class_names, own_data, saved.record, terminal)
+    terminal, names = Terminal(ranks.is_main), names_as_in if flags.model else saved.class_names
+    load = partial(load_split, config, flags.split, names, own_data, saved.record, terminal)
     split = ranks.run_on_all(load, main_first=True, place="loading the data")
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
@@ -145,7 +151,9 @@ def find_split(saved: SavedRun, config: TrainConfig, name: str | None, own_data:
     return split
 
 
-def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ranks: Ranks) -> dict:
+def evaluate(
+    saved: SavedRun, config: TrainConfig, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
+) -> dict[str, Any]:
     """The metrics of one split; collective."""
     accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
     spec = saved.spec.for_evaluation()
@@ -154,27 +162,48 @@ def evaluate(saved: SavedRun, config: TrainConfig, task: Task, split: Split, ran
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))
-    ranks.run_on_all(lambda: load_model(saved.path, model))
+    load = partial(load_weights, saved, config, flags, model)
+    ranks.run_on_all(load, main_first=bool(flags.model), place="loading the weights")
     blocks = BlockSampler(len(split), config.eval_batch_size)
     loader = make_loader(dataset, blocks, config, ranks.threads, ranks.device)
     loader = accelerator.prepare(loader)
+    whole = Views(model, flags.tta) if flags.tta else model
+    size = ranks.run_on_all(lambda: size_of(whole, spec)) if flags.throughput else {}
     compile_model(accelerator, model)
-    model.to(accelerator.device)  # without DDP: no gradients are exchanged
+    whole.to(accelerator.device)  # without DDP: no gradients are exchanged
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    result = Evaluator(ranks, accelerator, model, batches, task, config).evaluate()
+    result = Evaluator(ranks, accelerator, whole, batches, task, config).evaluate()
     assert result is not None  # nothing stops it
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")
+    if flags.tta:
+        result["tta"] = flags.tta
+    if flags.throughput:
+        size["images_per_second"] = result["count"] / result["seconds"]
+        result["throughput"] = size | speed_of(whole, spec, config, accelerator, ranks)
     return {
         "kind": "eval",
-        "checkpoint": str(saved.path.absolute()),
-        "step": saved.state.step,
-        "epoch": saved.state.epochs_begun,
+        **origin(saved, config, flags),
         "data": absolute_data(config.data),
         "split": split.name,
         "classes": len(saved.class_names),
         **result,
     }
+
+
+def load_weights(saved: SavedRun, config: TrainConfig, flags: EvalConfig, model: nn.Module) -> None:
+    """Load the weights to evaluate into the model."""
+    if flags.model:
+        load_published(config, model)
+    else:
+        load_model(saved.path, model)
+
+
+def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str, Any]:
+    """What the record says of the weights."""
+    if flags.model:
+        return {"model": flags.model, "pretrained": version_of(config)}
+    return {"checkpoint": str(saved.path.absolute()), "step": saved.state.step, "epoch": saved.state.epochs_begun}
 
 
 if __name__ == "__main__":

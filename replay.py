@@ -35,7 +35,7 @@ from utils.models.zoo import seed_layers
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 from utils.runs.manifest import checkpoints_of, damage_of, step_of
-from utils.training.first_batch import picture
+from utils.training.first_batch import label_lines, picture
 from utils.training.inspection import Inspection, first_bad_layer
 from utils.training.meter import Pace, rounded
 from utils.training.run import Run
@@ -65,11 +65,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         torch.set_num_threads(ranks.threads)
         ranks.join()
         run = train.build(config, ranks, stopping, saver)
-        if flags.update > run.updates:
-            raise UserError(f"--update {flags.update}: the run has {run.updates} updates", "name an earlier one")
+        for name, there, largest in (
+            ("update", "run", run.updates),
+            ("microbatch", "update", run.plan.microbatches - 1),
+        ):
+            if (getattr(flags, name) or 0) > largest:
+                raise UserError(f"--{name} {getattr(flags, name)}: the last one of the {there} is {largest}")
         batches = iter(run.train_batches)
         recompute(run, batches, flags.update - 1)
-        print(compared(read_log(run.folder.path), records))
+        print(compared(run.folder.path, records), end="")
         return show(run, batches, flags, records, folder)
 
 
@@ -78,8 +82,8 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     path = folder / "log.jsonl"
     if not path.is_file():
         raise UserError(f"--run {folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
-    lines = path.read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]  # a run may be writing the last line
+    lines = path.read_text().split("\n")[:-1]  # a run may be writing the last line
+    return [json.loads(line) for line in lines]
 
 
 def losses_by_update(records: list[dict]) -> dict[int, float | None]:
@@ -96,10 +100,11 @@ def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch:
     before = [path for path in checkpoints_of(folder / "checkpoints") if step_of(path) < flags.update]
     checkpoint = next((path for path in reversed(before) if damage_of(path) is None), None)
     first = step_of(checkpoint) if checkpoint else 0
-    again = flags.update - 1 - first
     where = checkpoint or "the initial weights"
-    print(f"replaying update {flags.update} of {folder} from {where}: {again} update(s) to compute before it")
-    own = {name: getattr(flags, name) for name in ("num_workers", "data_dir", "cache_dir", "cpu", "traceback")}
+    print(f"replaying update {flags.update} of {folder} from {where}")
+    print(f"updates to compute before it: {flags.update - 1 - first}")
+    given = {name: getattr(flags, name) for name in ("num_workers", "data_dir", "cache_dir", "cpu", "traceback")}
+    own = {name: value for name, value in given.items() if value != getattr(ReplayConfig, name)}
     accumulation = None if config.microbatches else start["processes"] * start["grad_accum"]
     return replace(
         config,
@@ -127,60 +132,76 @@ def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
             run.meter.restart()
 
 
-def compared(own: list[dict], records: list[dict]) -> str:
-    """Whether the recomputed losses are those of the run's log, as a line."""
+def compared(replayed: Path, records: list[dict]) -> str:
+    """Whether the losses in the log of the replay are those of the run, as a line; empty if there are none."""
     logged = losses_by_update(records)
-    pairs = [(step, loss, logged[step]) for step, loss in losses_by_update(own).items() if step in logged]
-    different = [(step, here, there) for step, here, there in pairs if here != there]
+    pairs = [
+        (step, loss, logged[step]) for step, loss in losses_by_update(read_log(replayed)).items() if step in logged
+    ]
+    different = [pair for pair in pairs if pair[1] != pair[2]]
     if not different:
-        return f"{len(pairs)} recomputed loss(es) of the log, all equal to the last bit"
+        return f"logged losses computed again: {len(pairs)}, the same bits\n" * bool(pairs)
     step, here, there = different[0]
     return (
-        f"{len(different)} of {len(pairs)} recomputed losses of the log differ, first that of update {step}: {here} "
-        f"instead of {there}; only runs with --microbatches, and updates right after a checkpoint, are the same bits"
+        f"logged losses computed again: {len(pairs)}; {len(different)} differ, first that of update {step}: {here} "
+        f"instead of {there}. On another number of processes, only runs with --microbatches repeat every bit\n"
     )
 
 
 def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[dict], folder: Path) -> dict[str, Any]:
-    """Compute the losses of the update's microbatches, then print and return what one of them saw."""
-    state, step = run.state, run.state.step
-    parts = [next(batches) for _ in range(run.plan.microbatches)]
-    run.train_batches.check()
-    losses = []
-    for batch in parts:
+    """Compute the losses of the next update's microbatches, then print and return what one of them saw."""
+    update = run.state.step + 1
+    losses, samples, batch = losses_of(run, batches, flags.microbatch)
+    loss = math.fsum(losses) / max(1, samples)
+    print(f"update {update}: loss {loss}, {agreement(records, update, loss)}")
+    found = {"update": update, "microbatch": batch.number, "losses": losses, **inspect(run, batch, flags.pdb)}
+    print(described(found, run))
+    path = folder / "replay" / f"update-{update}-microbatch-{batch.number}.png"
+    path.parent.mkdir(exist_ok=True)
+    if len(batch.labels):
+        write_file(path, picture(run, batch))
+        print(f"its first images, at most 64: {path}")
+    return found
+
+
+def losses_of(run: Run, batches: Iterator[Batch], number: int | None) -> tuple[list[float], int, Batch]:
+    """The sum of losses of each microbatch of the next update, their samples, and the microbatch to show.
+
+    This is the one with this number. By default it is the first with a NaN or infinite loss, else the first.
+    """
+    losses: list[float] = []
+    samples, shown = 0, next(batches)
+    for place in range(run.plan.microbatches):
+        batch = next(batches) if place else shown
         with Inspection.restored(run.module):
-            losses.append(rounded(loss_of(run, batch)[0].detach()).item())
-    number = flags.microbatch
-    if number is None:
-        number = next((place for place, loss in enumerate(losses) if not math.isfinite(loss)), 0)
-    if number >= len(parts):
-        raise UserError(f"--microbatch {number}: the update has {len(parts)} microbatches", "name a lower number")
-    total, count = math.fsum(losses), sum(len(batch.labels) for batch in parts)
-    print(f"update {step + 1}: loss {total / count}, {agreement(records, step + 1, total / count)}")
-    batch = parts[number]
-    samples = [run.data.train.describe(position) for position in batch.indices.tolist()]
-    if flags.pdb:
+            loss, _ = loss_of(run, batch)
+        is_first_bad = number is None and not loss.isfinite() and all(map(math.isfinite, losses))
+        if place == number or is_first_bad:
+            shown = batch
+        losses.append(rounded(loss).item())
+        samples += len(batch.labels)
+    run.train_batches.check()
+    return losses, samples, shown
+
+
+def inspect(run: Run, batch: Batch, stop: bool) -> dict[str, Any]:
+    """What a microbatch consists of, and what its forward and backward pass does in each layer.
+
+    With `stop`, opens the debugger before the forward pass.
+    """
+    if stop:
         print("next: the forward pass, in loss_of; batch.images, batch.labels and run.module are at hand")
         pdb.set_trace()
     with Inspection(run.module) as inspection:
         loss, outputs = loss_of(run, batch)
-        run.accelerator.backward(loss * run.gradients.scale(state.position))
-    found = {
-        "update": step + 1,
-        "microbatch": number,
-        "losses": losses,
-        "samples": samples,
+        run.accelerator.backward(loss * run.gradients.scale(run.state.position))
+    return {
+        "samples": [run.data.train.describe(position) for position in batch.indices.tolist()],
         "labels": batch.labels.tolist(),
         "logits": outputs.detach().float().tolist(),
         "gradient_norms": inspection.gradient_norms(),
         "first_bad_layer": first_bad_layer(inspection),
     }
-    print(described(found, run))
-    path = folder / "replay" / f"update-{step + 1}-microbatch-{number}.png"
-    path.parent.mkdir(exist_ok=True)
-    write_file(path, picture(run, batch))
-    print(f"its images: {path}")
-    return found
 
 
 def loss_of(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,12 +225,13 @@ def agreement(records: list[dict], step: int, loss: float) -> str:
 
 def described(found: dict[str, Any], run: Run) -> str:
     """The samples, the loss and the layers of a microbatch as text."""
-    names, outputs = run.data.class_names, found["logits"]
-    rows: list[tuple[str, Any]] = [("sum of losses", found["losses"][found["microbatch"]])]
-    for sample, label, logits in zip(found["samples"], found["labels"], outputs, strict=True):
+    samples, rows = found["samples"], []
+    for sample, label, logits in zip(samples, found["labels"], found["logits"], strict=True):
         more = " ..." if len(logits) > _LOGITS else ""
-        rows.append((sample, f"{label}, logits {' '.join(f'{value:.3g}' for value in logits[:_LOGITS])}{more}"))
-    title = f"Microbatch {found['microbatch']} of update {found['update']}, {len(names)} classes"
+        classes = ", ".join(label_lines(label, run.data.class_names))
+        rows.append((sample, f"{classes}; logits {' '.join(f'{value:.3g}' for value in logits[:_LOGITS])}{more}"))
+    rows.append(("sum of losses", found["losses"][found["microbatch"]]))
+    title = f"Microbatch {found['microbatch']} of update {found['update']}, {len(samples)} samples"
     norms = sorted(found["gradient_norms"].items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
     layers = [(name, f"{norm:.4g}") for name, norm in norms[:_ROWS]]
     bad = found["first_bad_layer"] or "no layer has NaN or infinite values"

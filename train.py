@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from utils.config.batch import resolve_batch
 from utils.config.cli import parse_args
@@ -39,7 +38,6 @@ from utils.memory import frozen_garbage
 from utils.models.batch_norm import check_batch_norm, has_batch_norm
 from utils.models.zoo import OWN_MODELS, build_model, check_model, seed_layers
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator, prepare_buckets
-from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
@@ -56,6 +54,7 @@ from utils.runs.resume import (
     spec_of_start,
     task_of_start,
 )
+from utils.runs.source import find_source
 from utils.runs.state import TrainState
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
@@ -70,6 +69,7 @@ from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
 from utils.training.saving import finish_save, save
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
+from utils.training.start_model import start_model
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES  # of names
@@ -112,6 +112,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     before = start.saved.settings.mixed_precision if start.saved else None
     accelerator = make_accelerator(ranks, config, before)
     config = ranks.run_on_all(lambda: settings_of_start(config, start.saved, processes))
+    config, source = find_source(config, start.saved, ranks)
     data = find_data(config, start, ranks)
     make_plan = partial(plan_of_start, config, start.saved, data.train, processes)
     config, chosen, plan = ranks.run_on_all(make_plan)
@@ -120,7 +121,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
     config, task = ranks.run_on_all(lambda: task_of_start(config, data))
-    module = make_module(config, spec, task.outputs, train_set, ranks)
+    build = partial(build_model, config, spec, task.outputs, True, data.class_names, train_set)
+    module = start_model(build, config, data.class_names, source, ranks)
     optimizer = build_optimizer(config, module)
     updates = ranks.run_on_all(lambda: total_updates(config, plan))
     if has_batch_norm(module):
@@ -159,6 +161,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
         accelerator=accelerator,
         folder=run_folder,
         resumed_from=start.saved.path if start.saved else None,
+        source=source,
         data=data,
         spec=spec,
         task=task,
@@ -207,14 +210,6 @@ def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) ->
     return ranks.run_on_all(lambda: keep_on_device(made, config, ranks.device))
 
 
-def make_module(config: TrainConfig, spec: InputSpec, outputs: int, images: ImageDataset, ranks: Ranks) -> nn.Module:
-    """The model with its initial weights, the same on all ranks."""
-    torch.manual_seed(fold_in(config.seed, "weights"))
-    build = partial(build_model, config, spec, outputs, images=images)
-    module = ranks.run_on_all(build, main_first=True, place="building the model")
-    return ranks.run_on_all(lambda: convert_batch_norm(module)) if config.sync_batchnorm else module
-
-
 def train(run: Run) -> dict | None:
     """Train until the run is complete or asked to stop; returns the last evaluation, if any."""
     config, state, result = run.config, run.state, None
@@ -255,15 +250,15 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
         waiting = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - waiting
+        if state.step == 0 and step == 0:
+            write_first_batch(run, batch)
+        run.ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
         if batch.number < 0:  # another rank has one microbatch more
             continue
         where = batch.update, batch.number
         assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
-        if state.step == 0 and step == 0:
-            write_first_batch(run, batch)
         seed_layers(accelerator.device, fold_in(config.seed, "layers", *where))
         with gradients.microbatch(step, batch):
-            run.ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
             outputs = run.model(batch.images)
             loss = run.task.loss(outputs, batch.labels)
             accelerator.backward(loss * scale)

@@ -2,14 +2,18 @@
 
 import re
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.make_data import encoded, pictures
 from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import records, refused, same_tensors, slow_train, train_run, weights
-from helpers.waiting import until
+from helpers.waiting import SOON, until
+from torch import nn
 
 import replay
 import train
@@ -67,6 +71,137 @@ def test_any_number_of_processes_trains_to_the_same_bits(model, topologies):
         assert_same_run("one", f"on-{processes}")
 
 
+# 3 updates, the last of 3 samples: one of 4 microbatches is empty.
+FEW = [*SIZES, "--max_train_samples", "203", "--microbatches", "4", "--max_steps", "4"]
+
+
+def test_bf16_and_an_empty_microbatch_give_the_same_bits():
+    flags = [*FEW, "--model", "mnist_cnn", "--mixed_precision", "bf16"]
+    for processes in (1, 2, 4):
+        train_run(processes, f"on-{processes}", *flags)
+    assert_same_run("on-1", "on-2")
+    assert_same_run("on-1", "on-4")
+
+
+def test_photographs_decoded_by_loader_processes_give_the_same_bits():
+    """One of them is damaged; its microbatch has a sample less."""
+    for split, count in (("train", 13), ("val", 3)):
+        for number, name in enumerate(("cat", "dog")):
+            for place, pixels in enumerate(pictures(count, (110, 130), seed=number)):
+                file = Path("photos") / split / name / f"{place}.jpg"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(
+                    encoded(pixels, "jpeg")[: 400 if (split, name, place) == ("train", "dog", 4) else None]
+                )
+    flags = ["--data", "photos", "--bad_images", "skip", "--image_size", "64", "--num_workers", "2", "--flip"]
+    flags += ["--color_jitter", "0.3", "--cutmix", "1", "--model", "timm/test_resnet", "--max_steps", "5"]
+    flags += ["--global_batch_size", "16", "--microbatches", "4", "--log_every", "1", "--eval_every", "3"]
+    train_run(1, "one", *flags)
+    train_run(2, "two", *flags)
+    assert Path("runs/two/bad_images.json").exists()
+    assert_same_run("one", "two")
+
+
+class Unusual(nn.Module):
+    """Parameters of three types, frozen, shared and unused ones, and buffers of five types, set by the first batch."""
+
+    def __init__(self, spec, classes):
+        super().__init__()
+        self.first = nn.Linear(spec.channels * spec.height * spec.width, 8)
+        self.shared, self.unused, self.frozen = self.first, nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.last = nn.Linear(8, classes)
+        self.scale64 = nn.Parameter(torch.ones(classes, dtype=torch.float64))
+        self.scale16 = nn.Parameter(torch.ones(classes, dtype=torch.bfloat16))
+        for name, value in {"count": 2**40, "byte": torch.tensor(200, dtype=torch.uint8), "ready": False}.items():
+            self.register_buffer(name, torch.as_tensor(value))
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("fine", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, images):
+        if self.training and len(images):
+            self.mean.lerp_(images.mean(), 0.1 if self.ready else 1.0)
+            self.fine.add_(images.double().mean())
+            self.ready.fill_(True)
+            self.count += 3
+            self.byte -= 1
+        hidden = self.frozen(self.first(images.flatten(1)).relu())
+        return (self.last(hidden) * self.scale64 * self.scale16).float()
+
+
+def train_unusual(flags: list[str]) -> None:
+    train.OWN_MODELS["unusual"] = Unusual
+    train.main(flags)
+
+
+@pytest.mark.parametrize(
+    "microbatches,unused",
+    [(2, "--find_unused_parameters"), pytest.param(4, "--static_graph", marks=pytest.mark.full)],
+)
+def test_unused_and_shared_parameters_and_buffers_of_any_type_give_the_same_bits(microbatches, unused):
+    """Two topologies: the module itself adds up the gradients, or DDP does, as each process has one microbatch."""
+    flags = [*SIZES, "--model", "unusual", "--max_steps", "4", "--microbatches", str(microbatches)]
+    flags += ["--max_train_samples", "201"]  # the third update has one sample: the other microbatches are empty
+    for processes in (1, microbatches):
+        returned(processes, train_unusual, [*flags, unused, "--run_name", f"on-{processes}"])
+    assert_same_run("on-1", f"on-{microbatches}")
+    found = weights("on-1")
+    assert (found["count"], found["byte"], found["ready"]) == (2**40 + 4 * 3, 200 - 4, True)
+
+
+def test_the_norm_of_the_summed_gradient_is_clipped():
+    """Plain gradient descent: a step is as long as the learning rate times the clipped norm."""
+    flags = [*SIZES, "--model", "mlp", "--lr", "0.5", "--lr_schedule", "constant", "--momentum", "0", "--save_every"]
+    flags += ["1", "--clip_norm", "0.01", "--warmup_steps", "0", "--weight_decay", "0", "--max_steps", "2"]
+    train_run(2, "run", *flags, "--microbatches", "4")
+    before, after = weights("run", file="../step-00000001/model.safetensors"), weights("run")
+    step = torch.cat([(after[name] - before[name]).flatten() for name in after])
+    assert step.double().norm().item() == pytest.approx(0.5 * 0.01, rel=1e-4)
+
+
+def collectives(flags: list[str]) -> int:
+    """Train, and return how many collectives this rank has entered as its watch knows them."""
+    closing, entered = train.close, []
+
+    def close(run, *given):
+        entered.append(run.ranks._watch.entered)
+        return closing(run, *given)
+
+    train.close = close
+    train.main(flags)
+    return entered[0]
+
+
+def test_a_rank_with_fewer_microbatches_enters_as_many_collectives():
+    """Otherwise the ranks that wait for one that hangs would name another."""
+    assert len(set(returned(3, collectives, [*SIZES, "--model", "mlp", "--microbatches", "4"]))) == 1
+
+
+def failing(flags: list[str]) -> None:
+    """Rank 1 fails in the second forward pass of update 3."""
+    update, passes = train.train_update, []
+
+    def fail(*given):
+        passes.append(given)
+        if len(passes) == 2:
+            raise ZeroDivisionError
+
+    def fails(run, batches):
+        if run.state.step == 2 and run.ranks.topology.rank == 1:
+            run.module.register_forward_pre_hook(fail)
+        update(run, batches)
+
+    train.train_update = fails
+    train.main(flags)
+
+
+def test_an_error_between_two_microbatches_of_a_rank_ends_the_others_within_seconds():
+    begun = time.monotonic()
+    first, second = run_ranks(2, failing, [*SIZES, "--model", "mlp", "--microbatches", "4", "--timeout", "300"])
+    assert time.monotonic() - begun < SOON
+    assert first.code == 2 and "another process of this run exited" in first.err
+    assert second.code == 1 and "ZeroDivisionError" in second.err
+
+
 def test_a_killed_run_that_moves_to_other_numbers_of_processes_ends_with_the_same_bits():
     flags = [*SIZES, *MODELS["resnet"]]
     train_run(1, "whole", *flags)
@@ -104,10 +239,11 @@ def test_with_an_all_reduce_instead_the_bits_differ():
 @pytest.mark.parametrize(
     "flags,line",
     [
-        (["--microbatches", "6"], "--microbatches must be a power of two, got 6"),
-        (["--microbatches", "8", "--grad_accum", "2"], "--grad_accum does not go with --microbatches"),
-        (["--microbatches", "8", "--sync_batchnorm"], "--sync_batchnorm does not go with --microbatches"),
-        (["--microbatches", "8", "--comm_hook", "bf16"], "--comm_hook does not go with --microbatches"),
+        (["--microbatches", "6"], "--microbatches must be a power of two, got 6; use 4 or 8"),
+        (["--microbatches", "8", "--grad_accum", "2"], "--grad_accum cannot be used with --microbatches"),
+        (["--microbatches", "8", "--batch_size", "2"], "--batch_size cannot be used with --microbatches"),
+        (["--microbatches", "8", "--sync_batchnorm"], "--sync_batchnorm cannot be used with --microbatches"),
+        (["--microbatches", "8", "--comm_hook", "bf16"], "--comm_hook bf16 cannot be used with --microbatches"),
         (["--microbatches", "8", "--global_batch_size", "4"], "cannot be divided into 8 microbatches"),
     ],
 )
@@ -116,7 +252,8 @@ def test_settings_that_do_not_go_together_are_one_line(flags, line):
 
 
 def test_more_processes_than_microbatches_are_refused():
-    assert "--microbatches 1 is less than the 2 processes" in refused(train.main, "--microbatches", "1", processes=2)
+    line = refused(train.main, "--microbatches", "1", processes=2)
+    assert "--microbatches 1 is less than the number of processes, 2; use fewer processes" in line
 
 
 def test_a_resume_keeps_the_threads_and_the_microbatches():
@@ -130,15 +267,65 @@ def test_a_resume_keeps_the_threads_and_the_microbatches():
 @pytest.mark.parametrize("more", [["--microbatches", "4"], []])
 def test_a_replay_computes_the_logged_losses_again(more):
     flags = ["--data", "digits", "--model", "mnist_cnn", "--max_train_samples", "350", "--threads", "1"]
-    flags += ["--global_batch_size", "128"]
+    flags += ["--global_batch_size", "128", "--cache_dir", "decoded"]
     train_run(2, "run", *flags, "--max_steps", "7", "--log_every", "1", "--save_every", "3", "--keep", "9", *more)
     logged = {record["step"]: record["loss"] for record in records("run", "train")}
     for update, samples, again in ((2, 128, 1), (6, 350 - 2 * 128, 2)):
         (outcome,) = run_ranks(1, replay.main, ["--run", "runs/run", "--cpu", "--update", str(update)])
         assert outcome.code == 0, outcome.err
         assert sum(outcome.value["losses"]) / samples == logged[update]
-        assert f"{again} recomputed loss(es) of the log, all equal to the last bit" in outcome.out
+        assert f"logged losses computed again: {again}, the same bits" in outcome.out
         assert f"update {update}: loss {logged[update]}, as in the log to the last bit" in outcome.out
+    assert not list(Path("home").rglob("*.npy"))  # the run's folder of decoded images is used
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a run, without what replays have written."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in files.items() if not name.startswith("replay")}
+
+
+def slow_replay(flags: list[str]) -> None:
+    """Replay, and say with a file that the third of the updates before begins; then wait to be killed."""
+    update = train.train_update
+
+    def stuck(run, batches):
+        if run.state.step == 2:
+            Path("begun").touch()
+            signal.pause()
+        update(run, batches)
+
+    train.train_update = stuck
+    replay.main(flags)
+
+
+def in_the_debugger(flags: list[str]) -> tuple[list[str], int]:
+    """The names at hand where --pdb stops, and how many gradients there are by then."""
+    found = []
+
+    def stop():
+        seen = sys._getframe(1).f_locals
+        found.append((list(seen), sum(p.grad is not None for p in seen["run"].module.parameters())))
+
+    replay.pdb.set_trace = stop
+    replay.main([*flags, "--pdb"])
+    return found[0]
+
+
+def test_a_replay_changes_nothing_in_the_run_even_if_it_is_killed():
+    train_run(1, "run", "--model", "mlp", "--threads", "1", "--max_steps", "5", "--save_every", "5", "--keep", "2")
+    before, flags = contents(Path("runs/run")), ["--run", "runs/run", "--cpu", "--update"]
+    launch = start_ranks(1, slow_replay, [*flags, "4"])
+    until(Path("begun").exists)
+    launch.kill(signal.SIGKILL)
+    launch.finish()
+    assert contents(Path("runs/run")) == before
+    (at_hand,) = returned(1, in_the_debugger, [*flags, "1"])
+    assert {"batch", "run"} <= set(at_hand[0]) and at_hand[1] == 0
+    assert contents(Path("runs/run")) == before
+    assert [file.name for file in Path("runs/run/replay").iterdir()] == ["update-1-microbatch-0.png"]
+    for more, line in ((["9"], "--update 9: the last one of the run is 5"), (["1", "--microbatch", "1"], "is 0")):
+        assert line in refused(replay.main, *flags, *more)
 
 
 def broken(function, flags: list[str]) -> dict:
@@ -160,9 +347,9 @@ def spoiled(seed: int) -> float:
 
 def test_a_nan_is_found_at_its_layer_with_the_printed_command():
     flags = ["--model", "mnist_cnn", "--threads", "1", "--max_steps", "9", "--log_every", "1", "--save_every", "4"]
-    (outcome,) = run_ranks(1, broken, train.main, [*flags, "--run_name", "run", "--eval_every", "9"])
+    (outcome,) = run_ranks(1, broken, train.main, [*flags, "--run_name", "run", "--eval_every", "9", "--cpu"])
     assert outcome.code == 2
     command = re.search(r"python\S* \S*replay.py (.*)", outcome.err)[1].split()
-    assert command == ["--run", "runs/run", "--update", "7", "--microbatch", "0"]
-    (outcome,) = run_ranks(1, broken, replay.main, [*command, "--cpu"])
+    assert command == ["--run", "runs/run", "--update", "7", "--microbatch", "0", "--cpu"]
+    (outcome,) = run_ranks(1, broken, replay.main, command)
     assert outcome.value["first_bad_layer"].startswith("the output of layer fc2 is the first with NaN")

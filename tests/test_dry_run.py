@@ -3,19 +3,37 @@
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.ranks import run_ranks
-from helpers.training_runs import train_run
+from helpers.training_runs import refused, train_run
 
 import train
 
 FLAGS = ["--model", "mlp", "--threads", "1", "--run_name", "run", "--max_steps", "3"]
 
 
+def observed(flags: list[str]) -> tuple[dict, list[int]]:
+    """What a dry run returns, and the sizes of the batches that this rank evaluates."""
+    build, sizes = train.build_model, []
+
+    def built(*arguments):
+        module = build(*arguments)
+        module.register_forward_hook(lambda m, given, _: None if m.training else sizes.append(len(given[0])))
+        return module
+
+    train.build_model = built
+    return train.main(flags), sizes
+
+
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_dry_run_says_what_an_update_needs_and_leaves_no_run(processes):
-    for outcome in run_ranks(processes, train.main, [*FLAGS, "--dry_run"]):
+def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_no_run(processes):
+    flags = [*FLAGS, "--max_eval_samples", "150", "--eval_batch_size", "100", "--dry_run"]
+    for rank, outcome in enumerate(run_ranks(processes, observed, flags)):
         assert outcome.code == 0, outcome.err
-        assert outcome.value["memory"] > 10**8 and outcome.value["seconds"] > 0
+        found, evaluated = outcome.value
+        assert found["eval_memory"] >= found["memory"] > 10**8 and found["seconds"] > 0 < found["eval_seconds"]
+        assert evaluated == [[100], [50]][rank]
+        assert ("an evaluation batch of 100 images" in outcome.out) == (rank == 0)
     assert not list(Path("runs").iterdir())
 
 
@@ -28,15 +46,22 @@ def test_a_dry_run_of_a_resume_starts_from_its_checkpoint_and_does_not_change_it
     assert [path.name for path in Path("runs").iterdir()] == ["run"]
 
 
-def test_a_batch_that_does_not_fit_is_one_line_with_the_setting_that_helps():
-    (outcome,) = run_ranks(1, _out_of_memory, [*FLAGS, "--dry_run"])
-    assert outcome.code == 2 and "raise --grad_accum" in outcome.err and outcome.err.count("\n") == 1
-    assert not list(Path("runs").iterdir())
+@pytest.mark.parametrize("training,fix", [(True, "raise --grad_accum"), (False, "lower --eval_batch_size")])
+@pytest.mark.parametrize("flags", [["--dry_run"], ["--eval_every", "1"]])
+def test_a_batch_that_does_not_fit_is_one_line_with_the_setting_that_helps(training, fix, flags):
+    line = refused(_out_of_memory, str(training), *FLAGS, *flags)
+    assert "out of memory" in line and fix in line
+    assert not list(Path("runs").glob("*/checkpoints/step-*"))
 
 
 def _out_of_memory(flags: list[str]) -> None:
-    def update(run, batches):
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    """Train with a layer that needs more memory than there is, in training or in evaluation."""
+    when, build = flags[0] == "True", train.build_model
 
-    train.train_update = update
-    train.main(flags)
+    def built(*arguments):
+        module = build(*arguments)
+        module.register_forward_hook(lambda *given: torch.empty(2**45) if module.training is when else None)
+        return module
+
+    train.build_model = built
+    train.main(flags[1:])

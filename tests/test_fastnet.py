@@ -142,6 +142,9 @@ def test_runs_begin_with_the_same_weights_on_any_topology_and_with_those_of_the_
     (resumed,) = returned(1, weights_at_the_start, again, True)
     assert same_tensors(resumed, weights("run"))
     assert torch.equal(resumed["whiten.weight"], one["whiten.weight"])
+    fine_tuning = [*RUN, "--threads", "1", "--run_name", "tuned", "--init_from", "runs/run"]
+    (tuned,) = returned(1, weights_at_the_start, fine_tuning, True)
+    assert same_tensors(tuned, weights("run", "best"))
 
 
 def test_it_learns_in_few_updates_to_the_same_bits_on_two_processes_and_is_evaluated_without_its_images():

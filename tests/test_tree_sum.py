@@ -1,11 +1,14 @@
 """Sums over microbatches have the same bits on any number of processes."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from helpers.ranks import returned
 
 from utils.data.order import share
+from utils.training.meter import rounded
 from utils.training.tree_sum import TreeSum, subtrees
 
 
@@ -74,3 +77,12 @@ def test_another_order_gives_other_bits():
     for number in range(1, 8):
         in_order += values(number)[0]
     assert not np.array_equal(in_order.numpy(), root(8)[0])
+
+
+def test_logged_sums_do_not_depend_on_the_order_up_to_a_hundred_million():
+    sums = 10_000 * torch.rand(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logged, exact = rounded(sums), math.fsum(sums.tolist())
+    assert 9e7 < exact < 2**27
+    halves = logged[::2].sum() + logged[1::2].sum()
+    assert logged.sum() == halves == logged.flip(0).cumsum(0)[-1] == math.fsum(logged.tolist())
+    assert logged.sum().item() == pytest.approx(exact, rel=1e-9)

@@ -52,7 +52,7 @@ def advice(
 
 def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
     """A line about --pretrained for a new model and few training photographs."""
-    if config.pretrained or photographs >= 1000:
+    if config.pretrained or config.init_from or photographs >= 1000:
         return []
     return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
 

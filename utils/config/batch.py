@@ -49,9 +49,9 @@ def resolve_batch(config: TrainConfig, processes: int) -> tuple[int, int, int]:
 
 def _largest_microbatch(microbatches: int, processes: int, total: int) -> tuple[int, int, int]:
     if processes > microbatches:
-        problem = f"--microbatches {microbatches} is less than the {processes} processes"
-        raise UserError(problem, f"use at most {microbatches} processes, or another run with more microbatches")
+        problem = f"--microbatches {microbatches} is less than the number of processes, {processes}"
+        raise UserError(problem, "use fewer processes, or start a new run with more microbatches")
     if total < microbatches:
         problem = f"a global batch of {total} cannot be divided into {microbatches} microbatches"
-        raise UserError(problem, "set a larger --global_batch_size")
+        raise UserError(problem, "set a larger --global_batch_size or fewer --microbatches")
     return -(-total // microbatches), -(-microbatches // processes), total

@@ -15,13 +15,13 @@ _COUNTS = (
 _NOT_NEGATIVE = (
     *("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow"),
     *("color_jitter", "random_erasing", "cutout", "mixup", "cutmix", "mix_prob", "mix_off_epoch"),
-    "microbatch",
+    *("microbatch", "drop_path"),
 )
 _AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
 _FRACTIONS = ("min_scale", "eval_crop")
 _ABOVE = dict.fromkeys(("pos_weight", "threshold"), 0)
 _ABOVE |= dict.fromkeys(("lr", "std", "eval_fraction", "save_seconds", "clip_norm", "timeout", *_FRACTIONS), 0)
-_BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "threshold"), 1)
+_BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "threshold", "drop_path"), 1)
 _AT_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "microbatches": 2**16, "seed": 2**63 - 1}
 _AT_MOST |= dict.fromkeys(("image_size", "eval_size"), 2**16 - 1)
 _AT_MOST |= dict.fromkeys(_FRACTIONS, 1) | {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
@@ -80,14 +80,17 @@ def check_run_name(name: str | None) -> None:
 def check_microbatches(config: Any) -> None:
     """Raise UserError unless --microbatches is a power of two, and no other setting contradicts it."""
     number = config.microbatches
-    require(number & (number - 1) == 0, f"--microbatches must be a power of two, got {number}")
+    below = 1 << (number.bit_length() - 1)
+    near = f"use {below} or {2 * below}"
+    require(number == below, f"--microbatches must be a power of two, got {number}", near)
     for flag, reason in (
         ("batch_size", "the global batch is divided into the microbatches"),
         ("grad_accum", "each process computes its share of the microbatches"),
         ("sync_batchnorm", "batch statistics are those of a microbatch"),
     ):
-        require(not getattr(config, flag), f"--{flag} does not go with --microbatches: {reason}", "leave it out")
-    require(config.comm_hook == "no", "--comm_hook does not go with --microbatches: it rounds", "leave it out")
+        require(not getattr(config, flag), f"--{flag} cannot be used with --microbatches: {reason}", "leave it out")
+    hook = f"--comm_hook {config.comm_hook} cannot be used with --microbatches: it rounds gradients"
+    require(config.comm_hook == "no", hook, "leave it out")
 
 
 def require(condition: bool, problem: str, fix: str = "") -> None:

@@ -78,7 +78,7 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
         sizes.append(f"log every {chosen['log_every']} update{'s' * (chosen['log_every'] != 1)}")
     own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
-        base, start = (own.pretrained, "pretrained") if config.pretrained else (own.new, "new")
+        base, start = (own.pretrained, "pretrained") if config.pretrained or config.init_from else (own.new, "new")
         chosen["lr"] = base * min(1.0, batch / LARGEST_BATCH) ** own.power
         rates.append(f"lr {chosen['lr']:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)")
     if config.weight_decay is None:

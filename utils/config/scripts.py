@@ -3,16 +3,21 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from utils.config.bounds import check_ranges, check_sizes
+from utils.config.bounds import check_ranges, check_sizes, require
 from utils.config.settings import LaunchConfig, Size, TrainConfig
 
 
 @dataclass(kw_only=True)
 class EvalConfig(LaunchConfig):
-    """Evaluate a checkpoint exactly: each sample once, on any number of processes."""
+    """Evaluate a checkpoint or published weights exactly: each sample once, on any number of processes."""
 
-    ckpt: str
+    ckpt: str | None = None
     """Run folder (its best checkpoint, else its latest) or checkpoint folder to evaluate."""
+    model: str | None = None
+    """Model to evaluate instead of a checkpoint: with --pretrained, the published weights of a torchvision model or of
+    timm/NAME, on --data with classes of ImageNet."""
+    pretrained: bool = False
+    """Evaluate the published weights of --model."""
     split: str | None = None
     """Split to evaluate (default: as in the run; for other data its validation or test split, else all)."""
     data: str | None = None
@@ -40,6 +45,11 @@ class EvalConfig(LaunchConfig):
     """Fraction of a photograph's shorter side to use (default: as in the run)."""
     threshold: float | None = None
     """Probability above which multilabel and binary predict a class (default: as in the run)."""
+    tta: Literal["flip", "shift", "flip,shift"] | None = None
+    """Average the logits of several views of each image (test-time augmentation): flip is the image and its mirror
+    image, shift the image and two copies shifted by one pixel, flip,shift both, which is six views."""
+    throughput: bool = False
+    """Measure the images per second of the model alone and of the evaluation, and count parameters and operations."""
     json: str | None = None
     """File to write the results to, as JSON."""
     num_workers: int | None = None
@@ -53,6 +63,14 @@ class EvalConfig(LaunchConfig):
     def __post_init__(self):
         check_ranges(self)
         check_sizes(self)
+        if self.model is None:
+            require(not self.pretrained, "--pretrained needs --model", "name the model")
+            fix = "give a run folder or a checkpoint, or --model NAME --pretrained for published weights"
+            require(self.ckpt is not None, "--ckpt is missing", fix)
+            return
+        require(self.ckpt is None, "--ckpt and --model exclude each other", "use only one")
+        require(self.pretrained, "--model needs --pretrained, as a new model has learned nothing", "add --pretrained")
+        require(self.data is not None, "--model needs --data", "name the data to evaluate on")
 
 
 @dataclass(kw_only=True)
@@ -68,12 +86,11 @@ class ReplayConfig(LaunchConfig):
     pdb: bool = False
     """Stop in the debugger before the forward pass."""
     num_workers: int | None = None
-    """Loader processes that decode photographs (default: the threads, at most 8, or up to 16 with as many physical
-    cores)."""
+    """Loader processes that decode photographs (default: as in the run)."""
     data_dir: str | None = None
-    """Folder of torchvision data sets (default: CACHE_DIR/torchvision)."""
-    cache_dir: str = TrainConfig.cache_dir
-    """Folder for decoded small images and the results of image checks."""
+    """Folder of torchvision data sets (default: as in the run)."""
+    cache_dir: str | None = None
+    """Folder for decoded small images and the results of image checks (default: as in the run)."""
 
     def __post_init__(self):
         check_ranges(self)

@@ -119,7 +119,20 @@ class TrainConfig(LaunchConfig):
     model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False
-    """Start from the published weights of the model."""
+    """Start from the published weights of the model; their head is kept if it knows the classes of the data."""
+    init_from: str | None = None
+    """Start from other weights: a run (its best checkpoint), a checkpoint, a safetensors file, or hf://OWNER/NAME on
+    the Hugging Face Hub. Rows of the head are kept for classes of the same name, other tensors if their shape fits.
+    Model, input size, mean and std are those of the weights unless they are given."""
+    freeze: list[str] = field(default_factory=list)
+    """Layers or parameters that are not trained, by name or pattern, such as conv1 'layer[12]'; backbone is all but the
+    head. Batch normalisation without trained parameters keeps its statistics."""
+    drop_path: float | None = None
+    """Probability of dropping the residual branch of the last block, per sample; less in earlier blocks (stochastic
+    depth; default: that of the model)."""
+    grad_checkpointing: bool = False
+    """Compute the activations inside blocks again in the backward pass instead of keeping them: less memory, slower,
+    the same results."""
     stem: Literal["auto", "small", "standard"] = "auto"
     """First layers of a torchvision model: standard keeps them; small replaces them with a 3x3 convolution of stride
     1, which is slower but more accurate on small images and does not fit torchvision's weights; auto is small for
@@ -136,9 +149,8 @@ class TrainConfig(LaunchConfig):
     grad_accum: int | None = None
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
     microbatches: int | None = None
-    """Compute each global batch in this many parts, a power of two, and add up their gradients in one fixed order: the
-    weights are then the same, bit for bit, on any number of processes up to this one; slower, and by default with one
-    CPU thread per process."""
+    """Parts of each global batch, a power of two, whose gradients are added up in one fixed order. The weights are then
+    the same, bit for bit, on any number of processes up to this one. Slower; the default of --threads is 1."""
     drop_last: bool = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
@@ -154,7 +166,7 @@ class TrainConfig(LaunchConfig):
     optimizer_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
     lr: float = FROM_DATA
-    """Peak learning rate (default: depends on optimizer, --pretrained and batch; 0.05 for sgd and 128 samples)."""
+    """Peak learning rate (default: depends on optimizer, start and batch; 0.05 for sgd and 128 samples)."""
     momentum: float = 0.9
     """Momentum of sgd."""
     weight_decay: float = FROM_DATA
@@ -235,7 +247,7 @@ class TrainConfig(LaunchConfig):
     """Metric of the evaluation that decides which checkpoint is the best, such as loss (default:
     mAP for multilabel, else accuracy); of equal values, the earliest is the best."""
     dry_run: bool = False
-    """Compute one update, print its time and memory, and save nothing."""
+    """Compute one update and one evaluation batch, print their time and memory, and save nothing."""
     profile: bool = False
     """Profile ten early updates, with evaluations and saves between them: write a trace to the run folder and print
     the slowest operations."""
@@ -258,6 +270,9 @@ class TrainConfig(LaunchConfig):
         is_known = self.sampler in ("shuffle", "balanced") or re.fullmatch("weights:.+", self.sampler)
         require(bool(is_known), f"--sampler {self.sampler}: no such sampler", "use shuffle, balanced or weights:COLUMN")
         require(self.class_weights != "", "--class_weights is empty", "use balanced or give a file")
+        require(not (self.pretrained and self.init_from), "--pretrained and --init_from exclude each other", "use one")
+        together = self.sync_batchnorm and self.grad_checkpointing
+        require(not together, "--grad_checkpointing does not go with --sync_batchnorm", "use only one")
         if self.microbatches is not None:
             check_microbatches(self)
         if self.resume == "auto":

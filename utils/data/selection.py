@@ -51,12 +51,12 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
 def load_split(
     config: TrainConfig,
     name: str | None,
-    class_names: list[str],
+    class_names: list[str] | Callable[[list[str]], list[str]],
     own_data: bool = True,
     record: Record | None = None,
     terminal: Terminal = SILENT,
 ) -> Split:
-    """One split to evaluate, with labels that are indices into `class_names`.
+    """One split to evaluate, with labels that are indices into `class_names`, or what it returns for the data's names.
 
     In the run's `own_data`, None selects the samples that the run evaluated on, and "train" those that it trained on,
     as recorded in the checkpoint's `record`, if there is one. In other data, None selects its evaluation split, or its
@@ -78,7 +78,8 @@ def load_split(
         _report_left_out([split], terminal)
     split = random_subset(_readable_part(split, config), config.max_eval_samples, config.seed)
     check_kind(split, config)
-    return replace(renumber(split, source.class_names, class_names), name=shown)
+    wanted = class_names(source.class_names) if callable(class_names) else class_names
+    return replace(renumber(split, source.class_names, wanted), name=shown)
 
 
 def _open_checked(config: TrainConfig, terminal: Terminal) -> Source:

@@ -7,7 +7,8 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,18 +82,28 @@ def with_rank(error: Exception) -> Exception:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch could not allocate memory on a GPU or on the host."""
-    return isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error)) is not None
+    """Whether memory could not be allocated, on a GPU or on the host."""
+    signs = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED"
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(re.search(signs, str(error))))
+
+
+@contextmanager
+def fix_for_memory(fix: str) -> Iterator[None]:
+    """Raise UserError with this fix if memory cannot be allocated in the `with` block."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"out of memory ({one_line(error)[:120]})", fix) from error
 
 
 def with_known_fix(error: Exception) -> Exception:
     """A UserError with the fix for a PyTorch error with a known cause; any other error unchanged."""
     text = one_line(error)
     if is_out_of_memory(error):
-        return UserError(
-            f"out of memory ({text[:120]})",
-            "raise --grad_accum, which keeps the global batch; with --microbatches, raise that, which is another run",
-        )
+        fix = "raise --grad_accum, or, if it is set, --microbatches (in a new run)"
+        return UserError(f"out of memory ({text[:120]})", fix)
     if is_killed_worker(error) and "Bus error" in f"{error} {error.__cause__}":
         problem = f"a loader process found no space in {SHM} ({describe_shm()})"
         return UserError(problem, f"{SHM_FIX}, or lower --num_workers")

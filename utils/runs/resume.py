@@ -120,6 +120,7 @@ def restore_state(
         ("a task", saved.settings.task, config.task),
         ("a --stem", saved.settings.stem, config.stem),
         ("an optimizer", saved.settings.optimizer, config.optimizer),
+        ("a --freeze", saved.settings.freeze, config.freeze),
         ("--microbatches", saved.settings.microbatches, config.microbatches),
         ("a seed", saved.values["seed"], plan.seed),
         ("training samples", saved.values["samples"], plan.samples),

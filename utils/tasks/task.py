@@ -77,8 +77,8 @@ class Task:
         if metric not in (None, self.metric):
             self.metric, self.higher_is_better = metric, metric != "loss"
 
-    def report(self, record: Mapping[str, Any], title: str) -> str:
-        """The result of eval.py as text: the metrics, then the worst classes."""
+    def report(self, record: Mapping[str, Any], title: str, more: Sequence[tuple[str, Any]] = ()) -> str:
+        """The result of eval.py as text: the metrics, `more` rows of the table, then the worst classes."""
         evaluated, of = record.get("classes_evaluated", record["classes"]), record["classes"]
         rows = [("data", f"{printable(record['data'])}, {record['split']}")]
         rows += [("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}")]
@@ -88,7 +88,7 @@ class Task:
             rows += [("left out", f"{record['left_out']} images that cannot be read")]
         rows += [("seconds", f"{record['seconds']:.2f}")]
         heading, classes = self.worst(record)
-        return "\n".join([table(title, rows), *([table(heading, classes)] if classes else [])])
+        return "\n".join([table(title, [*rows, *more]), *([table(heading, classes)] if classes else [])])
 
     def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
         """A heading, and the names and scores of up to ten classes, worst first."""

@@ -34,6 +34,7 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
     log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
     shown = ", ".join(map(str, samples[:_SHOWN]))
     place = ["--run", str(log.path.parent), "--update", str(step + 1), "--microbatch", str(microbatch)]
+    place += ["--cpu"] * ranks.launch.cpu
     command = [*script_command("replay.py"), *place]
     more = f" and {len(samples) - _SHOWN} more (see {log.path})" if len(samples) > _SHOWN else ""
     raise UserError(

@@ -1,4 +1,4 @@
-"""--dry_run: build everything, compute one update, and leave nothing behind."""
+"""--dry_run: build everything, compute one update and one evaluation batch, and leave nothing behind."""
 
 import resource
 import shutil
@@ -12,6 +12,7 @@ import torch
 from utils.config.settings import TrainConfig
 from utils.data.batches import Batch
 from utils.files import expand
+from utils.launch.exits import fix_for_memory
 from utils.memory import bytes_text
 from utils.training.meter import Pace
 from utils.training.run import Run
@@ -29,36 +30,68 @@ def trial(config: TrainConfig) -> TrainConfig:
 
 
 def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
-    """Compute one update, print its time and the memory that it needed, and delete the run folder; collective.
+    """Compute one update and one evaluation batch, print what they need, and delete the run folder; collective.
 
-    The update begins with its largest microbatch. Returns the seconds and the largest memory of a process in bytes.
+    Both begin with their largest batch. Returns their seconds and the largest memory of a process in bytes.
     """
     try:
-        return _first_update(run, update)
+        return _measure_both(run, update)
     finally:
         run.log.close()
         if run.ranks.is_main:
             shutil.rmtree(run.folder.path, ignore_errors=True)
 
 
-def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
-    device, start = run.accelerator.device, time.perf_counter()
-    size, pace = run.plan.update_size(run.state.position), Pace(run.state.step)
+def _measure_both(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
+    size, block = run.plan.update_size(run.state.position), min(run.config.eval_batch_size, len(run.data.evaluation))
+    seconds, memory = _measured(run, lambda: _first_update(run, update))
+    eval_seconds, eval_memory = _measured(run, lambda: _first_block(run))
+    where = "GPU memory" if run.accelerator.device.type == "cuda" else "memory of a process"
+    run.log.say(
+        f"dry run: an update of {size} images took {seconds:.1f} s (largest {where}: {bytes_text(memory)}), an "
+        f"evaluation batch of {block} images {eval_seconds:.1f} s ({bytes_text(eval_memory)}); nothing was saved"
+    )
+    return {"seconds": seconds, "memory": memory, "eval_seconds": eval_seconds, "eval_memory": eval_memory}
+
+
+def _measured(run: Run, action: Callable[[], None]) -> tuple[float, int]:
+    """The seconds of an action, and the largest memory of a process in bytes; collective."""
+    start = time.perf_counter()
+    action()
+    seconds = time.perf_counter() - start
+    return seconds, max(int(text) for text in run.ranks.gather_text(str(_peak(run.accelerator.device))))
+
+
+def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:
+    pace = Pace(run.state.step)
     run.model.train()
     run.meter.restart()
     update(run, iter(run.train_batches))
     synchronise(run, pace)  # raises the errors of any rank
-    seconds = time.perf_counter() - start
-    peaks = [int(text) for text in run.ranks.gather_text(str(_peak(device)))]
-    where = "GPU memory" if device.type == "cuda" else "memory of a process"
-    text = f"dry run: the first update, of {size} images, took {seconds:.1f} s; "
-    run.log.say(f"{text}largest {where} {bytes_text(max(peaks))}; nothing was saved")
-    return {"seconds": seconds, "memory": max(peaks)}
+
+
+def _first_block(run: Run) -> None:
+    """Evaluate the first block of each rank, if it has one."""
+
+    @torch.no_grad()
+    @fix_for_memory("lower --eval_batch_size")
+    def evaluate() -> None:
+        for batch in run.evaluator.batches:
+            with run.accelerator.autocast():
+                outputs = run.module(batch.images)
+            run.task.evaluate(outputs.float(), batch.labels)[0].tolist()  # waits for the device
+            break
+        run.evaluator.batches.check()
+
+    run.module.eval()
+    run.ranks.run_on_all(evaluate)
 
 
 def _peak(device: torch.device) -> int:
-    """The most bytes that this process has used at a time: of its GPU, else of the host."""
+    """The most bytes that this process has used at a time: of its GPU since the last call, else of the host."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

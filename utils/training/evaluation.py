@@ -15,6 +15,7 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batches
 from utils.errors import UserError
+from utils.launch.exits import fix_for_memory
 from utils.ranks.accelerator import sum_over_ranks
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
@@ -47,7 +48,7 @@ class Evaluator:
         """
         start, was_training = time.perf_counter(), self.model.training
         self.model.eval()
-        with _same_kernels():
+        with same_kernels(), fix_for_memory("lower --eval_batch_size"):
             sums, indices, predictions, stopped = self._loop(stopping)
         self.model.train(was_training)
         self.ranks.run_on_all(self.batches.check)
@@ -121,7 +122,7 @@ class Evaluator:
 
 
 @contextmanager
-def _same_kernels() -> Iterator[None]:
+def same_kernels() -> Iterator[None]:
     """Do not let cuDNN choose kernels by measured time: ranks could use different ones and get different results."""
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:

@@ -40,8 +40,9 @@ class TreeGradients(Gradients):
     """Sums in the order of a binary tree over the microbatches: the same bits on any number of processes.
 
     Each microbatch starts from the buffers that the update started with. Their changes are averaged in the same tree,
-    over the microbatches that have samples. With one microbatch per rank, DDP exchanges gradients during the backward
-    pass. Otherwise `model` is the module itself, and the exchange comes after the last backward pass.
+    over the microbatches that have samples. A parameter that is not used has a gradient of zeros. With one microbatch
+    per rank, DDP exchanges gradients during the backward pass. Otherwise `model` is the module itself, and gradients
+    are exchanged after the last backward pass.
     """
 
     def __init__(self, model: nn.Module, module: nn.Module, accelerator: Accelerator, plan: Plan):
@@ -50,7 +51,7 @@ class TreeGradients(Gradients):
         self.steps = -(-plan.microbatches // processes)
         self.tree = TreeSum(plan.microbatches, processes, accelerator.process_index)
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.buffers = [buffer for buffer in module.buffers() if buffer.dtype != torch.bool]
+        self.buffers = list(module.buffers())
         self.start: list[Tensor] = []  # the buffers at the start of the update
         self.is_empty = False
         self.running: list[tuple[Tensor, Exchange]] = []
@@ -76,7 +77,7 @@ class TreeGradients(Gradients):
             tensors = [*(_gradient(parameter) for parameter in self.parameters), *tensors]
             for parameter in self.parameters:
                 parameter.grad = None
-        if self.is_empty:  # its batch statistics are not numbers
+        if self.is_empty:  # its batch statistics are NaN
             tensors = [torch.zeros_like(tensor) for tensor in tensors]
         self.tree.add(batch.number, tensors)
 
@@ -96,13 +97,12 @@ class TreeGradients(Gradients):
                 buffer.copy_(total)
         self.running = []
         sums = self.tree.total()
-        if not self.overlaps:
-            for parameter, gradient in zip(self.parameters, sums, strict=False):
-                parameter.grad = gradient
+        for place, parameter in enumerate(self.parameters):
+            # DDP's gradients are parts of a bucket. On a GPU, the bits of a norm depend on where its tensor begins.
+            parameter.grad = _gradient(parameter).clone() if self.overlaps else sums[place]
         *changes, count = sums[-1 - len(self.buffers) :]
         means = [change / count.clamp(min=1) for change in changes]
-        means = [m if m.dtype == b.dtype else m.round() for m, b in zip(means, self.buffers, strict=True)]
-        _copy(self.buffers, [before + mean.to(before.dtype) for before, mean in zip(self.start, means, strict=True)])
+        _copy(self.buffers, [_changed(*pair) for pair in zip(self.start, means, strict=True)])
         self.start = []
 
 
@@ -113,9 +113,15 @@ def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _change(now: Tensor, before: Tensor) -> Tensor:
-    """The change of a buffer; that of an integer, such as a count of batches, as a float."""
-    change = now - before
-    return change if change.is_floating_point() else change.float()
+    """The change of a buffer; that of integers, such as a count of batches, and of bools as floats."""
+    return now - before if now.is_floating_point() else (now.long() - before.long()).float()
+
+
+def _changed(before: Tensor, mean: Tensor) -> Tensor:
+    """A buffer after the mean change of the microbatches, which is rounded for integers and bools."""
+    if before.is_floating_point():
+        return before + mean.to(before.dtype)
+    return (before.long() + mean.round().long()).to(before.dtype)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -124,7 +130,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def prepare_model(accelerator: Accelerator, module: nn.Module, microbatches: int | None) -> nn.Module:
     """The model as Accelerate wraps it; without DDP if it cannot add up the gradients of --microbatches."""
-    # DDP's bucket of gradients is ready after one backward pass, so each process must have one microbatch.
+    # DDP exchanges its buckets in one backward pass, so it fits only if each process has one microbatch.
     alone = microbatches is not None and microbatches != accelerator.num_processes
     return accelerator.prepare_model(module, evaluation_mode=alone)
 

@@ -16,8 +16,8 @@ from utils.tasks.task import Task
 
 
 def rounded(values: Tensor) -> Tensor:
-    """The values as float64 multiples of 2**-30. Their sums are exact below 2**23, so the order does not matter."""
-    return (values.double() * 2**30).round() / 2**30
+    """The values as float64 multiples of 2**-26. Their sums are exact below 2**27, so the order does not matter."""
+    return (values.double() * 2**26).round() / 2**26
 
 
 class Pace:

@@ -57,7 +57,7 @@ class TreeSum:
                 chosen = [place for place, tensor in enumerate(result) if tensor.dtype == dtype]
                 flat = [torch.cat([part[place].reshape(-1) for place in chosen]) for part in parts]
                 sums = self.exchange(flat).finish().split([result[place].numel() for place in chosen])
-                # Copied back, because a norm may depend on the layout in memory, which a copy does not change.
+                # Copied into the first tensors to keep their layout in memory: a norm may depend on it.
                 targets = [result[place] for place in chosen]
                 torch._foreach_copy_(targets, [s.view_as(t) for s, t in zip(sums, targets, strict=True)])
         return result
@@ -79,7 +79,7 @@ class TreeSum:
 
 
 class Exchange:
-    """A sum over the ranks in the tree's order, of which a part runs beside other work."""
+    """A sum over the ranks in the tree's order. Its first part runs beside other work, its second in `finish`."""
 
     def __init__(self, tree: TreeSum, flat: Sequence[Tensor]):
         self.tree, self.flat, counts = tree, flat, list(map(len, tree.nodes))
@@ -88,7 +88,7 @@ class Exchange:
         if sum(counts) == 2:  # a + b has only one order
             self.work = dist.all_reduce(flat[0], async_op=True)
             return
-        # Each rank adds up one slice, which it receives from every node of all ranks.
+        # Each rank adds up one slice of the vectors of all nodes.
         self.length = -(-flat[0].numel() // tree.processes)
         sent = flat[0].new_zeros(tree.processes, len(flat), self.length)
         for place, vector in enumerate(flat):

@@ -1,0 +1,191 @@
+"""eval.py --model NAME --pretrained: published weights on data with classes of ImageNet."""
+
+import importlib.util
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from helpers.make_data import image_folder
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import refused, train_run
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data import ImageNetInfo
+from torch.nn import functional as F
+
+import eval
+from utils.config.scripts import EvalConfig
+from utils.errors import UserError
+from utils.models.imagenet import CLASSES, names_as_in
+from utils.runs.manifest import find_checkpoint
+from utils.runs.metadata import read_checkpoint
+
+SYNSETS = {"n01440764": "tench", "n02123045": "tabby", "n15075141": "toilet tissue"}
+PLACES = [0, 281, 999]  # of these classes among the outputs
+
+
+@pytest.fixture(autouse=True)
+def caches(monkeypatch):
+    """Folders for published weights of the test's own, and no way into the network."""
+    monkeypatch.setenv("TORCH_HOME", os.path.abspath("torch"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", os.path.abspath("hub"))
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+
+def publish(name: str) -> torch.nn.Module:
+    """Put random weights where torchvision or timm looks for the published ones; returns their network."""
+    torch.manual_seed(1)
+    if name.startswith("timm/"):
+        model = timm.create_model(name[5:])
+        folder = Path(f"hub/models--timm--{timm.get_pretrained_cfg(name[5:]).hf_hub_id.split('/')[1]}")
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs/main").write_text("0" * 40)
+        (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
+        save_file(model.state_dict(), folder / "snapshots" / ("0" * 40) / "model.safetensors")
+    else:
+        model = torchvision.models.get_model(name)
+        url = torchvision.models.get_model_weights(name).DEFAULT.url
+        Path("torch/hub/checkpoints").mkdir(parents=True)
+        torch.save(model.state_dict(), Path("torch/hub/checkpoints") / url.rsplit("/", 1)[1])
+    return model.eval()
+
+
+def pictures_of(classes, size) -> tuple[list[Path], torch.Tensor]:
+    """Write a folder `val` of 4, 5 and 3 images; returns their paths and their places among ImageNet's classes."""
+    counts = dict(zip(classes, (4, 5, 3), strict=True))
+    labels = [place for name, place in sorted(zip(classes, PLACES, strict=True)) for _ in range(counts[name])]
+    return image_folder("data/val", counts, size=size), torch.tensor(labels)
+
+
+def evaluations(*flags: str) -> list[dict]:
+    return [returned(n, eval.main, [*flags, "--num_workers", "0"])[0] for n in (1, 2)]
+
+
+def check(found: list[dict], logits: torch.Tensor, labels: torch.Tensor) -> None:
+    ranked = logits.argsort(dim=1, descending=True)
+    for record in found:
+        assert (record["count"], record["classes"]) == (12, 1000) and "checkpoint" not in record
+        assert record["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
+        assert record["accuracy"] == (ranked[:, 0] == labels).sum().item() / 12
+        assert record["top5"] == (ranked[:, :5] == labels[:, None]).sum().item() / 12
+
+
+def test_weights_of_torchvision_are_evaluated_on_folders_named_by_synset_as_by_torchvision_alone():
+    published = publish("resnet18")
+    with torch.no_grad():
+        published.fc.bias[281] += 20  # so that some predictions are right
+    torch.save(published.state_dict(), next(Path("torch/hub/checkpoints").iterdir()))
+    paths, labels = pictures_of(SYNSETS, size=(256, 256))  # the size that the weights' own transform resizes to
+    transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
+    with torch.no_grad():
+        logits = published(torch.stack([transform(Image.open(path)) for path in paths]))
+    found = evaluations("--model", "resnet18", "--pretrained", "--data", "data")
+    check(found, logits, labels)
+    assert 0 < found[0]["accuracy"] < 1
+    assert (found[0]["model"], found[0]["pretrained"]) == ("resnet18", "IMAGENET1K_V1")
+    accuracies = found[0]["per_class_accuracy"]
+    assert [place for place, value in enumerate(accuracies) if value is not None] == PLACES
+
+
+def test_weights_of_timm_are_evaluated_on_folders_named_as_by_torchvision_in_all_views():
+    published = publish("timm/resnet10t")
+    paths, labels = pictures_of(SYNSETS.values(), size=(201, 201))  # 176 / 0.875
+    pixels = np.stack([np.asarray(Image.open(path)) for path in paths]).astype(np.float32) / 255
+    mean, std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])
+    images = torch.from_numpy(((pixels - mean) / std).transpose(0, 3, 1, 2))[..., 12:188, 12:188]
+    with torch.no_grad():
+        logits = (published(images) + published(images.flip(-1))) / 2
+    found = evaluations("--model", "timm/resnet10t", "--pretrained", "--data", "data", "--tta", "flip")
+    check(found, logits, labels)
+    assert (found[0]["model"], found[0]["pretrained"]) == ("timm/resnet10t", "c3_in1k")
+
+
+def test_size_and_crop_of_the_evaluation_can_be_changed():
+    published = publish("resnet18")
+    paths, labels = pictures_of(SYNSETS, size=(96, 128))
+    mean, std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])
+    pixels = np.stack([np.asarray(Image.open(path)) for path in paths]).astype(np.float32) / 255
+    with torch.no_grad():
+        logits = published(torch.from_numpy(((pixels - mean) / std).transpose(0, 3, 1, 2)))
+    flags = ("--model", "resnet18", "--pretrained", "--data", "data", "--eval_size", "[96, 128]", "--eval_crop", "1")
+    check([returned(1, eval.main, [*flags, "--num_workers", "0"])[0]], logits, labels)
+
+
+def test_classes_are_found_by_their_names_by_their_synsets_or_by_the_order_of_all():
+    info = ImageNetInfo("imagenet-1k")
+    synsets, words = info.label_names(), info.label_descriptions()
+    assert [CLASSES[place] for place in PLACES] == list(SYNSETS.values())
+    assert [names_as_in(["tabby", "tench"]).index(name) for name in ("tabby", "tench")] == [281, 0]
+    assert [names_as_in([name]).index(name) for name in SYNSETS] == PLACES
+    assert names_as_in(synsets[::-1]) == synsets
+    assert names_as_in(words) == words and words[0] == "tench, Tinca tinca"  # as on the Hub
+
+
+def test_synsets_are_known_without_timm_if_all_are_there(monkeypatch):
+    synsets = ImageNetInfo("imagenet-1k").label_names()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert names_as_in(synsets[::-1]) == synsets
+    with pytest.raises(UserError, match="the list of all is not installed; pip install timm"):
+        names_as_in(["n01440764", "n02123045"])
+
+
+def other_classes() -> dict[str, list[str]]:
+    info = ImageNetInfo("imagenet-1k")
+    synsets, words = info.label_names(), info.label_descriptions()
+    return {
+        "cat": ["cat", "tench"],
+        "n00000001": ["n00000001", "n01440764"],
+        "n01440765": ["n01440765", *synsets[1:-1], "n15075142"],  # 1,000, but others
+        words[-1]: words[::-1],
+        "0": [str(number) for number in range(1000)],
+    }
+
+
+@pytest.mark.parametrize("unknown", ["cat", "n00000001", "n01440765", "toilet tissue, ", "0"])
+def test_other_classes_are_refused(unknown):
+    with pytest.raises(UserError, match="is not a class of ImageNet; name classes by synset"):
+        names_as_in(next(names for name, names in other_classes().items() if name.startswith(unknown)))
+
+
+def test_what_cannot_be_evaluated_is_refused_in_one_line():
+    pictures_of(["cat", "dog", "emu"], size=(120, 120))
+    for flags, text in (
+        ((), "--ckpt is missing; give a run folder or a checkpoint, or --model NAME --pretrained for published"),
+        (("--ckpt", "runs/a", "--model", "resnet18"), "--ckpt and --model exclude each other; use only one"),
+        (("--ckpt", "runs/a", "--pretrained"), "--pretrained needs --model; name the model"),
+        (("--model", "resnet18", "--data", "data"), "--model needs --pretrained, as a new model has learned nothing;"),
+        (("--model", "resnet18", "--pretrained"), "--model needs --data; name the data to evaluate on"),
+        (("--model", "resnet8", "--pretrained", "--data", "data"), "--model resnet8: no such model; did you mean"),
+        (("--model", "mlp", "--pretrained", "--data", "data"), "--pretrained: mlp has no published weights; use"),
+    ):
+        assert refused(eval.main, *flags).startswith(f"eval.py: error: {text}")
+    flags = ("--pretrained", "--data", "data")
+    text = "the class 'cat' of --data is not a class of ImageNet; name classes by synset, such as n01440764"
+    assert text in refused(eval.main, "--model", "resnet18", *flags, processes=2)
+    wide = "timm/vit_base_patch16_224.augreg_in21k"
+    text = f"--model {wide}: its weights have 21843 classes, not ImageNet's 1000; use weights whose tag ends in in1k"
+    assert text in refused(eval.main, "--model", wide, *flags)
+
+
+def test_weights_that_are_not_there_are_one_line_with_the_fix():
+    pictures_of(SYNSETS, size=(120, 120))
+    flags = ("--model", "resnet18", "--pretrained", "--data", "data", "--num_workers", "0")
+    line = refused(eval.main, *flags, processes=2)
+    assert "--pretrained: the weights of resnet18 cannot be loaded (" in line
+    assert "; without a network, save https://download.pytorch.org/models/resnet18-f37072fd.pth as /" in line
+
+
+def test_the_flags_of_published_weights_do_not_change_the_evaluation_of_a_checkpoint():
+    train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
+    assert outcome.code == 0 and "model" not in outcome.value and outcome.value["step"] == 1
+    saved = read_checkpoint(find_checkpoint(Path("runs/run")))
+    fine_tuned = replace(saved, settings=replace(saved.settings, pretrained=True))
+    assert eval.settings_of(fine_tuned, EvalConfig(ckpt="runs/run"))[0].pretrained

@@ -1,0 +1,108 @@
+"""eval.py --throughput: operations against published numbers, speed against a clock that the test sets."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torchvision
+from helpers.ranks import run_ranks
+from helpers.training_runs import train_run
+from torch import nn
+
+import eval
+from utils.config.settings import TrainConfig
+from utils.data.spec import InputSpec
+from utils.models.views import Views
+from utils.models.zoo import build_model
+from utils.training import throughput
+
+
+class Attention(nn.Module):
+    """Self-attention over the rows of grey images [n, 1, 10, 16]."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, images):
+        rows = images[:, 0]
+        return self.layer(rows, rows, rows, need_weights=False)[0].mean(1)
+
+
+def test_operations_and_parameters_are_those_that_torchvision_publishes():
+    published = torchvision.models.get_model_weights("resnet18").DEFAULT.meta
+    spec = InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3)
+    model = build_model(TrainConfig(model="resnet18"), spec, 1000).train()
+    variances = model.bn1.running_var.clone()
+    size = throughput.size_of(model, spec)
+    assert torch.equal(model.bn1.running_var, variances)  # the model has not learned from the image
+    assert size["parameters"] == published["num_params"]
+    assert size["flops_per_image"] / 2e9 == pytest.approx(published["_ops"], abs=0.001)  # _ops are multiply-adds
+    assert throughput.size_of(Views(model, "flip,shift"), spec) == size | {
+        "flops_per_image": 6 * size["flops_per_image"]
+    }
+
+
+def test_the_operations_of_attention_are_counted():
+    rows, width = 10, 16
+    projections, products = 4 * rows * width * width, 2 * rows * rows * width
+    model = Attention()
+    size = throughput.size_of(model, InputSpec(rows, width, 1, [0.5], [0.5]))
+    assert size == {"parameters": 4 * width * width + 4 * width, "flops_per_image": 2 * (projections + products)}
+
+
+class Clock:
+    """A clock that a model moves: by 3 s in its first passes, by 40 s in the `disturbed` one, else by 0.02 s."""
+
+    def __init__(self, disturbed: int):
+        self.now, self.passes, self.disturbed = 0.0, 0, disturbed
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def model(self, images: torch.Tensor) -> torch.Tensor:
+        assert images.shape == (8, 3, 4, 5) and not torch.is_grad_enabled() and images.std() > 0.5
+        self.passes += 1
+        self.now += 3 if self.passes == 1 else 40 if self.passes == self.disturbed else 0.02
+        return images
+
+
+def test_the_speed_is_the_median_after_a_warm_up(monkeypatch):
+    clock = Clock(disturbed=60)
+    monkeypatch.setattr(throughput, "time", clock)
+
+    class Model(nn.Module):
+        def forward(self, images):
+            assert not self.training
+            return clock.model(images)
+
+    accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=lambda: torch.autocast("cpu", enabled=False))
+    ranks = SimpleNamespace(run_on_all=lambda action: action(), gather_text=lambda text: [text, "100.0"])
+    config = TrainConfig(eval_batch_size=8)
+    found = throughput.speed_of(Model(), InputSpec(4, 5, 3, [0.5] * 3, [0.5] * 3), config, accelerator, ranks)
+    assert found["of_each_process"] == [pytest.approx(8 / 0.02), 100.0]
+    assert found["model_images_per_second"] == pytest.approx(500.0) and found["batch_size"] == 8
+    assert clock.passes == 2 + 5 * 25  # stretches of half a second
+
+
+def test_the_record_and_the_table_have_the_speed_of_each_process_and_of_all():
+    flags = ("--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--max_steps", "1")
+    train_run(1, "run", *flags)
+    outcomes = run_ranks(2, eval.main, ["--ckpt", "runs/run", "--throughput", "--json", "found.json"])
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
+    record = json.loads(Path("found.json").read_text())
+    found = record["throughput"]
+    assert record["count"] == 180 and found["images_per_second"] == 180 / record["seconds"]
+    assert len(found["of_each_process"]) == 2 and min(found["of_each_process"]) > 0
+    assert found["model_images_per_second"] == sum(found["of_each_process"])
+    assert found["parameters"] == 64 * 8 + 8 + 8 * 10 + 10
+    assert found["flops_per_image"] == 2 * (64 * 8 + 8 * 10)
+    assert found["batch_size"] == 256
+    assert outcomes[0].value["throughput"]["of_each_process"] == outcomes[1].value["throughput"]["of_each_process"]
+    rows = dict(line.split("  ", 1) for line in outcomes[0].out.splitlines() if "  " in line)
+    each, total = found["model_images_per_second"] / 2, found["model_images_per_second"]
+    assert rows["model alone"].strip() == f"{total:,.1f} images/s, {each:,.1f} per process"
+    assert rows["parameters"].strip() == "610" and rows["evaluation"].endswith(" per process")
+    assert "throughput" not in run_ranks(1, eval.main, ["--ckpt", "runs/run"])[0].value

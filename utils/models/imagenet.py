@@ -1,0 +1,84 @@
+"""Published weights with ImageNet's classes: the names of the classes, and the weights with their head."""
+
+import importlib.util
+import re
+from collections.abc import Sequence
+
+import torchvision
+from torch import nn
+
+from utils.config.settings import TrainConfig
+from utils.errors import UserError
+from utils.models.published import loading_weights
+
+CLASSES: list[str] = torchvision.models.get_model_weights("resnet18").DEFAULT.meta["categories"]
+"""Names of the 1,000 classes of ImageNet-1k, in the order of the outputs of all torchvision models."""
+_ENDS = ["n01440764", "n15075141"]  # the first and the last synset
+
+
+def check_classes(config: TrainConfig) -> None:
+    """Raise UserError unless the published weights of this model have ImageNet's 1,000 classes."""
+    if config.model.startswith("timm/"):
+        import timm
+
+        cfg = timm.get_pretrained_cfg(config.model[5:])
+        classes = cfg.num_classes if cfg else 0
+        if classes != len(CLASSES):
+            counts = f"{classes or 'no'} classes, not ImageNet's {len(CLASSES)}"
+            fix = "use weights whose tag ends in in1k, or train a model on your classes"
+            raise UserError(f"--model {config.model}: its weights have {counts}", fix)
+
+
+def names_as_in(names: Sequence[str]) -> list[str]:
+    """ImageNet's 1,000 classes in the order of the outputs, by the names that a data set uses.
+
+    `names` are the data set's classes: some or all of `CLASSES`, some or all synsets such as n01440764, or all 1,000
+    classes in ImageNet's order, by lists of words such as "tench, Tinca tinca". ImageNet's order is that of the sorted
+    synsets. Raises UserError for other names.
+    """
+    synsets = [name for name in names if re.fullmatch(r"n\d{8}", name)]
+    complete = len(names) == len(CLASSES)
+    if len(synsets) == len(names):
+        known = sorted(synsets) if complete and [min(names), max(names)] == _ENDS else _synsets()
+    elif complete and sum(a in b.split(", ") for a, b in zip(CLASSES, names, strict=True)) > 0.9 * len(CLASSES):
+        known = list(names)  # torchvision changed a few names, because they would occur twice
+    else:
+        known = CLASSES
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        problem = f"the class {unknown[0]!r} of --data is not a class of ImageNet"
+        raise UserError(problem, f"name classes by synset, such as n01440764, or as torchvision does: {CLASSES[0]!r}")
+    return known
+
+
+def _synsets() -> list[str]:
+    """The synsets of ImageNet's classes in the order of the outputs."""
+    if importlib.util.find_spec("timm") is None:
+        problem = "some of ImageNet's synsets are the classes of --data, and the list of all is not installed"
+        raise UserError(problem, "pip install timm, or use data with all 1,000 classes")
+    from timm.data import ImageNetInfo
+
+    return ImageNetInfo("imagenet-1k").label_names()
+
+
+def load_published(config: TrainConfig, model: nn.Module) -> None:
+    """Load the published weights of --model, with their head, into a model of `build_model` with 1,000 outputs."""
+    with loading_weights(config):
+        if config.model.startswith("timm/"):
+            import timm
+
+            published = timm.create_model(config.model[5:], pretrained=True)
+        else:
+            published = torchvision.models.get_model(config.model, weights="DEFAULT")
+    tensors = published.state_dict()  # some have extra heads for training
+    model.load_state_dict({name: tensors[name] for name in model.state_dict()})
+
+
+def version_of(config: TrainConfig) -> str:
+    """The tag of the published weights, such as IMAGENET1K_V1."""
+    if config.model.startswith("timm/"):
+        import timm
+
+        cfg = timm.get_pretrained_cfg(config.model[5:])
+        return (cfg and cfg.tag) or ""
+    return torchvision.models.get_model_weights(config.model).DEFAULT.name

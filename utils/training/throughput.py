@@ -1,0 +1,85 @@
+"""The size and the speed of a model in evaluation (eval.py --throughput)."""
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from utils.config.settings import TrainConfig
+from utils.data.spec import InputSpec
+from utils.ranks.ranks import Ranks
+from utils.training.evaluation import same_kernels
+
+_STRETCHES, _SECONDS = 5, 0.5  # their number, and about how long each takes
+
+
+def size_of(model: nn.Module, spec: InputSpec) -> dict[str, int]:
+    """The parameters of a model, and its floating-point operations for an image, two for each multiply-add.
+
+    Only convolutions, matrix products and attention are counted. With test-time augmentation, all views count.
+    """
+    image = torch.zeros(1, spec.channels, spec.height, spec.width)
+    # Without gradients, PyTorch computes attention by a function that the counter does not know.
+    with FlopCounterMode(display=False) as counter, torch.enable_grad():
+        model.eval()(image)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": parameters, "flops_per_image": counter.get_total_flops()}
+
+
+def speed_of(
+    model: nn.Module, spec: InputSpec, config: TrainConfig, accelerator: Accelerator, ranks: Ranks
+) -> dict[str, Any]:
+    """Images per second of the model alone, on a random batch on the device, on all ranks at once; collective."""
+    shape = config.eval_batch_size, spec.channels, spec.height, spec.width
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+
+    def measure() -> float:
+        images = torch.randn(shape, device=accelerator.device).contiguous(memory_format=layout)
+        return _images_per_second(model.eval(), images, accelerator)
+
+    each = [float(text) for text in ranks.gather_text(repr(ranks.run_on_all(measure)))]
+    return {"batch_size": shape[0], "model_images_per_second": sum(each), "of_each_process": each}
+
+
+@torch.no_grad()
+def _images_per_second(model: nn.Module, images: Tensor, accelerator: Accelerator) -> float:
+    """The median over several stretches of time, each of several batches, after a warm-up."""
+
+    def seconds(batches: int) -> float:
+        _wait_for(accelerator.device)
+        start = time.perf_counter()
+        for _ in range(batches):
+            with accelerator.autocast():
+                model(images)
+        _wait_for(accelerator.device)
+        return time.perf_counter() - start
+
+    with same_kernels():
+        seconds(1)
+        batches = max(1, round(_SECONDS / seconds(1)))
+        return len(images) * batches / median(seconds(batches) for _ in range(_STRETCHES))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def speed_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of the table of eval.py for the `throughput` of a record."""
+    processes = len(found["of_each_process"])
+
+    def rate(images_per_second: float) -> str:
+        each = f", {images_per_second / processes:,.1f} per process" * (processes > 1)
+        return f"{images_per_second:,.1f} images/s{each}"
+
+    return [
+        ("parameters", f"{found['parameters']:,}"),
+        ("operations", f"{found['flops_per_image'] / 1e9:.4g} GFLOP per image"),
+        ("model alone", rate(found["model_images_per_second"])),
+        ("evaluation", rate(found["images_per_second"])),
+    ]
