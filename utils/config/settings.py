@@ -266,7 +266,8 @@ class TrainConfig(LaunchConfig):
     """Metric of the evaluation that decides which checkpoint is the best, such as loss (default:
     mAP for multilabel, else accuracy); of equal values, the earliest is the best."""
     dry_run: bool = False
-    """Compute one update and one evaluation batch, print their time and memory, and save nothing."""
+    """Compute one update and one evaluation batch, print their time and memory and the size of the model, and save
+    nothing."""
     profile: bool = False
     """Profile ten early updates, with evaluations and saves between them: write a trace to the run folder and print
     the slowest operations."""
