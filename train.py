@@ -112,7 +112,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
 
     config, task = ranks.run_on_all(lambda: task_of_start(config, data))
     is_new = start.saved is None  # a resumed run needs no published weights
-    build = partial(build_model, config, spec, task.outputs, is_new, data.class_names)
+    build = partial(build_model, config, spec, task.outputs, is_new, data.class_names, train_set)
     module = start_model(build, config, data.class_names, source, ranks)
     optimizer = build_optimizer(config, module)
     updates = count_updates(config, plan, module, ranks)
