@@ -266,11 +266,12 @@ def test_tensorboard_and_trackio_serve_the_points_of_the_log_of_a_run_that_was_k
             return json.load(answer)["data"]
         return []
 
-    flags = ["--max_steps", "60", "--save_every", "8", "--eval_every", "25", "--report_to", "tensorboard,trackio"]
+    flags = ["--max_steps", "400", "--eval_every", "100", "--report_to", "tensorboard,trackio"]
     try:
         serve([str(BIN / "tensorboard"), "--logdir", "runs", "--host", "127.0.0.1", "--port", str(ports[0])])
-        run = begin("accelerate launch, 2 processes", *flags, "--data", "synthetic/10x28x2000000")
-        until(lambda: run.poll() is not None or has_logged(20)())
+        run = begin("accelerate launch, 2 processes", *flags)
+        until(lambda: run.poll() is not None or has_logged(30)())
+        assert run.poll() is None, Path("out.txt").read_text()
         end_commands([run])
         # Both servers have points of the first start.
         serve([str(BIN / "trackio"), "show", "--host", "127.0.0.1"], GRADIO_SERVER_PORT=str(ports[1]))
@@ -279,7 +280,7 @@ def test_tensorboard_and_trackio_serve_the_points_of_the_log_of_a_run_that_was_k
         run.wait(300)
         assert run.returncode == 0, Path("out.txt").read_text()
         expected = points_of_log("run")
-        assert len(expected["train/loss"]) == 60 and len([r for r in records("run") if r["kind"] == "start"]) == 2
+        assert len(expected["train/loss"]) == 400 and len([r for r in records("run") if r["kind"] == "start"]) == 2
         for tag, points in expected.items():
             until(lambda tag=tag, points=points: tensorboard_of(tag) == points, 60, every=0.5)
         found = defaultdict(list)
