@@ -29,10 +29,18 @@ class Rates(NamedTuple):
 
 
 # SGD's rule is that of Goyal et al., 2017, whose 0.1 for 256 samples is 0.05 for 128. The square root for Adam is that
-# of Malladi et al., 2022. An optimizer without values of its own has those of adamw.
+# of Malladi et al., 2022. An optimizer without values of its own has those of adamw; muon's updates have the same size.
+# The weight decay of the optimizers below adamw is 0 because it is not decoupled: it would be divided by the gradients'
+# size. Their learning rates are PyTorch's, except for rmsprop, whose steps --momentum multiplies by up to 10.
 RATES = {
     "sgd": Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4),
+    "asgd": Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4),
     "adamw": Rates(new=1e-3, pretrained=1e-4, power=0.5, weight_decay=0.05),
+    **dict.fromkeys(("adam", "adamax", "nadam", "radam"), Rates(1e-3, 1e-4, 0.5, 0.0)),
+    "rmsprop": Rates(new=3e-4, pretrained=3e-5, power=0.5, weight_decay=0.0),
+    "adagrad": Rates(new=1e-2, pretrained=1e-3, power=0.5, weight_decay=0.0),
+    "adadelta": Rates(new=1.0, pretrained=0.1, power=0.5, weight_decay=0.0),
+    "adafactor": Rates(new=1e-2, pretrained=1e-3, power=0.5, weight_decay=0.0),
 }
 
 

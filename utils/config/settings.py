@@ -4,7 +4,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from utils.config.bounds import check_microbatches, check_ranges, check_run_name, check_sizes, require
+from utils.config.bounds import check_microbatches, check_ranges, check_run_name, check_sizes, check_steps, require
 from utils.config.yaml_text import dump_yaml
 
 FROM_DATA: Any = None  # the default of settings that defaults.py fills when the data is known
@@ -142,6 +142,11 @@ class TrainConfig(LaunchConfig):
     """Passes over the training data."""
     max_steps: int | None = None
     """Updates of the whole run; overrides --epochs."""
+    max_seconds: float | None = None
+    """End the run after this many seconds of training over all resumes, without evaluation and saving. It then
+    evaluates and saves; a schedule that depends on the number of updates is cut short."""
+    early_stopping: int | None = None
+    """End the run after this many evaluations in a row without a new best value of the metric of --best."""
     global_batch_size: int | None = None
     """Samples per update over all processes and accumulation steps (default: 128, or less for up to 896 samples)."""
     batch_size: int | None = None
@@ -167,19 +172,30 @@ class TrainConfig(LaunchConfig):
     """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
     lr: float = FROM_DATA
     """Peak learning rate (default: depends on optimizer, start and batch; 0.05 for sgd and 128 samples)."""
+    lr_per: int | None = None
+    """Samples per update for which --lr is given: the learning rate is --lr times the global batch / this number."""
+    layer_decay: float | None = None
+    """Multiply the learning rate of each layer by this factor for each layer between it and the last one, usually 0.65
+    to 0.9, to fine-tune."""
     momentum: float = 0.9
-    """Momentum of sgd."""
+    """Momentum of sgd, rmsprop and muon."""
     weight_decay: float = FROM_DATA
-    """Weight decay of matrices and kernels; biases and normalisation layers have none (default: 5e-4 for sgd, 0.05 for
-    adamw)."""
+    """Weight decay of matrices and kernels; biases, normalisation layers, position embeddings and class tokens have
+    none (default: 5e-4 for sgd, 0.05 for adamw and muon, 0 for rmsprop and adam)."""
     lr_schedule: str = "onecycle"
     """Learning rate schedule."""
     lr_schedule_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the schedule, such as '{end: 0.01}'."""
-    warmup_steps: int | None = None
-    """Updates over which the learning rate rises (default: 0; 30 percent of the run for onecycle)."""
+    warmup_steps: int | float | None = None
+    """Updates over which the learning rate rises, or below 1 the fraction of the run's updates (default: 0; 30 percent
+    of the run for onecycle)."""
+    cooldown_steps: int | float = 0
+    """Last updates, over which the learning rate falls linearly to 0 from where the schedule has ended, or below 1 the
+    fraction of the run's updates."""
     clip_norm: float | None = None
     """Scale gradients down to this norm if theirs is larger."""
+    clip_value: float | None = None
+    """Limit each element of the gradients to this absolute value, before --clip_norm."""
     task: str = "auto"
     """Task."""
     loss: str = "cross_entropy"
@@ -197,6 +213,9 @@ class TrainConfig(LaunchConfig):
     class_weights: str | None = None
     """Weights of the classes in the training loss: balanced is 1 / the number of samples of each class; a YAML or JSON
     file maps each class name to a weight. The mean weight of the training samples is scaled to 1."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate it beside the
+    weights; the average then decides which checkpoint is the best, and eval.py evaluates it (default: none)."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
     """Precision of the model: no is float32, auto is bf16 if all devices support it natively (default: as in the
     accelerate config, else auto on GPUs and no on CPUs)."""
@@ -249,7 +268,8 @@ class TrainConfig(LaunchConfig):
     """Metric of the evaluation that decides which checkpoint is the best, such as loss (default:
     mAP for multilabel, else accuracy); of equal values, the earliest is the best."""
     dry_run: bool = False
-    """Compute one update and one evaluation batch, print their time and memory, and save nothing."""
+    """Compute one update and one evaluation batch, print their time and memory and the size of the model, and save
+    nothing."""
     profile: bool = False
     """Profile ten early updates, with evaluations and saves between them: write a trace to the run folder and print
     the slowest operations."""
@@ -274,11 +294,20 @@ class TrainConfig(LaunchConfig):
         require(self.class_weights != "", "--class_weights is empty", "use balanced or give a file")
         require(not (self.pretrained and self.init_from), "--pretrained and --init_from exclude each other", "use one")
         together = self.sync_batchnorm and self.grad_checkpointing
-        require(not together, "--grad_checkpointing does not go with --sync_batchnorm", "use only one")
+        require(not together, "--grad_checkpointing cannot be used with --sync_batchnorm", "use only one")
+        self.optimizer = self.optimizer.lower()  # classes of torch.optim are found in any case
+        require(self.lr_per is None or self.lr is not None, "--lr_per needs --lr", "give the learning rate for it")
+        for flag in ("warmup_steps", "cooldown_steps"):
+            check_steps(flag, getattr(self, flag))
         if self.microbatches is not None:
             check_microbatches(self)
         if self.resume == "auto":
             require(self.run_name is not None, "--resume auto needs --run_name", "give the name of the run to resume")
+
+    @property
+    def peak_lr(self) -> float:
+        """--lr, for the global batch of the run if --lr_per is set."""
+        return self.lr * self.global_batch_size / self.lr_per if self.lr_per and self.global_batch_size else self.lr
 
     @property
     def mixes(self) -> bool:

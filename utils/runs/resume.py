@@ -65,7 +65,7 @@ def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: in
     Raises ValueError if the batch sizes do not fit, before the data is loaded.
     """
     if saved is not None:
-        unset = [name for name in (*NAMES, "best") if getattr(config, name) is None]
+        unset = [name for name in (*NAMES, "lr_per", "best") if getattr(config, name) is None]
         unset += ["task"] if config.task == "auto" else []
         config = replace(config, **{name: getattr(saved.settings, name) for name in unset})
     batch_of_start(config, saved, processes)
@@ -156,6 +156,8 @@ def restore_state(
     state.batch_size = max(state.batch_size, batch_size)
     if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
+        if saved.settings.best != config.best:
+            state.best_value, state.evaluations_since_best = None, 0
     elif saved.settings.best != config.best:
         problem = f"{saved.path}: its best checkpoint is by {saved.settings.best}, not {config.best}"
         raise UserError(problem, "use the same --best, or give another --run_name")
@@ -182,7 +184,7 @@ def restore(
         # Check the weights first, because their error names the cause best. Load them after the optimizer's state,
         # because `load_optimizer` changes the weights.
         weights = read_weights(saved.path, module)
-        load_optimizer(saved.path, optimizer)
+        load_optimizer(saved.path, optimizer, module)
         module.load_state_dict(weights)
         return load_parts(saved.path, parts, saved.values)
 
