@@ -136,9 +136,20 @@ def test_a_tracker_gets_the_settings_and_then_the_finite_numbers_of_each_record(
     write_start(log, 0)
     odd = {"list": [1.0], "flag": True, "text": "a", "none": None}
     log.write("train", step=1, **TRAIN, bad=float("inf"), **odd)
-    log.write("note", step=1, text="a note")
+    log.write("end", step=1, reason="max_seconds", number=2)
     log.close()
     assert Fake.made == {"one": [SETTINGS, (1, SENT), "finished"]}
+
+
+def test_evaluations_of_the_weights_and_of_their_average_have_different_names(opened):
+    log = opened("one")
+    shared = {"step": 5, "epoch": 1, "split": "test", "count": 4, "seconds": 1.0}
+    for weights, accuracy in (("raw", 0.5), ("ema", 0.75)):
+        log.write("eval", **shared, weights=weights, accuracy=accuracy, top5=1.0, loss=1.0)
+    log.write("eval", **shared | {"step": 6}, accuracy=0.25, top5=1.0, loss=1.0)
+    found = [(step, next(name for name in sent if name.endswith("accuracy"))) for step, sent in Fake.made["one"]]
+    assert found == [(5, "eval/accuracy"), (5, "eval_ema/accuracy"), (6, "eval/accuracy")]
+    assert [sent[name] for (_, sent), (_, name) in zip(Fake.made["one"], found, strict=True)] == [0.5, 0.75, 0.25]
 
 
 def test_a_resumed_run_gives_a_tracker_the_kept_records_again_and_no_others(opened):

@@ -97,10 +97,11 @@ class Tracker(Sink):
         self.tracker.finish()
 
     def _send(self, record: Mapping[str, Any]) -> None:
-        numbers = {name: value for name, value in record.items() if name not in ("kind", "step")}
-        sent = {f"{record['kind']}/{name}": value for name, value in numbers.items() if _is_finite(value)}
-        if sent and record["kind"] != "start" and record["step"] >= self.first:
-            self.tracker.log(sent, step=record["step"])
+        if record["kind"] in ("train", "eval") and record["step"] >= self.first:
+            # With --ema_decay, an update has two evaluations.
+            kind = "eval_ema" if record.get("weights") == "ema" else record["kind"]
+            numbers = {f"{kind}/{name}": v for name, v in record.items() if _is_finite(v) and name != "step"}
+            self.tracker.log(numbers, step=record["step"])
 
 
 def settings_to_send(config: TrainConfig) -> dict[str, bool | int | float | str]:
