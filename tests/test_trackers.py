@@ -247,9 +247,17 @@ def test_a_list_of_trackers_names_each_sink_once():
     assert TRACKERS.sinks(TrainConfig()) == {} and list(SINKS) == ["terminal"]
 
 
-def test_a_dry_run_reports_to_no_tracker():
-    returned(1, train.main, [*FLAGS, "--report_to", "tensorboard", "--dry_run"])
-    assert not list(Path().rglob("*tfevents*"))
+def test_a_dry_run_starts_no_tracker(monkeypatch):
+    class Started(Fake):
+        requires_logging_directory = True
+
+        def __init__(self, *_, **__):
+            raise OSError("the tracker was started")
+
+    monkeypatch.setitem(TRACKERS, "tensorboard", Started)
+    flags = [*FLAGS, "--report_to", "tensorboard"]
+    returned(1, train.main, [*flags, "--dry_run"])
+    assert refused(train.main, *flags) == "train.py: error: the tracker was started"
 
 
 @pytest.mark.slow
