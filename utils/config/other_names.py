@@ -21,7 +21,7 @@ _SETTINGS = {
     "best": "eval_metric metric_for_best_model monitor",
     "model": "arch model_name model_name_or_path",
     "model_args": "drop",
-    "init_from": "initial_checkpoint start_checkpoint load_from finetune finetune_from",
+    "init_from": "initial_checkpoint start_checkpoint load_from finetune",
     "freeze": "freeze_backbone freeze_layers",
     "drop_path": "drop_connect drop_path_rate stochastic_depth_prob",
     "grad_checkpointing": "gradient_checkpointing activation_checkpointing",

@@ -155,7 +155,8 @@ class TrainConfig(LaunchConfig):
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
     microbatches: int | None = None
     """Parts of each global batch, a power of two, whose gradients are added up in one fixed order. The weights are then
-    the same, bit for bit, on any number of processes up to this one. Slower; the default of --threads is 1."""
+    the same, bit for bit, on any number of processes up to this one. Slower, and by default with one CPU
+    thread per process."""
     drop_last: bool = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
