@@ -112,6 +112,7 @@ def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch:
         output_dir=scratch,
         run_name="replay",
         resume=str(checkpoint) if checkpoint else None,
+        report_to=None,
         threads=flags.threads or start["threads"],
         grad_accum=accumulation,
     )
