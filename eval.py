@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt and the weights to evaluate, or what it would hold for --model; collective."""
+    """The verified checkpoint of --ckpt with the weights to evaluate, or the published run of --model; collective."""
     if flags.ckpt is None:
         return ranks.run_on_all(lambda: published_run(flags))
     ckpt = expand(flags.ckpt)
@@ -202,7 +202,7 @@ def load_weights(saved: SavedRun, config: TrainConfig, model: nn.Module) -> None
 
 
 def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str, Any]:
-    """What the record says of the weights."""
+    """What the record says about the weights."""
     if saved.weights is None:
         return {"model": flags.model, "pretrained": version_of(config)}
     place = {"checkpoint": str(saved.path.absolute()), "step": saved.state.step, "epoch": saved.state.epochs_begun}
