@@ -259,6 +259,8 @@ class TrainConfig(LaunchConfig):
     """Updates between evaluations (default: one epoch); the last update is always evaluated."""
     log_every: int = FROM_DATA
     """Updates between training records in the log (default: 50, or a quarter of the run's updates if that is less)."""
+    report_to: str | None = None
+    """Trackers that get the records of the log too, separated by commas."""
     eval_batch_size: int = 256
     """Samples per process in an evaluation batch, the same batches on every topology."""
     metrics: bool = False
