@@ -260,7 +260,7 @@ class TrainConfig(LaunchConfig):
     log_every: int = FROM_DATA
     """Updates between training records in the log (default: 50, or a quarter of the run's updates if that is less)."""
     report_to: str | None = None
-    """Trackers that get the records of the log too, separated by commas."""
+    """Trackers, separated by commas, that also get the records of the log."""
     eval_batch_size: int = 256
     """Samples per process in an evaluation batch, the same batches on every topology."""
     metrics: bool = False
