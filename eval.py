@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt with the weights to evaluate, or the published run of --model; collective."""
+    """The verified checkpoint of --ckpt and the weights to evaluate, or what it would hold for --model; collective."""
     if flags.ckpt is None:
         return ranks.run_on_all(lambda: published_run(flags))
     ckpt = expand(flags.ckpt)
