@@ -181,7 +181,7 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[
 def losses_of(run: Run, batches: Iterator[Batch], number: int | None) -> tuple[list[float], int, Batch]:
     """The sum of losses of each microbatch of the next update, their samples, and the microbatch to show.
 
-    This is the one with this number. By default it is the first with a NaN or infinite loss, else the first.
+    The latter is the one with this number, by default the first with a NaN or infinite loss, else the first of all.
     """
     losses: list[float] = []
     samples, shown = 0, next(batches)

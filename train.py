@@ -262,7 +262,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
 def evaluate(run: Run) -> dict | None:
     """Evaluate the weights, then log and return the metrics; None if asked to stop meanwhile.
 
-    With --ema_decay, their average is evaluated too, and its metrics count.
+    With --ema_decay, their average is evaluated too, and its metrics are returned.
     """
     state, split = run.state, run.data.evaluation
     state.owes_evaluation = True

@@ -370,7 +370,7 @@ def test_the_rates_of_timms_blocks_grow_up_to_the_one_that_is_given():
 
 @pytest.mark.parametrize("name", ["mlp", "resnet18", "timm/densenet121"])
 def test_models_without_stochastic_depth_are_refused_with_the_families_that_have_it(name):
-    with pytest.raises(UserError, match=rf"--drop_path: {name} does not have it; use one of timm models.*swin_\*"):
+    with pytest.raises(UserError, match=rf"--drop_path: {name} does not support it; use one of timm models.*swin_\*"):
         build(name, drop_path=0.1)
 
 
@@ -417,5 +417,5 @@ def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_sta
 
 @pytest.mark.parametrize("name", ["mlp", "mnist_cnn"])
 def test_models_without_blocks_are_refused(name):
-    with pytest.raises(UserError, match=rf"--grad_checkpointing: {name} does not offer it; use a model with blocks"):
+    with pytest.raises(UserError, match=rf"--grad_checkpointing: {name} does not support it; use a model with blocks"):
         checkpoint_blocks(build(name), name)

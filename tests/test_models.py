@@ -591,7 +591,7 @@ SMALL_SWIN |= {"drop_path_rate": 0.0}
 NO_EMPTY = "timm/swin_tiny_patch4_window7_224"
 
 
-def test_a_model_that_cannot_take_an_empty_batch_computes_a_black_image_without_effect():
+def test_a_model_that_cannot_take_an_empty_batch_computes_an_image_of_zeros_without_effect():
     model = build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN)
     model.layers[1].eval()  # as of a frozen layer
     modes = [module.training for module in model.modules()]

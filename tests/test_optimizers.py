@@ -160,7 +160,7 @@ def test_muon_is_torchs_muon_on_hidden_matrices_and_torchs_adamw_on_the_rest(lay
 
 @pytest.fixture
 def on_meta():
-    """Models have no values: they are created at once."""
+    """Models are created without values, which takes no time."""
     with torch.device("meta"):
         yield
 

@@ -32,7 +32,7 @@ PLACES = [0, 281, 999]  # of these classes among the outputs
 
 @pytest.fixture(autouse=True)
 def caches(monkeypatch):
-    """Folders for published weights of the test's own, and no way into the network."""
+    """Folders for published weights of the test's own, and no access to the network."""
     monkeypatch.setenv("TORCH_HOME", os.path.abspath("torch"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", os.path.abspath("hub"))
     for name in ("http_proxy", "https_proxy"):
@@ -40,7 +40,7 @@ def caches(monkeypatch):
 
 
 def publish(name: str) -> torch.nn.Module:
-    """Put random weights where torchvision or timm looks for the published ones; returns their network."""
+    """Put random weights where torchvision or timm looks for the published ones; returns a model with them."""
     torch.manual_seed(1)
     if name.startswith("timm/"):
         model = timm.create_model(name[5:])
@@ -133,7 +133,7 @@ def test_synsets_are_known_without_timm_if_all_are_there(monkeypatch):
     synsets = ImageNetInfo("imagenet-1k").label_names()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert names_as_in(synsets[::-1]) == synsets
-    with pytest.raises(UserError, match="the list of all is not installed; pip install timm"):
+    with pytest.raises(UserError, match="which lists all, is not installed; pip install timm"):
         names_as_in(["n01440764", "n02123045"])
     words = [f"{name}, with more words" for name in CLASSES]  # their order cannot be checked without timm
     assert names_as_in(words) == words
@@ -165,7 +165,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line():
         ((), "--ckpt is missing; give a run folder or a checkpoint, or --model NAME --pretrained for published"),
         (("--ckpt", "runs/a", "--model", "resnet18"), "--ckpt and --model exclude each other; use only one"),
         (("--ckpt", "runs/a", "--pretrained"), "--pretrained needs --model; name the model"),
-        (("--model", "resnet18", "--data", "data"), "--model needs --pretrained, as a new model has learned nothing;"),
+        (("--model", "resnet18", "--data", "data"), "--model needs --pretrained: a new model is not trained;"),
         (("--model", "resnet18", "--pretrained"), "--model needs --data; name the data to evaluate on"),
         (("--model", "resnet8", "--pretrained", "--data", "data"), "--model resnet8: no such model; did you mean"),
         (("--model", "mlp", "--pretrained", "--data", "data"), "--pretrained: mlp has no published weights; use"),

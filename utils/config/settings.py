@@ -125,8 +125,8 @@ class TrainConfig(LaunchConfig):
     the Hugging Face Hub. Rows of the head are kept for classes of the same name, other tensors if their shape fits.
     Model, input size, mean and std are those of the weights unless they are given."""
     freeze: list[str] = field(default_factory=list)
-    """Layers or parameters that are not trained, by name or pattern, such as conv1 'layer[12]'; backbone is all but the
-    head. Batch normalisation without trained parameters keeps its statistics."""
+    """Names or patterns of layers or parameters that are not trained, such as conv1 'layer[12]'; backbone is everything
+    except the head. Batch normalisation without trained parameters keeps its statistics."""
     drop_path: float | None = None
     """Probability of dropping the residual branch of the last block, per sample; less in earlier blocks (stochastic
     depth; default: that of the model)."""
@@ -154,9 +154,9 @@ class TrainConfig(LaunchConfig):
     grad_accum: int | None = None
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
     microbatches: int | None = None
-    """Parts of each global batch, a power of two, whose gradients are added up in one fixed order. The weights are then
-    the same, bit for bit, on any number of processes up to this one. Slower, and by default with one CPU
-    thread per process."""
+    """Cut each global batch into this many parts, a power of two, and add up their gradients in one fixed order. The
+    weights are then the same, bit for bit, on any number of processes up to this one. This is slower, and the default
+    of --threads is then 1 on CPUs."""
     drop_last: bool = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
@@ -174,7 +174,7 @@ class TrainConfig(LaunchConfig):
     lr: float = FROM_DATA
     """Peak learning rate (default: depends on optimizer, start and batch; 0.05 for sgd and 128 samples)."""
     lr_per: int | None = None
-    """Samples per update for which --lr is given: the learning rate is --lr times the global batch / this number."""
+    """Global batch for which --lr is given: the learning rate is --lr times the global batch / this number."""
     layer_decay: float | None = None
     """Give each layer this factor times the learning rate of the next layer, usually 0.65 to 0.9, to fine-tune
     (default: all layers have the same)."""
@@ -260,7 +260,7 @@ class TrainConfig(LaunchConfig):
     log_every: int = FROM_DATA
     """Updates between training records in the log (default: 50, or a quarter of the run's updates if that is less)."""
     report_to: str | None = None
-    """Trackers that get the records of the log too, separated by commas."""
+    """Trackers, separated by commas, that also get the records of the log."""
     eval_batch_size: int = 256
     """Samples per process in an evaluation batch, the same batches on every topology."""
     metrics: bool = False
@@ -296,7 +296,7 @@ class TrainConfig(LaunchConfig):
         require(not (self.pretrained and self.init_from), "--pretrained and --init_from exclude each other", "use one")
         together = self.sync_batchnorm and self.grad_checkpointing
         require(not together, "--grad_checkpointing cannot be used with --sync_batchnorm", "use only one")
-        self.optimizer = self.optimizer.lower()  # classes of torch.optim are found in any case
+        self.optimizer = self.optimizer.lower()  # upper and lower case are the same
         require(self.lr_per is None or self.lr is not None, "--lr_per needs --lr", "give the learning rate for it")
         for flag in ("warmup_steps", "cooldown_steps"):
             check_steps(flag, getattr(self, flag))

@@ -58,7 +58,7 @@ def names_as_in(names: Sequence[str]) -> list[str]:
 def _from_timm() -> Any:
     """The synsets and the lists of words of ImageNet's classes in the order of the outputs."""
     if importlib.util.find_spec("timm") is None:
-        problem = "some of ImageNet's synsets are the classes of --data, and the list of all is not installed"
+        problem = "--data has some of ImageNet's synsets as classes, and timm, which lists all, is not installed"
         raise UserError(problem, "pip install timm, or use data with all 1,000 classes")
     from timm.data import ImageNetInfo
 

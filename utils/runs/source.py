@@ -127,7 +127,7 @@ def _download(where: str) -> Path:
         path = hf_hub_download(repository, WEIGHTS, revision=commit)
     except Exception as error:  # of many classes
         reason = f"no such file or folder, and {WEIGHTS} of {repository} cannot be downloaded"
-        fix = f"correct the name, or without a network, run `hf download {repository} {WEIGHTS} config.json` elsewhere"
+        fix = f"correct the name, or, without a network, run `hf download {repository} {WEIGHTS} config.json` elsewhere"
         fix = f"{fix} and copy the files to {HF_HUB_CACHE}"
         raise UserError(f"--init_from {where}: {reason} ({one_line(error)[:160]})", fix) from error
     with suppress(EntryNotFoundError):
@@ -173,7 +173,7 @@ def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
         if "architecture" in about:
             values["model"] = f"timm/{about['architecture']}"
         if not all(isinstance(name, str) for name in names or []):
-            raise ValueError("class names are not texts")
+            raise ValueError("class names are not strings")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{labels if labels.is_file() else path}: malformed ({one_line(error)})", "delete it"

@@ -12,7 +12,7 @@ from utils.models.matching import heads_of
 Groups = list[dict[str, Any]]
 Named = list[tuple[str, nn.Parameter]]
 
-# Embeddings, tokens and scales of models that do not name them by `no_weight_decay`, by the end of their names
+# The last parts of the names of embeddings, tokens and scales. Not all models list them in `no_weight_decay`.
 _UNDECAYED = ("class_token", "cls_token", "pos_embed", "pos_embedding", "relative_position_bias_table", "layer_scale")
 _CONTAINERS = nn.Sequential | nn.ModuleList | nn.ModuleDict
 

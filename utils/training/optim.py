@@ -1,4 +1,4 @@
-"""Optimizers: all of torch.optim that work with gradients alone.
+"""Optimizers: those of torch.optim that need nothing but the gradients of an update.
 
 To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a default are what
 --optimizer_args may set. Settings that it does not use belong in `advice` (config/advice.py).

@@ -131,7 +131,7 @@ def exponential(done: float, end: float = 0.01) -> float:
 
 
 def step(config: TrainConfig, update: int, updates: int, step_size: float = 0.3, gamma: float = 0.1) -> float:
-    """Multiplied by `gamma` every `step_size` updates, or below 1, each time this fraction of the run is done."""
+    """Multiplied by `gamma` every `step_size` updates. Below 1, `step_size` is a fraction of the run."""
     if step_size <= 0:
         raise ValueError(f"step_size must be above 0, got {step_size}")
     return _warmed(config, update, updates) * gamma ** (update // max(1, count_of(step_size, updates)))
@@ -140,7 +140,7 @@ def step(config: TrainConfig, update: int, updates: int, step_size: float = 0.3,
 def multistep(
     config: TrainConfig, update: int, updates: int, milestones: Sequence[float] = (0.5, 0.75), gamma: float = 0.1
 ) -> float:
-    """Multiplied by `gamma` at each of the `milestones`, in updates, or below 1 as fractions of the run."""
+    """Multiplied by `gamma` at each of the `milestones`, in updates. Those below 1 are fractions of the run."""
     drops = sum(update >= count_of(milestone, updates) for milestone in milestones)
     return _warmed(config, update, updates) * gamma**drops
 
@@ -194,8 +194,8 @@ def reduce_on_plateau(config: TrainConfig, state: TrainState, updates: int) -> N
 def learning_rate(config: TrainConfig, update: int, updates: int, lr_factor: float = 1.0) -> float:
     """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology.
 
-    With --cooldown_steps, the schedule ends before them, and they take the learning rate linearly to 0. `lr_factor`
-    is that of the state, which only --lr_schedule plateau uses.
+    With --cooldown_steps, the schedule ends before the cool-down, in which the learning rate falls linearly to 0.
+    `lr_factor` is that of the state, which only --lr_schedule plateau uses.
     """
     cooldown = count_of(config.cooldown_steps, updates)
     before, left = updates - cooldown, updates - update
