@@ -161,6 +161,8 @@ def evaluate(
     spec = saved.spec.for_evaluation()
     if config.eval_crop is not None and spec.small:
         terminal.print("--eval_crop has no effect: small images are evaluated whole")
+    if "flip" in (flags.tta or "") and not (config.flip or flags.model):
+        terminal.print("--tta flip: this run was trained without --flip, so mirror images are new to it")
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))

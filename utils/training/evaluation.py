@@ -46,6 +46,8 @@ class Evaluator:
         `stopping`, if it was asked to stop. Returns None if asked to stop. The result has `left_out` if images were
         skipped. Raises ValueError if images cannot be read, and RuntimeError if a sample is missing or counted twice.
         """
+        if self.config.metrics and self.ranks.is_main:  # takes seconds, which are not those of the evaluation
+            import utils.tasks.metrics  # noqa: F401
         start, was_training = time.perf_counter(), self.model.training
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
