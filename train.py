@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from utils.config.batch import resolve_batch
 from utils.config.cli import parse_args
@@ -39,7 +38,6 @@ from utils.memory import frozen_garbage
 from utils.models.batch_norm import check_batch_norm, has_batch_norm
 from utils.models.zoo import OWN_MODELS, build_model, check_model, seed_layers
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator, prepare_buckets
-from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
@@ -56,6 +54,7 @@ from utils.runs.resume import (
     spec_of_start,
     task_of_start,
 )
+from utils.runs.source import find_source
 from utils.runs.state import TrainState
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
@@ -63,13 +62,14 @@ from utils.training.bad_images import without_bad
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
 from utils.training.first_batch import write_first_batch
-from utils.training.gradients import make_gradients, prepare_model
+from utils.training.gradients import clip_gradients, make_gradients, prepare_model
 from utils.training.meter import Meter, Pace
 from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
 from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
 from utils.training.saving import finish_save, save
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
+from utils.training.start_model import start_model
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES  # of names
@@ -112,6 +112,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     before = start.saved.settings.mixed_precision if start.saved else None
     accelerator = make_accelerator(ranks, config, before)
     config = ranks.run_on_all(lambda: settings_of_start(config, start.saved, processes))
+    config, source = find_source(config, start.saved, ranks)
     data = find_data(config, start, ranks)
     make_plan = partial(plan_of_start, config, start.saved, data.train, processes)
     config, chosen, plan = ranks.run_on_all(make_plan)
@@ -120,7 +121,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
     config, task = ranks.run_on_all(lambda: task_of_start(config, data))
-    module = make_module(config, spec, task.outputs, ranks)
+    build = partial(build_model, config, spec, task.outputs, True, data.class_names)
+    module = start_model(build, config, data.class_names, source, ranks)
     optimizer = build_optimizer(config, module)
     updates = ranks.run_on_all(lambda: total_updates(config, plan))
     if has_batch_norm(module):
@@ -159,6 +161,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
         accelerator=accelerator,
         folder=run_folder,
         resumed_from=start.saved.path if start.saved else None,
+        source=source,
         data=data,
         spec=spec,
         task=task,
@@ -205,14 +208,6 @@ def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) ->
         make = partial(make_dataset, split, size, config, training, bar)
         made.append(ranks.run_on_all(make, main_first=True, place="decoding images"))
     return ranks.run_on_all(lambda: keep_on_device(made, config, ranks.device))
-
-
-def make_module(config: TrainConfig, spec: InputSpec, outputs: int, ranks: Ranks) -> nn.Module:
-    """The model with its initial weights, the same on all ranks."""
-    torch.manual_seed(fold_in(config.seed, "weights"))
-    build = partial(build_model, config, spec, outputs)
-    module = ranks.run_on_all(build, main_first=True, place="building the model")
-    return ranks.run_on_all(lambda: convert_batch_norm(module)) if config.sync_batchnorm else module
 
 
 def train(run: Run) -> dict | None:
@@ -269,8 +264,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
             accelerator.backward(loss * scale)
         run.meter.add(loss, outputs, batch.labels, waited, where)
     gradients.finish()
-    if config.clip_norm is not None:
-        accelerator.clip_grad_norm_(run.model.parameters(), config.clip_norm)
+    clip_gradients(accelerator, run.model, config)
     run.optimizer.step()
     run.optimizer.zero_grad()
     state.updated(plan)

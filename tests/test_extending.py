@@ -212,12 +212,11 @@ def test_two_processes_train_with_all_parts_at_once(runs):
     log = records("two", "train")
     losses = poly_losses(logits_of(initial, images), labels.tolist())
     assert log[0]["loss"] == pytest.approx(math.fsum(losses) / 12, rel=1e-5)
-    cycle = [0.02 * (1 + math.cos(math.pi * n / 5)) / 2 for n in range(5)]
-    assert [record["lr"] for record in log] == pytest.approx(cycle * 2)
+    rates = [0.02 * (1 - math.tanh(-4 + 7 * n / 10)) / 2 for n in range(10)]
+    assert [record["lr"] for record in log] == pytest.approx(rates)
     optimizer = optimizer_state("two")
-    shapes = {frozenset(state) for state in optimizer["state"].values()}
-    assert shapes == {frozenset({"step", "row_var", "col_var"}), frozenset({"step", "variance"})}
-    assert [group["d"] for group in optimizer["param_groups"]] == [2.0, 2.0]
+    assert {frozenset(state) for state in optimizer["state"].values()} == {frozenset({"momentum_buffer"})}
+    assert [group["trust"] for group in optimizer["param_groups"]] == [0.5, 0.5]
     rows = [[float(value) for value in line.split(",")] for line in Path("runs/two/train.csv").read_text().split()]
     assert rows == [[record["step"], record["lr"], record["loss"]] for record in log] and len(rows) == 10
 
@@ -275,16 +274,16 @@ def test_help_lists_the_new_names_and_errors_suggest_them(made):
     for entry in (
         "separable_cnn (Depthwise",
         "--solarize",
-        "adafactor (Adafactor",
-        "restarts (Cosine",
+        "lars (SGD whose",
+        "tanh (Decay",
         "focal (Focal",
         ".npz (A file of the arrays",
         "separable_cnn: width, depth",
-        "adafactor: d)",
-        "restarts: cycles)",
+        "lars: trust; adafactor",
+        "tanh: lower, upper)",
     ):
         assert entry in text
-    wrong = {"model": "separable_cn", "optimizer": "adafacto", "lr_schedule": "restart", "loss": "foca"}
+    wrong = {"model": "separable_cn", "optimizer": "lar", "lr_schedule": "tan", "loss": "foca"}
     for flag, name in wrong.items():
         (outcome,) = run_ranks(1, in_copy, made.copy, "train", [f"--{flag}", name])
         assert outcome.code == 2 and re.search(f"; did you mean {name}.*\n", outcome.err), outcome.err

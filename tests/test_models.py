@@ -321,6 +321,41 @@ def test_published_weights_are_loaded_under_a_new_head_and_evaluated_as_trained(
     check_training(model, small)
 
 
+def head_rows(settings, names, published):
+    """A model for these classes with published weights, and the rows of the published head that it has."""
+    config = TrainConfig(pretrained=True, **settings)
+    spec = input_spec(config, 3, (32, 32))
+    model = build_model(config, InputSpec(64, 64, 3, spec.mean, spec.std), len(names), True, names)
+    own, whole = model.fc.weight, published.fc.weight
+    equal = [[row for row, other in enumerate(whole) if torch.equal(one, other)] for one in own]
+    return model, [rows[0] for rows in equal if rows]
+
+
+def test_the_published_head_is_kept_for_classes_that_the_weights_know(hub):
+    published = publish(hub, "resnet18")
+    settings = {"model": "resnet18"}
+    categories = torchvision.models.ResNet18_Weights.DEFAULT.meta["categories"]
+    model, rows = head_rows(settings, ["goldfish", "tench", "toilet tissue"], published)
+    assert rows == [categories.index(name) for name in ("goldfish", "tench", "toilet tissue")] == [1, 0, 999]
+    assert torch.equal(model.fc.bias, published.fc.bias[rows])
+    spec = InputSpec(96, 96, 3, [0.5] * 3, [0.5] * 3)
+    torch.testing.assert_close(logits_of(model, spec), logits_of(published, spec)[:, rows])
+    assert model.head_change == "head of the published weights for all 3 classes"
+    assert head_rows(settings, ["n01443537", "n01440764"], published)[1] == [1, 0]  # WordNet ids
+    model, rows = head_rows(settings, ["goldfish", "a fish of mine"], published)
+    assert rows == [] and not hasattr(model, "head_change")
+
+
+def test_the_head_of_timms_weights_is_kept_too():
+    torch.manual_seed(1)
+    published = timm.create_model("resnet10t")
+    torch.save(published.state_dict(), "weights.pt")
+    settings = {"model": "timm/resnet10t", "model_args": {"pretrained_cfg_overlay": {"file": "weights.pt"}}}
+    assert head_rows(settings, ["n15075141", "n01440764"], published)[1] == [999, 0]
+    assert head_rows(settings, ["goldfish, Carassius auratus", "tench, Tinca tinca"], published)[1] == [1, 0]
+    assert head_rows(settings, ["goldfish", "tench", "other"], published)[1] == []
+
+
 def test_the_vision_transformer_takes_its_weights_at_their_size_only():
     problem = "--image_size 32: the weights of vit_b_16 are for 224x224 images only; leave out --image_size"
     with pytest.raises(ValueError, match=problem):

@@ -97,7 +97,7 @@ def _step_with_a_loaded_optimizer(kind):
         trained(torch.ones(4, 6)).sum().backward()
         optimizer.step()
     torch.save(optimizer.state_dict(), "optimizer.bin")
-    load_optimizer(Path(), other)
+    load_optimizer(Path(), other, fresh)
     fresh.load_state_dict(trained.state_dict())
     assert other.param_groups[0]["lr"] == 0.3 and all(weight.grad is None for weight in fresh.parameters())
     other.param_groups[0]["lr"] = 0.1

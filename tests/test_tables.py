@@ -38,10 +38,21 @@ def refusal(capsys, *flags):
 @pytest.mark.parametrize(
     ("setting", "name", "error"),
     [
-        ("optimizer", "adamm", "no such optimizer; did you mean adamw?"),
-        ("optimizer", "lion", "no such optimizer; use sgd, adamw"),
-        ("lr_schedule", "cosin", "no such lr schedule; did you mean cosine?"),
-        ("lr_schedule", "step", "no such lr schedule; use constant, linear, cosine, onecycle"),
+        ("optimizer", "adamm", "no such optimizer; did you mean adam, radam or nadam?"),
+        ("optimizer", "lion", "no such optimizer; use sgd, rmsprop, adam, adamw, muon, adafactor"),
+        ("optimizer", "lbfgs", "it computes the gradient several times in an update; use sgd, rmsprop"),
+        (
+            "optimizer",
+            "rprop",
+            "it needs the gradient of all training samples, and uses no learning rate schedule; use",
+        ),
+        ("optimizer", "sparseadam", "it takes sparse gradients only; use sgd, rmsprop"),
+        ("lr_schedule", "cosin", "no such lr schedule; did you mean cosine or cosine_restarts?"),
+        (
+            "lr_schedule",
+            "plateau",
+            "no such lr schedule; use constant, linear, cosine, cosine_restarts, onecycle, step",
+        ),
         ("loss", "hinge", "no such loss; use cross_entropy, binary_cross_entropy"),
     ],
 )
@@ -58,7 +69,10 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
     for table in (OPTIMIZERS, SCHEDULES, LOSSES, SOURCES):
         entries = [f"{name} ({inspect.getdoc(function).splitlines()[0][:-1]})" for name, function in table.items()]
         assert "".join(f"{', '.join(entries)}".split()) in text
-    assert "(sgd:nesterov;adamw:betas,eps" in text and "onecycle:div_factor,final_div_factor" in text
+    assert (
+        "(sgd:nesterov;rmsprop:alpha,eps,centered;adam:betas,eps,amsgrad" in text
+        and "onecycle:div_factor,final_div_factor" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,15 +82,28 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
         ("--optimizer sgd", "{momentum: 0.5}", "momentum is set by --momentum; leave it out here"),
         ("--optimizer adamw", "{weight_decay: 0}", "weight_decay is set by --weight_decay; leave it out here"),
         ("--optimizer adamw", "{beta: [0.9, 0.99]}", "unknown argument beta; did you mean betas?"),
-        ("--optimizer adamw", "{fused: false}", "unknown argument fused; use betas, eps"),
+        ("--optimizer adamw", "{fused: false}", "unknown argument fused; use betas, eps, amsgrad"),
+        ("--optimizer rmsprop", "{momentum: 0.5}", "momentum is set by --momentum; leave it out here"),
+        ("--optimizer rmsprop", "{alfa: 0.5}", "unknown argument alfa; did you mean alpha?"),
+        ("--optimizer muon", "{ns_steps: 100}", "Number of steps must be less than 100"),
+        ("--optimizer muon", "{adjust_lr_fn: rms}", "Adjust learning rate function rms is not supported"),
+        ("--optimizer nadam", "{betas: [0.9]}", "betas must have 2 values, got [0.9]; change"),
+        ("--optimizer muon", "{betas: [0.9]}", "not enough values to unpack (expected 2, got 1); change"),
+        ("--optimizer adagrad", "{maximize: true}", "unknown argument maximize; use lr_decay"),
         ("--optimizer adamw", "{betas: 0.9}", "betas must be a value such as (0.9, 0.999), got 0.9"),
-        ("--optimizer adamw", "{betas: [0.9, 0.95, 0.99]}", "too many values to unpack (expected 2); change or remove"),
+        ("--optimizer adamw", "{betas: [0.9, 0.95, 0.99]}", "betas must have 2 values, got [0.9, 0.95, 0.99]; change"),
         ("--optimizer adamw", "{betas: [0.9, 1]}", "Invalid beta parameter at index 1"),
         ("--optimizer adamw", "{eps: true}", "eps must be a value such as 1e-08, got True"),
         ("--optimizer adamw", "{eps: .nan}", "eps must be a value such as 1e-08, got nan"),
         ("--optimizer sgd", "{nesterov: 1}", "nesterov must be a value such as True, got 1"),
         ("--lr_schedule constant", "{end: 1}", "unknown argument end; remove it, this function takes no arguments"),
         ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -1 times --lr"),
+        ("--lr_schedule step", "{step_size: 0.0}", "step_size must be above 0, got 0.0; change or remove"),
+        ("--lr_schedule step", "{gamma: -0.5}", "the learning rate would be -0.125 times --lr"),
+        ("--lr_schedule multistep", "{milestones: [a]}", "change or remove these arguments"),
+        ("--lr_schedule multistep", "{milestones: 3}", "milestones must be a value such as (0.5, 0.75), got 3"),
+        ("--lr_schedule exponential", "{end: 0.0}", "end must be above 0, got 0.0; change or remove"),
+        ("--lr_schedule cosine_restarts", "{cycles: 0}", "cycles must be at least 1, and multiplier above 0"),
         ("--lr_schedule onecycle", "{div_factor: 0}", "division by zero; change or remove these arguments"),
         ("--lr_schedule onecycle", "{warmup_steps: 3}", "warmup_steps is set by --warmup_steps"),
     ],

@@ -79,6 +79,8 @@ def plain_losses(*flags, vector_scale=lambda step: 1.0):
             loss = F.binary_cross_entropy_with_logits(logits, targets)
         optimizer.zero_grad()
         loss.backward()
+        if config.clip_value:
+            torch.nn.utils.clip_grad_value_(model.parameters(), config.clip_value)
         if config.clip_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
         optimizer.step()
@@ -99,7 +101,7 @@ def test_losses_of_50_updates_equal_a_plain_loop_over_global_batches(topology):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--label_smoothing", "0.1", "--clip_norm", "0.5"),
+        ("--label_smoothing", "0.1", "--clip_norm", "0.5", "--clip_value", "0.02"),
         ("--loss", "binary_cross_entropy", "--label_smoothing", "0.1"),
         pytest.param(("--optimizer", "adamw", "--lr", "0.001", "--weight_decay", "0.1"), marks=pytest.mark.full),
         pytest.param(

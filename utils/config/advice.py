@@ -7,15 +7,21 @@ from utils.config.settings import TrainConfig
 
 
 def advice(
-    config: TrainConfig, small: tuple[bool, bool], by_loader: bool, has_columns: bool, processes: int
+    config: TrainConfig,
+    small: tuple[bool, bool],
+    by_loader: bool,
+    has_columns: bool,
+    processes: int,
+    has_momentum: bool = True,
 ) -> list[str]:
     """A line for each changed setting that has no effect in this run or does not suit its data.
 
     `small`: whether training and evaluation use small images. With `by_loader`, loader processes augment them.
+    `has_momentum`: whether --momentum applies to the optimizer.
     """
     all_small, any_small = all(small), any(small)
     unused = (
-        ("momentum", config.optimizer == "adamw", "adamw has no momentum"),
+        ("momentum", not has_momentum, f"{config.optimizer} has no momentum"),
         ("comm_hook", processes == 1, "a single process exchanges no gradients"),
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
         ("static_graph", processes == 1, "a single process exchanges no gradients"),
@@ -52,7 +58,7 @@ def advice(
 
 def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
     """A line about --pretrained for a new model and few training photographs."""
-    if config.pretrained or photographs >= 1000:
+    if config.pretrained or config.init_from or photographs >= 1000:
         return []
     return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
 

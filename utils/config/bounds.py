@@ -10,23 +10,24 @@ _WEEK = 7 * 24 * 3600  # seconds; gloo and the store count milliseconds
 _COUNTS = (
     *("max_train_samples", "max_eval_samples", "image_size", "eval_size", "epochs", "max_steps", "batch_size"),
     *("global_batch_size", "grad_accum", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads"),
-    *("repeats", "microbatches", "update"),
+    *("repeats", "microbatches", "update", "lr_per"),
 )
 _NOT_NEGATIVE = (
-    *("crop_padding", "weight_decay", "momentum", "warmup_steps", "label_smoothing", "num_workers", "slow"),
+    *("crop_padding", "weight_decay", "momentum", "warmup_steps", "cooldown_steps", "label_smoothing", "num_workers"),
     *("color_jitter", "random_erasing", "cutout", "mixup", "cutmix", "mix_prob", "mix_off_epoch"),
-    "microbatch",
+    *("microbatch", "slow", "drop_path"),
 )
 _AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
 _FRACTIONS = ("min_scale", "eval_crop")
 _ABOVE = dict.fromkeys(("pos_weight", "threshold"), 0)
-_ABOVE |= dict.fromkeys(("lr", "std", "eval_fraction", "save_seconds", "clip_norm", "timeout", *_FRACTIONS), 0)
-_BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "threshold"), 1)
+_ABOVE |= dict.fromkeys(("lr", "std", "eval_fraction", "save_seconds", "clip_norm", "clip_value"), 0)
+_ABOVE |= dict.fromkeys(("layer_decay", "timeout", *_FRACTIONS), 0)
+_BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "threshold", "drop_path"), 1)
 _AT_MOST = {"crop_padding": 1024, "grad_accum": 2**16, "microbatches": 2**16, "seed": 2**63 - 1}
 _AT_MOST |= dict.fromkeys(("image_size", "eval_size"), 2**16 - 1)
 _AT_MOST |= dict.fromkeys(_FRACTIONS, 1) | {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
 _AT_MOST |= {"color_jitter": 100, "random_erasing": 1, "cutout": 2**16 - 1}
-_AT_MOST |= {"mixup": 1000, "cutmix": 1000, "mix_prob": 1}
+_AT_MOST |= {"layer_decay": 1, "mixup": 1000, "cutmix": 1000, "mix_prob": 1}
 _LARGEST_INTEGER = 2**31 - 1  # if there is no other limit
 
 
@@ -59,6 +60,13 @@ def check_sizes(config: Any) -> None:
         fits = not isinstance(size, list) or len(size) == 2
         problem = f"--{name} must be one number, or the height and the width, got {size}"
         require(fits, problem, f"for example --{name} 160 224")
+
+
+def check_steps(name: str, steps: int | float | None) -> None:
+    """Raise UserError for a number of updates that is neither an integer nor a fraction of the run."""
+    fits = steps is None or steps < 1 or steps == int(steps)
+    problem = f"--{name} must be an integer, or below 1 for a fraction of the run, got {steps}"
+    require(fits, problem)
 
 
 def check_run_name(name: str | None) -> None:

@@ -1,6 +1,7 @@
 """Fill a settings dataclass from --config FILE, then from the flags. An error is reported on one line."""
 
 import argparse
+import json
 import re
 import sys
 import warnings
@@ -149,7 +150,10 @@ def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
-    """Reject unknown flags, set boolean flags without a value to true, and write numbers after a list flag as YAML."""
+    """Reject unknown flags, set boolean flags without a value to true, and write lists as YAML.
+
+    A flag with a list of texts may be repeated; its values are put together.
+    """
     # The words that a boolean flag accepts besides true and false. Those that may be None need a value.
     booleans = {
         f.name: [word for part in get_args(f.type) for word in get_args(part)]
@@ -163,8 +167,9 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
         for name, parts in kinds.items()
         if list[int] in parts or list[float] in parts
     }
+    texts: dict[str, list[str]] = {f.name: [] for f in fields(cls) if f.type == list[str]}
     result: list[str] = []
-    skip = 0  # numbers that are already part of a list
+    skip = 0  # words that are already part of a list
     for position, argument in enumerate(argv):
         if skip:
             skip -= 1
@@ -184,6 +189,13 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
             if len(numbers) >= least[name]:
                 skip = len(numbers) if "=" not in argument else 0
                 result[-1] = f"--{name}=[{', '.join(numbers)}]"
+        if name in texts:
+            words = argv[position + 1 :] if "=" not in argument else [argument.partition("=")[2]]
+            words = list(takewhile(lambda word: not word.startswith(("--", "[")), words))
+            if words:
+                skip = len(words) if "=" not in argument else 0
+                texts[name] += words
+                result[-1] = f"--{name}={json.dumps(texts[name])}"
         if name in booleans and "=" not in argument:
             if following.startswith("--"):
                 result.append("true")

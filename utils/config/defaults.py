@@ -29,10 +29,18 @@ class Rates(NamedTuple):
 
 
 # SGD's rule is that of Goyal et al., 2017, whose 0.1 for 256 samples is 0.05 for 128. The square root for Adam is that
-# of Malladi et al., 2022. An optimizer without values of its own has those of adamw.
+# of Malladi et al., 2022. An optimizer without values of its own has those of adamw; muon's updates have the same size.
+# The weight decay of the optimizers below adamw is 0 because it is not decoupled: it would be divided by the gradients'
+# size. Their learning rates are PyTorch's, except for rmsprop, whose steps --momentum multiplies by up to 10.
 RATES = {
     "sgd": Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4),
+    "asgd": Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4),
     "adamw": Rates(new=1e-3, pretrained=1e-4, power=0.5, weight_decay=0.05),
+    **dict.fromkeys(("adam", "adamax", "nadam", "radam"), Rates(1e-3, 1e-4, 0.5, 0.0)),
+    "rmsprop": Rates(new=3e-4, pretrained=3e-5, power=0.5, weight_decay=0.0),
+    "adagrad": Rates(new=1e-2, pretrained=1e-3, power=0.5, weight_decay=0.0),
+    "adadelta": Rates(new=1.0, pretrained=0.1, power=0.5, weight_decay=0.0),
+    "adafactor": Rates(new=1e-2, pretrained=1e-3, power=0.5, weight_decay=0.0),
 }
 
 
@@ -78,7 +86,7 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
         sizes.append(f"log every {chosen['log_every']} update{'s' * (chosen['log_every'] != 1)}")
     own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
-        base, start = (own.pretrained, "pretrained") if config.pretrained else (own.new, "new")
+        base, start = (own.pretrained, "pretrained") if config.pretrained or config.init_from else (own.new, "new")
         chosen["lr"] = base * min(1.0, batch / LARGEST_BATCH) ** own.power
         rates.append(f"lr {chosen['lr']:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)")
     if config.weight_decay is None:

@@ -4,7 +4,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from utils.config.bounds import check_microbatches, check_ranges, check_run_name, check_sizes, require
+from utils.config.bounds import check_microbatches, check_ranges, check_run_name, check_sizes, check_steps, require
 from utils.config.yaml_text import dump_yaml
 
 FROM_DATA: Any = None  # the default of settings that defaults.py fills when the data is known
@@ -119,7 +119,20 @@ class TrainConfig(LaunchConfig):
     model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False
-    """Start from the published weights of the model."""
+    """Start from the published weights of the model; their head is kept if it knows the classes of the data."""
+    init_from: str | None = None
+    """Start from other weights: a run (its best checkpoint), a checkpoint, a safetensors file, or hf://OWNER/NAME on
+    the Hugging Face Hub. Rows of the head are kept for classes of the same name, other tensors if their shape fits.
+    Model, input size, mean and std are those of the weights unless they are given."""
+    freeze: list[str] = field(default_factory=list)
+    """Layers or parameters that are not trained, by name or pattern, such as conv1 'layer[12]'; backbone is all but the
+    head. Batch normalisation without trained parameters keeps its statistics."""
+    drop_path: float | None = None
+    """Probability of dropping the residual branch of the last block, per sample; less in earlier blocks (stochastic
+    depth; default: that of the model)."""
+    grad_checkpointing: bool = False
+    """Compute the activations inside blocks again in the backward pass instead of keeping them: less memory, slower,
+    the same results."""
     stem: Literal["auto", "small", "standard"] = "auto"
     """First layers of a torchvision model: standard keeps them; small replaces them with a 3x3 convolution of stride
     1, which is slower but more accurate on small images and does not fit torchvision's weights; auto is small for
@@ -153,20 +166,31 @@ class TrainConfig(LaunchConfig):
     optimizer_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
     lr: float = FROM_DATA
-    """Peak learning rate (default: depends on optimizer, --pretrained and batch; 0.05 for sgd and 128 samples)."""
+    """Peak learning rate (default: depends on optimizer, start and batch; 0.05 for sgd and 128 samples)."""
+    lr_per: int | None = None
+    """Samples per update for which --lr is given: the learning rate is --lr times the global batch / this number."""
+    layer_decay: float | None = None
+    """Multiply the learning rate of each layer by this factor for each layer between it and the last one, usually 0.65
+    to 0.9, to fine-tune."""
     momentum: float = 0.9
-    """Momentum of sgd."""
+    """Momentum of sgd, rmsprop and muon."""
     weight_decay: float = FROM_DATA
-    """Weight decay of matrices and kernels; biases and normalisation layers have none (default: 5e-4 for sgd, 0.05 for
-    adamw)."""
+    """Weight decay of matrices and kernels; biases, normalisation layers, position embeddings and class tokens have
+    none (default: 5e-4 for sgd, 0.05 for adamw and muon, 0 for rmsprop and adam)."""
     lr_schedule: str = "onecycle"
     """Learning rate schedule."""
     lr_schedule_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the schedule, such as '{end: 0.01}'."""
-    warmup_steps: int | None = None
-    """Updates over which the learning rate rises (default: 0; 30 percent of the run for onecycle)."""
+    warmup_steps: int | float | None = None
+    """Updates over which the learning rate rises, or below 1 the fraction of the run's updates (default: 0; 30 percent
+    of the run for onecycle)."""
+    cooldown_steps: int | float = 0
+    """Last updates, over which the learning rate falls linearly to 0 from where the schedule has ended, or below 1 the
+    fraction of the run's updates."""
     clip_norm: float | None = None
     """Scale gradients down to this norm if theirs is larger."""
+    clip_value: float | None = None
+    """Limit each element of the gradients to this absolute value, before --clip_norm."""
     task: str = "auto"
     """Task."""
     loss: str = "cross_entropy"
@@ -260,10 +284,22 @@ class TrainConfig(LaunchConfig):
         is_known = self.sampler in ("shuffle", "balanced") or re.fullmatch("weights:.+", self.sampler)
         require(bool(is_known), f"--sampler {self.sampler}: no such sampler", "use shuffle, balanced or weights:COLUMN")
         require(self.class_weights != "", "--class_weights is empty", "use balanced or give a file")
+        require(not (self.pretrained and self.init_from), "--pretrained and --init_from exclude each other", "use one")
+        together = self.sync_batchnorm and self.grad_checkpointing
+        require(not together, "--grad_checkpointing cannot be used with --sync_batchnorm", "use only one")
+        self.optimizer = self.optimizer.lower()  # classes of torch.optim are found in any case
+        require(self.lr_per is None or self.lr is not None, "--lr_per needs --lr", "give the learning rate for it")
+        for flag in ("warmup_steps", "cooldown_steps"):
+            check_steps(flag, getattr(self, flag))
         if self.microbatches is not None:
             check_microbatches(self)
         if self.resume == "auto":
             require(self.run_name is not None, "--resume auto needs --run_name", "give the name of the run to resume")
+
+    @property
+    def peak_lr(self) -> float:
+        """--lr, for the global batch of the run if --lr_per is set."""
+        return self.lr * self.global_batch_size / self.lr_per if self.lr_per and self.global_batch_size else self.lr
 
     @property
     def mixes(self) -> bool:

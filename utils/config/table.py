@@ -15,18 +15,25 @@ class Table(dict[str, Any]):
     """The functions that the setting `what` selects by name; the first line of a function's docstring is its help.
 
     The setting `what`_args, if there is one, passes arguments to the selected function, by the names of its parameters
-    that have a default. `trial(config)` raises ValueError if these arguments have invalid values. `others` describes
-    values of the setting that are not in the table.
+    that have a default. `trial(config)` raises an error if these arguments have invalid values. `others` describes
+    values of the setting that are not in the table. `unusable` has names that are refused, and the reasons.
     """
 
     def __init__(
-        self, what: str, functions: dict[str, Any], others: str = "", trial: Callable[[Any], object] | None = None
+        self,
+        what: str,
+        functions: dict[str, Any],
+        others: str = "",
+        trial: Callable[[Any], object] | None = None,
+        unusable: dict[str, str] | None = None,
     ):
         super().__init__(functions)
-        self.what, self.others, self.trial = what, others, trial
+        self.what, self.others, self.trial, self.unusable = what, others, trial, unusable or {}
 
     def choose(self, name: str) -> Any:
         """The function of this name. Raises UserError, which suggests a similar name or lists all."""
+        if name in self.unusable:
+            raise UserError(f"--{self.what} {name}: {self.unusable[name]}", f"use {self.listed()}")
         if name not in self:
             problem = f"--{self.what} {name}: no such {self.what.replace('_', ' ')}"
             raise UserError(problem, suggestion(name, self, f"use {self.listed()}"))
@@ -42,12 +49,7 @@ class Table(dict[str, Any]):
         Raises UserError if it does not accept these arguments.
         """
         function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
-        try:
-            return function(*given, **arguments)
-        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            if not arguments:
-                raise
-            raise UserError(f"{self._flag(config)}: {one_line(error)}", "change or remove these arguments") from error
+        return self._attempt(config, lambda: function(*given, **arguments))
 
     def check(self, config: Any) -> None:
         """Raise UserError for an unknown name or invalid arguments. Does nothing for a table with `others`."""
@@ -69,8 +71,8 @@ class Table(dict[str, Any]):
             elif not takes_any:
                 valid = f"use {', '.join(defaults)}" if defaults else "remove it, this function takes no arguments"
                 raise UserError(f"{self._flag(config)}: unknown argument {name}", suggestion(name, defaults, valid))
-        if arguments and self.trial:
-            self.trial(config)
+        if arguments and (trial := self.trial):
+            self._attempt(config, lambda: trial(config))
 
     def helps(self) -> dict[str, str]:
         """What --help adds to the texts of the setting and of its arguments, by the names of the settings."""
@@ -79,6 +81,15 @@ class Table(dict[str, Any]):
         arguments = "; ".join(f"{name}: {valid}" for name, valid in takes.items() if valid)
         values = ", ".join([*names, self.others] if self.others else names)
         return {self.what: f": {values}", f"{self.what}_args": f" ({arguments})"}
+
+    def _attempt(self, config: Any, action: Callable[[], Any]) -> Any:
+        """The result of `action`. An error with arguments of the user's becomes a UserError that names their flag."""
+        try:
+            return action()
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            if isinstance(error, UserError) or not self._arguments(config):
+                raise
+            raise UserError(f"{self._flag(config)}: {one_line(error)}", "change or remove these arguments") from error
 
     def _arguments(self, config: Any) -> dict[str, Any]:
         return getattr(config, f"{self.what}_args", {})

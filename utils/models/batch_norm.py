@@ -10,7 +10,9 @@ from utils.errors import UserError
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    """Whether a layer of a model in training mode uses batch statistics. Frozen ones stay in evaluation mode."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    return any(layer.training for layer in layers)
 
 
 def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:

@@ -14,6 +14,8 @@ from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
+from utils.models.drop_path import has_drop_path, set_drop_path, unsupported
+from utils.models.kept_head import keep_head
 from utils.models.published import loading_weights, published_input, sized
 from utils.models.small import MLP, MnistCNN
 
@@ -110,21 +112,28 @@ def _per_channel(values: Sequence[float], channels: int) -> list[float]:
     return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
-def build_model(config: TrainConfig, spec: InputSpec, classes: int, load: bool = True) -> nn.Module:
+def build_model(
+    config: TrainConfig, spec: InputSpec, classes: int, load: bool = True, names: Sequence[str] = ()
+) -> nn.Module:
     """The model, from images [n, C, H, W] to logits [n, classes].
 
-    Its weights are random. With --pretrained they are the published ones, unless `load` is False. Raises ValueError if
-    --model_args are invalid or the model does not accept the images of training or evaluation.
+    Its weights are random. With --pretrained they are the published ones, unless `load` is False. If these know all of
+    the classes `names`, their head is kept. Raises ValueError if --model_args are invalid or the model does not accept
+    the images of training or evaluation.
     """
     check_model(config)  # again: the data may have chosen the model
     name = config.model
     try:
         if name in OWN_MODELS:
             model = OWN_MODELS[name](spec, classes, **config.model_args)
+            if config.drop_path is not None:
+                set_drop_path(model, name, config.drop_path)
         elif name.startswith("timm/"):
             model = _timm(config, spec, classes, load)
         else:
             model = _torchvision(config, spec, classes, load)
+        if config.pretrained and load:
+            keep_head(model, config, names)
         _check_output(model, config, spec, classes)
         if (other := spec.for_evaluation()).size != spec.size:
             _check_output(model, config, other, classes, in_evaluation=True)
@@ -158,8 +167,18 @@ def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.
     if "checkpoint_path" in config.model_args:
         raise UserError("--model_args checkpoint_path: timm would unpickle that file", "use --pretrained")
     arguments: dict[str, Any] = {"num_classes": classes, "in_chans": spec.channels, **config.model_args}
-    with loading_weights(config) if config.pretrained and load else nullcontext():
-        return timm.create_model(config.model[5:], pretrained=config.pretrained and load, **arguments)
+    if config.drop_path is not None:
+        arguments["drop_path_rate"] = config.drop_path
+    try:
+        with loading_weights(config) if config.pretrained and load else nullcontext():
+            model = timm.create_model(config.model[5:], pretrained=config.pretrained and load, **arguments)
+    except TypeError as error:
+        if "'drop_path_rate'" not in str(error):
+            raise
+        raise unsupported(config.model) from error
+    if config.drop_path and not has_drop_path(model):
+        raise unsupported(config.model)
+    return model
 
 
 def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
@@ -183,6 +202,8 @@ def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool)
     if name in ("googlenet", "inception_v3"):
         model.aux_logits = False  # in training, the extra heads would give three outputs
         model.aux1 = model.aux2 = model.AuxLogits = None
+    if config.drop_path is not None:
+        set_drop_path(model, name, config.drop_path)
     return model
 
 

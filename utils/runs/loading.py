@@ -34,24 +34,22 @@ def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
     Takes one step with zero gradients to learn the names and shapes of the state. It can change the weights, so load
-    them afterwards. Settings such as the weight decay stay as in this run. Raises ValueError if the state does not fit.
+    them afterwards. Parameters are matched by name, so their groups may differ. Settings such as the weight decay stay
+    as in this run. Raises ValueError if the state does not fit.
     """
     path, optimizer = checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         expected = _state_after_a_step(optimizer)
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(_regrouped(saved, optimizer.state_dict()["param_groups"], model))
         for parameter, values in optimizer.state.items():
             if difference := _difference(_shapes(values), expected[parameter]):
                 raise ValueError(f"{difference} in this optimizer")
         _lay_out(optimizer)
-        for group, settings in zip(optimizer.param_groups, own, strict=True):
-            group.update(settings)
     except Exception as error:  # torch.load raises errors of many classes, such as those of struct and pickle
         problem = f"{path}: not this run's optimizer ({one_line(error)[:160]})"
         raise UserError(problem, "use the same --optimizer, with the same arguments, and the same --model") from error
@@ -100,6 +98,23 @@ def _difference(there: dict[str, str], here: dict[str, str]) -> str:
         if here.get(name) != there.get(name):
             return f"{name}: {there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')}"
     return ""
+
+
+def _regrouped(saved: dict[str, Any], groups: list[dict[str, Any]], model: nn.Module) -> dict[str, Any]:
+    """A saved state of the optimizer, with the parameters in the order of `groups`, and their settings."""
+    # Before groups had names, they were matrices, then vectors, each in the order of the model.
+    trained = [(name, p.ndim <= 1) for name, p in model.named_parameters() if p.requires_grad]
+    earlier = [name for name, _ in sorted(trained, key=lambda item: item[1])]
+    names = [
+        [name for group in each for name in group.get("param_names", ())] or earlier
+        for each in (saved["param_groups"], groups)
+    ]
+    numbers = [[number for group in each for number in group["params"]] for each in (saved["param_groups"], groups)]
+    there, here = (dict(zip(*pair, strict=True)) for pair in zip(names, numbers, strict=True))
+    if unknown := sorted(there.keys() ^ here.keys()):
+        raise ValueError(f"{unknown[0]} is only in {'the checkpoint' if unknown[0] in there else 'this run'}")
+    state = {here[name]: saved["state"][number] for name, number in there.items() if number in saved["state"]}
+    return {"state": state, "param_groups": groups}
 
 
 def _state_after_a_step(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, str]]:

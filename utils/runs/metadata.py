@@ -22,7 +22,7 @@ from utils.data.sources import absolute_data
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.errors import UserError
-from utils.files import read_json
+from utils.files import expand, read_json
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import files_of
 from utils.runs.state import TrainState
@@ -174,4 +174,6 @@ def settings_to_save(config: TrainConfig, plan: Plan, resumed: bool, accelerator
     once: dict[str, Any] = {name: getattr(TrainConfig, name) for name in _OF_ONE_START}
     once |= {"global_batch_size": plan.global_batch_size, "batch_size": None, "grad_accum": grad_accum}
     once |= {"data": absolute_data(config.data), "mixed_precision": accelerator.mixed_precision}
+    if config.init_from and expand(config.init_from).parent.is_dir():  # else it is on the Hub
+        once["init_from"] = str(expand(config.init_from).absolute())
     return replace(config, **once)

@@ -65,7 +65,7 @@ def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: in
     Raises ValueError if the batch sizes do not fit, before the data is loaded.
     """
     if saved is not None:
-        unset = [name for name in (*NAMES, "best") if getattr(config, name) is None]
+        unset = [name for name in (*NAMES, "lr_per", "best") if getattr(config, name) is None]
         unset += ["task"] if config.task == "auto" else []
         config = replace(config, **{name: getattr(saved.settings, name) for name in unset})
     batch_of_start(config, saved, processes)
@@ -120,6 +120,7 @@ def restore_state(
         ("a task", saved.settings.task, config.task),
         ("a --stem", saved.settings.stem, config.stem),
         ("an optimizer", saved.settings.optimizer, config.optimizer),
+        ("a --freeze", saved.settings.freeze, config.freeze),
         ("--microbatches", saved.settings.microbatches, config.microbatches),
         ("a seed", saved.values["seed"], plan.seed),
         ("training samples", saved.values["samples"], plan.samples),
@@ -181,7 +182,7 @@ def restore(
         # Check the weights first, because their error names the cause best. Load them after the optimizer's state,
         # because `load_optimizer` changes the weights.
         weights = read_weights(saved.path, module)
-        load_optimizer(saved.path, optimizer)
+        load_optimizer(saved.path, optimizer, module)
         module.load_state_dict(weights)
         return load_parts(saved.path, parts, saved.values)
 

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.config.settings import TrainConfig
 from utils.data.batches import Batch
 from utils.data.order import Plan
 from utils.training.tree_sum import Exchange, TreeSum
@@ -126,6 +127,18 @@ def _changed(before: Tensor, mean: Tensor) -> Tensor:
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def clip_gradients(accelerator: Accelerator, model: nn.Module, config: TrainConfig) -> None:
+    """Apply --clip_value, then --clip_norm, to the summed gradients of an update; all ranks have the same ones."""
+    if config.clip_value is None and config.clip_norm is None:
+        return
+    accelerator.unscale_gradients()  # only once in an update: fp16 refuses a second call
+    parameters = list(model.parameters())
+    if config.clip_value is not None:
+        nn.utils.clip_grad_value_(parameters, config.clip_value)
+    if config.clip_norm is not None:
+        nn.utils.clip_grad_norm_(parameters, config.clip_norm)
 
 
 def prepare_model(accelerator: Accelerator, module: nn.Module, microbatches: int | None) -> nn.Module:

@@ -1,20 +1,24 @@
-"""Optimizers.
+"""Optimizers: all of torch.optim that work with gradients alone.
 
 To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a default are what
 --optimizer_args may set. Settings that it does not use belong in `advice` (config/advice.py).
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table
+from utils.errors import UserError
+from utils.training.groups import Groups, parameter_groups
+from utils.training.muon import MuonAndAdamW
 
-Groups = list[dict[str, Any]]
+# Arguments that have flags, and those about how torch computes a step
+_NOT_ARGUMENTS = ("lr", "momentum", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused")
 
 
 def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> torch.optim.Optimizer:
@@ -23,18 +27,71 @@ def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> torch.opt
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=True)
 
 
-def adamw(
-    groups: Groups, config: TrainConfig, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8
+def muon(
+    groups: Groups,
+    config: TrainConfig,
+    adamw_lr: float = 1.0,
+    betas: Sequence[float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    adjust_lr_fn: str = "match_rms_adamw",
 ) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay."""
+    """Muon for hidden matrices and kernels, and AdamW, whose learning rate is `adamw_lr` times --lr, for the rest.
+
+    By default, the updates of both have the same size (Liu et al., 2025), so that they share a learning rate.
+    """
+    if not any(group["hidden"] for group in groups):
+        raise UserError("--optimizer muon: this model has no hidden matrices to train", "use adamw")
+    scaled = [group if group["hidden"] else group | {"lr_scale": group["lr_scale"] * adamw_lr} for group in groups]
     beta1, beta2 = betas
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=eps, fused=True)
+    of_muon = {"nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+    of_adamw = {"betas": (beta1, beta2), "eps": eps, "fused": True}
+    return MuonAndAdamW(scaled, config.lr, {"momentum": config.momentum} | of_muon, of_adamw)
 
 
+def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """The optimizer function of a class of torch.optim; --optimizer_args may set the arguments of the class."""
+    parameters = inspect.signature(kind).parameters
+    fused = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
+
+    def build(groups: Groups, config: TrainConfig, **arguments) -> torch.optim.Optimizer:
+        for name, value in arguments.items():  # torch ignores surplus values
+            default = parameters[name].default
+            if isinstance(default, tuple) and len(value) != len(default):
+                raise ValueError(f"{name} must have {len(default)} values, got {value}")
+        momentum = {"momentum": config.momentum} if "momentum" in parameters else {}
+        return kind(groups, lr=config.lr, **momentum, **fused, **arguments)
+
+    build.__doc__ = f"torch.optim.{kind.__name__}."
+    first, *own = (p for name, p in parameters.items() if name not in _NOT_ARGUMENTS)
+    keywords = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
+    build.__signature__ = inspect.Signature([first, first.replace(name="config"), *keywords])  # type: ignore[attr-defined]
+    return build
+
+
+_UNUSABLE = {
+    "lbfgs": "it computes the gradient several times in an update",
+    "rprop": "it needs the gradient of all training samples, and uses no learning rate schedule",
+    "sparseadam": "it takes sparse gradients only",
+}
+_OF_TORCH = {
+    kind.__name__.lower(): of_torch(kind)
+    for kind in vars(torch.optim).values()
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+}
+_LISTED_FIRST = {
+    "sgd": sgd,
+    "rmsprop": _OF_TORCH["rmsprop"],
+    "adam": _OF_TORCH["adam"],
+    "adamw": _OF_TORCH["adamw"],
+    "muon": muon,
+}
 OPTIMIZERS = Table(
     "optimizer",
-    {"sgd": sgd, "adamw": adamw},
+    _LISTED_FIRST | {name: build for name, build in _OF_TORCH.items() if name not in (*_LISTED_FIRST, *_UNUSABLE)},
     trial=lambda config: _try_arguments(config),
+    unusable=_UNUSABLE,
 )
 
 
@@ -47,23 +104,14 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def _try_arguments(config: TrainConfig) -> None:
-    """Raise ValueError if the optimizer does not accept --optimizer_args."""
+    """Take a step on a small model. Raises an error if the optimizer does not accept --optimizer_args."""
     # The default of --lr is chosen later, from the data.
-    known = replace(config, lr=config.lr or 1.0, weight_decay=config.weight_decay or 0.0)
-    build_optimizer(known, nn.Linear(1, 1))
-
-
-def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
-    """The trainable parameters. Vectors (biases and normalisation weights) have no weight decay.
-
-    A group may have an `lr_scale`, the factor of its learning rate (default: 1).
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    known = replace(config, lr=config.lr or 1.0, weight_decay=config.weight_decay or 0.0, layer_decay=None)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    optimizer = build_optimizer(known, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

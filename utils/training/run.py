@@ -33,6 +33,7 @@ from utils.runs.folder import RunFolder
 from utils.runs.log import RunLog
 from utils.runs.metadata import versions
 from utils.runs.parts import Part
+from utils.runs.source import Source
 from utils.runs.state import TrainState
 from utils.tasks.task import Task
 from utils.training.bad_images import still_bad, write_list
@@ -64,6 +65,7 @@ class Run:
     accelerator: Accelerator
     folder: RunFolder
     resumed_from: Path | None  # the checkpoint
+    source: Source | None  # of the initial weights
     data: Data
     spec: InputSpec
     task: Task
@@ -96,10 +98,11 @@ def announce(run: Run) -> None:
     by_loader = run.train_batches.dataset.augmentation is not None
     lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
     small = run.spec.small, run.spec.for_evaluation().small
+    has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
     lines += (
         taken_cores(ranks)
         + still_bad(run.data, run.state.bad_images)
-        + advice(config, small, by_loader, has_columns(config.data), processes)
+        + advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
     )
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)
@@ -108,6 +111,8 @@ def announce(run: Run) -> None:
     def write_files() -> None:
         write_file(folder / "config.yaml", to_yaml(config))
         write_list(folder, run.data.bad_images)
+        if run.source is not None and run.source.match is not None:
+            write_file(folder / "init_from.txt", f"{run.source.name}\n{run.source.match.text()}")
 
     ranks.run_on_main(write_files)
 
@@ -115,8 +120,6 @@ def announce(run: Run) -> None:
 def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     """The rows of the table at the start of a run; `places` describes where each rank runs."""
     plan, data, processes = run.plan, run.data, len(places)
-    parameters = sum(parameter.numel() for parameter in run.module.parameters())
-    stem = getattr(run.module, "stem_change", "")  # only torchvision models have it
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "chosen", line) for number, line in enumerate(run.chosen)]
     recipe = ", ".join(f"{name} {value}" for name, value in changed(run.config, RECIPE))
@@ -127,8 +130,10 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
-        ("model", f"{run.config.model}, {parameters:,} parameters, {run.spec.describe()}{stem and f', {stem}'}"),
+        ("model", describe_model(run)),
+        *([("init_from", run.source.describe())] if run.source else []),
         ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
+        *([("lr", scaled_lr(run.config))] if run.config.lr_per else []),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         *([("task", run.task.describe())] if run.task.describe() else []),
         *([("recipe", recipe)] if recipe else []),
@@ -136,6 +141,21 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         *chosen,
         *([("differs", same)] if same else []),
     ]
+
+
+def describe_model(run: Run) -> str:
+    """The model's name, its numbers of parameters, its input, and what was changed in it."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in run.module.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    number = f"{total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
+    # Only torchvision's models have the first of these, and models whose head was kept the second.
+    changes = [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
+    return ", ".join([run.config.model, number, run.spec.describe(), *filter(None, changes)])
+
+
+def scaled_lr(config: TrainConfig) -> str:
+    """The learning rate that follows from --lr_per."""
+    return f"{config.peak_lr:.4g} = {config.lr:g} x global batch {config.global_batch_size} / {config.lr_per}"
 
 
 def fixed_batch(plan: Plan, processes: int) -> str:

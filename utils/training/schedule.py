@@ -1,11 +1,11 @@
 """What happens after which update: learning rate, evaluations, checkpoints, and the end of the run.
 
-To add a schedule, such as cosine with restarts, write a function like those below and add it to `SCHEDULES`: its
-parameters with a default are what --lr_schedule_args may set.
+To add a schedule, such as tanh, write a function like those below and add it to `SCHEDULES`: its parameters with a
+default are what --lr_schedule_args may set.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import NamedTuple
@@ -45,7 +45,20 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
             f"{plan.global_batch_size}",
             "lower --global_batch_size",
         )
-    return config.max_steps or config.epochs * plan.updates_per_epoch
+    updates = config.max_steps or config.epochs * plan.updates_per_epoch
+    if cooldown := count_of(config.cooldown_steps, updates):
+        warmup = count_of(config.warmup_steps or 0, updates)
+        problem = f"--warmup_steps {warmup} and --cooldown_steps {cooldown} exceed the {updates} updates of the run"
+        require(warmup + cooldown <= updates, problem, "lower them")
+        end = SCHEDULES.call(config, replace(config, lr=1.0, lr_per=None), updates - cooldown, updates - cooldown)
+        problem = f"--cooldown_steps has no effect: {config.lr_schedule} ends with a learning rate of 0"
+        require(end > 0, problem, "use --lr_schedule constant, or --lr_schedule_args '{end: 0.1}'")
+    return updates
+
+
+def count_of(steps: int | float, updates: int) -> int:
+    """A number of updates: `steps`, or if it is below 1, this fraction of `updates`."""
+    return round(steps * updates) if 0 < steps < 1 else int(steps)
 
 
 def after_warmup(decay: Callable[..., float]) -> Callable[..., float]:
@@ -56,10 +69,10 @@ def after_warmup(decay: Callable[..., float]) -> Callable[..., float]:
 
     @wraps(decay)  # keeps the parameters that --lr_schedule_args may set
     def schedule(config: TrainConfig, update: int, updates: int, **arguments) -> float:
-        warmup = config.warmup_steps or 0
+        warmup = count_of(config.warmup_steps or 0, updates)
         if update < warmup:
-            return config.lr * (update + 1) / warmup
-        return config.lr * decay((update - warmup) / max(1, updates - warmup), **arguments)
+            return config.peak_lr * (update + 1) / warmup
+        return config.peak_lr * decay((update - warmup) / max(1, updates - warmup), **arguments)
 
     return schedule
 
@@ -82,6 +95,61 @@ def cosine(done: float, end: float = 0.0) -> float:
     return end + (1 - end) * ((1 + math.cos(math.pi * done)) / 2)
 
 
+@after_warmup
+def cosine_restarts(done: float, cycles: int = 3, multiplier: float = 1.0, end: float = 0.0) -> float:
+    """Cosine decay, repeated: SGDR (Loshchilov and Hutter, 2017).
+
+    Each of the `cycles` is `multiplier` times as long as the one before, and decays to `end` times --lr.
+    """
+    if cycles < 1 or multiplier <= 0:
+        raise ValueError("cycles must be at least 1, and multiplier above 0")
+    lengths = [multiplier**cycle for cycle in range(cycles)]
+    begin = 0.0
+    for length in lengths:
+        share = length / sum(lengths)
+        if done < begin + share - 1e-9:  # rounding must not move a restart to the next update
+            break
+        begin += share
+    else:
+        return end
+    return end + (1 - end) * (1 + math.cos(math.pi * max(0.0, done - begin) / share)) / 2
+
+
+@after_warmup
+def polynomial(done: float, power: float = 2.0, end: float = 0.0) -> float:
+    """Polynomial decay to `end` times --lr, by default to 0."""
+    return end + (1 - end) * (1 - done) ** power
+
+
+@after_warmup
+def exponential(done: float, end: float = 0.01) -> float:
+    """Exponential decay to `end` times --lr: by the same factor in each update."""
+    if end <= 0:
+        raise ValueError(f"end must be above 0, got {end}")
+    return end**done
+
+
+def step(config: TrainConfig, update: int, updates: int, step_size: float = 0.3, gamma: float = 0.1) -> float:
+    """Multiplied by `gamma` every `step_size` updates, or below 1, each time this fraction of the run is done."""
+    if step_size <= 0:
+        raise ValueError(f"step_size must be above 0, got {step_size}")
+    return _warmed(config, update, updates) * gamma ** (update // max(1, count_of(step_size, updates)))
+
+
+def multistep(
+    config: TrainConfig, update: int, updates: int, milestones: Sequence[float] = (0.5, 0.75), gamma: float = 0.1
+) -> float:
+    """Multiplied by `gamma` at each of the `milestones`, in updates, or below 1 as fractions of the run."""
+    drops = sum(update >= count_of(milestone, updates) for milestone in milestones)
+    return _warmed(config, update, updates) * gamma**drops
+
+
+def _warmed(config: TrainConfig, update: int, updates: int) -> float:
+    """The learning rate of a constant schedule. Steps are counted from the start of the run, warm-up included."""
+    warmup = count_of(config.warmup_steps or 0, updates)
+    return config.peak_lr * min(1.0, (update + 1) / max(1, warmup))
+
+
 def onecycle(
     config: TrainConfig, update: int, updates: int, div_factor: float = 25.0, final_div_factor: float = 1e4
 ) -> float:
@@ -90,11 +158,12 @@ def onecycle(
     It starts at --lr / `div_factor` and ends at that / `final_div_factor`. The arguments and defaults are those of
     torch's OneCycleLR (Smith and Topin, 2017). Unlike there, the momentum is constant.
     """
-    start, end = config.lr / div_factor, config.lr / (div_factor * final_div_factor)
-    top = float(0.3 * updates - 1) if config.warmup_steps is None else float(config.warmup_steps)
+    lr = config.peak_lr
+    start, end = lr / div_factor, lr / (div_factor * final_div_factor)
+    top = 0.3 * updates - 1 if config.warmup_steps is None else float(count_of(config.warmup_steps, updates))
     if update <= top and top > 0:
-        return _half_cosine(start, config.lr, update / top)
-    return _half_cosine(config.lr, end, (update - top) / max(1.0, updates - 1 - top))
+        return _half_cosine(start, lr, update / top)
+    return _half_cosine(lr, end, (update - top) / max(1.0, updates - 1 - top))
 
 
 def _half_cosine(start: float, end: float, done: float) -> float:
@@ -102,15 +171,22 @@ def _half_cosine(start: float, end: float, done: float) -> float:
 
 
 def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
-    """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology."""
-    return SCHEDULES.call(config, config, update, updates)
+    """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology.
+
+    With --cooldown_steps, the schedule ends before them, and they take the learning rate linearly to 0.
+    """
+    cooldown = count_of(config.cooldown_steps, updates)
+    before, left = updates - cooldown, updates - update
+    lr = SCHEDULES.call(config, config, min(update, before), before)
+    return lr * left / cooldown if left < cooldown else lr
 
 
 def _check_arguments(config: TrainConfig) -> None:
     """Raise ValueError if --lr_schedule_args give a learning rate that is negative, NaN or infinite."""
-    config = replace(config, lr=config.lr or 1.0)  # the data, which may decide it, is not known yet
+    # The data, which may decide --lr, are not known yet.
+    config = replace(config, lr=config.lr or 1.0, lr_per=None, cooldown_steps=0)
     last = 2**32  # beyond any warm-up
-    for update in (0, last // 2, last):
+    for update in range(last, -1, -last // 16):
         lr = learning_rate(config, update, last)
         problem = f"the learning rate would be {lr / config.lr:g} times --lr"
         require(0 <= lr < math.inf, f"--lr_schedule_args for {config.lr_schedule}: {problem}", "change or remove them")
@@ -122,7 +198,12 @@ SCHEDULES = Table(
         "constant": constant,
         "linear": linear,
         "cosine": cosine,
+        "cosine_restarts": cosine_restarts,
         "onecycle": onecycle,
+        "step": step,
+        "multistep": multistep,
+        "polynomial": polynomial,
+        "exponential": exponential,
     },
     trial=_check_arguments,
 )

@@ -1,0 +1,408 @@
+"""Starting from other weights, frozen layers, stochastic depth and gradient checkpointing."""
+
+import json
+import pickle
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub.constants
+import pytest
+import torch
+import torchvision
+from helpers.make_data import image_folder
+from helpers.ranks import run_ranks, start_ranks
+from helpers.training_runs import refused, same_tensors, slow_train, train_run, weights, working_in
+from helpers.waiting import until
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torchvision.ops import StochasticDepth
+
+import train
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig
+from utils.data.order import fold_in
+from utils.data.spec import InputSpec
+from utils.errors import UserError
+from utils.models.batch_norm import has_batch_norm
+from utils.models.freezing import freeze
+from utils.models.matching import copy_matching, heads_of
+from utils.models.recomputing import checkpoint_blocks
+from utils.models.zoo import build_model, seed_layers
+from utils.runs.manifest import read_pointer
+from utils.runs.source import find_source
+from utils.training.start_model import load_source
+
+ALONE = SimpleNamespace(
+    broadcast_text=lambda text: text,
+    run_on_main=lambda action, main_first=False: action(),
+    run_on_all=lambda action, main_first=False, place="": action(),
+    check_same=lambda text, what: None,
+)  # the ranks of a run with a single process
+
+VIT = "timm/vit_tiny_patch16_224"
+SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "drop_rate": 0.2}
+
+
+def build(name, classes=5, size=32, seed=0, **settings):
+    spec = InputSpec(size, size, 3, [0.5] * 3, [0.5] * 3)
+    torch.manual_seed(seed)
+    return build_model(TrainConfig(model=name, **settings), spec, classes)
+
+
+# -- which tensors are copied ----------------------------------------------------------------------------------------
+
+
+def two_layers(classes, inputs=3):
+    return nn.Sequential(nn.Linear(inputs, 4), nn.BatchNorm1d(4), nn.Linear(4, classes))
+
+
+def test_the_rows_of_the_head_follow_the_names_of_the_classes():
+    source, model = two_layers(4), two_layers(3)
+    there, own = source.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    found = copy_matching(model, there | {"extra": torch.zeros(1)}, ["a", "b", "c", "c"], ["b", "new", "a"])
+    state = model.state_dict()
+    for name in ("2.weight", "2.bias"):
+        assert torch.equal(state[name], torch.stack([there[name][1], own[name][1], there[name][0]]))
+        assert found.new[name] == "2 of 3 classes kept"
+    others = [name for name in own if not name.startswith("2.")]
+    assert all(torch.equal(state[name], there[name]) for name in others) and found.kept == others
+    line = f"{len(others)} tensors kept, new: 2.weight, 2.bias (2 of 3 classes kept), not used: extra"
+    assert found.line() == line
+    assert found.text().splitlines()[-3:] == [
+        "new 2.weight: 2 of 3 classes kept",
+        "new 2.bias: 2 of 3 classes kept",
+        "not used: extra",
+    ]
+
+
+def test_all_rows_are_kept_in_the_order_of_the_data_and_a_name_that_occurs_twice_is_unknown():
+    source, model = two_layers(3), two_layers(3)
+    found = copy_matching(model, source.state_dict(), ["a", "b", "c"], ["c", "a", "b"])
+    assert torch.equal(model[2].weight, source[2].weight[[2, 0, 1]]) and not found.new and found.rows == (3, 3)
+    before = model[2].weight.clone()
+    found = copy_matching(model, source.state_dict(), ["a", "a", "x"], ["a", "b", "c"])
+    assert torch.equal(model[2].weight, before) and found.new["2.weight"] == "0 of 3 classes kept"
+
+
+def test_a_head_without_class_names_is_kept_if_its_shape_fits_and_other_shapes_are_new():
+    source, model = two_layers(3, inputs=5), two_layers(3)
+    first = model[0].weight.clone()
+    found = copy_matching(model, source.state_dict(), [], ["a", "b", "c"])
+    assert torch.equal(model[2].weight, source[2].weight) and torch.equal(model[0].weight, first)
+    assert found.new == {"0.weight": "shape [4, 3], in the source [4, 5]"}
+
+
+def test_the_head_of_timm_is_the_one_that_it_names_and_of_others_the_last_linear_layer():
+    names = ("mnist_cnn", "mobilenet_v3_small", "squeezenet1_0", "timm/test_resnet")
+    assert [heads_of(build(name)) for name in names] == [("fc2",), ("classifier.3",), ("classifier.1",), ("fc",)]
+    assert heads_of(build(VIT, model_args=SMALL_VIT)) == ("head",)
+
+
+# -- where weights come from -----------------------------------------------------------------------------------------
+
+TINY = ["--model", "timm/test_resnet", "--threads", "1", "--global_batch_size", "16", "--lr_schedule", "constant"]
+STILL = [*TINY, "--lr", "1e-30", "--weight_decay", "0", "--max_steps", "1"]  # the weights stay as they are
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the data sets `first` and `second`, and a run on the first, runs/source."""
+    folder = tmp_path_factory.mktemp("fine_tuning")
+    with working_in(folder):
+        image_folder("first/train", dict.fromkeys("abc", 16))
+        image_folder("first/val", dict.fromkeys("abc", 4), seed=1)
+        image_folder("second/train", dict.fromkeys("bcz", 16), seed=2)
+        image_folder("second/val", dict.fromkeys("bcz", 4), seed=3)
+        flags = ["--data", "first", "--mean", "0.4", "--std", "0.3", "--lr", "0.01", "--eval_every", "1"]
+        train_run(1, "source", *TINY, *flags, "--max_steps", "4", "--image_size", "40")
+    return folder
+
+
+def test_a_run_starts_from_the_best_weights_of_another_on_any_number_of_processes(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    train_run(1, "new", *STILL, "--data", "second", "--image_size", "40")
+    flags = [*STILL[2:], "--data", "second", "--init_from", "runs/source", "--run_name"]
+    outcomes = run_ranks(2, train.main, [*flags, "tuned"])
+    assert outcomes[0].code == 0, outcomes[0].err
+    there, new, tuned = weights("source", "best"), weights("new"), weights("tuned")
+    expected = {name: there[name] for name in there if name.endswith(("weight", "bias")) and "fc" not in name}
+    for name in ("fc.weight", "fc.bias"):  # classes a, b, c there and b, c, z here
+        expected[name] = torch.stack([there[name][1], there[name][2], new[name][2]])
+    assert len(expected) > 20
+    for name, tensor in expected.items():  # an update adds about 1e-30 where a weight is 0
+        torch.testing.assert_close(tuned[name], tensor, rtol=0, atol=1e-20)
+    best = read_pointer(folder / "runs/source/checkpoints", "best")
+    report = Path("runs/tuned/init_from.txt").read_text().splitlines()
+    assert report[0] == str(best) and report[-1] == "new fc.bias: 2 of 3 classes kept"
+    kept = f"init_from  {best}: {len(there) - 2} tensors kept, new: fc.weight, fc.bias (2 of 3 classes kept)"
+    assert f"{kept}; its model, channels, image_size, mean, std" in outcomes[0].out
+    state = json.loads((Path("runs/tuned/checkpoints/step-00000001") / "state.json").read_text())
+    assert (state["input"]["height"], state["input"]["mean"]) == (40, [0.4] * 3)
+
+
+def test_given_settings_take_precedence_over_those_of_the_source(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    config = TrainConfig(init_from="runs/source", mean=[0.1], image_size=64, channels=1)
+    filled, source = find_source(config, None, ALONE)
+    assert (filled.mean, filled.image_size, filled.channels, filled.model) == ([0.1], 64, 1, "timm/test_resnet")
+    assert filled.std == [pytest.approx(0.3)] and source.taken == ["model", "std"]
+    other, _ = find_source(TrainConfig(init_from="runs/source", model="resnet18"), None, ALONE)
+    assert other.model == "resnet18" and other.model_args == {}
+
+
+def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    flags = [*STILL[2:], "--data", "second", "--init_from", "gone", "--resume", "auto"]
+    (folder / "gone").symlink_to(folder / "runs/source")
+    train_run(1, "moved", *flags)
+    (folder / "gone").unlink()
+    train_run(1, "moved", *flags, "--max_steps", "2")
+    state = json.loads((Path("runs/moved/checkpoints/step-00000002") / "state.json").read_text())
+    assert (state["input"]["height"], state["input"]["mean"]) == (40, [0.4] * 3)
+
+
+def test_averaged_weights_take_precedence(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    _, source = find_source(TrainConfig(init_from="runs/source"), None, ALONE)
+    copy = Path("averaged")
+    copy.mkdir()
+    tensors = load_file(source.file)
+    average = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_file(tensors, copy / "model.safetensors")
+    for has_average, expected in ((False, tensors), (True, average)):
+        if has_average:
+            save_file(average | {"count": torch.ones(1)}, copy / "ema.safetensors")
+        _, source = find_source(TrainConfig(init_from="averaged"), None, ALONE)
+        assert same_tensors(source.tensors(), expected)
+
+
+@pytest.mark.parametrize(
+    "described, names",
+    [
+        ({"label_names": ["z", "a"], "architecture": "test_resnet"}, ["z", "a"]),
+        ({"id2label": {"1": "a", "0": "z"}}, ["z", "a"]),
+        ({}, []),
+    ],
+)
+def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(described, names, monkeypatch, tmp_path):
+    cfg = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "input_size": [3, 48, 40]}
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--name"
+    snapshot = repository / "snapshots" / ("0123456789" * 4)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(snapshot.name)
+    published = build("timm/test_resnet", 2, seed=1, channels_last=False)
+    save_file(published.state_dict(), snapshot / "model.safetensors")
+    if described:
+        (snapshot / "config.json").write_text(json.dumps(described | {"pretrained_cfg": cfg}))
+    for where in ("hf://owner/name", "owner/name"):
+        config, source = find_source(TrainConfig(init_from=where), None, ALONE)
+        assert source.name == f"hf://owner/name@{snapshot.name}" and source.class_names == names
+        assert config.model == ("timm/test_resnet" if "architecture" in described else None)
+        assert (config.mean, config.image_size) == (([0.1, 0.2, 0.3], [48, 40]) if described else (None, None))
+    model = build("timm/test_resnet", 2)
+    load_source(model, source, ["a", "z"], "timm/test_resnet")
+    rows = [1, 0] if names else [0, 1]
+    assert torch.equal(model.fc.weight, load_file(source.file)["fc.weight"][rows])
+    with pytest.raises(UserError) as error:
+        find_source(TrainConfig(init_from="hf://owner/other"), None, ALONE)
+    assert "model.safetensors of owner/other cannot be downloaded" in error.value.problem
+    assert f"`hf download owner/other model.safetensors config.json` elsewhere and copy the files to {tmp_path}" in (
+        error.value.fix
+    )
+
+
+class Harmful:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+def test_sources_that_do_not_fit_are_one_line(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    flags = ["--data", "first", "--threads", "1", "--init_from"]
+    Path("pickled.pth").write_bytes(pickle.dumps({"fc.weight": Harmful()}))
+    for where, line in (
+        ("runs/nothing", "--init_from runs/nothing: no such file or folder; give a run, a checkpoint"),
+        ("pickled.pth", "pickled.pth is not a safetensors file"),
+        ("first", "first: holds no checkpoint"),
+    ):
+        assert line in refused(train.main, *flags, where)
+    assert not Path("executed").exists()
+    line = refused(train.main, *flags, "runs/source", "--model", "mlp", processes=2)
+    assert "none of its tensors (" in line and "fits mlp, which has hidden.weight, hidden.bias" in line
+    line = refused(train.main, *flags, "runs/source", "--pretrained")
+    assert "--pretrained and --init_from exclude each other" in line
+
+
+# -- frozen layers ---------------------------------------------------------------------------------------------------
+
+
+def test_patterns_are_words_or_a_list_and_repeated_flags_add_up():
+    for flags in (["--freeze", "a", "b*"], ["--freeze", "a", "--freeze=b*"], ["--freeze", "[a, b*]"]):
+        assert parse_args(TrainConfig, "train.py", [*flags, "--cpu"]).freeze == ["a", "b*"]
+
+
+def frozen_of(model):
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def test_patterns_name_layers_or_parameters():
+    names = [name for name, _ in build("timm/test_resnet").named_parameters()]
+    for patterns, expected in (
+        (["layer1"], lambda name: name.startswith("layer1.")),
+        (["layer[12]", "bn1.bias"], lambda name: name.startswith(("layer1.", "layer2.")) or name == "bn1.bias"),
+        (["*.bias"], lambda name: name.endswith(".bias")),
+        (["backbone"], lambda name: not name.startswith("fc.")),
+    ):
+        model = build("timm/test_resnet")
+        freeze(model, patterns)
+        assert frozen_of(model) == set(filter(expected, names)) != set()
+
+
+def test_patterns_that_match_nothing_or_everything_are_refused():
+    with pytest.raises(UserError, match=r"--freeze layer9: no parameter has such a name; did you mean layer"):
+        freeze(build("timm/test_resnet"), ["conv1", "layer9"])
+    with pytest.raises(UserError, match=r"--freeze hidden output: no parameter is left to train; try backbone"):
+        freeze(build("mlp"), ["hidden", "output"])
+
+
+def test_batch_statistics_are_frozen_exactly_where_all_parameters_are():
+    model = build("timm/test_resnet")
+    freeze(model, ["layer1", "layer2.0.bn1.weight"])
+    for step in range(2):  # also after an evaluation
+        model.eval()
+        model.train()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(step)))
+        same = {name for name, buffer in model.named_buffers() if torch.equal(buffer, before[name])}
+        assert same == {name for name in before if name.startswith("layer1.")} != set()
+    plain = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, affine=False)), nn.Conv2d(3, 3, 1))
+    freeze(plain, ["0.0"])
+    plain.train()
+    assert not plain[0][1].training and not has_batch_norm(plain)
+
+
+def test_frozen_layers_keep_dropout_and_a_linear_probe_has_no_batch_statistics():
+    model = build("mnist_cnn")
+    freeze(model, ["backbone"])
+    assert model.drop_units.training and frozen_of(model) == {
+        f"{layer}.{name}" for layer in ("conv1", "conv2", "fc1") for name in ("weight", "bias")
+    }
+    probe = build("timm/test_resnet")
+    assert has_batch_norm(probe)
+    freeze(probe, ["backbone"])
+    assert not has_batch_norm(probe)
+
+
+ALL_ON = ["--data", "first", "--microbatches", "4", "--optimizer", "adamw", "--lr", "0.01", "--lr_schedule", "constant"]
+ALL_ON += ["--model", "timm/test_resnet", "--global_batch_size", "16", "--threads", "1", "--max_steps", "7"]
+ALL_ON += ["--eval_every", "2", "--save_every", "3", "--keep", "9", "--log_every", "1", "--init_from", "runs/source"]
+ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5", "--grad_checkpointing"]
+
+
+def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    train_run(1, "whole", *[flag for flag in ALL_ON if flag != "--grad_checkpointing"])  # it changes no bit
+    launch = start_ranks(2, slow_train, [*ALL_ON, "--resume", "auto"], 0.0, 4)
+    until(lambda: Path("held-0").exists() and Path("held-1").exists())
+    until(lambda: Path("runs/run/checkpoints/step-00000003").is_dir())
+    launch.kill(signal.SIGKILL)
+    launch.finish()
+    outcomes = run_ranks(4, train.main, ["--run_name", "run", *ALL_ON, "--resume", "auto"])
+    assert [outcome.code for outcome in outcomes] == [0] * 4, outcomes[0].err
+    assert same_tensors(weights("run"), weights("whole"))
+    start, end = weights("source", "best"), weights("whole")
+    frozen = {name for name in start if name.startswith(("conv1.", "bn1.", "layer1."))}
+    assert {name for name in start if torch.equal(start[name], end[name])} == frozen
+    model = build("timm/test_resnet", 3)
+    total, trained = (sum(parameter.numel() for name, parameter in model.named_parameters() if name not in without)
+                      for without in ((), frozen))  # fmt: skip
+    assert f"{total:,} parameters, {trained:,} of them trained" in outcomes[0].out
+    line = refused(train.main, *ALL_ON, "--run_name", "run", "--resume", "auto", "--freeze", "conv1")
+    assert "was trained with a --freeze of " in line
+
+
+# -- stochastic depth and gradient checkpointing ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "efficientnet_b0",
+        pytest.param("convnext_tiny", marks=pytest.mark.full),
+        pytest.param("swin_t", marks=pytest.mark.full),
+    ],
+)
+def test_the_rates_of_torchvisions_blocks_are_those_of_its_constructors(name):
+    model = build(name, drop_path=0.3)
+    rates = [layer.p for layer in model.modules() if isinstance(layer, StochasticDepth)]
+    if name == "swin_t":  # its function takes no rate
+        expected = [0.3 * block / 11 for block in range(12)]
+    else:
+        other = torchvision.models.get_model(name, stochastic_depth_prob=0.3)
+        expected = [layer.p for layer in other.modules() if isinstance(layer, StochasticDepth)]
+    assert rates == pytest.approx(expected) and max(rates) > 0.25
+    none = build(name, drop_path=0.0)
+    assert all(layer.p == 0 for layer in none.modules() if isinstance(layer, StochasticDepth))
+
+
+def test_the_rates_of_timms_blocks_grow_up_to_the_one_that_is_given():
+    model = build(VIT, drop_path=0.4, model_args=SMALL_VIT)
+    rates = [layer.drop_prob for layer in model.modules() if type(layer).__name__ == "DropPath"]
+    assert max(rates) == pytest.approx(0.4) and rates == sorted(rates)
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet18", "timm/densenet121"])
+def test_models_without_stochastic_depth_are_refused_with_the_families_that_have_it(name):
+    with pytest.raises(UserError, match=rf"--drop_path: {name} does not have it; use one of timm models.*swin_\*"):
+        build(name, drop_path=0.1)
+
+
+def steps(model, count=2):
+    """Two forward and backward passes; returns the loss, the gradients, and how often the first block was computed."""
+    calls = []
+    block = next(layer for layer in model.modules() if re.search("Block|Residual|MBConv", type(layer).__name__))
+    first = next(layer for layer in block.modules() if not list(layer.children()))
+    first.register_forward_hook(lambda *_: calls.append(1))
+    for step in range(count):
+        seed_layers(torch.device("cpu"), fold_in(0, "layers", step))
+        loss = model(torch.randn(4, 3, 32, 32)).square().sum()
+        loss.backward()
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(1, 3, 32, 32))
+    return loss, [parameter.grad for parameter in model.parameters()], len(calls)
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("timm/test_resnet", {"drop_path": 0.5}),
+        (VIT, {"model_args": SMALL_VIT, "drop_path": 0.3}),
+        ("mobilenet_v3_small", {}),
+        ("resnet18", {}),
+        pytest.param("efficientnet_b0", {"drop_path": 0.5}, marks=pytest.mark.full),
+        pytest.param("timm/test_efficientnet", {}, marks=pytest.mark.full),
+    ],
+)
+def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_statistics(name, settings):
+    results, buffers = [], []
+    for again in (False, True):
+        model = build(name, **settings)
+        if again:
+            checkpoint_blocks(model, name)
+        results.append(steps(model))
+        buffers.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    (loss, gradients, once), (same_loss, same_gradients, twice) = results
+    assert (once, twice) == (3, 5)  # two updates and an evaluation
+    assert torch.equal(loss, same_loss) and same_tensors(*buffers)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, same_gradients, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mlp", "mnist_cnn"])
+def test_models_without_blocks_are_refused(name):
+    with pytest.raises(UserError, match=rf"--grad_checkpointing: {name} does not offer it; use a model with blocks"):
+        checkpoint_blocks(build(name), name)

@@ -1,0 +1,347 @@
+"""Optimizers, parameter groups and clipping are those of plain PyTorch and of timm; any optimizer resumes."""
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+import torchvision
+from helpers.ranks import returned, run_ranks, start_ranks
+from helpers.training_runs import records, refused, same_tensors, slow_train, train_run, weights
+from helpers.waiting import until
+from timm.optim import param_groups_layer_decay
+from torch import nn
+
+import train
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig
+from utils.data.spec import InputSpec
+from utils.models.small import MnistCNN
+from utils.runs.checkpoint import _write_manifest
+from utils.runs.manifest import MANIFEST
+from utils.training.gradients import clip_gradients
+from utils.training.groups import hidden_matrices, layer_numbers, layer_scales, names_without_decay, parameter_groups
+from utils.training.optim import OPTIMIZERS, build_optimizer, set_learning_rate
+from utils.training.schedule import learning_rate
+
+TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 3}
+SLOW = [pytest.param(name, marks=pytest.mark.full) for name in OPTIMIZERS if name not in ("rmsprop", "muon")]
+
+
+def tiny_vit():
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    for parameter in model.parameters():  # the head and the norms' biases are zero, and would stay it for long
+        nn.init.normal_(parameter, std=0.2)
+    return model.double()  # some gradients are 0 but for rounding, which Adam would enlarge
+
+
+def small_cnn():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1), nn.ReLU()
+    return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, groups=4), nn.Flatten(), nn.Linear(8 * 144, 5), nn.Linear(5, 3))
+
+
+def settings(*flags):
+    return parse_args(TrainConfig, "train.py", ["--lr", "0.01", "--weight_decay", "0.1", *flags], train.TABLES)
+
+
+def ten_updates(model, steps):
+    """Train on ten fixed batches; `steps(update)` are the optimizers whose steps follow, with their learning rates."""
+    generator = torch.Generator().manual_seed(1)
+    for update in range(10):
+        images, labels = torch.randn(6, 3, 16, 16, generator=generator), torch.arange(6) % 3
+        images = images.to(next(model.parameters()).dtype)
+        model.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        for optimizer in steps(update):
+            optimizer.step()
+    return model.state_dict()
+
+
+def trained(model, config):
+    """Ten updates with the optimizer of the settings."""
+    optimizer = build_optimizer(config, model)
+
+    def steps(update):
+        set_learning_rate(optimizer, learning_rate(config, update, 10))
+        return [optimizer]
+
+    return ten_updates(model, steps)
+
+
+def closed_form(update):
+    """Linear warm-up to 0.01 over two updates, then a cosine to 0 at the tenth."""
+    return 0.01 * (update + 1) / 2 if update < 2 else 0.01 * (1 + math.cos(math.pi * (update - 2) / 8)) / 2
+
+
+SCHEDULE = ("--lr_schedule", "cosine", "--warmup_steps", "0.2")
+PLAIN = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.8}),
+    "adam": (torch.optim.Adam, {}),
+    "adamw": (torch.optim.AdamW, {}),
+    "adafactor": (torch.optim.Adafactor, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "adamax": (torch.optim.Adamax, {}),
+    "asgd": (torch.optim.ASGD, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+}
+
+
+def test_each_optimizer_has_a_plain_one_to_compare_it_with():
+    assert {*PLAIN, "muon"} == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_ten_updates_are_those_of_plain_pytorch_with_groups_decay_and_schedule(name):
+    kind, options = PLAIN[name]
+    plain, ours = tiny_vit(), tiny_vit()
+    groups = []
+    for key, parameter in plain.named_parameters():
+        depths = {"cls": 0, "pos": 0, "patch": 0, "blocks.0": 1, "blocks.1": 2, "norm": 2, "head": 3}
+        (layer,) = [depth for start, depth in depths.items() if key.startswith(start)]
+        decays = parameter.ndim > 1 and key not in ("cls_token", "pos_embed")
+        groups.append({"params": [parameter], "weight_decay": 0.1 * decays, "scale": 0.5 ** (3 - layer)})
+    optimizer = kind(groups, lr=0.01, **options)
+
+    def steps(update):
+        for group in optimizer.param_groups:
+            group["lr"] = closed_form(update) * group["scale"]
+        return [optimizer]
+
+    expected = ten_updates(plain, steps)
+    flags = ("--optimizer", kind.__name__, "--momentum", "0.8", "--layer_decay", "0.5")
+    found = trained(ours, settings(*SCHEDULE, *flags))
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-8, msg=key)
+        assert not torch.equal(found[key], tiny_vit().state_dict()[key])
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_muon_is_torchs_muon_on_hidden_matrices_and_torchs_adamw_on_the_rest(layout):
+    # In float64, so that differences in the order of sums do not change how Muon rounds gradients to bfloat16.
+    plain, ours = small_cnn().double(), small_cnn().double().to(memory_format=layout)
+    kernel, matrix = plain[3].weight, plain[7].weight
+    # The matrix of a kernel, with its columns in the order of the memory: rounding to bfloat16 depends on it.
+    order = (0, 2, 3, 1) if layout == torch.channels_last else (0, 1, 2, 3)
+    flat = nn.Parameter(kernel.detach().permute(order).flatten(1).clone())
+    hidden = [flat, matrix]
+    rest = [p for p in plain.parameters() if p is not kernel and p is not matrix]
+    assert sorted(tuple(p.shape) for p in rest if p.ndim > 1) == [(3, 5), (6, 3, 3, 3), (8, 2, 3, 3)]
+    muon = torch.optim.Muon(hidden, 0.0, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw")
+    decays = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in rest]
+    adamw = torch.optim.AdamW(decays, 0.0, betas=(0.8, 0.9))
+
+    def steps(update):
+        flat.grad = kernel.grad.permute(order).flatten(1)
+        for optimizer, scale in ((muon, 1.0), (adamw, 0.25)):
+            for group in optimizer.param_groups:
+                group["lr"] = scale * closed_form(update)
+            optimizer.step()
+        permuted = flat.detach().view(kernel.permute(order).shape)
+        kernel.data.copy_(permuted.permute([order.index(dim) for dim in range(4)]))
+        return []
+
+    expected = ten_updates(plain, steps)
+    flags = ("--optimizer", "muon", "--momentum", "0.8")
+    config = settings(*SCHEDULE, *flags, "--optimizer_args", "{adamw_lr: 0.25, betas: [0.8, 0.9]}")
+    found = trained(ours, config)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-7, msg=key)
+    moved = (expected["3.weight"] - small_cnn().state_dict()["3.weight"]).abs().mean()
+    assert moved > 0.003
+
+
+@pytest.fixture
+def on_meta():
+    """Models have no values: they are created at once."""
+    with torch.device("meta"):
+        yield
+
+
+def test_muon_leaves_the_stem_the_head_embeddings_and_grouped_kernels_to_adamw(on_meta):
+    names = hidden_matrices(torchvision.models.vit_b_32()) | hidden_matrices(timm.create_model("vit_tiny_patch16_224"))
+    assert not names & {"conv_proj.weight", "patch_embed.proj.weight", "heads.head.weight", "head.weight", "pos_embed"}
+    assert {"encoder.layers.encoder_layer_0.self_attention.in_proj_weight", "blocks.0.attn.qkv.weight"} <= names
+    model = torchvision.models.mobilenet_v3_small()
+    depthwise = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.groups > 1}
+    outer = {"features.0.0.weight", "classifier.3.weight"}
+    matrices = {name for name, p in model.named_parameters() if p.ndim > 1}
+    assert depthwise and hidden_matrices(model) == matrices - depthwise - outer
+
+
+# Parameter groups
+
+
+def scales_and_decays(model, *flags):
+    groups = parameter_groups(settings(*flags), model)
+    return {name: (group["lr_scale"], group["weight_decay"]) for group in groups for name, _ in group["params"]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vit_tiny_patch16_224", "resnet18", "swin_tiny_patch4_window7_224", "convnext_atto", "levit_128s"],
+)
+def test_timms_models_have_the_decay_and_the_layer_decay_of_timm(name, on_meta):
+    model = timm.create_model(name)
+    undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    groups = param_groups_layer_decay(model, 0.1, no_weight_decay_list=undecayed, layer_decay=0.7)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    expected = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
+    found = scales_and_decays(model, "--layer_decay", "0.7")
+    assert found.keys() == expected.keys() and len(set(expected.values())) > 4
+    assert all(found[key] == pytest.approx(expected[key]) for key in expected)
+    assert {scale for scale, _ in scales_and_decays(model).values()} == {1.0}
+
+
+def test_torchvisions_resnet_has_the_layers_of_timms(on_meta):
+    ours, theirs = layer_numbers(torchvision.models.resnet18()), layer_numbers(timm.create_model("resnet18"))
+    assert ours == theirs and max(ours.values()) == 9
+
+
+def test_other_models_have_a_layer_for_each_block_in_their_order(on_meta):
+    numbers = layer_numbers(torchvision.models.vit_b_32())
+    assert {numbers[name] for name in ("class_token", "encoder.pos_embedding", "conv_proj.weight")} == {0}
+    blocks = {name: number for name, number in numbers.items() if "encoder_layer_" in name}
+    assert all(number == 1 + int(name.split("encoder_layer_")[1].split(".")[0]) for name, number in blocks.items())
+    assert numbers["encoder.ln.weight"] == 12 and numbers["heads.head.bias"] == 13
+    model = MnistCNN(InputSpec(28, 28, 1, [0.5], [0.5]), 10)
+    found = layer_scales(model, 0.5)
+    for layer, scale in {"conv1": 0.125, "conv2": 0.25, "fc1": 0.5, "fc2": 1.0}.items():
+        assert found[f"{layer}.weight"] == found[f"{layer}.bias"] == scale
+
+
+def test_embeddings_tokens_and_scales_of_torchvision_have_no_weight_decay(on_meta):
+    for name, expected in (
+        ("vit_b_32", {"class_token", "encoder.pos_embedding"}),
+        ("swin_t", {f"features.{s}.{b}.attn.relative_position_bias_table" for s, n in ((1, 2), (3, 2), (5, 6), (7, 2))
+                    for b in range(n)}),
+        ("resnet18", set()),
+    ):  # fmt: skip
+        model = torchvision.models.get_model(name)
+        shaped = {key for key, parameter in model.named_parameters() if parameter.ndim > 1}
+        assert names_without_decay(model) & shaped == expected
+        assert names_without_decay(model) >= {key for key, _ in model.named_parameters()} - shaped
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = tiny_vit()
+    model.blocks[0].requires_grad_(False)
+    assert not any(name.startswith("blocks.0") for name in scales_and_decays(model, "--layer_decay", "0.5"))
+    assert scales_and_decays(model, "--layer_decay", "0.5")["pos_embed"] == (0.125, 0.0)
+
+
+# Clipping
+
+
+def test_values_are_clipped_before_the_norm_and_fp16_is_unscaled_once():
+    model, calls = nn.Linear(3, 1, bias=False), []
+    model.weight.grad = 8 * torch.tensor([[3.0, -0.5, 0.1]])
+
+    def unscale():
+        calls.append("unscale")
+        model.weight.grad /= 8
+
+    accelerator = SimpleNamespace(unscale_gradients=unscale)
+    clip_gradients(accelerator, model, settings())
+    assert calls == []
+    clip_gradients(accelerator, model, settings("--clip_value", "0.4", "--clip_norm", "0.2"))
+    limited = torch.tensor([[0.4, -0.4, 0.1]])
+    torch.testing.assert_close(model.weight.grad, 0.2 * limited / limited.norm())
+    assert calls == ["unscale"]
+
+
+# Whole runs
+
+RUN = ["--model", "mnist_cnn", "--model_args", "{dropout: 0}", "--image_size", "12", "--threads", "1"]
+RUN += ["--max_train_samples", "480", "--global_batch_size", "120", "--log_every", "1", "--save_every", "3"]
+RUN += ["--lr", "0.002", "--lr_per", "240", "--lr_schedule", "constant", "--warmup_steps", "2", "--layer_decay", "0.7"]
+RUN += ["--clip_value", "0.02", "--clip_norm", "0.5", "--eval_every", "8", "--keep", "9", "--max_steps", "8"]
+RATES = [0.0005, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001]
+
+
+def optimizer_state(name):
+    folder = Path("runs") / name / "checkpoints"
+    states = torch.load(folder / (folder / "latest").read_text().strip() / "optimizer.bin", weights_only=True)["state"]
+    return {f"{number} {key}": torch.as_tensor(v) for number, s in states.items() for key, v in s.items()}
+
+
+@pytest.mark.parametrize("name", ["rmsprop", "muon", *SLOW])
+def test_runs_on_one_two_and_three_processes_agree_and_a_resumed_one_ends_with_the_same_bits(name):
+    # Muon rounds to bfloat16, which enlarges differences in rounding: without them, the bits must be the same.
+    flags = [*RUN, "--optimizer", name, *(("--microbatches", "4") if name == "muon" else ())]
+    for processes in (1, 2) if name in ("rmsprop", "muon") else (1, 2, 3):
+        train_run(processes, str(processes), *flags)
+        assert [record["lr"] for record in records(str(processes), "train")] == pytest.approx(RATES)
+        losses = [[record["loss"] for record in records(run, "train")] for run in ("1", str(processes))]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    if name == "muon":
+        assert same_tensors(weights("1"), weights("2"))
+
+    if name == "muon":
+        launch = start_ranks(2, slow_train, flags, 0.0, 5)
+        until(lambda: Path("held-0").exists() and Path("held-1").exists())
+        until(Path("runs/run/checkpoints/step-00000003").exists)
+        launch.kill()
+        launch.finish()
+    checkpoint = "auto" if name == "muon" else "runs/2/checkpoints/step-00000003"
+    returned(2, train.main, ["--run_name", "run", *flags, "--resume", checkpoint])
+    assert records("run", "start")[-1]["step"] == 3
+    assert same_tensors(weights("run"), weights("2")) and same_tensors(optimizer_state("run"), optimizer_state("2"))
+
+
+def test_a_resumed_run_keeps_the_learning_rate_for_its_samples():
+    train_run(1, "run", *RUN, "--max_steps", "3")
+    flags = [word for flag, value in zip(RUN[::2], RUN[1::2], strict=True) if flag not in ("--lr", "--lr_per")
+             for word in (flag, value)]  # fmt: skip
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags, "--max_steps", "5", "--resume", "auto"])
+    assert re.search(r"^lr +0.001 = 0.002 x global batch 120 / 240$", outcome.out, re.M), outcome.out
+    assert [record["lr"] for record in records("run", "train")] == pytest.approx(RATES[:5])
+    assert "--lr_per needs --lr; give the learning rate for it" in refused(train.main, "--lr_per", "256")
+
+
+def test_a_checkpoint_from_before_groups_had_names_resumes_to_the_same_bits():
+    model_args = "{img_size: 16, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2}"
+    flags = ["--model", "timm/vit_tiny_patch16_224", "--model_args", model_args, "--image_size", "16", "--threads", "1"]
+    flags += ["--optimizer", "adamw", "--lr", "0.01", "--lr_schedule", "constant", "--global_batch_size", "120"]
+    train_run(1, "run", *flags, "--max_steps", "3")
+    checkpoint = Path("runs/run/checkpoints/step-00000003")
+    train_run(1, "new", *flags, "--max_steps", "5", "--resume", str(checkpoint))
+
+    saved = torch.load(checkpoint / "optimizer.bin", weights_only=True)
+    numbers = {n: i for g in saved["param_groups"] for n, i in zip(g["param_names"], g["params"], strict=True)}
+    model = timm.create_model("vit_tiny_patch16_224", in_chans=1, num_classes=10, img_size=16, patch_size=8,
+                              embed_dim=12, depth=1, num_heads=2)  # fmt: skip
+    named = list(model.named_parameters())
+    order = [name for name, p in named if p.ndim > 1] + [name for name, p in named if p.ndim <= 1]
+    assert [numbers[name] for name in order] != sorted(numbers.values())
+    matrices = sum(p.ndim > 1 for _, p in named)
+    old = [{k: v for k, v in g.items() if k != "param_names"} for g in saved["param_groups"]]
+    old[0]["params"], old[1]["params"] = list(range(matrices)), list(range(matrices, len(order)))
+    state = {number: saved["state"][numbers[name]] for number, name in enumerate(order)}
+    torch.save({"state": state, "param_groups": old}, checkpoint / "optimizer.bin")
+    (checkpoint / MANIFEST).unlink()
+    _write_manifest(checkpoint)
+    train_run(1, "old", *flags, "--max_steps", "5", "--resume", str(checkpoint))
+    assert same_tensors(weights("old"), weights("new"))
+
+
+# What is refused or reported
+
+
+def test_a_model_without_hidden_matrices_cannot_use_muon_and_names_are_found_in_any_case():
+    error = refused(train.main, "--model", "mlp", "--optimizer", "Muon", "--max_steps", "1")
+    assert "--optimizer muon: this model has no hidden matrices to train; use adamw" in error
+
+
+def test_a_momentum_without_effect_is_reported():
+    flags = ("--model", "mlp", "--max_steps", "1", "--momentum", "0.5", "--optimizer")
+    for name, has_none in (("NAdam", True), ("rmsprop", False)):
+        (outcome,) = run_ranks(1, train.main, [*flags, name])
+        assert ("--momentum has no effect: nadam has no momentum\n" in outcome.out) == has_none, outcome.out

@@ -1,0 +1,180 @@
+"""The weights that a new run starts from (--init_from): another run, a file, or a repository of the Hub."""
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from utils.config.settings import TrainConfig
+from utils.errors import UserError, one_line
+from utils.files import expand, read_json
+from utils.models.matching import Match
+from utils.ranks.ranks import Ranks
+from utils.runs.manifest import (
+    FOR_EVALUATION,
+    MANIFEST,
+    find_checkpoint,
+    is_checkpoint_name,
+    sha256_of,
+    verify,
+)
+from utils.runs.metadata import SavedRun, read_checkpoint
+
+WEIGHTS = "model.safetensors"
+_HUB = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+?)(?:@(\w+))?")  # a commit may follow the name
+_SETTINGS = ("model", "model_args", "channels", "image_size", "mean", "std")
+"""Settings that a run takes from its source unless they are given."""
+
+
+@dataclass
+class Source:
+    """Weights to start from. `settings` has those of the run's settings that follow from them."""
+
+    name: str
+    file: Path
+    class_names: list[str]
+    settings: dict[str, Any]
+    taken: list[str] = field(default_factory=list)  # the settings that were not given
+    match: Match | None = None  # once the model has the weights
+
+    def describe(self) -> str:
+        """What the run took from it, for the start table."""
+        taken = f"; its {', '.join(self.taken)}" if self.taken else ""
+        return f"{self.name}: {self.match.line() if self.match else ''}{taken}"
+
+    def files(self) -> list[Path]:
+        """The files with the weights; those of the last one take precedence, which is their average if there is one."""
+        average = self.file.with_name("ema.safetensors")
+        return [self.file, average] if self.file.name == WEIGHTS and average.is_file() else [self.file]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by name."""
+        tensors, *averages = map(_load, self.files())
+        for average in averages:
+            tensors |= {name: tensor for name, tensor in average.items() if name in tensors}
+        return tensors
+
+
+def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tuple[TrainConfig, Source | None]:
+    """What --init_from names, and the settings with those that follow from it; collective.
+
+    A run that resumes from the checkpoint `saved` needs no source. It keeps these settings as they were.
+    """
+    if saved is not None and saved.settings.init_from:
+        return _filled(config, vars(saved.settings)), None
+    if saved is not None or config.init_from is None:
+        return config, None
+    # Only the main process searches: the run that is named could move `best` between two searches.
+    found = ranks.broadcast_text(ranks.run_on_main(partial(_find, config.init_from), main_first=True) or "")
+    place = "reading the weights of --init_from"
+    source = ranks.run_on_all(partial(_read, found), main_first=True, place=place)
+    hashes = ranks.run_on_all(lambda: [sha256_of(file) for file in source.files()])
+    ranks.check_same(" ".join(hashes), f"different weights in --init_from {config.init_from}")
+    filled = ranks.run_on_all(lambda: _filled(config, source.settings))
+    source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
+    return filled, source
+
+
+def _filled(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
+    """The settings, with those of `found` that are not given. Arguments belong to the model that has them."""
+    names = _SETTINGS if config.model in (None, found.get("model")) else _SETTINGS[2:]
+    values = {name: found[name] for name in names if getattr(config, name) in (None, {}) and found.get(name)}
+    for name in {"mean", "std"} & values.keys():
+        if (config.channels or values.get("channels")) != len(values[name]):
+            values[name] = [sum(values[name]) / len(values[name])]
+    return replace(config, **values)
+
+
+def _find(where: str) -> str:
+    """The file or checkpoint that --init_from names, as an absolute path, or hf://OWNER/NAME@COMMIT."""
+    path, hub = expand(where), _HUB.fullmatch(where)
+    is_ours = (path / MANIFEST).exists() or is_checkpoint_name(path.name)
+    if path.is_file() or ((path / WEIGHTS).is_file() and not is_ours):
+        return os.path.abspath(path)
+    if path.exists():
+        checkpoint = find_checkpoint(path)
+        verify(checkpoint, FOR_EVALUATION)
+        return os.path.abspath(checkpoint)
+    if not hub or (not where.startswith("hf://") and path.parent.is_dir()):
+        fix = "give a run, a checkpoint, a safetensors file or hf://OWNER/NAME"
+        raise UserError(f"--init_from {where}: no such file or folder", fix)
+    return f"hf://{hub[1]}@{_download(where).parent.name}"  # snapshots/COMMIT/model.safetensors
+
+
+def _download(where: str) -> Path:
+    """The weights of a repository of the Hub in the local cache, with config.json beside them if there is one."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # it would print a line for each attempt
+    hub = _HUB.fullmatch(where)
+    assert hub is not None
+    repository, commit = hub.groups()
+    try:
+        path = hf_hub_download(repository, WEIGHTS, revision=commit)
+    except Exception as error:  # of many classes
+        reason = f"no such file or folder, and {WEIGHTS} of {repository} cannot be downloaded"
+        fix = f"correct the name, or without a network, run `hf download {repository} {WEIGHTS} config.json` elsewhere"
+        fix = f"{fix} and copy the files to {HF_HUB_CACHE}"
+        raise UserError(f"--init_from {where}: {reason} ({one_line(error)[:160]})", fix) from error
+    with suppress(EntryNotFoundError):
+        hf_hub_download(repository, "config.json", revision=Path(path).parent.name)
+    return Path(path)
+
+
+def _read(found: str) -> Source:
+    """The source that `_find` has found, without its tensors. Nothing in it is executed."""
+    path = _download(found) if found.startswith("hf://") else Path(found)
+    if (path / MANIFEST).exists():
+        saved = read_checkpoint(path)
+        spec, settings = saved.spec, saved.settings
+        values: dict[str, Any] = {
+            "model": settings.model,
+            "model_args": settings.model_args,
+            "image_size": list(spec.size),
+        }
+        values |= {"channels": spec.channels, "mean": spec.mean, "std": spec.std}
+        return Source(found, path / WEIGHTS, saved.class_names, values)
+    file = path / WEIGHTS if path.is_dir() else path
+    return Source(found, file, *_described(file.parent))
+
+
+def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """The class names and settings in labels.json of Lockstep, or in config.json of timm or transformers."""
+    labels, path = folder / "labels.json", folder / "config.json"
+    names, about = read_json(labels) if labels.is_file() else None, read_json(path) if path.is_file() else {}
+    try:
+        names = names or about.get("label_names")
+        if not names and (by_id := about.get("id2label")):
+            names = [by_id[str(number)] for number in range(len(by_id))]
+        cfg = about.get("pretrained_cfg", {})
+        values: dict[str, Any] = {name: list(cfg[name]) for name in ("mean", "std") if name in cfg}
+        if "input_size" in cfg:
+            values |= {"channels": cfg["input_size"][0], "image_size": list(cfg["input_size"][1:])}
+        if "architecture" in about:
+            values["model"] = f"timm/{about['architecture']}"
+        if not all(isinstance(name, str) for name in names or []):
+            raise ValueError("class names are not texts")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{labels if labels.is_file() else path}: malformed ({one_line(error)})", "delete it"
+        ) from error
+    return list(names or []), values
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        problem = f"--init_from: {file} is not a safetensors file ({one_line(error)[:80]})"
+        raise UserError(problem, "convert it with safetensors.torch.save_file; other formats may run code") from error

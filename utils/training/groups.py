@@ -1,0 +1,112 @@
+"""Parameter groups: which parameters have weight decay, and how fast each layer learns."""
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from utils.config.settings import TrainConfig
+
+Groups = list[dict[str, Any]]
+Named = list[tuple[str, nn.Parameter]]
+
+# Embeddings, tokens and scales of models that do not name them by `no_weight_decay`, by the end of their names
+_UNDECAYED = ("class_token", "cls_token", "pos_embed", "pos_embedding", "relative_position_bias_table", "layer_scale")
+_CONTAINERS = nn.Sequential | nn.ModuleList | nn.ModuleDict
+
+
+def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
+    """The trainable parameters with their names; groups with weight decay come first.
+
+    A group has its `weight_decay`, and `lr_scale`, the factor of its learning rate. With muon, `hidden` is whether it
+    has the matrices that Muon changes.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    undecayed, scales = names_without_decay(model), layer_scales(model, config.layer_decay)
+    hidden = hidden_matrices(model) - undecayed if config.optimizer == "muon" else set()
+    groups: dict[tuple, dict[str, Any]] = {}
+    for name, parameter in named:
+        decay = 0.0 if name in undecayed else config.weight_decay
+        group = {"weight_decay": decay, "lr_scale": scales[name]}
+        group |= {"hidden": name in hidden} if config.optimizer == "muon" else {}
+        key = (name in undecayed, *group.values())
+        groups.setdefault(key, {"params": []} | group)["params"].append((name, parameter))
+    return [groups[key] for key in sorted(groups)]
+
+
+def names_without_decay(model: nn.Module) -> set[str]:
+    """The parameters without weight decay: vectors, biases, position embeddings and class tokens.
+
+    Vectors are the parameters of normalisation layers. timm's models name more in `no_weight_decay()`.
+    """
+    patterns: Iterable[str] = getattr(model, "no_weight_decay", tuple)()
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim <= 1
+        or name.endswith("bias")
+        or name.rpartition(".")[2] in _UNDECAYED
+        or any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def layer_scales(model: nn.Module, decay: float | None) -> dict[str, float]:
+    """The factor of each parameter's learning rate: `decay` ** (layers between its layer and the last), or 1.
+
+    This is layer-wise learning rate decay (Clark et al., 2020; Bao et al., 2022).
+    """
+    if decay is None:
+        return {name: 1.0 for name, _ in model.named_parameters()}
+    numbers = layer_numbers(model)
+    last = max(numbers.values())
+    return {name: decay ** (last - numbers.get(name, last)) for name, _ in model.named_parameters()}
+
+
+def layer_numbers(model: nn.Module) -> dict[str, int]:
+    """The number of each parameter's layer, from 0 at the input. timm's models number them themselves.
+
+    In other models, each block is a layer, in the order in which the model creates them. Containers, and modules with
+    more than half of the model's parameters, are divided into their blocks. A block that has only vectors, such as a
+    normalisation, belongs to the layer before it. So do parameters that are not in a block, such as a class token.
+    """
+    if matcher := getattr(model, "group_matcher", None):
+        from timm.models import group_parameters
+
+        return group_parameters(model, matcher(coarse=False), reverse=True)
+    numbers: dict[str, int] = {}
+    number = -1
+    for is_block, named in _blocks(model, "", _size(model) / 2):
+        number += is_block and any(parameter.ndim > 1 for _, parameter in named)
+        numbers |= {name: max(0, number) for name, _ in named}
+    return numbers
+
+
+def _blocks(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[bool, Named]]:
+    """The parameters of each block, with True, and those of `module` itself, with False."""
+    yield False, list(module.named_parameters(prefix, recurse=False))
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        is_leaf = next(child.children(), None) is None
+        if isinstance(child, _CONTAINERS) or (not is_leaf and _size(child) > half):
+            yield from _blocks(child, path, half)
+        else:
+            yield True, list(child.named_parameters(path))
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """The weights of linear layers and convolutions, except the first and the last one in the model.
+
+    The first one reads the images, and the last one is the head. Kernels of grouped convolutions are not one matrix.
+    """
+    names = []
+    for path, module in model.named_modules():
+        is_grouped = isinstance(module, nn.Conv2d) and module.groups > 1
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.MultiheadAttention) and not is_grouped:
+            own = module.named_parameters(path, recurse=False)
+            names += [name for name, parameter in own if parameter.ndim > 1]
+    return set(names[1:-1])

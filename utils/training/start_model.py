@@ -1,0 +1,52 @@
+"""The model that a run starts with."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from utils.config.settings import TrainConfig
+from utils.console import join_names
+from utils.data.order import fold_in
+from utils.errors import UserError
+from utils.models.freezing import freeze
+from utils.models.matching import copy_matching
+from utils.models.recomputing import checkpoint_blocks
+from utils.ranks.batchnorm import convert_batch_norm
+from utils.ranks.ranks import Ranks
+from utils.runs.source import Source
+
+
+def start_model(
+    build: Callable[[], nn.Module], config: TrainConfig, class_names: list[str], source: Source | None, ranks: Ranks
+) -> nn.Module:
+    """The model of `build` with its initial weights, the same on all ranks; collective.
+
+    They are random or published, and those of `source` if there is one. Some may be frozen.
+    """
+
+    def prepare() -> nn.Module:
+        if source is not None:
+            load_source(module, source, class_names, config.model)
+        if config.freeze:
+            freeze(module, config.freeze)
+        if config.grad_checkpointing:
+            checkpoint_blocks(module, config.model)
+        return convert_batch_norm(module) if config.sync_batchnorm else module
+
+    torch.manual_seed(fold_in(config.seed, "weights"))
+    module = ranks.run_on_all(build, main_first=True, place="building the model")
+    return ranks.run_on_all(prepare)
+
+
+def load_source(module: nn.Module, source: Source, class_names: list[str], name: str) -> None:
+    """Copy the weights that fit into the model, and note in `source` which they are.
+
+    Raises UserError if no parameter fits.
+    """
+    tensors = source.tensors()
+    source.match = copy_matching(module, tensors, source.class_names, class_names)
+    if not {key for key, _ in module.named_parameters()} & set(source.match.kept):
+        theirs, own = join_names(tensors, 3), join_names(module.state_dict(), 3)
+        problem = f"--init_from {source.name}: none of its tensors ({theirs}) fits {name}, which has {own}"
+        raise UserError(problem, "set --model to the model of these weights")
