@@ -39,6 +39,7 @@ from utils.models.zoo import build_model, check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
+from utils.report.writing import report_evaluation
 from utils.runs.loading import load_model
 from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
@@ -172,7 +173,8 @@ def evaluate(
     compile_model(accelerator, model)
     whole.to(accelerator.device)  # without DDP: no gradients are exchanged
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    result = Evaluator(ranks, accelerator, whole, batches, task, config).evaluate()
+    evaluator = Evaluator(ranks, accelerator, whole, batches, task, config)
+    result = evaluator.evaluate(keep=config.report)
     assert result is not None  # nothing stops it
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")
@@ -181,7 +183,7 @@ def evaluate(
     if flags.throughput:
         size["images_per_second"] = result["count"] / result["seconds"]
         result["throughput"] = size | speed_of(whole, spec, config, accelerator, ranks)
-    return {
+    record = {
         "kind": "eval",
         **origin(saved, config, flags),
         "data": absolute_data(config.data),
@@ -189,6 +191,9 @@ def evaluate(
         "classes": len(saved.class_names),
         **result,
     }
+    if evaluator.predictions and ranks.is_main:
+        report_evaluation(saved.path, config, task, split, evaluator.predictions, record, terminal.print)
+    return record
 
 
 def load_weights(saved: SavedRun, config: TrainConfig, flags: EvalConfig, model: nn.Module) -> None:

@@ -41,6 +41,7 @@ from utils.ranks.accelerator import check_precision, compile_model, make_acceler
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
+from utils.report.writing import report_training
 from utils.runs.folder import Start, check_run_folder, find_start, open_run_folder
 from utils.runs.log import RunLog
 from utils.runs.metadata import settings_to_save
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         stopping.training_begins()
         with frozen_garbage(), run.profile:
             result = train(run)
+        report_training(run, result)
         stopped = close(run, result, command)
     if stopped:
         raise SystemExit(EXIT_RESUME)
@@ -279,7 +281,7 @@ def evaluate(run: Run) -> dict | None:
     finish_save(run)
     run.ranks.mark(f"after update {state.step}, evaluating")
     run.ranks.broadcast_buffers(run.module)
-    result = run.evaluator.evaluate(run.stopping)
+    result = run.evaluator.evaluate(run.stopping, keep=run.config.report and state.step >= run.updates)
     if result is not None:
         split = run.data.evaluation
         if "left_out" in result:

@@ -17,20 +17,19 @@ class Series(NamedTuple):
     points: Sequence[tuple[float, float]]
 
 
-def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), share: bool = False) -> dict[str, Any]:
-    """A chart of values over updates; `marks` are updates with a vertical line. `share`: values are shown in percent.
+def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), unit: str = "") -> dict[str, Any]:
+    """A chart of values over updates; `marks` are updates with a vertical line. Empty if there are no points.
 
-    Points whose value is infinite or missing are left out. The axis is logarithmic if positive values differ by a
-    factor above 50.
+    Infinite values are left out. The axis of a loss is logarithmic if its values differ by a factor above 50.
     """
-    lines = [s._replace(points=[p for p in s.points if p[1] is not None and math.isfinite(p[1])]) for s in series]
+    lines = [s._replace(points=[p for p in s.points if math.isfinite(p[1])]) for s in series]
     lines = [s._replace(points=_thinned(s.points)) for s in lines if s.points]
     values = [value for s in lines for _, value in s.points]
     if not values:
         return {}
     end = max(x for s in lines for x, _ in s.points) or 1
-    logarithmic = min(values) > 0 and max(values) > 50 * min(values)
-    ticks = log_ticks(min(values), max(values)) if logarithmic else nice_ticks(min(values), max(values))
+    logarithmic = title == "loss" and min(values) > 0 and max(values) > 50 * min(values)
+    ticks = (log_ticks if logarithmic else nice_ticks)(min(values), max(values))
     scale = math.log if logarithmic else float
     low, high = (scale(bound) for bound in (min(*values, ticks[0]), max(*values, ticks[-1])))
     if low == high:
@@ -49,22 +48,22 @@ def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), 
                 "label": s.label,
                 "style": s.style,
                 "path": "M" + "L".join(f"{column(x)} {row(y)}" for x, y in s.points),
-                "dots": [(column(x), row(y)) for x, y in s.points] if len(s.points) <= 40 else [],
-                "last": _number(s.points[-1][1], share),
+                "dots": [(column(x), row(y)) for x, y in s.points] if "train" not in s.style and len(s.points) <= 40 else [],
+                "last": _number(s.points[-1][1], unit),
             }
             for s in lines
         ],
-        "rows": [(row(tick), _number(tick, share)) for tick in ticks],
+        "rows": [(row(tick), _number(tick, unit)) for tick in ticks],
         "columns": [(column(tick), f"{tick:,.0f}") for tick in nice_ticks(0, end) if tick == int(tick)],
         "marks": [(column(mark), mark) for mark in marks if mark <= end],
     }
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Three to six round numbers in steps of 1, 2 or 5 times a power of ten that span low..high."""
+    """Three to seven round numbers in steps of 1, 2 or 5 times a power of ten that span low..high."""
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         return [low]
-    rough = (high - low) / 4
+    rough = (high - low) / 5
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -101,5 +100,5 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
-def _number(value: float, share: bool) -> str:
-    return f"{value:.3g}".replace("e-0", "e-") + "%" if share else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+def _number(value: float, unit: str) -> str:
+    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}".replace("e-0", "e-")) + unit

@@ -10,35 +10,14 @@ from typing import Any
 from utils.config.settings import TrainConfig
 from utils.config.yaml_text import read_yaml
 from utils.console import clock
-from utils.data.splits import Split
 from utils.errors import UserError
-from utils.files import read_json, write_file
-from utils.report.analysis import analyse
+from utils.files import read_json
 from utils.report.charts import reliability
-from utils.report.pictures import sheet, thumbnail
+from utils.report.pictures import sheet
 from utils.runs.metadata import OF_THIS_MACHINE
-from utils.tasks.multilabel import MultiLabel
-from utils.tasks.task import Task
-from utils.training.predictions import Predictions
 
 ANALYSIS = "report.json"
 _FIRST = 20  # classes that the page shows at once; the others are folded
-
-
-def write_analysis(
-    folder: Path, config: TrainConfig, task: Task, split: Split, found: Predictions, record: Mapping[str, Any]
-) -> None:
-    """Analyse an evaluation and store the numbers and images that the page needs in report.json.
-
-    `record` has the metrics of the evaluation and what was evaluated. Raises OSError or ValueError if an image cannot
-    be read again, or the file cannot be written.
-    """
-    names = task.class_names
-    analysis = analyse(found, names, not isinstance(task, MultiLabel), config.threshold, config.seed)
-    for error in analysis["errors"]:
-        error |= thumbnail(split, error["index"])
-    kept = {name: value for name, value in record.items() if not isinstance(value, list | dict)}
-    write_file(folder / ANALYSIS, json.dumps({"record": _without_places(kept), **analysis}))
 
 
 def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
@@ -73,9 +52,9 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
 
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings that differ from their defaults, without those of the machine, as text."""
-    usual = asdict(TrainConfig()) | {"format": 1}
+    usual = asdict(TrainConfig()) | {"format": 1, "task": "classification", "best": values.get("best")}
     kept = {name: value for name, value in values.items() if name not in OF_THIS_MACHINE}
-    return {name: _text(value) for name, value in _without_places(kept).items() if value != usual.get(name, value)}
+    return {name: _text(value) for name, value in without_places(kept).items() if value != usual.get(name, value)}
 
 
 def _record(line: str) -> dict[str, Any]:
@@ -98,12 +77,12 @@ def _start(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _without_places(value: Any) -> Any:
+def without_places(value: Any) -> Any:
     """The value with the last part of each absolute path only, so that the page can be shown to anybody."""
     if isinstance(value, dict):
-        return {name: _without_places(inner) for name, inner in value.items()}
+        return {name: without_places(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_without_places(inner) for inner in value]
+        return [without_places(inner) for inner in value]
     return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
 
 

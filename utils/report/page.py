@@ -30,7 +30,7 @@ def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     titles = {"loss": "loss"} | shown | {"lr": "learning rate", "images_per_second": "images/s"}
     made = [line_chart(title, _lines(runs, name), _marks(runs)) for name, title in titles.items()]
     waits = [s._replace(points=[(x, 100 * y) for x, y in s.points]) for s in _lines(runs, "data_wait")]
-    return [chart for chart in [*made, line_chart("time waiting for data", waits, _marks(runs), share=True)] if chart]
+    return [chart for chart in [*made, line_chart("time waiting for data", waits, _marks(runs), "%")] if chart]
 
 
 def _metrics_of(run: dict[str, Any]) -> dict[str, str]:

@@ -30,12 +30,14 @@ class Predictions(NamedTuple):
 def predict(task: Task, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`top`, `probabilities` and `losses` of a batch, see `Predictions`; does not wait for the device."""
     # Each row as a batch of its own, so that this works with any loss.
-    losses = torch.vmap(lambda row, label: task.evaluate(row[None], label[None])[0][0])(outputs, labels)
+    losses = outputs.new_zeros(0)
+    if len(outputs):
+        losses = torch.vmap(lambda row, label: task.evaluate(row[None], label[None])[0][0])(outputs, labels).float()
     if isinstance(task, MultiLabel):
         columns = torch.arange(outputs.shape[1], device=outputs.device)
-        return columns.expand(outputs.shape), outputs.sigmoid(), losses.float()
+        return columns.expand(outputs.shape), outputs.sigmoid(), losses
     probabilities, top = outputs.softmax(1).topk(min(_TOP, outputs.shape[1]), dim=1)
-    return top, probabilities, losses.float()
+    return top, probabilities, losses
 
 
 def in_order(seen: np.ndarray, labels: np.ndarray, rows: Sequence[np.ndarray]) -> Predictions:

@@ -207,4 +207,6 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", f"{size_of(run.folder.checkpoints) / MB:.0f} MB"))
+        page = run.folder.path / "report.html"
+        rows += [("page", str(page))] if done and page.exists() else []
     return rows
