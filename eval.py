@@ -40,10 +40,10 @@ from utils.ranks.accelerator import check_precision, compile_model, make_acceler
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import report_evaluation
-from utils.runs.loading import load_model
-from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
+from utils.runs.manifest import FOR_EVALUATION, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.runs.state import TrainState
+from utils.runs.weights import choose_weights, find_checkpoints
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     with distributed_session("eval.py", flags) as ranks:
         # Errors that one process can detect alone are reported before the processes connect.
         if flags.ckpt:
-            find_checkpoint(expand(flags.ckpt))
+            find_checkpoints(expand(flags.ckpt), flags.average)
         check_workers(flags.num_workers)
         if flags.json:
             check_output_file("--json", expand(flags.json))
@@ -90,20 +90,22 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt, or what it would hold for the published weights of --model; collective."""
+    """The verified checkpoint of --ckpt and the weights to evaluate, or what it would hold for --model; collective."""
     if flags.ckpt is None:
         return ranks.run_on_all(lambda: published_run(flags))
     ckpt = expand(flags.ckpt)
 
     def find() -> str:
-        checkpoint = find_checkpoint(ckpt)
-        verify(checkpoint, FOR_EVALUATION)
-        return str(checkpoint)
+        checkpoints = find_checkpoints(ckpt, flags.average)
+        for checkpoint in checkpoints:
+            verify(checkpoint, FOR_EVALUATION)
+        return json.dumps([str(checkpoint) for checkpoint in checkpoints])
 
     # Only the main process searches: a training run could move `best` between two searches.
     own = ranks.run_on_main(find, main_first=True)
-    path = Path(ranks.broadcast_text(own or ""))
-    return ranks.run_on_all(lambda: read_checkpoint(path))
+    paths = [Path(path) for path in json.loads(ranks.broadcast_text(own or ""))]
+    weights = ranks.run_on_all(lambda: choose_weights(paths, flags.weights))
+    return replace(ranks.run_on_all(lambda: read_checkpoint(paths[-1])), weights=weights)
 
 
 def published_run(flags: EvalConfig) -> SavedRun:
@@ -163,7 +165,7 @@ def evaluate(
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))
-    load = partial(load_weights, saved, config, flags, model)
+    load = partial(load_weights, saved, config, model)
     ranks.run_on_all(load, main_first=bool(flags.model), place="loading the weights")
     blocks = BlockSampler(len(split), config.eval_batch_size)
     loader = make_loader(dataset, blocks, config, ranks.threads, ranks.device)
@@ -196,19 +198,20 @@ def evaluate(
     return record
 
 
-def load_weights(saved: SavedRun, config: TrainConfig, flags: EvalConfig, model: nn.Module) -> None:
+def load_weights(saved: SavedRun, config: TrainConfig, model: nn.Module) -> None:
     """Load the weights to evaluate into the model."""
-    if flags.model:
+    if saved.weights is None:
         load_published(config, model)
     else:
-        load_model(saved.path, model)
+        saved.weights.load(model)
 
 
 def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str, Any]:
     """What the record says of the weights."""
-    if flags.model:
+    if saved.weights is None:
         return {"model": flags.model, "pretrained": version_of(config)}
-    return {"checkpoint": str(saved.path.absolute()), "step": saved.state.step, "epoch": saved.state.epochs_begun}
+    place = {"checkpoint": str(saved.path.absolute()), "step": saved.state.step, "epoch": saved.state.epochs_begun}
+    return place | saved.weights.describe()
 
 
 if __name__ == "__main__":

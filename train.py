@@ -14,12 +14,10 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-import torch
-
-from utils.config.batch import resolve_batch
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
@@ -29,20 +27,18 @@ from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in
 from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
 from utils.data.resident import keep_on_device
 from utils.data.selection import load_data
-from utils.data.sources import SOURCES, check_source
+from utils.data.sources import SOURCES
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
-from utils.data.workers import check_workers
 from utils.launch.command import typed_command
 from utils.memory import frozen_garbage
-from utils.models.batch_norm import check_batch_norm, has_batch_norm
-from utils.models.zoo import OWN_MODELS, build_model, check_model, seed_layers
-from utils.ranks.accelerator import check_precision, compile_model, make_accelerator, prepare_buckets
+from utils.models.zoo import OWN_MODELS, build_model, seed_layers
+from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
-from utils.runs.folder import Start, check_run_folder, find_start, open_run_folder
+from utils.runs.folder import Start, find_start, open_run_folder
 from utils.runs.log import RunLog
 from utils.runs.metadata import settings_to_save
 from utils.runs.parts import make_parts
@@ -60,16 +56,17 @@ from utils.runs.state import TrainState
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
 from utils.training.bad_images import without_bad
+from utils.training.building import check_settings, count_updates, wrap_model
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
 from utils.training.first_batch import write_first_batch
-from utils.training.gradients import clip_gradients, make_gradients, prepare_model
+from utils.training.gradients import clip_gradients
 from utils.training.meter import Meter, Pace
 from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
 from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
 from utils.training.saving import finish_save, save
-from utils.training.schedule import SCHEDULES, due_after, learning_rate, total_updates
+from utils.training.schedule import SCHEDULES, due_after, learning_rate, reduce_on_plateau
 from utils.training.start_model import start_model
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
@@ -85,14 +82,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         distributed_session("train.py", config) as ranks,
         Stopping(lambda: ranks.orphaned) as stopping,
     ):
-        # Errors that one process can find alone are reported before the processes connect.
-        check_precision(config, ranks)
-        check_model(config)
-        check_source(config)
-        check_run_folder(config)
-        check_workers(config.num_workers)
-        if config.resume is None:
-            resolve_batch(config, ranks.topology.world_size)
+        check_settings(config, ranks)  # these errors are reported before the processes connect
         ranks.join()
         run = build(trial(config), ranks, stopping, saver)
         announce(run)
@@ -126,10 +116,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     build = partial(build_model, config, spec, task.outputs, True, data.class_names)
     module = start_model(build, config, data.class_names, source, ranks)
     optimizer = build_optimizer(config, module)
-    updates = ranks.run_on_all(lambda: total_updates(config, plan))
-    if has_batch_norm(module):
-        sharing = processes if config.sync_batchnorm else 1
-        ranks.run_on_all(lambda: check_batch_norm(plan, updates, sharing))
+    updates = count_updates(config, plan, module, ranks)
     run_folder = open_run_folder(config, start, ranks)
 
     # Accelerate assigns what a sampler emits to the ranks in turn.
@@ -137,17 +124,13 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     blocks = BlockSampler(len(data.evaluation), config.eval_batch_size)
     sets = {"training": (train_set, order), "evaluation": (eval_set, blocks)}
     loaders = make_loaders(sets, config, ranks.threads, ranks.device)
-    compile_model(accelerator, module)
-    model = prepare_model(accelerator, module, config.microbatches)
+    model, gradients = wrap_model(config, spec, plan, module, accelerator)
     wrapped, train_loader, eval_loader = accelerator.prepare(optimizer, *loaders)
     optimizer = wrapped if accelerator.scaler else optimizer  # only fp16 needs the slower wrapper
-    no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
-    gradients = make_gradients(model, module, accelerator, plan, bool(config.microbatches))
-    prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
     begin_momentum(optimizer)  # fused SGD fails if a parameter gets its first gradient late
 
     settings = settings_to_save(config, plan, start.saved is not None, accelerator)
-    parts = make_parts(accelerator)
+    parts = make_parts(accelerator, module, config.ema_decay)
     if start.saved:
         lines = resume_lines(start.saved, config, settings, plan, ranks)
         restore(start, module, optimizer, parts, lines, ranks)
@@ -222,7 +205,7 @@ def train(run: Run) -> dict | None:
         save(run)
     run.meter.restart()
     pace = Pace(state.step)
-    while state.step < run.updates and not run.stopping.agreed:
+    while not run.ended and not run.stopping.agreed:
         train_update(run, batches)
         run.log.advance()
         run.profile.step()
@@ -231,12 +214,13 @@ def train(run: Run) -> dict | None:
         if not (any(due) or pace.due(state.step)):
             continue
         since_save = synchronise(run, pace)
-        if due.log:
+        if due.log or run.ended:
             log_training(run)
-        if due.evaluate:
+        if due.evaluate or run.ended:
             result = evaluate(run)
         in_time = since_save >= (config.save_seconds or math.inf)
-        if due.save or in_time or state.best_step == state.step or run.stopping.agreed:
+        leaves = run.ended or run.stopping.agreed
+        if due.save or in_time or state.best_step == state.step or leaves:
             save(run)
         run.meter.restart()
     return result
@@ -245,7 +229,7 @@ def train(run: Run) -> dict | None:
 def train_update(run: Run, batches: Iterator[Batch]) -> None:
     """One update: forward and backward passes of this rank, then one optimizer step."""
     config, state, plan, accelerator = run.config, run.state, run.plan, run.accelerator
-    set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates))
+    set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates, state.lr_factor))
     gradients, scale = run.gradients, run.gradients.scale(state.position)
     for step in range(gradients.steps):
         run.ranks.mark(f"update {state.step + 1}, reading a batch")
@@ -269,25 +253,34 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     clip_gradients(accelerator, run.model, config)
     run.optimizer.step()
     run.optimizer.zero_grad()
+    if run.average:
+        run.average.update(state.step)
     state.updated(plan)
 
 
 def evaluate(run: Run) -> dict | None:
-    """Evaluate the weights, then log and return the metrics; None if asked to stop meanwhile."""
-    state = run.state
+    """Evaluate the weights, then log and return the metrics; None if asked to stop meanwhile.
+
+    With --ema_decay, their average is evaluated too, and its metrics count.
+    """
+    state, split = run.state, run.data.evaluation
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
     finish_save(run)
     run.ranks.mark(f"after update {state.step}, evaluating")
-    run.ranks.broadcast_buffers(run.module)
-    result = run.evaluator.evaluate(run.stopping, keep=run.config.report and state.step >= run.updates)
-    if result is not None:
-        split = run.data.evaluation
-        if "left_out" in result:
+    for weights in ("raw", "ema") if run.average else ("raw",):
+        with run.average.applied() if run.average and weights == "ema" else nullcontext():
+            run.ranks.broadcast_buffers(run.module)
+            metrics = run.evaluator.evaluate(run.stopping, keep=run.may_end)
+        if metrics is None:
+            return None
+        if "left_out" in metrics:
             agree_on_bad(run, split, run.evaluator.batches)
+        result = {"weights": weights, **metrics} if run.average else metrics
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
-        state.evaluated(result, run.task.metric, run.task.higher_is_better)
+    state.evaluated(result, run.task.metric, run.task.higher_is_better)
+    reduce_on_plateau(run.config, state, run.updates)
     return result
 
 

@@ -299,7 +299,7 @@ def _replace_setting(run, old, new):
         ("--amp", "use --mixed_precision"),
         ("--val-crop-size", "use --eval_size"),
         ("--img-size", "did you mean --image_size?"),
-        ("--early_stopping", "there is no early stopping yet; the best checkpoint is kept, and eval.py evaluates it"),
+        ("--patience", "use --early_stopping"),
         ("--batch-size", "did you mean --batch_size?"),
         ("--LR", "did you mean --lr?"),
         ("--max_step", "did you mean --max_steps?"),

@@ -302,6 +302,7 @@ def test_an_update_never_waits_for_the_device():
         "0.1",
         "--grad_accum",
         "2",
+        *("--ema_decay", "0.9"),
     ]
     assert returned(1, _reads_of_the_device, flags) == [[]]
 

@@ -100,6 +100,9 @@ class Average:
         for name, tensor in state_dict.items():
             self.tensors[name].copy_(tensor)
 
+    def restart(self) -> str:
+        return "keeps its initial state"
+
 
 def with_average() -> None:
     """From now on, runs have the part `average`, which changes with each update."""
@@ -109,7 +112,7 @@ def with_average() -> None:
         update(run, batches)
         run.parts["average"].update()
 
-    train.make_parts = lambda accelerator: {"average": Average(accelerator.unwrap_model(accelerator._models[0]))}
+    train.make_parts = lambda accelerator, *_: {"average": Average(accelerator.unwrap_model(accelerator._models[0]))}
     train.train_update = averaged
 
 

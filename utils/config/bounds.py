@@ -17,9 +17,9 @@ _NOT_NEGATIVE = (
     *("color_jitter", "random_erasing", "cutout", "mixup", "cutmix", "mix_prob", "mix_off_epoch"),
     *("microbatch", "slow", "drop_path"),
 )
-_AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
+_AT_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_NOT_NEGATIVE, 0) | {"early_stopping": 1, "average": 1}
 _FRACTIONS = ("min_scale", "eval_crop")
-_ABOVE = dict.fromkeys(("pos_weight", "threshold"), 0)
+_ABOVE = dict.fromkeys(("pos_weight", "threshold", "max_seconds", "ema_decay"), 0)
 _ABOVE |= dict.fromkeys(("lr", "std", "eval_fraction", "save_seconds", "clip_norm", "clip_value"), 0)
 _ABOVE |= dict.fromkeys(("layer_decay", "timeout", *_FRACTIONS), 0)
 _BELOW = dict.fromkeys(("momentum", "label_smoothing", "eval_fraction", "threshold", "drop_path"), 1)
@@ -28,6 +28,7 @@ _AT_MOST |= dict.fromkeys(("image_size", "eval_size"), 2**16 - 1)
 _AT_MOST |= dict.fromkeys(_FRACTIONS, 1) | {"batch_size": 2**24, "global_batch_size": 2**24, "timeout": _WEEK}
 _AT_MOST |= {"color_jitter": 100, "random_erasing": 1, "cutout": 2**16 - 1}
 _AT_MOST |= {"layer_decay": 1, "mixup": 1000, "cutmix": 1000, "mix_prob": 1}
+_BELOW |= {"ema_decay": 1}
 _LARGEST_INTEGER = 2**31 - 1  # if there is no other limit
 
 

@@ -27,6 +27,8 @@ _SETTINGS = {
     "grad_checkpointing": "gradient_checkpointing activation_checkpointing",
     "epochs": "num_train_epochs max_epochs",
     "max_steps": "max_train_steps",
+    "max_seconds": "max_time time_limit",
+    "early_stopping": "patience",
     "batch_size": "b per_device_train_batch_size train_batch_size",
     "grad_accum": "gradient_accumulation_steps accumulate_grad_batches",
     "optimizer": "opt optim",
@@ -37,6 +39,7 @@ _SETTINGS = {
     "lr_schedule": "sched lr_scheduler lr_scheduler_type",
     "lr_schedule_args": "min_lr lr_min",
     "clip_norm": "max_grad_norm gradient_clip_val",
+    "ema_decay": "model_ema use_ema",
     "mixed_precision": "amp fp16 bf16 amp_dtype",
     "run_name": "experiment",
     "output_dir": "default_root_dir",
@@ -51,9 +54,6 @@ _SETTINGS = {
 }
 # What to do instead, where no single setting does it.
 _ADVICE = {
-    "early_stopping early_stop patience early_stopping_patience": "there is no early stopping yet; the best checkpoint "
-    "is kept, and eval.py evaluates it",
-    "model_ema ema_decay model_ema_decay use_ema": "there is no average of the weights yet",
     "warmup_epochs lr_warmup_epochs": "use --warmup_steps, which counts updates or, below 1, is a fraction of the run",
     "cooldown_epochs": "use --cooldown_steps, which counts updates or, below 1, is a fraction of the run",
     "lr_step_size lr_gamma lr_steps decay_epochs decay_rate decay_milestones lr_power": "use --lr_schedule_args",

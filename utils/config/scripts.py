@@ -18,6 +18,10 @@ class EvalConfig(LaunchConfig):
     timm/NAME, on --data with classes of ImageNet."""
     pretrained: bool = False
     """Evaluate the published weights of --model."""
+    weights: Literal["raw", "ema"] | None = None
+    """Weights to evaluate: raw, or ema for their average (default: ema if the run had --ema_decay)."""
+    average: int | None = None
+    """Evaluate the mean of the weights of this many checkpoints of the run, up to the newest or to the given one."""
     split: str | None = None
     """Split to evaluate (default: as in the run; for other data its validation or test split, else all)."""
     data: str | None = None
@@ -73,6 +77,8 @@ class EvalConfig(LaunchConfig):
         require(self.ckpt is None, "--ckpt and --model exclude each other", "use only one")
         require(self.pretrained, "--model needs --pretrained, as a new model has learned nothing", "add --pretrained")
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
+        chosen = self.weights is not None or self.average is not None
+        require(not chosen, "--weights and --average need --ckpt: --model has published weights", "leave them out")
 
 
 @dataclass(kw_only=True)

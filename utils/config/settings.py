@@ -142,6 +142,11 @@ class TrainConfig(LaunchConfig):
     """Passes over the training data."""
     max_steps: int | None = None
     """Updates of the whole run; overrides --epochs."""
+    max_seconds: float | None = None
+    """End the run after this many seconds of training over all resumes, without evaluation and saving. It then
+    evaluates and saves; a schedule that depends on the number of updates is cut short."""
+    early_stopping: int | None = None
+    """End the run after this many evaluations in a row without a new best value of the metric of --best."""
     global_batch_size: int | None = None
     """Samples per update over all processes and accumulation steps (default: 128, or less for up to 896 samples)."""
     batch_size: int | None = None
@@ -208,6 +213,9 @@ class TrainConfig(LaunchConfig):
     class_weights: str | None = None
     """Weights of the classes in the training loss: balanced is 1 / the number of samples of each class; a YAML or JSON
     file maps each class name to a weight. The mean weight of the training samples is scaled to 1."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate it beside the
+    weights; the average then decides which checkpoint is the best, and eval.py evaluates it (default: none)."""
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
     """Precision of the model: no is float32, auto is bf16 if all devices support it natively (default: as in the
     accelerate config, else auto on GPUs and no on CPUs)."""

@@ -22,7 +22,7 @@ from utils.training.run import Run
 def report_training(run: Run, result: Mapping[str, Any] | None) -> None:
     """Write the page of a run that is complete, on the main process; `result` is its last evaluation, if any."""
     state, split, found = run.state, run.data.evaluation, run.evaluator.predictions
-    if not run.ranks.is_main or not run.config.report or state.step < run.updates or state.owes_evaluation:
+    if not run.ranks.is_main or not run.config.report or not run.ended or state.owes_evaluation:
         return
     record = {**(result or {}), "step": state.step, "split": split.name}
     _write(run.folder.path, run.config, run.task, split, found if result else None, record, run.log.say)

@@ -15,14 +15,9 @@ from utils.runs.manifest import files_of
 from utils.runs.parts import LOSS_SCALE, Part
 
 
-def load_model(checkpoint: Path, model: nn.Module) -> None:
-    """Load all of the checkpoint's weights into `model`. Raises ValueError, and loads none, if they do not fit."""
-    model.load_state_dict(read_weights(checkpoint, model))
-
-
-def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
-    """The checkpoint's weights. Raises ValueError if they do not fit the model."""
-    path = checkpoint / "model.safetensors"
+def read_weights(checkpoint: Path, model: nn.Module, name: str = "model") -> dict[str, Tensor]:
+    """The checkpoint's weights, or those of its part `name`. Raises ValueError if they do not fit the model."""
+    path = checkpoint / f"{name}.safetensors"
     try:
         tensors = load_file(path)
     except SafetensorError as error:
@@ -66,7 +61,7 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part], values: dict[str, An
     for name, part in parts.items():
         path = checkpoint / f"{name}.safetensors"
         if name not in saved and not (name == LOSS_SCALE and values.get("scaler")):
-            lines.append(f"{path.name} is not in the checkpoint: {name} keeps its initial state")
+            lines.append(f"{path.name} is not in the checkpoint: {name} {part.restart()}")
             continue
         try:
             if name in saved:

@@ -26,6 +26,7 @@ from utils.files import expand, read_json
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import files_of
 from utils.runs.state import TrainState
+from utils.runs.weights import Weights
 from utils.version import VERSION, code_commit
 
 # Settings that belong to one start and are not saved with the run.
@@ -43,6 +44,7 @@ class SavedRun:
     """A verified checkpoint and its contents besides its tensors.
 
     `values` is the contents of state.json. `record` is None for old checkpoints, which do not record their samples.
+    `weights` are those to evaluate, which eval.py chooses.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class SavedRun:
     class_names: list[str]
     record: Record | None
     values: dict[str, Any]
+    weights: Weights | None = None
 
 
 def read_checkpoint(path: Path) -> SavedRun:

@@ -156,6 +156,8 @@ def restore_state(
     state.batch_size = max(state.batch_size, batch_size)
     if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
+        if saved.settings.best != config.best:
+            state.best_value, state.evaluations_since_best = None, 0
     elif saved.settings.best != config.best:
         problem = f"{saved.path}: its best checkpoint is by {saved.settings.best}, not {config.best}"
         raise UserError(problem, "use the same --best, or give another --run_name")

@@ -85,6 +85,7 @@ class ProgressBar:
 
     def _show_evaluation(self, record: dict[str, Any]) -> None:
         name = "hold-out" if record["split"].startswith("hold-out") else record["split"]
+        name += f", {record['weights']}" if "weights" in record else ""
         shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in self.evaluation.items() if key in record)
         took = f"({record['count']} samples, {record['seconds']:.1f} s)"
         self.say(f"update {record['step']}  eval ({name})  {shown}  {took}")

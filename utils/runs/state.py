@@ -40,6 +40,12 @@ class TrainState:
     """The step and the numbers of the last 1,000 evaluations, oldest first."""
     exploded: bool = False
     """Whether the run has reported that its training loss exploded."""
+    best_value: float | None = None
+    """The best value so far of the task's metric, also before a resume in a new run folder, and even if not saved."""
+    evaluations_since_best: int = 0
+    """Evaluations since `best_value`."""
+    lr_factor: float = 1.0
+    """The factor of the learning rate with --lr_schedule plateau."""
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -66,9 +72,16 @@ class TrainState:
         numbers = {name: value for name, value in result.items() if type(value) in (int, float)}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self.evaluations = [*self.evaluations[1 - _MAX_EVALUATIONS :], {"step": self.step, **finite}]
-        value, best = finite.get(metric), self.best
-        if value is not None and (best is None or (value > best if higher_is_better else value < best)):
+        value = finite.get(metric)
+
+        def is_better_than(best: float | None) -> bool:
+            return value is not None and (best is None or (value > best if higher_is_better else value < best))
+
+        if is_better_than(self.best):
             self.best, self.best_step = value, self.step
+        self.evaluations_since_best += 1
+        if is_better_than(self.best_value):
+            self.best_value, self.evaluations_since_best = value, 0
         self.owes_evaluation = False
 
     def equal_bests(self, metric: str) -> int:
@@ -113,11 +126,11 @@ def _is_valid(name: str, value) -> bool:
     if name == "since_log":
         fits = isinstance(value, dict) and (not value or value.keys() >= {"count", "wait", "loss"})
         return fits and all(_is_finite(total) for total in value.values())
-    if name in ("best", "best_step") and value is None:
+    if name in ("best", "best_step", "best_value") and value is None:
         return True
-    if name == "best":
+    if name in ("best", "best_value"):
         return _is_finite(value)
-    is_real = name in ("seconds", "logged_seconds")
+    is_real = name in ("seconds", "logged_seconds", "lr_factor")
     return _is_number(value, int, *(float,) * is_real) and (name != "batch_size" or value > 0)
 
 

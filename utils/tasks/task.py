@@ -81,6 +81,8 @@ class Task:
         """The result of eval.py as text: the metrics, `more` rows of the table, then the worst classes."""
         evaluated, of = record.get("classes_evaluated", record["classes"]), record["classes"]
         rows = [("data", f"{printable(record['data'])}, {record['split']}")]
+        rows += [("weights", record["weights"])] if "weights" in record else []
+        rows += [("average of", f"updates {', '.join(map(str, record['averaged']))}")] if "averaged" in record else []
         rows += [("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}")]
         rows += [(name, f"{record[name]:.4f}") for name in self.listed if name in record]
         rows += [("count", record["count"])]

@@ -21,7 +21,7 @@ from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.tasks.task import Task
 from utils.training.meter import Pace, rounded
-from utils.training.predictions import Predictions, in_order, predict
+from utils.training.predictions import Predictions, has_predictions, in_order, predict
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Evaluator:
         With `keep`, the main process has the predictions afterwards.
         """
         start, was_training = time.perf_counter(), self.model.training
+        keep = keep and has_predictions(self.task)
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
             sums, indices, predictions, kept, stopped = self._loop(stopping, keep)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.tasks.classification import Classification
 from utils.tasks.multilabel import MultiLabel
 from utils.tasks.task import Task
 
@@ -29,15 +30,31 @@ class Predictions(NamedTuple):
 
 def predict(task: Task, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`top`, `probabilities` and `losses` of a batch, see `Predictions`; does not wait for the device."""
-    # Each row as a batch of its own, so that this works with any loss.
-    losses = outputs.new_zeros(0)
-    if len(outputs):
-        losses = torch.vmap(lambda row, label: task.evaluate(row[None], label[None])[0][0])(outputs, labels).float()
+    losses = _losses(task, outputs, labels)
     if isinstance(task, MultiLabel):
         columns = torch.arange(outputs.shape[1], device=outputs.device)
         return columns.expand(outputs.shape), outputs.sigmoid(), losses
     probabilities, top = outputs.softmax(1).topk(min(_TOP, outputs.shape[1]), dim=1)
     return top, probabilities, losses
+
+
+def _losses(task: Task, outputs: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each sample, float32 [n]. A task has only sums, so each sample is a batch of its own."""
+
+    def loss(row: Tensor, label: Tensor) -> Tensor:
+        return task.evaluate(row[None], label[None])[0][0]
+
+    if not len(outputs):  # vmap needs a row
+        return outputs.new_zeros(0)
+    try:
+        return torch.vmap(loss)(outputs, labels).float()
+    except RuntimeError:  # a loss or a metric that vmap does not support
+        return torch.stack([loss(row, label) for row, label in zip(outputs, labels, strict=True)]).float()
+
+
+def has_predictions(task: Task) -> bool:
+    """Whether `predict` knows what the outputs of this task mean."""
+    return isinstance(task, Classification | MultiLabel)
 
 
 def in_order(seen: np.ndarray, labels: np.ndarray, rows: Sequence[np.ndarray]) -> Predictions:

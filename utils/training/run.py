@@ -1,5 +1,6 @@
 """A training run: everything that the loop uses, and what is printed at its start and end."""
 
+import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -26,13 +27,14 @@ from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
 from utils.launch.exits import inform_launcher
 from utils.memory import MB
+from utils.models.weight_average import WeightAverage
 from utils.ranks.cores import taken_cores
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.folder import RunFolder
 from utils.runs.log import RunLog
 from utils.runs.metadata import versions
-from utils.runs.parts import Part
+from utils.runs.parts import EMA, Part
 from utils.runs.source import Source
 from utils.runs.state import TrainState
 from utils.tasks.task import Task
@@ -85,6 +87,30 @@ class Run:
     saved_best: tuple[float | None, int | None]  # metric and update of the best checkpoint on disk
     saver: Executor  # of one thread
     saving: Saving | None = None  # the last save, until `finish_save`
+
+    @property
+    def average(self) -> WeightAverage | None:
+        """The average of the weights with --ema_decay."""
+        part = self.parts.get(EMA)
+        return part if isinstance(part, WeightAverage) else None
+
+    @property
+    def ended(self) -> str:
+        """The setting that has ended training after update `state.step`; empty if updates remain.
+
+        It follows from the state, so all ranks agree, and a resumed run with a higher limit continues.
+        """
+        config, state = self.config, self.state
+        if state.step >= self.updates:
+            return "max_steps" if config.max_steps else "epochs"
+        if state.seconds >= (config.max_seconds or math.inf):
+            return "max_seconds"
+        return "early_stopping" if state.evaluations_since_best >= (config.early_stopping or math.inf) else ""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the evaluation at this update may be the last one, whose predictions report.html shows."""
+        return self.config.report and (bool(self.ended) or self.config.early_stopping is not None)
 
 
 def announce(run: Run) -> None:
@@ -171,8 +197,10 @@ def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     `command` is the command that started the run.
     """
     state, config, folder = run.state, run.config, run.folder.path
-    done = state.step >= run.updates and not state.owes_evaluation
+    done = bool(run.ended) and not state.owes_evaluation
     if done:
+        if result and state.step < run.updates:
+            run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
         trained = result or state.best_step or run.resumed_from is None
         checkpoint = folder if trained else run.resumed_from
         places = [("--data_dir", config.data_dir), ("--cache_dir", config.cache_dir)]
@@ -198,7 +226,12 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     """The rows of the table at the end of a run."""
     state, names = run.state, dict.fromkeys([run.task.metric, "loss"])
     rows = [(name, f"{result[name]:.4f}") for name in names if name in result] if result else []
-    if done and result is None:
+    if result and "weights" in result:
+        rows.append(("weights", result["weights"]))
+    if done and state.step < run.updates:
+        setting = f"--{run.ended} {getattr(run.config, run.ended)}"
+        rows.append(("ended by", f"{setting} after update {state.step} of {run.updates}; raise it to continue"))
+    elif done and result is None:
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:
         equal = state.equal_bests(run.task.metric)

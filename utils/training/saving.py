@@ -37,10 +37,10 @@ def save(run: Run) -> None:
             published = run.saving.published = run.saver.submit(_complete, run, unfinished)
             run.saving.pointers_updated = run.saver.submit(lambda: (published.result(), update()))
     except (OSError, AgreedError) as error:
-        _report(run, error, f"update {step} could not be saved", step >= run.updates or run.stopping.agreed)
+        _report(run, error, f"update {step} could not be saved", bool(run.ended) or run.stopping.agreed)
     run.meter.restart_save_clock()
     run.stopping.agreed = ranks.any_rank(run.stopping.agreed or run.stopping.requested)
-    if step >= run.updates or run.stopping.agreed:  # no save follows
+    if run.ended or run.stopping.agreed:  # no save follows
         finish_save(run, is_last=True)
 
 

@@ -170,14 +170,36 @@ def _half_cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
+@after_warmup
+def plateau(_done: float, factor: float = 0.1, patience: int = 10, end: float = 0.0) -> float:
+    """Times `factor`, down to `end` times --lr, after more than `patience` evaluations in a row without a new best.
+
+    `reduce_on_plateau` counts them; this function is the learning rate without reductions. As in torch's
+    ReduceLROnPlateau with a threshold of 0.
+    """
+    if not (0 < factor < 1 and patience >= 0 and 0 <= end <= 1):
+        raise ValueError("factor must be between 0 and 1, patience at least 0, and end from 0 to 1")
+    return 1.0
+
+
+def reduce_on_plateau(config: TrainConfig, state: TrainState, updates: int) -> None:
+    """Reduce `state.lr_factor` after an evaluation if --lr_schedule plateau says so; not during the warm-up."""
+    if config.lr_schedule == "plateau" and state.step >= count_of(config.warmup_steps or 0, updates):
+        arguments, waited = SCHEDULES.arguments(config), state.evaluations_since_best
+        if waited and waited % (arguments["patience"] + 1) == 0:
+            state.lr_factor = max(state.lr_factor * arguments["factor"], arguments["end"])
+
+
+def learning_rate(config: TrainConfig, update: int, updates: int, lr_factor: float = 1.0) -> float:
     """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology.
 
-    With --cooldown_steps, the schedule ends before them, and they take the learning rate linearly to 0.
+    With --cooldown_steps, the schedule ends before them, and they take the learning rate linearly to 0. `lr_factor`
+    is that of the state, which only --lr_schedule plateau uses.
     """
     cooldown = count_of(config.cooldown_steps, updates)
     before, left = updates - cooldown, updates - update
     lr = SCHEDULES.call(config, config, min(update, before), before)
+    lr *= lr_factor if config.lr_schedule == "plateau" else 1.0
     return lr * left / cooldown if left < cooldown else lr
 
 
@@ -196,6 +218,7 @@ SCHEDULES = Table(
     "lr_schedule",
     {
         "constant": constant,
+        "plateau": plateau,
         "linear": linear,
         "cosine": cosine,
         "cosine_restarts": cosine_restarts,

@@ -1,0 +1,73 @@
+"""The weights of an evaluation: those of a checkpoint, their moving average, or the mean of several checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from utils.errors import UserError
+from utils.runs.loading import read_weights
+from utils.runs.manifest import checkpoints_of, files_of, find_checkpoint, is_checkpoint_name, step_of
+from utils.runs.parts import EMA
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where an evaluation takes its weights from: verified checkpoints, oldest first, and a part of them.
+
+    `part` is "model" or "ema". If `is_choice`, the newest checkpoint has both.
+    """
+
+    checkpoints: Sequence[Path]
+    part: str
+    is_choice: bool
+
+    def load(self, model: nn.Module) -> None:
+        """Load the weights, or their mean over several checkpoints. Raises ValueError if they do not fit."""
+        sums: dict[str, Tensor] = {}
+        for path in self.checkpoints:
+            newest = read_weights(path, model, self.part)
+            for name, tensor in newest.items():
+                sums[name] = sums[name] + tensor.double() if name in sums else tensor.double()
+        mean = {
+            name: (sums[name] / len(self.checkpoints)).to(tensor.dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in newest.items()
+        }
+        model.load_state_dict(mean)
+
+    def describe(self) -> dict[str, Any]:
+        """What the record of the evaluation says about them."""
+        kind: dict[str, Any] = {"weights": "ema" if self.part == EMA else "raw"} if self.is_choice else {}
+        if len(self.checkpoints) > 1:
+            kind["averaged"] = [step_of(path) for path in self.checkpoints]
+        return kind
+
+
+def find_checkpoints(path: Path, average: int | None) -> list[Path]:
+    """The checkpoint to evaluate or, with `average`, that many, oldest first.
+
+    `path` is a run folder or a checkpoint. The last checkpoint is the newest of the run, or `path` if that is a
+    checkpoint. Raises ValueError if there are fewer.
+    """
+    if average is None:
+        return [find_checkpoint(path)]
+    last = find_checkpoint(path, prefer=("latest",))
+    found = [last]
+    if is_checkpoint_name(last.name):
+        found = [other for other in checkpoints_of(last.absolute().parent) if step_of(other) <= step_of(last)]
+    if len(found) < average:
+        problem = f"--average {average}: {last.parent} has {len(found)} up to {last.name}"
+        raise UserError(problem, "lower it, or train with a higher --keep")
+    return found[-average:]
+
+
+def choose_weights(checkpoints: Sequence[Path], kind: str | None) -> Weights:
+    """The weights that --weights names, by default the average if the newest checkpoint has one."""
+    has_average = [f"{EMA}.safetensors" in files_of(path) for path in checkpoints]
+    kind = kind or ("ema" if has_average[-1] else "raw")
+    if kind == "ema" and not all(has_average):
+        lacking = checkpoints[has_average.index(False)]
+        raise UserError(f"{lacking}: has no average of the weights", "use --weights raw, or train with --ema_decay")
+    return Weights(checkpoints, EMA if kind == "ema" else "model", has_average[-1])

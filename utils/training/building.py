@@ -1,0 +1,51 @@
+"""Steps of building a run: the checks before the processes connect, the number of updates, and the wrapped model."""
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from utils.config.batch import resolve_batch
+from utils.config.settings import TrainConfig
+from utils.data.order import Plan
+from utils.data.sources import check_source
+from utils.data.spec import InputSpec
+from utils.data.workers import check_workers
+from utils.models.batch_norm import check_batch_norm, has_batch_norm
+from utils.models.zoo import check_model
+from utils.ranks.accelerator import check_precision, compile_model, prepare_buckets
+from utils.ranks.ranks import Ranks
+from utils.runs.folder import check_run_folder
+from utils.training.gradients import Gradients, make_gradients, prepare_model
+from utils.training.schedule import total_updates
+
+
+def check_settings(config: TrainConfig, ranks: Ranks) -> None:
+    """Raise ValueError or OSError for settings that do not work on this machine; not collective."""
+    check_precision(config, ranks)
+    check_model(config)
+    check_source(config)
+    check_run_folder(config)
+    check_workers(config.num_workers)
+    if config.resume is None:
+        resolve_batch(config, ranks.topology.world_size)
+
+
+def count_updates(config: TrainConfig, plan: Plan, module: nn.Module, ranks: Ranks) -> int:
+    """The updates of the whole run. Raises ValueError if a batch is too small for batch statistics; collective."""
+    updates = ranks.run_on_all(lambda: total_updates(config, plan))
+    if has_batch_norm(module):
+        sharing = ranks.topology.world_size if config.sync_batchnorm else 1
+        ranks.run_on_all(lambda: check_batch_norm(plan, updates, sharing))
+    return updates
+
+
+def wrap_model(
+    config: TrainConfig, spec: InputSpec, plan: Plan, module: nn.Module, accelerator: Accelerator
+) -> tuple[nn.Module, Gradients]:
+    """The model as Accelerate wraps it for training, and how its gradients are added up; collective."""
+    compile_model(accelerator, module)
+    model = prepare_model(accelerator, module, config.microbatches)
+    gradients = make_gradients(model, module, accelerator, plan, bool(config.microbatches))
+    no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
+    prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
+    return model, gradients
