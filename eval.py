@@ -39,7 +39,7 @@ from utils.models.zoo import build_model, check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.report.writing import report_evaluation
+from utils.report.writing import Evaluated, report_evaluation
 from utils.runs.manifest import FOR_EVALUATION, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.runs.state import TrainState
@@ -194,7 +194,8 @@ def evaluate(
         **result,
     }
     if evaluator.predictions and ranks.is_main:
-        report_evaluation(saved.path, config, task, split, evaluator.predictions, record, terminal.print)
+        evaluated = Evaluated(config, task, saved.class_names, split, evaluator.predictions, record)
+        report_evaluation(saved.path, evaluated, terminal.print)
     return record
 
 

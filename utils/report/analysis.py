@@ -10,7 +10,7 @@ from utils.training.predictions import Predictions
 
 BINS = 15  # of the confidence, equally wide
 MATRIX = 30  # classes; with more, the page lists the most frequent confusions instead of a matrix
-PAIRS, ERRORS = 40, 24  # confusions in that list, and images in the gallery
+PAIRS, ERRORS = 20, 24  # confusions in that list, and images in the gallery
 _RESAMPLES, _FEWEST = 1000, 100
 _WORK = 10**8  # numbers to add up for all resamples
 _MOST_SCORES = 5 * 10**6  # with more, the metrics of rankings have no intervals
@@ -84,7 +84,7 @@ def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[
             "score": float(right[c] / totals[c]),
             "mistaken_for": names[mistaken_for[c]] if c in mistaken_for else "",
         }
-        for c in np.flatnonzero(totals)
+        for c in np.flatnonzero(totals).tolist()
     ]
     matrix = None
     if classes <= MATRIX:

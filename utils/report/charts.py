@@ -48,7 +48,9 @@ def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), 
                 "label": s.label,
                 "style": s.style,
                 "path": "M" + "L".join(f"{column(x)} {row(y)}" for x, y in s.points),
-                "dots": [(column(x), row(y)) for x, y in s.points] if "train" not in s.style and len(s.points) <= 40 else [],
+                "dots": [(column(x), row(y)) for x, y in s.points]
+                if "train" not in s.style and len(s.points) <= 40
+                else [],
                 "last": _number(s.points[-1][1], unit),
             }
             for s in lines

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
 
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings that differ from their defaults, without those of the machine, as text."""
-    usual = asdict(TrainConfig()) | {"format": 1, "task": "classification", "best": values.get("best")}
+    usual = asdict(TrainConfig()) | {"format": 1, "best": values.get("best")}
+    values = {**values, "task": "auto"} if values.get("task") == "classification" else values
     kept = {name: value for name, value in values.items() if name not in OF_THIS_MACHINE}
     return {name: _text(value) for name, value in without_places(kept).items() if value != usual.get(name, value)}
 
@@ -68,8 +69,8 @@ def _record(line: str) -> dict[str, Any]:
 
 def _start(record: Mapping[str, Any]) -> dict[str, Any]:
     """When and how a start of the run began."""
-    topology = "{processes} x {batch_size} samples x {grad_accum} = {global_batch_size}"
-    more = [f"{record['threads']} threads", f"precision {record['precision']}"]
+    topology = "processes {processes}, batch {batch_size} x {processes} x {grad_accum} = {global_batch_size}"
+    more = [f"threads {record['threads']}", f"precision {record['precision']}"]
     return {
         "step": record["step"],
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record["time"])),

@@ -1,7 +1,8 @@
-"""Write report.html at the end of a training run or an evaluation. A failure is a warning, never an error of the run."""
+"""Write report.html at the end of a training run or an evaluation. If that fails, the run only prints a warning."""
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +20,51 @@ from utils.training.predictions import Predictions
 from utils.training.run import Run
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation; `record` has its metrics and what was evaluated. No `predictions`: an older analysis is kept."""
+
+    config: TrainConfig
+    task: Task
+    class_names: list[str]
+    split: Split
+    predictions: Predictions | None
+    record: Mapping[str, Any]
+
+
 def report_training(run: Run, result: Mapping[str, Any] | None) -> None:
     """Write the page of a run that is complete, on the main process; `result` is its last evaluation, if any."""
-    state, split, found = run.state, run.data.evaluation, run.evaluator.predictions
-    if not run.ranks.is_main or not run.config.report or not run.ended or state.owes_evaluation:
+    if not run.ranks.is_main or not run.config.report or not run.ended or run.state.owes_evaluation:
         return
-    record = {**(result or {}), "step": state.step, "split": split.name}
-    _write(run.folder.path, run.config, run.task, split, found if result else None, record, run.log.say)
+    split, found = run.data.evaluation, run.evaluator.predictions if result else None
+    record = {**(result or {}), "step": run.state.step, "split": split.name}
+    evaluated = Evaluated(run.config, run.task, run.data.class_names, split, found, record)
+    write_report(run.folder.path, evaluated, run.log.say)
 
 
-def report_evaluation(
-    checkpoint: Path,
-    config: TrainConfig,
-    task: Task,
-    split: Split,
-    found: Predictions,
-    record: Mapping[str, Any],
-    say: Callable[[str], None],
-) -> None:
+def report_evaluation(checkpoint: Path, evaluated: Evaluated, say: Callable[[str], None]) -> None:
     """Write the page again with this evaluation, if the checkpoint is in a run folder."""
     folder = checkpoint.absolute().parent.parent
     if (folder / "log.jsonl").is_file():
-        _write(folder, config, task, split, found, record, say)
+        write_report(folder, evaluated, say)
 
 
-def _write(folder, config, task, split, found, record, say) -> None:
+def write_report(folder: Path, evaluated: Evaluated, say: Callable[[str], None]) -> None:
+    """Store the analysis of an evaluation in report.json, then write the page; an error is printed with `say`."""
     try:
-        if found is not None:
-            write_analysis(folder, config, task, split, found, record)
+        if evaluated.predictions is not None:
+            write_file(folder / ANALYSIS, json.dumps(analysis_of(evaluated)))
         write_page([folder], folder / PAGE)
     except Exception as error:  # of any class: the run itself has succeeded
         say(f"{PAGE} could not be written ({one_line(error)}); all else is complete")
 
 
-def write_analysis(
-    folder: Path, config: TrainConfig, task: Task, split: Split, found: Predictions, record: Mapping[str, Any]
-) -> None:
-    """Analyse an evaluation and store the numbers and images that the page needs in report.json.
-
-    `record` has the metrics of the evaluation and what was evaluated. Raises OSError or ValueError if an image cannot
-    be read again, or the file cannot be written.
-    """
-    analysis = analyse(found, task.class_names, not isinstance(task, MultiLabel), config.threshold, config.seed)
+def analysis_of(evaluated: Evaluated) -> dict[str, Any]:
+    """The numbers and images of an evaluation that the page shows. Raises ValueError if an image cannot be read."""
+    assert evaluated.predictions
+    config, kept = evaluated.config, {k: v for k, v in evaluated.record.items() if not isinstance(v, list | dict)}
+    exclusive = not isinstance(evaluated.task, MultiLabel)
+    analysis = analyse(evaluated.predictions, evaluated.class_names, exclusive, config.threshold, config.seed)
     for error in analysis["errors"]:
-        error |= thumbnail(split, error["index"])
-    kept = {name: value for name, value in record.items() if not isinstance(value, list | dict)}
-    write_file(folder / ANALYSIS, json.dumps({"record": without_places(kept), **analysis}))
+        error |= thumbnail(evaluated.split, error["index"])
+    return {"record": without_places(kept), **analysis}

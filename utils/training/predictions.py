@@ -58,6 +58,6 @@ def has_predictions(task: Task) -> bool:
 
 
 def in_order(seen: np.ndarray, labels: np.ndarray, rows: Sequence[np.ndarray]) -> Predictions:
-    """The predictions of the samples `seen`, int64 [n], sorted; `rows` are those of `predict`, `labels` of the split."""
+    """The predictions of the samples `seen`, int64 [n], in order; `labels` are of the split, `rows` from `predict`."""
     order = np.argsort(seen)
     return Predictions(seen[order], labels[seen[order]], *(part[order] for part in rows))
