@@ -113,7 +113,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
     config, task = ranks.run_on_all(lambda: task_of_start(config, data))
-    build = partial(build_model, config, spec, task.outputs, True, data.class_names)
+    build = partial(build_model, config, spec, task.outputs, True, data.class_names, train_set)
     module = start_model(build, config, data.class_names, source, ranks)
     optimizer = build_optimizer(config, module)
     updates = count_updates(config, plan, module, ranks)

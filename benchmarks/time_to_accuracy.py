@@ -35,6 +35,7 @@ OURS, DECODING, TUTORIAL = "ours", "ours, decoding PNG images first", "tutorial"
 def ours(args: argparse.Namespace, seeds: count, **data) -> dict[str, float]:
     """Seconds of train.py to the target, in all and of training alone, and the final accuracy."""
     with TemporaryDirectory(prefix="lockstep-") as folder:
+        data |= {"max_steps": args.max_steps}
         place = flags(output_dir=folder, run_name="run", cache_dir=f"{folder}/cache", seed=next(seeds))
         settings = [*flags(config=args.config, threads=1, mixed_precision=args.mixed_precision, **data), *place]
         lines, whole = run([*launch(args.processes), ROOT / "train.py", *settings], seconds=args.cap)
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with the tutorial's mnist_ddp_baseline.py")
     parser.add_argument("--processes", type=int, default=2, help="how many on each side (default: %(default)s)")
     parser.add_argument("--target", type=float, default=0.985, help="test accuracy (default: %(default)s)")
+    parser.add_argument("--max_steps", type=int, help="updates of our side (default: those of the recipe)")
     parser.add_argument(
         "--cap", type=float, default=3600, help="seconds after which a side is stopped (default: %(default)s)"
     )

@@ -25,6 +25,7 @@ from utils.runs.manifest import find_checkpoint
 FAMILIES = [
     "mnist_cnn",
     "mlp",
+    "fastnet",
     "resnet18",
     "densenet121",
     "mobilenet_v3_small",
@@ -65,7 +66,7 @@ def check_training(model, spec):
         assert logits.shape == (count, 7)
         logits.sum().backward()
     assert all(torch.isfinite(value.float()).all() for value in model.state_dict().values())
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_photographs_go_through_as_well(name, channels):
 @pytest.mark.parametrize("height, width, channels", [(28, 28, 1), (32, 32, 3), (28, 40, 3), (64, 28, 1)])
 def test_own_models_take_any_shape_from_their_least_size_on(height, width, channels):
     spec = InputSpec(height, width, channels, [0.5] * channels, [0.5] * channels)
-    for name in ("mnist_cnn", "mlp"):
+    for name in ("mnist_cnn", "mlp", "fastnet"):
         assert logits_of(build(name, spec), spec).shape == (2, 7)
 
 
@@ -502,7 +503,7 @@ def test_means_and_deviations_are_given_for_each_channel_or_for_all():
             {"model": "timm/resnet10t", "model_args": {"pretrained": True}},
             "--model_args pretrained: cannot be set here",
         ),
-        ({"model": "xyzzy"}, "--model xyzzy: no such model; use mnist_cnn, mlp, any torchvision .* or timm/NAME$"),
+        ({"model": "xyzzy"}, "--model xyzzy: no such model; use .*, fastnet, any torchvision .* or timm/NAME$"),
         ({"model": "timm/resnet81"}, "--model timm/resnet81: timm has no such model; did you mean timm/resnet"),
         ({"model": "mnist_cnn", "pretrained": True}, "--pretrained: mnist_cnn has no published weights"),
     ],

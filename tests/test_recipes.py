@@ -8,8 +8,24 @@ from helpers.ranks import returned
 from helpers.training_runs import records, train_run
 
 import eval
+from train import TABLES
+from utils.config.cli import parse_args
+from utils.config.settings import TrainConfig
+from utils.models.zoo import check_model, input_spec
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+NAMES = sorted(path.name for path in RECIPES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_recipe_is_accepted_and_listed_and_has_its_command_in_its_header(name):
+    config = parse_args(TrainConfig, "train.py", ["--config", str(RECIPES / name)], TABLES)
+    check_model(config)
+    assert input_spec(config, 3, None).channels == 3
+    header, _ = (RECIPES / name).read_text().split("\n\n", 1)
+    assert all(line.startswith("#") for line in header.splitlines())
+    assert f"train.py --config recipes/{name}" in header
+    assert f"(../recipes/{name})" in (RECIPES.parent / "docs/settings.md").read_text()
 
 
 @pytest.mark.full
@@ -37,8 +53,8 @@ def test_the_digits_recipe_reaches_98_percent_over_five_hold_outs():
 @pytest.mark.skipif(
     "LOCKSTEP_MNIST" not in os.environ, reason="set LOCKSTEP_MNIST to a folder with MNIST's parquet files"
 )
-def test_the_mnist_recipe_reaches_99_2_percent():
+def test_the_mnist_recipe_reaches_99_5_percent():
     flags = ("--config", str(RECIPES / "mnist.yaml"), "--data", os.environ["LOCKSTEP_MNIST"])
     log = train_run(2, "run", *flags, seconds=1800)
     print(f"mnist: {log[-1]}")
-    assert log[-1]["accuracy"] >= 0.992 and log[-1]["count"] == 10000
+    assert log[-1]["accuracy"] >= 0.995 and log[-1]["count"] == 10000

@@ -16,6 +16,7 @@ from helpers.waiting import SOON, has_logged, records_so_far, until
 
 import train
 from utils.config.settings import TrainConfig
+from utils.console import table
 from utils.launch.exits import exit_with_error
 from utils.runs.log import RunLog
 from utils.runs.sinks import SINKS, ProgressBar, is_kept
@@ -189,6 +190,17 @@ class Screen(io.StringIO):
                 row = part.removeprefix(CLEAR) + ("" if part.startswith(CLEAR) else row[len(part) :])
             shown.append(row.rstrip())
         return shown
+
+
+def test_the_lines_of_a_table_are_not_wider_than_a_terminal(monkeypatch):
+    rows = [("rank 0", "x" * 100)]
+    assert table("Title", rows).splitlines()[1] == "─" * 108
+    monkeypatch.setenv("COLUMNS", "80")
+    assert table("Title", rows).splitlines()[1] == "─" * 108  # a file, or a pipe
+    monkeypatch.setattr(sys, "stdout", Screen())
+    assert [len(line) for line in table("Title", rows).splitlines()] == [5, 80, 108, 80]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert table("Title", rows).splitlines()[-1] == "─" * 108
 
 
 def test_a_finished_bar_is_not_left_on_the_terminal(monkeypatch):

@@ -1,6 +1,7 @@
 """Every way to start the processes, and every place to meet: two ranks, one run, the same losses."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from helpers.ranks import Outcome, free_port, returned, run_ranks, start_ranks
 from helpers.training_runs import ROOT, records, train_run, working_in
 from helpers.waiting import PATIENCE, error_lines, has_opened_session, until
+from torch import multiprocessing
 
 import train
 from utils.launch import network, rendezvous
@@ -135,6 +137,31 @@ def test_accelerates_launcher_functions_start_the_same_run(function, expected):
     more = {"use_port": str(free_port())} if function == "notebook_launcher" else {}
     returned(1, launch_by_a_function, function, more)
     assert records("run", "start")[0]["processes"] == 2 and losses("run") == expected
+
+
+def test_mp_spawn_starts_the_same_run(expected):
+    returned(1, spawn_ranks, free_port())
+    assert records("run", "start")[0]["processes"] == 2 and losses("run") == expected
+
+
+def spawn_ranks(port):
+    multiprocessing.start_processes(spawned, (2, port), nprocs=2, start_method="fork")  # as mp.spawn, but quick
+
+
+def spawned(rank, processes, port):
+    where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    os.environ |= where | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    train.main([*FLAGS, "--run_name", "run"])
+
+
+@pytest.mark.full
+def test_the_script_with_mp_spawn_in_the_documentation_starts_the_same_run(expected):
+    (script,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/launching.md").read_text(), re.M | re.S)
+    Path("spawn.py").write_text(script.replace("29500", str(free_port())))
+    command = [sys.executable, "spawn.py", *FLAGS, "--run_name", "run"]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean() | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("rank 1 ") == 1 and losses("run") == expected
 
 
 def launch_by_a_function(function, more):

@@ -1,5 +1,6 @@
 """Tables and progress bars on a terminal."""
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -25,10 +26,11 @@ class Terminal:
 
 
 def table(title: str, rows: list[tuple[str, Any]]) -> str:
-    """Two aligned columns under a title."""
+    """Two aligned columns under a title. The lines above and below them are not wider than a terminal."""
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    rule = "─" * max(len(line) for line in [title, *lines])
+    longest = max(len(line) for line in [title, *lines])
+    rule = "─" * (min(longest, shutil.get_terminal_size().columns) if sys.stdout.isatty() else longest)
     return "\n".join([title, rule, *lines, rule])
 
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import stat
 import time
@@ -76,6 +77,30 @@ def write_file(path: Path, contents: str | bytes) -> None:
 def write_output(path: Path, text: str) -> None:
     """Like `write_file`, but follows a link, for a path given by the user."""
     write_file(path.resolve() if path.is_symlink() else path, text)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that becomes `path`, with its files flushed, at the end of the block, and is deleted after an error.
+
+    A leftover of a killed process is replaced. Raises OSError if `path` exists.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            sync(file)
+        sync(partial)
+        if path.exists():  # since the caller checked it; renaming would replace an empty folder
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        partial.rename(path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def size_of(folder: Path) -> int:

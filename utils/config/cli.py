@@ -37,6 +37,7 @@ GROUPS = {
         "eval_every": "evaluation and log",
     },
     "EvalConfig": {"ckpt": "evaluation"},
+    "ExportConfig": {"ckpt": "export"},
     "ReplayConfig": {"run": "replay"},
     "DoctorConfig": {"timeout": "checks"},
 }

@@ -1,4 +1,4 @@
-"""The settings of eval.py, replay.py and doctor.py."""
+"""The settings of eval.py, export.py, replay.py and doctor.py."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -79,6 +79,25 @@ class EvalConfig(LaunchConfig):
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
         chosen = self.weights is not None or self.average is not None
         require(not chosen, "--weights and --average need --ckpt: --model has published weights", "leave them out")
+
+
+@dataclass(kw_only=True)
+class ExportConfig(LaunchConfig):
+    """Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model card."""
+
+    ckpt: str
+    """Run folder (its best checkpoint, else its latest) or checkpoint folder to export."""
+    to: Literal["safetensors", "torch", "onnx", "timm"]
+    """Form of the model: safetensors are weights for the class of torchvision or timm, timm is the folder that
+    timm.create_model loads, torch is a program of torch.export and onnx a file for ONNX Runtime. The last two take
+    uint8 images and return probabilities."""
+    out: str
+    """Folder to write; it must not exist."""
+    push: str | None = None
+    """Repository of the Hugging Face Hub to upload the folder to, such as USER/NAME; created if it does not exist."""
+
+    def __post_init__(self):
+        check_ranges(self)
 
 
 @dataclass(kw_only=True)

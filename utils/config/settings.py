@@ -269,7 +269,8 @@ class TrainConfig(LaunchConfig):
     """Write report.html to the run folder at the end: a page of curves, metrics, confusions, calibration and errors,
     with images of the data."""
     dry_run: bool = False
-    """Compute one update and one evaluation batch, print their time and memory, and save nothing."""
+    """Compute one update and one evaluation batch, print their time and memory and the size of the model, and save
+    nothing."""
     profile: bool = False
     """Profile ten early updates, with evaluations and saves between them: write a trace to the run folder and print
     the slowest operations."""

@@ -1,4 +1,4 @@
-"""Models by name: two small ones (small.py), every torchvision classification model, and timm's."""
+"""Models by name: our own (small.py, fastnet.py), every torchvision classification model, and timm's."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -12,20 +12,26 @@ from torch import nn
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
+from utils.data.pipeline import ImageDataset
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.drop_path import has_drop_path, set_drop_path, unsupported
+from utils.models.fastnet import FastNet, some_images
 from utils.models.kept_head import keep_head
 from utils.models.published import loading_weights, published_input, sized
 from utils.models.small import MLP, MnistCNN
 
-MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1}  # smaller images are enlarged to this size; 32 for other models
+MINIMUM_SIZE = {
+    "mnist_cnn": 28,
+    "mlp": 1,
+    "fastnet": 28,
+}  # smaller images are enlarged to this size; 32 for other models
 ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
 STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
 _FIX_ARGUMENTS = "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'"
 OWN_MODELS = Table(
     "model",
-    {"mnist_cnn": MnistCNN, "mlp": MLP},
+    {"mnist_cnn": MnistCNN, "mlp": MLP, "fastnet": FastNet},
     others="any torchvision classification model or timm/NAME",
 )
 
@@ -113,13 +119,18 @@ def _per_channel(values: Sequence[float], channels: int) -> list[float]:
 
 
 def build_model(
-    config: TrainConfig, spec: InputSpec, classes: int, load: bool = True, names: Sequence[str] = ()
+    config: TrainConfig,
+    spec: InputSpec,
+    classes: int,
+    load: bool = True,
+    names: Sequence[str] = (),
+    images: ImageDataset | None = None,
 ) -> nn.Module:
     """The model, from images [n, C, H, W] to logits [n, classes].
 
     Its weights are random. With --pretrained they are the published ones, unless `load` is False. If these know all of
-    the classes `names`, their head is kept. Raises ValueError if --model_args are invalid or the model does not accept
-    the images of training or evaluation.
+    the classes `names`, their head is kept. The first layer of fastnet is computed from `images`, the training images.
+    Raises ValueError if --model_args are invalid or the model does not accept the images of training or evaluation.
     """
     check_model(config)  # again: the data may have chosen the model
     name = config.model
@@ -128,6 +139,8 @@ def build_model(
             model = OWN_MODELS[name](spec, classes, **config.model_args)
             if config.drop_path is not None:
                 set_drop_path(model, name, config.drop_path)
+            if images is not None and isinstance(model, FastNet):
+                model.initialise(some_images(images))
         elif name.startswith("timm/"):
             model = _timm(config, spec, classes, load)
         else:

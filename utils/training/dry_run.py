@@ -16,6 +16,7 @@ from utils.launch.exits import fix_for_memory
 from utils.memory import bytes_text
 from utils.training.meter import Pace
 from utils.training.run import Run
+from utils.training.summary import memory_line, model_table
 from utils.training.synchronise import synchronise
 
 
@@ -30,12 +31,17 @@ def trial(config: TrainConfig) -> TrainConfig:
 
 
 def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
-    """Compute one update and one evaluation batch, print what they need, and delete the run folder; collective.
+    """Compute one update and one evaluation batch, print what they and the model need; collective.
 
-    Both begin with their largest batch. Returns their seconds and the largest memory of a process in bytes.
+    Both begin with their largest batch. The run folder is deleted. Returns their seconds and the largest memory of a
+    process in bytes.
     """
     try:
-        return _measure_both(run, update)
+        found = _measure_both(run, update)
+        if run.ranks.is_main:
+            memory = memory_line(run.module, run.optimizer)
+            run.log.say(f"{memory}\n{model_table(run.module, run.spec)}")
+        return found
     finally:
         run.log.close()
         if run.ranks.is_main:

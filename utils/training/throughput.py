@@ -7,27 +7,20 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.ranks.ranks import Ranks
 from utils.training.evaluation import same_kernels
+from utils.training.summary import count_flops
 
 _STRETCHES, _SECONDS = 5, 0.5  # their number, and about how long each takes
 
 
 def size_of(model: nn.Module, spec: InputSpec) -> dict[str, int]:
-    """The parameters of a model, and its floating-point operations for an image, two for each multiply-add.
-
-    Only convolutions, matrix products and attention are counted. With test-time augmentation, all views count.
-    """
-    image = torch.zeros(1, spec.channels, spec.height, spec.width)
-    # Without gradients, PyTorch computes attention by a function that the counter does not know.
-    with FlopCounterMode(display=False) as counter, torch.enable_grad():
-        model.eval()(image)
+    """The parameters of a model, and its floating-point operations for an image (see `count_flops`)."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": parameters, "flops_per_image": counter.get_total_flops()}
+    return {"parameters": parameters, "flops_per_image": count_flops(model, spec)[""]}
 
 
 def speed_of(

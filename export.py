@@ -1,0 +1,88 @@
+"""Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model card.
+
+    python export.py --ckpt runs/NAME --to onnx --out models/NAME
+    python export.py --ckpt runs/NAME --to timm --out models/NAME --push USER/NAME      and upload it to the Hub
+
+The exported model is loaded by the code on its card and compared with the checkpoint before the folder appears.
+`python export.py --help` lists the settings.
+"""
+
+from utils.output import guard_output  # the first import: see its docstring
+
+# isort: split
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from utils.config.cli import parse_args
+from utils.config.scripts import ExportConfig
+from utils.console import printable, table
+from utils.errors import UserError
+from utils.export.card import card, config_of, data_name, evaluation_of, split_name
+from utils.export.check import FromFiles, check_same, compare_files
+from utils.export.code import card_code, functions
+from utils.export.forms import FORMS, check_packages, read_config
+from utils.export.hub import check_name, push
+from utils.export.loaded import Loaded, load
+from utils.files import expand, new_folder, size_of
+from utils.memory import bytes_text
+from utils.ranks.session import distributed_session
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Export with these arguments, and return what was measured."""
+    guard_output()
+    flags = parse_args(ExportConfig, "export.py", argv)
+    with distributed_session("export.py", flags) as ranks:
+        if ranks.topology.world_size > 1:
+            raise UserError("export.py runs in one process", "start it with plain python")
+        out = expand(flags.out)
+        if out.exists() or out.is_symlink():
+            raise UserError(f"--out {out}: exists", "give another path, or delete it")
+        check_packages(flags.to)
+        if flags.push:
+            check_name(flags.push)
+        loaded = load(expand(flags.ckpt))
+        difference, files = write(loaded, flags.to, out)
+        print(report(loaded, flags.to, out, difference, files))
+        if flags.push:
+            print(f"uploaded to {push(out, flags.push)}")
+    return {"difference": difference, "files": files.count, "difference_from_files": files.worst, "same": files.same}
+
+
+def write(loaded: Loaded, form: str, out: Path) -> tuple[float, FromFiles]:
+    """Write the folder `out` if the exported model equals the checkpoint; returns the differences."""
+    with new_folder(out) as folder:
+        code = FORMS[form](loaded, folder)
+        config = config_of(loaded) | read_config(folder)
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        preprocess, predict = functions(card_code(loaded, code)[0], folder)
+        difference = check_same(loaded, predict, form)
+        files = compare_files(loaded, preprocess, predict)
+        (folder / "README.md").write_text(card(loaded, code, difference, files))
+    return difference, files
+
+
+def report(loaded: Loaded, form: str, out: Path, difference: float, files: FromFiles) -> str:
+    """The result as a table."""
+    found, metric = evaluation_of(loaded), loaded.task.metric
+    measured = (
+        f"{metric} {found[metric]:.4f} on {data_name(loaded)}, {split_name(loaded)}"
+        if found.get(metric) is not None
+        else "no"
+    )
+    same = f"{files.worst:.1e}, {files.same} of {files.count} predictions are the same"
+    rows = [
+        ("checkpoint", loaded.saved.path),
+        ("model", f"{loaded.saved.settings.model}, {loaded.spec.describe()}, {len(loaded.saved.class_names)} classes"),
+        ("evaluated", measured),
+        ("difference", f"{difference:.1e} in probability on the same pixels"),
+        ("from files", f"not measured: {printable(files.reason)}" if files.reason else same),
+        ("folder", f"{out}, {bytes_text(size_of(out))}"),
+    ]
+    return table(f"Exported to {form}", rows)
+
+
+if __name__ == "__main__":
+    main()

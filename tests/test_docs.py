@@ -1,0 +1,319 @@
+"""Every command of the documentation is run by a test or says why it is not, and names only flags that exist.
+
+A block of commands without a mark is run here as it stands, in fewer updates. `<!-- run by FILE::TEST -->` above a
+block or a table names the test that runs it, and `<!-- not run: WHY -->` says why none does.
+"""
+
+import contextlib
+import importlib
+import os
+import pty
+import re
+import select
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.launch import launch_command_parser
+from helpers.launched_runs import end_commands
+from helpers.make_data import image_folder
+from helpers.ranks import free_port, returned, run_ranks, start_ranks
+from helpers.training_runs import BIN, MLP, ROOT, records, slow_train, train_run, working_in
+from helpers.waiting import PATIENCE, has_logged, until
+from torch.distributed.run import get_args_parser
+
+import eval as eval_script
+import train
+from utils.config import scripts, settings
+from utils.config.cli import parse_args
+from utils.launch.exits import exit_with_error, with_known_fix
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+WHY = ("needs ", "takes hours", "installs packages")
+SCRIPTS = re.compile(r"(\w+)\.py\b")
+LAUNCH = re.compile(r"^(\w+=\S+ )*(accelerate launch|torchrun|srun|mpirun|sbatch|python3?) .*\b(\w+\.py|\w+\.sbatch)")
+
+
+def blocks() -> list[tuple[str, str, str]]:
+    """Where each block of commands and each table with launches is, the mark above it, and its text."""
+    found = []
+    for page in PAGES:
+        marked = r"(?:^<!-- ([^\n]*) -->\n)?"
+        for kind in (r"^```bash\n(.*?)^```$", r"^((?:\|[^\n]*\n)+)"):
+            for match in re.finditer(marked + kind, page.read_text(), re.M | re.S):
+                is_table = match[2].startswith("|")
+                if not is_table or any(LAUNCH.match(text) for text in inline(match[2])):
+                    found.append((f"{page.name}:{match[2].splitlines()[0][:60]}", match[1] or "", match[2]))
+    return found
+
+
+def inline(text: str) -> list[str]:
+    """What stands in backticks."""
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a block, without comments."""
+    lines = [re.sub(r"\s+#.*", "", line) for line in block.replace("\\\n", " ").splitlines()]
+    return [command.strip() for line in lines for command in line.split("&&") if command.strip()]
+
+
+BLOCKS = blocks()
+RUN_HERE = sorted({block: name for name, mark, block in BLOCKS if not mark and not block.startswith("|")}.items())
+RUN_HERE = [(name, block) for block, name in RUN_HERE if any("pytest" not in c for c in commands(block))]
+PROSE = [re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S) for page in PAGES]
+ALL = {command for _, _, block in BLOCKS if not block.startswith("|") for command in commands(block)}
+ALL |= {text for page in PROSE for text in inline(page) if LAUNCH.match(text) or SCRIPTS.match(text)}
+ALL = sorted(command for command in ALL if "..." not in command)
+
+
+def test_commands_are_found():
+    assert len(BLOCKS) > 40 and len(ALL) > 60 and len(RUN_HERE) >= 4
+    assert commands("a --b c  # d\nX=1 e \\\n  f && g\n") == ["a --b c", "X=1 e    f", "g"]
+
+
+@pytest.mark.parametrize(("name", "mark", "block"), BLOCKS, ids=[name for name, _, _ in BLOCKS])
+def test_a_block_of_commands_is_run_by_a_test_or_says_why_not(name, mark, block):
+    for part in filter(None, mark.split("; not run") if mark.startswith("run by") else [mark]):
+        if part.startswith("run by "):
+            file, _, test = part.removeprefix("run by ").partition("::")
+            assert f"\ndef {test}(" in (ROOT / file).read_text()
+        else:
+            assert part.removeprefix("not run").removeprefix(": ").startswith(WHY), part
+    assert mark or not block.startswith("|"), "tables of commands are not run here: name the test"
+
+
+@pytest.mark.parametrize("command", ALL)
+def test_a_command_names_flags_and_files_that_exist(command, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    words = [re.sub(r"^[A-Z]$", "0", word) for word in shlex.split(command)]
+    words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+    for word in words:
+        if re.match(r"(accelerate_configs|recipes|slurm|tests|benchmarks)/", word):
+            assert Path(word).exists(), word
+    index = next((i for i, word in enumerate(words) if re.fullmatch(r"(benchmarks/)?\w+\.py", word)), None)
+    if words[0] == "accelerate" and words[1] == "launch":
+        launch_command_parser().parse_args([*words[2:], *["train.py"] * (index is None)])
+    if words[0] == "torchrun":
+        get_args_parser().parse_args(words[1:])
+    if "pytest" in words and "-m" in words[words.index("pytest") :]:
+        marker = words[words.index("-m", words.index("pytest")) + 1]
+        assert f'"{marker}: ' in Path("pyproject.toml").read_text()
+    if words[0] == "make":
+        assert all(re.search(rf"^{target}:", Path("Makefile").read_text(), re.M) for target in words[1:2])
+    if index is not None:
+        flags = [word for word in words[index + 1 :] if word != "--help"]
+        check_flags(words[index], flags, monkeypatch, capsys)
+
+
+EXTENDING = re.findall(r"^python train.py (.+)$", (ROOT / "docs/extending.md").read_text(), re.M)  # need its diffs
+
+
+def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
+    name = Path(script).stem
+    if script.startswith("benchmarks/"):
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        monkeypatch.setattr(sys, "argv", [script, "--help"])
+        with pytest.raises(SystemExit):
+            importlib.import_module(name).main()
+        listed = capsys.readouterr().out
+        assert all(re.search(rf"{flag}\b", listed) for flag in flags if flag.startswith("--"))
+    elif (ROOT / script).exists() and shlex.join(flags) not in map(shlex.join, map(shlex.split, EXTENDING)):
+        cls = getattr(scripts, f"{name.capitalize()}Config", settings.TrainConfig)
+        missing = []  # what a command in the text leaves out, such as `replay.py --pdb`
+        if script == "replay.py" and "--run" not in flags:
+            missing = ["--run", "runs/NAME", "--update", "1"]
+        if script == "eval.py" and "--ckpt" not in flags:
+            missing = ["--ckpt", "runs/NAME"] if "--model" not in flags else ["--data", "digits"]
+        parse_args(cls, script, [*missing, *flags], train.TABLES if name == "train" else ())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder like the repository's, with photographs and a finished run."""
+    folder = tmp_path_factory.mktemp("repository")
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".git"):
+            (folder / path.name).symlink_to(path)
+    with working_in(folder):
+        for split, each in (("train", 10), ("val", 4)):
+            image_folder(f"photos/{split}", {"cat": each, "dog": each}, (40, 40), "jpeg")
+        train_run(1, "NAME", *MLP, "--max_steps", "4")
+    return folder
+
+
+def run_command(command: str) -> None:
+    """Run a command for two updates at most: the scripts by a fork of this process, anything else by a shell."""
+    if "train.py" in command and not re.search("--max_steps|--dry_run", command):
+        command += " --max_steps 2"
+    words = shlex.split(command)
+    if words[0] == "python" and words[1] in MAINS:
+        returned(1, MAINS[words[1]], words[2:])
+        return
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))}
+    clean |= {"PATH": f"{BIN}:{clean['PATH']}"}
+    process = subprocess.run(["bash", "-c", command], env=clean, capture_output=True, text=True, timeout=2 * PATIENCE)
+    assert process.returncode == 0, process.stderr[-3000:]
+
+
+MAINS = {"train.py": train.main, "eval.py": eval_script.main}
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [pytest.param(*case, marks=[pytest.mark.full] * ("launch" in case[1])) for case in RUN_HERE],
+    ids=[name for name, _ in RUN_HERE],
+)
+def test_the_commands_of_the_documentation_run(name, block, trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    for command in commands(block):
+        run_command(command)
+    if "--run_name one" in block:  # the page says how both end
+        for run in ("one", "two"):
+            last = records(run, "eval")[-1]
+            said = f"an accuracy of {last['accuracy']:.4f} and a loss of {last['loss']:.4f}"
+            assert said in " ".join((ROOT / "docs/launching.md").read_text().split())
+
+
+def by_hand(flags: list[str], port: int, rank: str = "0", patch=None) -> None:
+    """Train as one rank of two whose other rank is not started."""
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    train.main([*MLP, "--timeout", "3", *flags])
+
+
+def error_of(processes: int, function, *arguments) -> str:
+    return "".join(outcome.err for outcome in run_ranks(processes, function, *arguments))
+
+
+def taken_port() -> str:
+    with socket.create_server(("", 0)) as holder:
+        return error_of(1, by_hand, [], holder.getsockname()[1])
+
+
+def without_connection(flags: list[str]) -> None:
+    def init(*arguments, **more):
+        raise RuntimeError("Connection refused")
+
+    torch.distributed.init_process_group = init
+    train.main(flags)
+
+
+def without_memory(flags: list[str]) -> None:
+    def update(run, batches):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    train.train_update = update
+    train.main(flags)
+
+
+def killed_rank() -> str:
+    launch = start_ranks(2, slow_train, [*MLP, "--max_steps", "1000000"])
+    until(has_logged(10))
+    os.kill(launch.pids[1], 9)
+    return "".join(outcome.err for outcome in launch.finish())
+
+
+def worker_error(how: str) -> None:
+    error = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {how}.")
+    exit_with_error(with_known_fix(error), "train.py")
+
+
+def on_windows() -> str:
+    code = "import sys; sys.modules['fcntl'] = None; sys.argv = ['train.py']; import utils.output"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stderr
+
+
+# What makes Lockstep print each message of the page, by a part of it.
+PROVOKED = {
+    "did not connect to": lambda: error_of(1, by_hand, [], free_port()),
+    "no answer from": lambda: error_of(1, by_hand, [], free_port(), "1"),
+    "is taken on": taken_port,
+    "met but could not connect": lambda: error_of(2, without_connection, MLP),
+    "--interface NAME": lambda: error_of(2, train.main, [*MLP, "--interface", "eth99"]),
+    "another process of this run": killed_rank,
+    "out of memory (": lambda: error_of(1, without_memory, MLP),
+    "a loader process was killed": lambda: error_of(1, worker_error, "Killed"),
+    "a loader process found no space": lambda: error_of(1, worker_error, "Bus error"),
+    "needs Linux": on_windows,
+}
+TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
+MESSAGES = re.findall(r"^train\.py: error: .*", TROUBLES, re.M)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_of_the_troubleshooting_page_are_those_that_are_printed(message):
+    (provoke,) = [provoke for part, provoke in PROVOKED.items() if part in message]
+    pattern = re.sub(r"\b(HOST|PORT|ADDRESS|NAMES?|REASON|PLACE|COMMAND|SIZE|N)\b", ".+", re.escape(message))
+    written = provoke()
+    assert any(re.fullmatch(pattern, line) for line in written.splitlines()), written
+
+
+def test_every_message_is_on_the_page_and_each_section_is_listed():
+    assert all(sum(part in message for message in MESSAGES) == 1 for part in PROVOKED)
+    listed = re.findall(r"\(#(\S+)\) \|$", TROUBLES, re.M)
+    headings = re.findall(r"^## (.+)$", TROUBLES, re.M)
+    assert listed == [heading.lower().replace(" ", "-") for heading in headings]
+
+
+def test_links_between_the_pages_lead_to_headings_that_exist():
+    def anchors(page: Path) -> set[str]:
+        headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    for page in PAGES:
+        for file, anchor in re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), (page.name, file)
+            assert not anchor or anchor in anchors(target), (page.name, file, anchor)
+
+
+def test_functions_that_the_page_for_ddp_users_names_are_where_it_says():
+    page = " ".join((ROOT / "docs/from-ddp.md").read_text().split())
+    named = re.findall(r"((?:`[\w.]+`(?:,| and)? ?)+)(?:\(| in )`(utils/[\w/]+\.py)`", page)
+    assert len(named) > 15
+    for names, file in named:
+        for name in re.findall(r"`([\w.]+)`", names):
+            for part in name.split("."):
+                assert re.search(rf"^\s*(def|class) {part}\b", (ROOT / file).read_text(), re.M), (name, file)
+
+
+@pytest.mark.full
+def test_one_of_two_processes_stops_in_a_debugger_and_the_other_waits():
+    (block,) = [block for _, _, block in BLOCKS if "-m pdb" in block]
+    port = str(free_port())
+    export, first, second = [line.replace("29500", port) + "\n" for line in commands(block)]
+    more = f" {shlex.join(MLP)} --max_steps 2 --run_name run"
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    first, second = (line.strip().replace("train.py", str(ROOT / "train.py")) + more for line in (first, second))
+    other = subprocess.Popen(["bash", "-c", export + second], env=environment)
+    terminal, ours = pty.openpty()
+    debugged = subprocess.Popen(["bash", "-c", export + first],
+                                env=environment, stdin=ours, stdout=ours, stderr=ours)  # fmt: skip
+    try:
+        seen = ""
+        for typed in ("b train_update", "c", "p 6 * 7, run.ranks.topology.world_size", "cl 1", "c"):
+            seen += read_until(terminal, "(Pdb) ")
+            os.write(terminal, f"{typed}\n".encode())
+        seen += read_until(terminal, "The program finished")
+        assert "(42, 2)" in seen and other.wait(PATIENCE) == 0
+        assert records("run", "start")[0]["processes"] == 2
+    finally:
+        end_commands([other, debugged])
+        os.close(terminal)
+        os.close(ours)
+
+
+def read_until(terminal: int, text: str) -> str:
+    seen, deadline = "", time.monotonic() + PATIENCE
+    while text not in seen:
+        assert time.monotonic() < deadline, seen
+        if select.select([terminal], [], [], 1)[0]:
+            with contextlib.suppress(UnicodeDecodeError):
+                seen += os.read(terminal, 65536).decode(errors="replace")
+    return seen

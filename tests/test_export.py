@@ -1,0 +1,434 @@
+"""Exported folders load without this repository, by the lines on their cards, and predict what the checkpoint does."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.make_data import smooth
+from helpers.ranks import returned
+from helpers.training_runs import ROOT, refused, train_run, working_in
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from scipy.special import expit, softmax
+
+import export
+from utils.config.settings import TrainConfig
+from utils.data.decode import center, center_of_photograph, decode
+from utils.data.selection import load_split
+from utils.data.spec import InputSpec
+from utils.errors import UserError
+from utils.export import check, forms, hub
+from utils.export.card import card
+from utils.export.code import Code, card_code, functions, preprocessing
+from utils.export.loaded import Loaded
+from utils.models.zoo import build_model
+from utils.runs.manifest import find_checkpoint
+from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.state import TrainState
+from utils.tasks.table import make_task
+
+SHORT = ("--threads", "1", "--max_steps", "2", "--batch_size", "4", "--num_workers", "0", "--eval_fraction", "0.2")
+# The run's name, its flags, and the forms to export it to.
+RUNS = {
+    "grey": (["--data", "digits", "--model", "mnist_cnn", "--max_train_samples", "64"], ["torch", "onnx"]),
+    "colour": (["--data", "small", "--model", "resnet18"], ["safetensors"]),
+    "photos": (
+        [
+            "--data",
+            "photos",
+            "--model",
+            "resnet18",
+            "--image_size",
+            "112",
+            "--eval_size",
+            "128",
+            "--eval_crop",
+            "0.9",
+            "--mean",
+            "0.4",
+        ],
+        ["timm"],
+    ),
+    "several": (["--data", "several.csv", "--model", "timm/test_resnet", "--std", "0.2"], ["torch"]),
+    "two": (["--data", "two", "--model", "mlp", "--task", "binary", "--ema_decay", "0.5"], ["torch"]),
+}
+FOLDERS = [(run, form) for run, (_, kinds) in RUNS.items() for form in kinds]
+
+# Runs in a process of its own: the code of each card, then its `predict` and `preprocess` on what the test has saved.
+OUTSIDE = """
+import contextlib, importlib.util, io, json, os, re, sys
+import numpy as np
+assert not any(importlib.util.find_spec(name) for name in ("utils", "train", "eval", "export"))
+for folder in sys.argv[1:]:
+    os.chdir(folder)
+    code = re.search(r"```python\\n(.*?)```", open("README.md").read(), re.S)[1]
+    names, printed = {}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    inputs = np.load("inputs.npz")
+    found = {name: names["predict"](inputs[name]) for name in inputs.files}
+    files = sorted(os.listdir("files"))
+    found["files"] = names["predict"](np.stack([names["preprocess"](f"files/{name}") for name in files]))
+    found["photo"] = names["probabilities"]
+    np.savez("found.npz", **found)
+    open("printed.txt", "w").write(printed.getvalue())
+"""
+
+
+def picture(number: int, height: int, width: int) -> Image.Image:
+    """A smooth picture with some noise, different for each number."""
+    noise = (
+        np.random.default_rng(number).integers(-40, 40, (height // 8 + 1, width // 8 + 1, 3)).repeat(8, 0).repeat(8, 1)
+    )
+    return Image.fromarray((smooth(height, width) + noise[:height, :width]).clip(0, 255).astype(np.uint8))
+
+
+def write_data() -> None:
+    """The folders small, photos and two, and several.csv."""
+    for number in range(40):
+        sizes = {"small": (32, 32), "photos": (150 + number % 3 * 50, 260), "two": (28, 20), "several": (40, 40)}
+        for data, (height, width) in sizes.items():
+            classes = "ab" if data == "two" else "abc"
+            folder = Path(data) if data == "several" else Path(data) / classes[number % len(classes)]
+            folder.mkdir(parents=True, exist_ok=True)
+            kind, exif = ("jpg", Image.Exif()) if data == "photos" else ("png", None)
+            if exif is not None:
+                exif[0x0112] = 6 if number % 5 == 0 else 1  # turned by 90 degrees
+            picture(number, height, width).save(folder / f"{number:02}.{kind}", **({"exif": exif} if exif else {}))
+    rows = [f"several/{number:02}.png,{['a', 'a|b', 'b|c', 'c'][number % 4]}" for number in range(40)]
+    Path("several.csv").write_text("\n".join(["path,label", *rows]))
+
+
+def evaluated_pixels(saved: SavedRun) -> tuple[np.ndarray, list]:
+    """The pixels of the run's evaluation images, uint8 [N, H, W, C], and their encoded bytes or arrays."""
+    spec = saved.spec.for_evaluation()
+    split = load_split(saved.settings, None, saved.class_names, True, saved.record)
+    images = [decode(split, position, spec.channels) for position in range(len(split))]
+    cut = [center(i, spec.height, spec.width) if spec.small else center_of_photograph(i, spec) for i in images]
+    return torch.stack(cut).numpy(), [split.images[int(row)] for row in split.rows]
+
+
+def reference(saved: SavedRun, pixels: np.ndarray) -> np.ndarray:
+    """The checkpoint's probabilities, by its own model and float64 outside it."""
+    spec, config = saved.spec.for_evaluation(), saved.settings
+    outputs = 1 if config.task == "binary" else len(saved.class_names)
+    model = build_model(config, saved.spec, outputs, load=False).eval()
+    average = saved.path / "ema.safetensors"
+    model.load_state_dict(load_file(average if average.exists() else saved.path / "model.safetensors"))
+    values = (pixels.astype(np.float64) / 255 - spec.mean) / spec.std
+    with torch.no_grad():
+        logits = model(torch.from_numpy(values.transpose(0, 3, 1, 2)).float()).double().numpy()
+    return softmax(logits, 1) if config.task == "classification" else expit(logits)
+
+
+def export_all() -> None:
+    """Export all FOLDERS; in one process, because it takes seconds to import the exporters."""
+    for run, form in FOLDERS:
+        result = export.main(["--ckpt", f"runs/{run}", "--to", form, "--out", f"{run}-{form}"])
+        Path(f"{run}-{form}.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder with the runs of RUNS in runs/, and their exports in RUN-FORM, each used once outside the repository."""
+    home = tmp_path_factory.mktemp("export") / "work"
+    with working_in(home):
+        write_data()
+        for run, (flags, _) in RUNS.items():
+            train_run(1, run, *flags, *SHORT)
+        returned(1, export_all)
+        for run, (_, kinds) in RUNS.items():
+            saved = read_checkpoint(find_checkpoint(Path("runs") / run))
+            spec, random = saved.spec.for_evaluation(), np.random.default_rng(1)
+            for form in kinds:
+                out = Path(f"{run}-{form}")
+                shape = spec.height, spec.width, spec.channels
+                np.savez(
+                    out / "inputs.npz", **{f"n{n}": random.integers(0, 256, (n, *shape), np.uint8) for n in (1, 7)}
+                )
+                (out / "files").mkdir()
+                for number, raw in enumerate(evaluated_pixels(saved)[1]):
+                    path = out / f"files/{number:03}"
+                    path.write_bytes(raw) if isinstance(raw, bytes) else Image.fromarray(raw).save(f"{path}.png")
+                (out / "photo.jpg").write_bytes(Path("photos/a/00.jpg").read_bytes())
+        folders = [str(home / f"{run}-{form}") for run, form in FOLDERS]
+        command = [sys.executable, "-I", "-c", OUTSIDE, *folders]
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return home
+
+
+@cache
+def of(home: Path, run: str) -> SavedRun:
+    return read_checkpoint(find_checkpoint(home / "runs" / run))
+
+
+@pytest.mark.parametrize(("run", "form"), FOLDERS)
+def test_the_lines_on_the_card_predict_what_the_checkpoint_does_for_any_number_of_images(exported, run, form):
+    out, saved = exported / f"{run}-{form}", of(exported, run)
+    inputs, found = np.load(out / "inputs.npz"), np.load(out / "found.npz")
+    for name in inputs.files:
+        expected = reference(saved, inputs[name])
+        assert found[name].shape == expected.shape and found[name].dtype == np.float32
+        assert np.abs(found[name] - expected).max() <= 1e-5
+    assert np.ptp(reference(saved, inputs["n7"]), axis=0).max() > 1e-3  # the images make a difference
+
+
+def test_the_code_in_the_readme_is_that_of_a_card(exported):
+    pattern = re.compile(r"```python\n(.*?)```", re.S)
+    card = (exported / "grey-onnx/README.md").read_text()
+    assert pattern.findall((ROOT / "README.md").read_text()) == pattern.findall(card)
+
+
+@cache
+def evaluated(home: Path, run: str) -> np.ndarray:
+    """The checkpoint's probabilities of the run's evaluation images."""
+    saved = of(home, run)
+    return reference(saved, evaluated_pixels(saved)[0])
+
+
+@pytest.mark.parametrize(("run", "form"), FOLDERS)
+def test_files_are_predicted_as_in_evaluation_but_for_the_difference_on_the_card(exported, run, form):
+    out, saved = exported / f"{run}-{form}", of(exported, run)
+    expected, found = evaluated(exported, run), np.load(out / "found.npz")["files"]
+    worst, result = np.abs(found - expected).max(), json.loads(out.with_suffix(".json").read_text())
+    text = (out / "README.md").read_text()
+    if run == "grey":  # arrays, not files
+        assert result["files"] == 0 and "was not measured" in text
+    else:
+        assert result["files"] == len(expected) and abs(result["difference_from_files"] - worst) < 2e-5
+        stated = float(re.search(r"difference in\na probability was (\S+), and", text)[1])
+        assert stated == pytest.approx(result["difference_from_files"], rel=0.05)
+    assert worst < 0.03
+    if saved.settings.task == "classification":
+        best = np.sort(expected, 1)
+        clear = best[:, -1] - best[:, -2] > 2 * worst
+        assert clear.any() and (found.argmax(1) == expected.argmax(1))[clear].all()
+
+
+def test_the_card_prints_the_answer_for_a_photograph(exported):
+    for run, form in FOLDERS:
+        out, labels = exported / f"{run}-{form}", of(exported, run).class_names
+        found, lines = np.load(out / "found.npz")["photo"], (out / "printed.txt").read_text().splitlines()
+        if run == "two":
+            assert lines == [f"{found[0]:.4f}  b"]
+        elif run == "several":
+            assert lines == [f"{p:.4f}  {name}" for name, p in zip(labels, found, strict=True) if p > 0.5]
+        else:
+            order = found.argsort()[::-1][:5]
+            assert lines == [f"{found[index]:.4f}  {labels[index]}" for index in order]
+
+
+def test_config_and_card_have_the_classes_the_input_and_the_numbers_of_the_evaluation(exported):
+    for run, form in FOLDERS:
+        saved = of(exported, run)
+        config = json.loads((exported / f"{run}-{form}" / "config.json").read_text())
+        spec = saved.spec.for_evaluation()
+        assert config["labels"] == saved.class_names and config["architecture"] == saved.settings.model.split("/")[-1]
+        names = ("height", "width", "channels", "mean", "std")
+        assert [config["input"][name] for name in names] == [getattr(spec, name) for name in names]
+        text = (exported / f"{run}-{form}" / "README.md").read_text()
+        log = [json.loads(line) for line in (exported / "runs" / run / "log.jsonl").read_text().splitlines()]
+        [found] = [r for r in log if r["kind"] == "eval" and r["step"] == saved.state.step][-1:]
+        assert config["weights"] == found.get("weights", "raw") == ("ema" if run == "two" else "raw")
+        metric = saved.settings.best
+        assert f"| {metric} | {found[metric]:.4f} |" in text and f"| loss | {found['loss']:.4f} |" in text
+        assert f"split `{found['split']}`, {found['count']} images" in text
+        assert str(exported) not in text + json.dumps(config)  # no path of this machine
+
+
+def test_a_card_has_no_numbers_of_other_weights():
+    one = loaded("mlp", SMALL_GREY)
+    one.saved.state.step, one.saved.state.evaluations = 3, [{"step": 2, "loss": 1.0, "accuracy": 0.5, "count": 4}]
+    text = card(one, Code([], [], [], []), 0.0, check.FromFiles(reason="no data"))
+    assert "These weights were not evaluated during training." in text and "0.5000" not in text
+    one.saved.state.step = 2
+    assert "| accuracy | 0.5000 |" in card(one, Code([], [], [], []), 0.0, check.FromFiles(reason="no data"))
+
+
+def test_timm_resizes_photographs_to_the_same_size(exported):
+    import timm
+
+    config = json.loads((exported / "photos-timm/config.json").read_text())["pretrained_cfg"]
+    data = timm.data.resolve_data_config(pretrained_cfg=config)
+    steps = timm.data.create_transform(**data).transforms
+    spec = of(exported, "photos").spec.for_evaluation()
+    assert (steps[0].size, list(steps[1].size)) == (spec.resize, [128, 128])
+    assert (list(data["mean"]), list(data["std"])) == (spec.mean, spec.std)
+
+
+SPECS = [
+    InputSpec(28, 28, 1, [0.5], [0.5]),
+    InputSpec(32, 48, 3, [0.5] * 3, [0.5] * 3, resize=36),
+    InputSpec(112, 112, 3, [0.5] * 3, [0.5] * 3),
+    InputSpec(112, 112, 3, [0.5] * 3, [0.5] * 3, resize=128),
+    InputSpec(112, 160, 3, [0.5] * 3, [0.5] * 3, resize=123, interpolation="bicubic"),
+    InputSpec(112, 160, 1, [0.5], [0.5], resize=118, squash=True),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_printed_preprocessing_has_the_pixels_of_evaluation(tmp_path, spec):
+    names: dict = {}
+    exec(f"import numpy as np\nfrom PIL import Image, ImageOps\n{preprocessing(spec)}", names)
+    for number, size in enumerate([(150, 260), (333, 200), (28, 28), (112, 112), (129, 127)]):
+        path, image, exif = tmp_path / f"{number}.png", picture(number, *size), Image.Exif()
+        exif[0x0112] = 6 if number == 1 else 1  # to be turned by 90 degrees
+        image.save(path, exif=exif)
+        pixels = np.array(image.convert("L" if spec.channels == 1 else "RGB")).reshape(*size, -1)
+        pixels = torch.from_numpy(np.rot90(pixels, -1 if number == 1 else 0).copy())
+        cut = center(pixels, spec.height, spec.width) if spec.small else center_of_photograph(pixels, spec)
+        found = names["preprocess"](path)
+        assert found.dtype == np.uint8 and found.shape == cut.shape
+        worst = np.abs(found.astype(int) - cut.numpy().astype(int)).max()
+        assert worst <= (2 if spec.interpolation == "bicubic" else 1)
+
+
+def loaded(model: str, spec: InputSpec, classes: int = 3, **settings) -> Loaded:
+    """A checkpoint with random weights that is not on disk."""
+    names = [str(number) for number in range(classes)]
+    config = TrainConfig(model=model, task="classification", **settings)
+    config, task = make_task(config, names, None)
+    torch.manual_seed(0)
+    module = build_model(config, spec, classes).eval().requires_grad_(False)
+    module.to(memory_format=torch.contiguous_format)
+    for name, buffer in module.named_buffers():  # as after training
+        if name.endswith("running_var"):
+            buffer.uniform_(0.5, 1.5)
+    return Loaded(SavedRun(Path("none"), config, TrainState(), spec, names, None, {}), task, spec, module)
+
+
+PHOTO = InputSpec(128, 128, 3, [0.5] * 3, [0.5] * 3, resize=146)
+SMALL_GREY = InputSpec(32, 32, 1, [0.5], [0.5])
+FAMILIES = [
+    ("densenet121", SMALL_GREY, "safetensors"),
+    ("googlenet", PHOTO, "safetensors"),
+    ("inception_v3", PHOTO, "safetensors"),
+    ("vit_b_16", PHOTO, "safetensors"),
+    ("convnext_tiny", PHOTO, "onnx"),
+    ("swin_t", PHOTO, "torch"),
+    ("squeezenet1_1", PHOTO, "safetensors"),
+    ("resnext50_32x4d", PHOTO, "timm"),
+    ("timm/test_efficientnet", PHOTO, "timm"),
+    ("timm/test_byobnet", PHOTO, "onnx"),
+    ("timm/test_nfnet", PHOTO, "torch"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "form"),
+    [
+        pytest.param(
+            *family, marks=() if family[0] in ("squeezenet1_1", "timm/test_efficientnet") else pytest.mark.full
+        )
+        for family in FAMILIES
+    ],
+)
+def test_other_architectures_load_by_their_lines(tmp_path, model, spec, form):
+    one = loaded(model, spec)
+    code = forms.FORMS[form](one, tmp_path)
+    config = {"labels": one.saved.class_names} | forms.read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, predict = functions(card_code(one, code)[0], tmp_path)
+    assert check.check_same(one, predict, form) <= 1e-5
+
+
+def test_a_model_that_a_form_cannot_hold_is_refused_with_the_forms_that_can(tmp_path):
+    small = InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3)
+    for model, form, problem, fix in (
+        ("mlp", "safetensors", "mlp is Lockstep's own model", "use --to torch or --to onnx"),
+        ("mlp", "timm", "mlp is not one of timm's models", "use --to torch or onnx"),
+        ("resnet18", "timm", "resnet18 has other layers in timm", "use --to safetensors, torch or onnx"),
+    ):
+        with pytest.raises(UserError, match=problem) as caught:
+            forms.FORMS[form](loaded(model, small), tmp_path)
+        assert fix in caught.value.fix
+
+
+@pytest.fixture
+def run(exported, monkeypatch, tmp_path):
+    """A copy of the checkpoint of the run `two`, whose model is small."""
+    checkpoint = tmp_path / of(exported, "two").path.name
+    checkpoint.mkdir()
+    for path in of(exported, "two").path.iterdir():
+        (checkpoint / path.name).write_bytes(path.read_bytes())
+    return checkpoint
+
+
+def export_to(out: str, checkpoint: Path, form: str = "torch", *more: str) -> str:
+    return refused(export.main, "--ckpt", str(checkpoint), "--to", form, "--out", out, *more)
+
+
+def test_a_damaged_or_missing_checkpoint_or_a_folder_that_exists_is_one_line(run):
+    assert export_to("out", Path("nowhere")).endswith("nowhere: no such checkpoint or run folder; correct the path")
+    weights = run / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    assert f"{weights}: damaged" in export_to("out", run)
+    Path("full").mkdir()
+    assert export_to("full", run) == "export.py: error: --out full: exists; give another path, or delete it"
+    assert not Path("out").exists() and list(Path("full").iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_refused_and_no_folder_appears(run):
+    weights = load_file(run / "model.safetensors")
+    save_file({name: tensor * float("nan") for name, tensor in weights.items()}, run / "ema.safetensors")
+    (run / "manifest.json").write_text(manifest_of(run))
+    line = export_to("out/deep", run)
+    assert "mlp has probabilities that differ by nan from the checkpoint's" in line
+    assert list(Path("out").iterdir()) == []
+
+
+def manifest_of(checkpoint: Path) -> str:
+    from utils.runs.manifest import manifest_text, sha256_of
+
+    names = [path.name for path in checkpoint.iterdir() if path.name != "manifest.json"]
+    sizes = {name: (checkpoint / name).stat().st_size for name in names}
+    return manifest_text({n: {"size": sizes[n], "sha256": sha256_of(checkpoint / n)} for n in sorted(names)})
+
+
+def test_an_export_that_differs_from_the_checkpoint_is_refused_and_no_folder_appears(run, monkeypatch):
+    write = forms.FORMS["torch"]
+
+    def other(one, folder):
+        code = write(one, folder)
+        one.model.output.bias.add_(1e-3)
+        return code
+
+    monkeypatch.setitem(forms.FORMS, "torch", other)
+    assert "--to torch: mlp has probabilities that differ by" in export_to("out", run)
+    assert not Path("out").exists() and not list(Path().glob(".out*"))
+
+
+def test_a_missing_package_is_named_with_its_command(run, monkeypatch):
+    monkeypatch.setattr(forms.importlib.util, "find_spec", lambda name: None)
+    line = export_to("out", run, "onnx")
+    assert line.endswith("--to onnx: onnx is not installed; pip install onnx onnxscript onnxruntime")
+
+
+def test_push_uploads_weights_configuration_and_card_and_nothing_else(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    calls = []
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.onnx", "README.md"):
+        (folder / name).touch()
+    api = huggingface_hub.HfApi
+    monkeypatch.setattr(api, "create_repo", lambda self, name, exist_ok: calls.append(name) or "https://address")
+    monkeypatch.setattr(api, "upload_folder", lambda self, **values: calls.append(values))
+    assert hub.push(folder, "someone/model") == "https://address"
+    assert calls[0] == calls[1]["repo_id"] == "someone/model" and calls[1]["folder_path"] == folder
+    assert calls[1]["allow_patterns"] == ["README.md", "config.json", "model.onnx"]
+
+
+def test_a_push_that_fails_is_one_line_and_the_folder_stays(run):
+    line = export_to("out", run, "torch", "--push", "someone/model")  # without a network
+    assert "--push someone/model: the upload failed (" in line and line.endswith("`hf upload someone/model out`")
+    assert sorted(path.name for path in Path("out").iterdir()) == ["README.md", "config.json", "model.pt2"]
+    assert "--push a/b/c: " in export_to("other", run, "torch", "--push", "a/b/c") and not Path("other").exists()

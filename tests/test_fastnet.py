@@ -1,0 +1,156 @@
+"""fastnet: what its layers compute at first, and that its initial weights are the same wherever a run starts."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import returned
+from helpers.training_runs import same_tensors, train_run, weights
+from torch import nn
+
+import eval
+import train
+from utils.config.settings import TrainConfig
+from utils.data.datasets import DecodedImages
+from utils.data.spec import InputSpec
+from utils.errors import UserError
+from utils.models.fastnet import FastNet, some_images
+from utils.models.zoo import build_model
+
+SMALL = ["--model", "fastnet", "--model_args", "{widths: [12, 16], scaling: 0.5}"]
+RUN = ["--data", "digits", "--image_size", "12", *SMALL, "--crop_padding", "1", "--global_batch_size", "120"]
+RUN += ["--max_train_samples", "480", "--lr", "1", "--save_every", "3"]  # 4 updates an epoch
+
+
+def correlated(count: int, size: int, channels: int) -> np.ndarray:
+    """Random images whose neighbouring pixels and channels are alike, uint8 [n, H, W, C]."""
+    noise = torch.randn(count, channels, size + 2, size + 2, generator=torch.Generator().manual_seed(0))
+    smooth = nn.functional.avg_pool2d(noise, 3, 1) + 0.2 * noise[:, :, 1:-1, 1:-1]
+    mixed = smooth + 0.5 * smooth.mean(1, keepdim=True)
+    return (110 + 80 * mixed).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+
+
+def normalised(pixels: np.ndarray, spec: InputSpec) -> torch.Tensor:
+    images = torch.from_numpy(pixels).double() / 255
+    return ((images - torch.tensor(spec.mean)) / torch.tensor(spec.std)).permute(0, 3, 1, 2).float()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_first_layer_whitens_the_patches_of_the_images(channels):
+    spec = InputSpec(20, 20, channels, [0.4, 0.5, 0.3][:channels], [0.02, 0.03, 0.01][:channels])
+    pixels, patch = correlated(250, 20, channels), 4 * channels
+    net = FastNet(spec, 10, widths=[16])
+    net.initialise(pixels)
+    with torch.no_grad():
+        outputs = net.whiten(normalised(pixels, spec)).permute(1, 0, 2, 3).flatten(1).double()
+    assert outputs.shape == (2 * patch, 250 * 19 * 19)
+    assert torch.equal(outputs[:patch], -outputs[patch:])
+    assert outputs.mean(1).abs().max() < 1e-4
+    assert (torch.cov(outputs[:patch]) - torch.eye(patch)).abs().max() < 1e-3
+    patches = nn.functional.unfold(normalised(pixels, spec), 2).transpose(0, 1).flatten(1).double()
+    assert (torch.cov(patches) - torch.eye(patch)).abs().max() > 100
+
+
+def test_directions_in_which_the_patches_do_not_vary_are_not_amplified():
+    spec = InputSpec(12, 12, 3, [0.5] * 3, [0.25] * 3)
+    grey = np.repeat(correlated(50, 12, 1), 3, axis=3)
+    net = FastNet(spec, 10, widths=[16])
+    net.initialise(grey)
+    with torch.no_grad():
+        outputs = net.whiten(normalised(grey, spec)).permute(1, 0, 2, 3).flatten(1)
+    deviations = outputs[:12].std(1)
+    assert deviations[:8].max() < 1e-3 and deviations[8:].min() > 0.9
+    norms = net.whiten.weight.flatten(1).norm(dim=1)
+    assert norms.max() == pytest.approx(1 / math.sqrt(5e-4), rel=1e-4)
+    net.initialise(np.zeros((1, 12, 12, 3), np.uint8))
+    assert all(torch.isfinite(parameter).all() for parameter in net.whiten.parameters())
+
+
+def test_the_other_convolutions_pass_their_input_on_at_first():
+    net = FastNet(InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3), 10, widths=[32, 48])
+    images = torch.randn(2, 24, 31, 31)
+    with torch.no_grad():
+        assert torch.equal(net.blocks[0][0](images)[:, :24], images)
+        x = torch.randn(2, 48, 7, 7)
+        assert torch.equal(net.blocks[1][4](x), x)
+        assert net.blocks[0][0](images)[:, 24:].std() > 0.1
+
+
+@pytest.mark.parametrize(("height", "width", "channels", "widths"), [(28, 28, 1, [8, 16, 16]), (9, 40, 3, [32, 8, 8])])
+def test_the_network_computes_what_it_says_with_so_many_parameters(height, width, channels, widths):
+    spec = InputSpec(height, width, channels, [0.5] * channels, [0.5] * channels)
+    net = FastNet(spec, 7, widths=widths, scaling=0.25)
+    images, f = torch.randn(3, channels, height, width), nn.functional
+    x = f.gelu(f.conv2d(images, net.whiten.weight, net.whiten.bias))
+    for conv1, _pool, norm1, _, conv2, norm2, _ in net.blocks:
+        for conv, norm, pooled in ((conv1, norm1, 2), (conv2, norm2, 1)):
+            x = f.max_pool2d(f.conv2d(x, conv.weight, padding=1), pooled)
+            x = f.gelu(f.batch_norm(x, None, None, None, norm.bias, training=True))
+    expected = x.flatten(2).max(2).values @ net.head.weight.T * 0.25
+    torch.testing.assert_close(net(images), expected, atol=1e-4, rtol=1e-4)
+    ends = [8 * channels, *widths]
+    kernels = sum(9 * b * (a + b) for a, b in zip(ends, widths, strict=False))
+    trained = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
+    assert trained == kernels + 2 * sum(widths) + 7 * widths[-1]
+
+
+def test_images_are_chosen_evenly_and_unreadable_ones_are_left_out():
+    pixels = np.arange(2500, dtype=np.int64).reshape(-1, 1, 1, 1)
+    whole = some_images(DecodedImages(pixels, np.zeros(2500)))
+    assert whole.ravel().tolist() == list(range(0, 2500, 3))
+    readable = np.arange(2500) % 3 > 0
+    some = some_images(DecodedImages(pixels, np.zeros(2500), readable))
+    assert some.ravel().tolist() == np.flatnonzero(readable)[::2].tolist()
+    assert len(some_images(DecodedImages(pixels[:1], np.zeros(1)))) == 1
+
+
+@pytest.mark.parametrize(("size", "blocks", "least"), [(4, 2, 5), (97, 3, 9), (8, 3, 9)])
+def test_sizes_that_do_not_fit_are_one_line_with_a_fix(size, blocks, least):
+    spec = InputSpec(size, size, 3, [0.5] * 3, [0.5] * 3)
+    config = TrainConfig(model="fastnet", model_args={"widths": [8] * blocks})
+    line = f"fastnet takes images of {least} to 96 pixels, got {size}x{size}; try --image_size 32, or --model resnet18"
+    with pytest.raises(UserError, match=line):
+        build_model(config, spec, 10)
+    fits = InputSpec(least, 96, 3, [0.5] * 3, [0.5] * 3)
+    assert build_model(config, fits, 10)(torch.zeros(2, 3, least, 96)).shape == (2, 10)
+
+
+def weights_at_the_start(flags: list[str], spoil: bool = False) -> dict:
+    """The weights with which a run begins its first update; with `spoil`, the model's own initial ones are 7."""
+    found = {}
+
+    def keep(run):
+        found.update({name: value.clone() for name, value in run.module.state_dict().items()})
+
+    if spoil:
+        FastNet.initialise = lambda net, pixels: [parameter.data.fill_(7) for parameter in net.whiten.parameters()]
+    train.train = keep
+    with pytest.raises(SystemExit):  # 75: updates remain
+        train.main(flags)
+    return found
+
+
+def test_runs_begin_with_the_same_weights_on_any_topology_and_with_those_of_the_checkpoint_when_resumed():
+    (one,) = returned(1, weights_at_the_start, [*RUN, "--threads", "2"])
+    (plain,) = returned(1, weights_at_the_start, [*RUN, "--threads", "2"], True)
+    assert plain["whiten.weight"].eq(7).all() and one["whiten.weight"].std() > 0.1
+    for found in returned(2, weights_at_the_start, [*RUN, "--threads", "1"]):
+        assert same_tensors(one, found)
+    train_run(1, "run", *RUN, "--threads", "1", "--max_steps", "3")
+    again = [*RUN, "--threads", "1", "--run_name", "run", "--resume", "auto", "--max_steps", "4"]
+    (resumed,) = returned(1, weights_at_the_start, again, True)
+    assert same_tensors(resumed, weights("run"))
+    assert torch.equal(resumed["whiten.weight"], one["whiten.weight"])
+    fine_tuning = [*RUN, "--threads", "1", "--run_name", "tuned", "--init_from", "runs/run"]
+    (tuned,) = returned(1, weights_at_the_start, fine_tuning, True)
+    assert same_tensors(tuned, weights("run", "best"))
+
+
+def test_it_learns_in_few_updates_to_the_same_bits_on_two_processes_and_is_evaluated_without_its_images():
+    flags = [*RUN, "--threads", "1", "--microbatches", "4", "--max_steps", "24", "--eval_every", "24"]
+    log = train_run(1, "one", *flags)
+    assert log[-1]["accuracy"] > 0.9
+    train_run(2, "two", *flags)
+    assert same_tensors(weights("one"), weights("two"))
+    assert returned(1, eval.main, ["--ckpt", "runs/one"])[0]["accuracy"] == log[-1]["accuracy"]

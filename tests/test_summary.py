@@ -1,0 +1,107 @@
+"""What --dry_run prints about a model: parameters, FLOPs, and the memory of weights, gradients and optimizer."""
+
+import re
+
+import pytest
+import torch
+import torchvision
+from helpers.ranks import run_ranks
+from torch import nn
+
+import train
+from utils.data.spec import InputSpec
+from utils.models.small import MnistCNN
+from utils.training.summary import count_flops, memory_line, model_table
+
+
+def spec(channels: int, side: int) -> InputSpec:
+    return InputSpec(side, side, channels, [0.5] * channels, [0.5] * channels)
+
+
+class Tiny(nn.Module):
+    """A convolution, a parameter of its own, a frozen layer and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4).requires_grad_(False)
+        self.relu = nn.ReLU()
+        self.head = nn.Linear(4 * 6 * 6, 5)
+
+    def forward(self, images):
+        return self.head((self.relu(self.norm(self.conv(images))) * self.scale[:, None, None]).flatten(1))
+
+
+def test_parameters_and_flops_are_those_of_the_layers():
+    module = Tiny()
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    convolution, linear = 2 * 4 * 36 * 3 * 9, 2 * 144 * 5
+    assert count_flops(module, spec(3, 8)) == {
+        "conv": convolution, "norm": 0, "relu": 0, "head": linear, "": convolution + linear
+    }  # fmt: skip
+    rows = [line.split(None, 1) for line in model_table(module, spec(3, 8)).splitlines()[2:-1]]
+    assert rows == [
+        ["conv", "112 parameters, 7.78 kFLOPs"],
+        ["norm", "8 parameters"],
+        ["head", "725 parameters, 1.44 kFLOPs"],
+        ["other", "4 parameters"],
+        ["total", "849 parameters (8 frozen), 9.22 kFLOPs per image (a multiply-add is two)"],
+    ]
+    assert module.training and all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "parameters", "multiply_adds"), [("resnet18", 11_689_512, 1.814e9),
+                                                                   ("vit_b_16", 86_567_656, 17.564e9)])  # fmt: skip
+def test_flops_are_twice_the_multiply_adds_that_torchvision_publishes(name, parameters, multiply_adds):
+    module = torchvision.models.get_model(name)
+    assert count_flops(module, spec(3, 224))[""] == pytest.approx(2 * multiply_adds, rel=1e-3)
+    assert f"total {parameters:,} parameters, " in " ".join(model_table(module, spec(3, 224)).split())
+
+
+def test_a_model_with_many_blocks_has_a_short_table():
+    text = model_table(nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(40))), spec(1, 4))
+    assert len(text.splitlines()) == 21 and "24 more" in text
+    assert f"80 parameters, {40 * 2 * 16 / 1000:.3g} kFLOPs per image" in text
+
+
+def test_the_network_of_the_tutorials_is_counted_on_the_cpu_too():
+    flops = count_flops(MnistCNN(spec(1, 28), 10), spec(1, 28))
+    convolutions = [2 * 32 * 24**2 * 9, 2 * 64 * 10**2 * 32 * 9]  # the last rows and columns are not needed
+    assert flops[""] == sum(convolutions) + 2 * (1600 * 500 + 500 * 10)
+
+
+@pytest.mark.parametrize("flags", [[], ["--sync_batchnorm"]])
+def test_a_dry_run_prints_the_model_once_and_changes_no_statistics(flags):
+    flags = ["--model", "resnet18", "--image_size", "32", "--max_train_samples", "64", "--dry_run", *flags]
+    outcomes = run_ranks(2, with_statistics, [*flags, "--global_batch_size", "16", "--threads", "1"])
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
+    assert outcomes[0].out.count("Model  ResNet") == 1 and "Model  ResNet" not in outcomes[1].out
+    conv, total = re.search(r"conv1 +(\d+) parameters.*total +([\d,]+) parameters", outcomes[0].out, re.S).groups()
+    assert conv == "576" and f"model    resnet18, {total} parameters" in outcomes[0].out
+    assert outcomes[0].value and outcomes[1].value
+    assert re.search(
+        r"memory of weights and buffers 44\.\d MB, gradients 44\.\d MB, optimizer state 44", outcomes[0].out
+    )
+
+
+def with_statistics(flags: list[str]) -> bool:
+    """Whether the running statistics are those of a new model when the first update begins."""
+    update, fresh = train.train_update, []
+
+    def train_update(run, batches):
+        fresh.append(run.module.training and not run.module.bn1.running_mean.any().item())
+        update(run, batches)
+
+    train.train_update = train_update
+    train.main(flags)
+    return fresh == [True]
+
+
+def test_the_memory_of_the_optimizer_is_that_of_its_tensors():
+    module = nn.Linear(1000, 1000, bias=False)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    line = memory_line(module, optimizer)
+    assert line.startswith("memory of weights and buffers 4.0 MB, gradients 4.0 MB, optimizer state 8.0 MB; ")

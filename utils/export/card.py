@@ -1,0 +1,138 @@
+"""config.json and the model card of an exported folder."""
+
+from typing import Any
+
+from utils.console import join_names, printable
+from utils.export.check import FromFiles
+from utils.export.code import Code, card_code
+from utils.export.loaded import Loaded
+from utils.files import expand
+from utils.version import VERSION
+
+
+def config_of(loaded: Loaded) -> dict[str, Any]:
+    """The contents of config.json: architecture, classes and preprocessing."""
+    settings, spec = loaded.saved.settings, loaded.spec
+    return {
+        "architecture": loaded.name,
+        "library": loaded.library,
+        "model_args": settings.model_args,
+        "num_classes": loaded.task.outputs,
+        "labels": loaded.saved.class_names,
+        "task": settings.task,
+        "activation": loaded.activation,
+        "threshold": None if settings.task == "classification" else settings.threshold,
+        "input": {
+            "height": spec.height,
+            "width": spec.width,
+            "channels": spec.channels,
+            "resize": None if spec.small else spec.resize,
+            "squash": spec.squash,
+            "interpolation": "bilinear" if spec.small else spec.interpolation,
+            "mean": spec.mean,
+            "std": spec.std,
+        },
+        "weights": "ema" if loaded.is_average else "raw",
+        "lockstep": VERSION,
+    }
+
+
+def card(loaded: Loaded, code: Code, difference: float, files: FromFiles) -> str:
+    """README.md: what the model is, its measured numbers, and the code that uses it."""
+    saved, title = loaded.saved, f"{loaded.name} trained on {data_name(loaded)}"
+    weights = "the moving average of its weights" if loaded.is_average else "the model"
+    defining, using = card_code(loaded, code)
+    return f"""---
+pipeline_tag: image-classification
+tags:
+- image-classification
+- lockstep
+---
+
+# {title}
+
+An image classifier, trained with Lockstep {VERSION}. This is {weights} after update
+{saved.state.step}, in epoch {saved.state.epochs_begun}.
+
+| | |
+| --- | --- |
+{_rows(_facts(loaded))}
+
+## Measured
+
+{_measured(loaded)}
+
+## Use
+
+```bash
+pip install {" ".join(code.install)}
+```
+
+```python
+{defining}{using}```
+
+On the same pixels, the probabilities are those of the checkpoint; the largest difference found was {difference:.1e}.
+{_from_files(files)}
+
+## Licence
+
+The author has not stated a licence. To state one, add a line such as `license: mit` to the first lines of this file.
+"""
+
+
+def data_name(loaded: Loaded) -> str:
+    """The data set without the folders that contain it."""
+    data = loaded.saved.settings.data
+    return printable(expand(data).name if data.startswith(("/", "~", ".", "$")) else data)
+
+
+def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
+    spec, settings = loaded.spec, loaded.saved.settings
+    change = getattr(loaded.model, "stem_change", "").partition(" (")[0]
+    outputs = {
+        "classification": "the probability of each class (softmax)",
+        "multilabel": f"the probability of each class (sigmoid); predicted above {settings.threshold}",
+        "binary": f"the probability of the second class (sigmoid); predicted above {settings.threshold}",
+    }
+    return [
+        ("Architecture", f"{loaded.name} of {loaded.library}{f', with a {change}' if change else ''}"),
+        ("Input", f"{spec.describe()}, mean {spec.mean}, standard deviation {spec.std} of pixels in 0 to 1"),
+        ("Output", outputs[settings.task]),
+        ("Classes", f"{len(loaded.saved.class_names)}: {join_names(loaded.saved.class_names)}"),
+    ]
+
+
+def _rows(rows: list[tuple[str, Any]]) -> str:
+    return "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows)
+
+
+def evaluation_of(loaded: Loaded) -> dict[str, Any]:
+    """The last evaluation of these very weights, as state.json has it; empty if they were not evaluated."""
+    state = loaded.saved.state
+    return next((found for found in reversed(state.evaluations) if found["step"] == state.step), {})
+
+
+def split_name(loaded: Loaded) -> str:
+    """The split of that evaluation."""
+    record, settings = loaded.saved.record, loaded.saved.settings
+    return printable(record.evaluation.name if record else settings.eval_split or "evaluation split")
+
+
+def _measured(loaded: Loaded) -> str:
+    found = evaluation_of(loaded)
+    names = [name for name in loaded.task.listed if found.get(name) is not None]
+    if not names:
+        return "These weights were not evaluated during training."
+    rows = _rows([(name, f"{found[name]:.4f}") for name in names])
+    where = f"`{data_name(loaded)}`, split `{split_name(loaded)}`, {found['count']} images, each counted once"
+    return f"On {where}:\n\n| | |\n| --- | --- |\n{rows}"
+
+
+def _from_files(files: FromFiles) -> str:
+    """What `compare_files` found."""
+    if files.reason:
+        return "How decoding image files with the lines above changes the predictions was not measured."
+    return (
+        f"From the files of {files.count} evaluation images, decoded with the lines above, the largest difference in\n"
+        f"a probability was {files.worst:.1e}, and {files.same} of {files.count} predictions were the same."
+    )

@@ -1,0 +1,105 @@
+"""The Python code of a model card, which uses an exported folder without Lockstep. Exporting runs it as a check."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.data.decode import EVAL_CROP
+from utils.data.spec import InputSpec
+from utils.export.loaded import Loaded
+
+_FOLDER = 'folder = "."  # with the files of this model'
+_DEMONSTRATION = """
+
+probabilities = predict(preprocess("photo.jpg")[None])[0]
+"""
+_SHOWN = {
+    "classification": """
+for index in probabilities.argsort()[::-1][:5]:
+    print(f"{probabilities[index]:.4f}  {labels[index]}")
+""",
+    "multilabel": """
+for label, probability in zip(labels, probabilities):
+    if probability > {threshold!r}:
+        print(f"{{probability:.4f}}  {{label}}")
+""",
+    "binary": """
+print(f"{probabilities[0]:.4f}  {labels[1]}")
+""",
+}
+
+
+@dataclass(frozen=True)
+class Code:
+    """How to use one form: what to install and import, lines that load the model, and the body of `predict`."""
+
+    install: list[str]
+    imports: list[str]
+    loading: list[str]
+    predicting: list[str]
+
+
+def card_code(loaded: Loaded, code: Code) -> tuple[str, str]:
+    """The code that defines `preprocess` and `predict`, and the code after it, which classifies a photograph."""
+    spec, settings = loaded.spec, loaded.saved.settings
+    imports = ["import numpy as np", "from PIL import Image, ImageOps", *code.imports]
+    lines = [
+        "import json",
+        "",
+        *sorted(imports, key=lambda line: (line.startswith("from"), line)),
+        "",
+        _FOLDER,
+        'labels = json.load(open(f"{folder}/config.json"))["labels"]',
+        *code.loading,
+        "",
+        "",
+        preprocessing(spec),
+        "",
+        "def predict(images):",
+        f'    """Probabilities [n, {loaded.task.outputs}] of uint8 images '
+        f'[n, {spec.height}, {spec.width}, {spec.channels}]."""',
+        *(f"    {line}" for line in code.predicting),
+    ]
+    shown = _SHOWN[settings.task]
+    shown = shown.format(threshold=settings.threshold) if settings.task == "multilabel" else shown
+    return "\n".join(lines) + "\n", _DEMONSTRATION + shown.lstrip("\n")
+
+
+def preprocessing(spec: InputSpec) -> str:
+    """The source of `preprocess`: the pixels that evaluation would decode, but for rounding, with Pillow and NumPy.
+
+    See `center` and `center_of_photograph` of utils/data/decode.py.
+    """
+    height, width, shorter = spec.height, spec.width, min(spec.height, spec.width)
+    resized = shorter if spec.small else spec.resize or shorter / EVAL_CROP
+    rows, columns = (f"{side * resized / shorter:.17g}" for side in (height, width))
+    round_down = spec.resize is not None and not spec.small
+    if spec.squash and round_down:
+        steps = [f"width, height = {round(float(columns))}, {round(float(rows))}"]
+    else:
+        sides = [f"image.{name} * scale" for name in ("width", "height")]
+        sides = [f"int({side} + 1e-6)" if round_down else f"round({side})" for side in sides]
+        steps = [f"scale = max({columns} / image.width, {rows} / image.height)", f"width, height = {', '.join(sides)}"]
+    kind = "BICUBIC" if spec.interpolation == "bicubic" and not spec.small else "BILINEAR"
+    body = [
+        f'"""An image file as the model\'s input, uint8 [{height}, {width}, {spec.channels}]."""',
+        f'image = ImageOps.exif_transpose(Image.open(file)).convert("{"L" if spec.channels == 1 else "RGB"}")',
+        *steps,
+        f"left, top = round((width - {width}) / 2), round((height - {height}) / 2)",
+        f"image = image.resize((width, height), Image.Resampling.{kind})",
+        f"box = left, top, left + {width}, top + {height}",
+        f"return np.array(image.crop(box)).reshape({height}, {width}, {spec.channels})",
+    ]
+    return "\n".join(["def preprocess(file):", *(f"    {line}" for line in body), ""])
+
+
+def functions(code: str, folder: Path) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Run the card's code on the files in `folder`; returns its functions `preprocess` and `predict`.
+
+    The code is our own text; what a checkpoint adds to it is literals.
+    """
+    assert _FOLDER in code
+    names: dict[str, Any] = {}
+    exec(code.replace(_FOLDER, f"folder = {str(folder)!r}"), names)
+    return names["preprocess"], names["predict"]

@@ -1,0 +1,212 @@
+"""The forms of an exported model. Each function writes the files of one and returns the code that loads them.
+
+To add a form, write such a function and add it to `FORMS` and to ExportConfig.
+"""
+
+import importlib.util
+import json
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from utils.data.spec import InputSpec
+from utils.errors import UserError, one_line
+from utils.export.code import Code
+from utils.export.loaded import Loaded, Probabilities
+from utils.models.zoo import STEM_POOLS
+
+NEEDED = {"timm": ["timm"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
+"""The packages that a form needs besides those of training."""
+
+
+def check_packages(form: str) -> None:
+    """Raise ValueError if a package that the form needs is missing."""
+    for name in NEEDED.get(form, []):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--to {form}: {name} is not installed", f"pip install {' '.join(NEEDED[form])}")
+
+
+def write_safetensors(loaded: Loaded, folder: Path) -> Code:
+    """The weights for torchvision's or timm's own class, `model.safetensors`."""
+    if loaded.library == "lockstep":
+        fix = "use --to torch or --to onnx, which need no class"
+        raise UserError(f"--to safetensors: {loaded.name} is Lockstep's own model, which other code cannot build", fix)
+    _save_weights(loaded.model, folder)
+    arguments: dict[str, Any] = {"num_classes": loaded.task.outputs}
+    if loaded.library == "timm":
+        arguments |= {"in_chans": loaded.spec.channels}
+        build = "timm.create_model"
+    else:
+        arguments |= _of_torchvision(loaded)
+        build = "torchvision.models.get_model"
+    arguments |= loaded.saved.settings.model_args
+    texts = [f"{name}={value!r}" for name, value in arguments.items() if name.isidentifier()]
+    stem = _changed_layers(loaded.model) if getattr(loaded.model, "stem_change", "") else []
+    return Code(
+        install=["torch", loaded.library, "safetensors", "numpy", "pillow"],
+        imports=["import torch", f"import {loaded.library}", "from safetensors.torch import load_file"],
+        loading=[
+            f"model = {build}({loaded.name!r}, {', '.join(texts)})",
+            *stem,
+            'model.load_state_dict(load_file(f"{folder}/model.safetensors"))',
+            "model.eval()",
+        ],
+        predicting=_in_pytorch(loaded),
+    )
+
+
+def write_timm(loaded: Loaded, folder: Path) -> Code:
+    """The weights and the configuration that timm loads from a folder or from the Hub."""
+    import timm
+
+    model, spec, problem = loaded.model, loaded.spec, f"--to timm: {loaded.name}"
+    arguments: dict[str, Any] = loaded.saved.settings.model_args
+    if loaded.library != "timm":
+        fix = f"use --to {'safetensors, ' * (loaded.library == 'torchvision')}torch or onnx"
+        if not timm.is_model(loaded.name):
+            raise UserError(f"{problem} is not one of timm's models", fix)
+        shape: dict[str, Any] = {"num_classes": loaded.task.outputs, "in_chans": spec.channels}
+        try:  # for example ResNets, whose layers have the same names in both libraries
+            model = timm.create_model(loaded.name, **shape, **arguments)
+            model.load_state_dict(loaded.model.state_dict())
+        except Exception as error:  # of any class, by the model's arguments
+            raise UserError(f"{problem} has other layers in timm than in torchvision", fix) from error
+    shown = {
+        "input_size": (spec.channels, spec.height, spec.width),
+        "mean": spec.mean,
+        "std": spec.std,
+        "interpolation": "bilinear" if spec.small else spec.interpolation,
+        "crop_pct": _crop_share(spec),
+        "crop_mode": "squash" if spec.squash else "center",
+        "test_input_size": None,
+        "test_crop_pct": None,
+    }
+    more = {"label_names": loaded.saved.class_names, "pretrained_cfg": shown}
+    timm.models.save_for_hf(model, str(folder), more, model_args=arguments, safe_serialization=True)
+    return Code(
+        install=["timm", "numpy", "pillow"],
+        imports=["import torch", "import timm"],
+        loading=['model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()'],
+        predicting=_in_pytorch(loaded),
+    )
+
+
+def write_torch(loaded: Loaded, folder: Path) -> Code:
+    """The program of torch.export, `model.pt2`, from uint8 images to probabilities, for any number of images."""
+    with _quiet(loaded, "torch"):
+        torch.export.save(_program(loaded), folder / "model.pt2")
+    return Code(
+        install=[f"'torch>={torch.__version__.partition('+')[0]}'", "numpy", "pillow"],
+        imports=["import torch"],
+        loading=['model = torch.export.load(f"{folder}/model.pt2").module()'],
+        predicting=["return model(torch.from_numpy(images)).numpy()"],
+    )
+
+
+def write_onnx(loaded: Loaded, folder: Path) -> Code:
+    """The same program as `model.onnx`."""
+    with _quiet(loaded, "onnx"):
+        names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
+        program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)
+        assert program is not None
+        program.save(folder / "model.onnx", external_data=False)
+    return Code(
+        install=["onnxruntime", "numpy", "pillow"],
+        imports=["import onnxruntime"],
+        loading=['session = onnxruntime.InferenceSession(f"{folder}/model.onnx", providers=["CPUExecutionProvider"])'],
+        predicting=['return session.run(None, {"images": images})[0]'],
+    )
+
+
+FORMS: dict[str, Callable[[Loaded, Path], Code]] = {
+    "safetensors": write_safetensors,
+    "torch": write_torch,
+    "onnx": write_onnx,
+    "timm": write_timm,
+}
+
+
+def _save_weights(model: nn.Module, folder: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+
+
+def _program(loaded: Loaded) -> torch.export.ExportedProgram:
+    spec = loaded.spec
+    example = torch.zeros(2, spec.height, spec.width, spec.channels, dtype=torch.uint8)
+    sizes = ({0: torch.export.Dim("n")},)
+    return torch.export.export(Probabilities(loaded).eval(), (example,), dynamic_shapes=sizes)
+
+
+@contextmanager
+def _quiet(loaded: Loaded, form: str) -> Iterator[None]:
+    """Hide the exporters' log, and turn their errors into one UserError."""
+    before = logging.root.manager.disable
+    try:
+        logging.disable(logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except OSError:
+        raise
+    except Exception as error:  # the exporters raise errors of many classes
+        problem = f"--to {form}: PyTorch cannot export {loaded.saved.settings.model} ({one_line(error)[:160]})"
+        raise UserError(problem, "use another form") from error
+    finally:
+        logging.disable(before)
+
+
+def _in_pytorch(loaded: Loaded) -> list[str]:
+    """The body of `predict` for a module that takes normalised images."""
+    activation = "softmax(1)" if loaded.activation == "softmax" else "sigmoid()"
+    return [
+        f"mean, std = torch.tensor({loaded.spec.mean}), torch.tensor({loaded.spec.std})",
+        "values = ((torch.from_numpy(images) / 255 - mean) / std).permute(0, 3, 1, 2)",
+        "with torch.inference_mode():",
+        f"    return model(values.contiguous()).{activation}.numpy()",
+    ]
+
+
+def _of_torchvision(loaded: Loaded) -> dict[str, Any]:
+    """The arguments that `build_model` gives besides --model_args, without the extra heads of training."""
+    name = loaded.name
+    if name in ("googlenet", "inception_v3"):
+        inside = loaded.saved.settings.pretrained
+        return {"aux_logits": False, "transform_input": inside, "init_weights": False}
+    return {"image_size": loaded.saved.spec.height} if name.startswith("vit_") else {}
+
+
+def _changed_layers(model: nn.Module) -> list[str]:
+    """The lines that change torchvision's stem as `build_model` did."""
+    modules = dict(model.named_modules())
+    name, conv = next((name, module) for name, module in modules.items() if isinstance(module, nn.Conv2d))
+    given = {key: getattr(conv, key) for key in ("kernel_size", "stride", "padding")} | {"bias": conv.bias is not None}
+    texts = ", ".join(f"{key}={value!r}" for key, value in given.items())
+    lines = [f"stem = torch.nn.Conv2d({conv.in_channels}, {conv.out_channels}, {texts})"]
+    lines += [f"model.set_submodule({name!r}, stem)"]
+    pools = [pool for pool in STEM_POOLS if isinstance(modules.get(pool), nn.Identity)]
+    return lines + [f"model.set_submodule({pool!r}, torch.nn.Identity())" for pool in pools]
+
+
+def _crop_share(spec: InputSpec) -> float:
+    """timm's crop_pct, for which timm resizes the shorter side to the same number of pixels."""
+    if spec.small:
+        return 1.0
+    if spec.resize is None:
+        return 0.875
+    side = min(spec.height, spec.width)
+    share = side / spec.resize
+    return share if math.floor(side / share) == spec.resize else math.nextafter(share, 0)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json that a form has written; empty if it has none."""
+    path = folder / "config.json"
+    return json.loads(path.read_text()) if path.exists() else {}

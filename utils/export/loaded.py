@@ -1,0 +1,80 @@
+"""A checkpoint with its model, ready to be exported, and the model from uint8 images to probabilities."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from utils.data.spec import InputSpec
+from utils.models.zoo import OWN_MODELS, build_model
+from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
+from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.parts import EMA
+from utils.runs.weights import choose_weights
+from utils.tasks.table import make_task
+from utils.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint: its model in evaluation mode on the CPU, and the model's input in evaluation."""
+
+    saved: SavedRun
+    task: Task
+    spec: InputSpec
+    model: nn.Module
+
+    @property
+    def activation(self) -> str:
+        """The function from logits to probabilities."""
+        return "softmax" if self.saved.settings.task == "classification" else "sigmoid"
+
+    @property
+    def is_average(self) -> bool:
+        """Whether the weights are the moving average of --ema_decay, which the run has evaluated, too."""
+        return self.saved.weights is not None and self.saved.weights.part == EMA
+
+    @property
+    def name(self) -> str:
+        """The model's name in its library."""
+        return self.saved.settings.model.removeprefix("timm/")
+
+    @property
+    def library(self) -> str:
+        """Where the architecture is defined: torchvision, timm or lockstep."""
+        if self.saved.settings.model.startswith("timm/"):
+            return "timm"
+        return "lockstep" if self.name in OWN_MODELS else "torchvision"
+
+
+class Probabilities(nn.Module):
+    """From uint8 images [n, H, W, C] to probabilities, float32 [n, outputs]: normalisation, model, activation."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, loaded: Loaded):
+        super().__init__()
+        self.model, self.activation = loaded.model, loaded.activation
+        std, mean = torch.tensor(loaded.spec.std), torch.tensor(loaded.spec.mean)
+        self.register_buffer("scale", 1 / (255 * std))
+        self.register_buffer("shift", -mean / std)
+
+    def forward(self, images: Tensor) -> Tensor:
+        values = (images.float() * self.scale + self.shift).permute(0, 3, 1, 2)
+        logits = self.model(values.contiguous())
+        return logits.softmax(1) if self.activation == "softmax" else logits.sigmoid()
+
+
+def load(path: Path) -> Loaded:
+    """The checkpoint at `path`, or the best one of the run folder. Raises ValueError if it is missing or damaged."""
+    checkpoint = find_checkpoint(path)
+    verify(checkpoint, FOR_EVALUATION)
+    saved = replace(read_checkpoint(checkpoint), weights=choose_weights([checkpoint], None))
+    config, task = make_task(saved.settings, saved.class_names, None)
+    model = build_model(config, saved.spec, task.outputs, load=False)
+    assert saved.weights
+    saved.weights.load(model)
+    model.eval().requires_grad_(False).to(memory_format=torch.contiguous_format)
+    return Loaded(saved, task, saved.spec.for_evaluation(), model)

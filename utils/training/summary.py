@@ -1,0 +1,76 @@
+"""What --dry_run prints about the model: parameters and FLOPs of its top-level blocks, and the memory of a process."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
+
+from utils.console import table
+from utils.data.spec import InputSpec
+from utils.memory import bytes_text
+
+_ROWS = 16  # of blocks
+
+
+def model_table(module: nn.Module, spec: InputSpec) -> str:
+    """A table of the model's top-level blocks, with their parameters and the FLOPs of one image."""
+    flops = count_flops(module, spec)
+    parts = {name: list(child.parameters()) for name, child in module.named_children()}
+    parts["other"] = list(module.parameters(recurse=False))
+    rows = [(name, _describe(part, flops.get(name, 0))) for name, part in parts.items() if part]
+    if len(rows) > _ROWS:
+        rows = [*rows[:_ROWS], ("...", f"{len(rows) - _ROWS} more")]
+    everything = list(module.parameters())
+    trained = sum(parameter.numel() for parameter in everything if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in everything) - trained
+    frozen_text = f" ({frozen:,} frozen)" * (frozen > 0)
+    operations = f"{_si(flops[''])}FLOPs per image (a multiply-add is two)"
+    rows.append(("total", f"{_describe(everything, 0)}{frozen_text}, {operations}"))
+    return table(f"Model  {type(module).__name__}", rows)
+
+
+def count_flops(module: nn.Module, spec: InputSpec) -> dict[str, int]:
+    """The floating-point operations for an image by top-level block, two for each multiply-add; "" is the whole model.
+
+    Only convolutions, matrix products and attention are counted. With test-time augmentation, all views count.
+    """
+    was_training, root = module.training, type(module).__name__
+    device = next((parameter.device for parameter in module.parameters()), None)
+    image = torch.zeros(1, spec.channels, spec.height, spec.width, device=device)
+    eager = torch.compiler.set_stance("force_eager")
+    # Without gradients, PyTorch computes attention by a function that the counter does not know.
+    with eager, torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        module.eval()(image)
+    module.train(was_training)
+    counts = {name: sum(found.values()) for name, found in counter.get_flop_counts().items()}
+    blocks = {name: counts.get(f"{root}.{name}", 0) for name, _ in module.named_children()}
+    return {**blocks, "": counter.get_total_flops()}
+
+
+def memory_line(module: nn.Module, optimizer: Optimizer) -> str:
+    """How much memory the weights, gradients and optimizer state of a process take; call it after an update."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    sizes: dict[str, Sequence[Tensor]] = {
+        "weights and buffers": [*module.parameters(), *module.buffers()],
+        "gradients": trained,
+        "optimizer state": state,
+    }
+    texts = (f"{name} {bytes_text(sum(tensor.nbytes for tensor in tensors))}" for name, tensors in sizes.items())
+    return f"memory of {', '.join(texts)}; the rest is mostly activations, which grow with the batch, and libraries"
+
+
+def _describe(parameters: list[nn.Parameter], flops: int) -> str:
+    number = sum(parameter.numel() for parameter in parameters)
+    return f"{number:,} parameters" + (f", {_si(flops)}FLOPs" if flops else "")
+
+
+def _si(number: float) -> str:
+    """Three digits and a prefix, such as `3.63 G`."""
+    for prefix in ("", "k", "M", "G"):
+        if number < 999.5:
+            return f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.3g} T"
