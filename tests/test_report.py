@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import shlex
 import socket
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.browser import browser
-from helpers.training_runs import MLP, records, returned, train_run, weights, working_in
+from helpers.training_runs import MLP, ROOT, records, returned, train_run, weights, working_in
 from PIL import Image
 from scipy.stats import rankdata
 from sklearn.metrics import average_precision_score, confusion_matrix, f1_score, recall_score, roc_auc_score
@@ -366,6 +367,18 @@ def test_several_runs_are_compared_on_one_page(tmp_path, capsys):
     assert "<img" in (folders[0] / "report.html").read_text()
 
 
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
+    block = re.search(r"```bash\n(.*?)```", (ROOT / "docs/report.md").read_text(), re.S)[1]
+    monkeypatch.chdir(tmp_path)
+    for name in ("NAME", "OTHER"):
+        made_up(Path("runs") / name)
+    for line in block.splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[:3] == ["python", "-m", "utils.report"]
+        main(words[3:])
+    assert all(Path(name).exists() for name in ("runs/NAME/report.html", "compare.html", "share.html"))
+
+
 def test_a_run_without_an_analysis_has_a_page_with_curves(tmp_path):
     folder = made_up(tmp_path / "run")
     (folder / "report.json").unlink()
@@ -388,7 +401,9 @@ def test_mistakes_in_the_command_are_one_line(words, error, tmp_path, monkeypatc
     made_up(Path("a"))
     with pytest.raises(SystemExit) as ended:
         main(words)
-    assert ended.value.code == 2 and re.search(rf"^python -m utils.report: error: .*{error}$", capsys.readouterr().err, re.M)
+    assert ended.value.code == 2 and re.search(
+        rf"^python -m utils.report: error: .*{error}$", capsys.readouterr().err, re.M
+    )
 
 
 def test_a_thousand_classes_make_a_small_page_quickly(tmp_path):
