@@ -13,7 +13,7 @@ MATRIX = 30  # classes; with more, the page lists the most frequent confusions i
 PAIRS, ERRORS = 20, 24  # confusions in that list, and images in the gallery
 _RESAMPLES, _FEWEST = 1000, 100
 _WORK = 10**8  # numbers to add up for all resamples
-_MOST_SCORES = 5 * 10**6  # with more, the metrics of rankings have no intervals
+_MOST_SCORES = 2 * 10**6  # with more, the metrics of rankings have no intervals
 
 Metrics = Callable[[np.ndarray], dict[str, float]]  # from how often each sample counts, float64 [n]
 

@@ -1,10 +1,11 @@
 """report.html: the page of one or several runs, one file that needs nothing else and requests nothing."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from utils.files import write_output
 from utils.report.charts import Series, line_chart
@@ -18,10 +19,16 @@ PAGE = "report.html"
 def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
     """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run."""
     runs = [read_run(folder, images) for folder in folders]
+    values = {"runs": runs, "charts": charts(runs), "settings": settings_rows(runs), "metrics": metrics_rows(runs)}
+    write_output(out, template().render(values))
+
+
+@cache
+def template() -> Template:
+    """page.html, compiled; it escapes all values."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    values = {"runs": runs, "charts": charts(runs), "settings": settings_rows(runs), "metrics": metrics_rows(runs)}
-    write_output(out, environment.get_template("page.html").render(values))
+    return environment.get_template("page.html")
 
 
 def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
