@@ -44,8 +44,9 @@ def report_training(run: Run, result: Mapping[str, Any] | None) -> None:
 
 def report_evaluation(checkpoint: Path, evaluated: Evaluated, say: Callable[[str], None]) -> None:
     """Write the page again with this evaluation, if the checkpoint is in a run folder."""
-    folder = checkpoint.absolute().parent.parent
-    if (folder / "log.jsonl").is_file():
+    checkpoints = checkpoint.absolute().parent
+    folder = checkpoints.parent
+    if checkpoints.name == "checkpoints" and (folder / "log.jsonl").is_file():
         write_report(folder, evaluated, say)
 
 
