@@ -60,16 +60,6 @@ def analyse(found: Predictions, names: list[str], exclusive: bool, threshold: fl
 def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[str, Any]:
     labels, predicted, classes = found.labels, found.top[:, 0], len(names)
     correct, confidence = predicted == labels, found.probabilities[:, 0]
-    hits = (found.top == labels[:, None]).any(1)
-    columns = np.stack([found.losses.astype(np.float64), correct, hits])
-
-    def metrics(counts: np.ndarray) -> dict[str, float]:
-        loss, accuracy, top5 = columns @ counts / counts.sum()
-        true, guessed = np.bincount(labels, counts, classes), np.bincount(predicted, counts, classes)
-        both, either = np.bincount(labels, counts * correct, classes), true + guessed
-        f1 = (2 * both[either > 0] / either[either > 0]).mean()
-        return {"accuracy": accuracy, "top5": top5, "macro_f1": f1, "loss": loss}
-
     pairs, times = np.unique(labels[~correct] * classes + predicted[~correct], return_counts=True)
     order = np.argsort(-times, kind="stable")
     confused = [(int(pairs[i]) // classes, int(pairs[i]) % classes, int(times[i])) for i in order]
@@ -92,7 +82,7 @@ def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[
     worst = np.flatnonzero(~correct)
     worst = worst[np.argsort(-confidence[worst], kind="stable")][:ERRORS]
     return {
-        "intervals": intervals(metrics, len(labels), 8, seed),
+        "intervals": intervals(_metrics_of_classes(found, classes), len(labels), 8, seed),
         "calibration": calibration(confidence, correct),
         "score": "accuracy",
         "classes": sorted(rows, key=lambda row: row["score"]),
@@ -111,6 +101,21 @@ def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[
             for i in worst
         ],
     }
+
+
+def _metrics_of_classes(found: Predictions, classes: int) -> Metrics:
+    labels, predicted = found.labels, found.top[:, 0]
+    correct, hits = predicted == labels, (found.top == labels[:, None]).any(1)
+    columns = np.stack([found.losses.astype(np.float64), correct, hits])
+
+    def metrics(counts: np.ndarray) -> dict[str, float]:
+        loss, accuracy, top5 = columns @ counts / counts.sum()
+        true, guessed = np.bincount(labels, counts, classes), np.bincount(predicted, counts, classes)
+        both, either = np.bincount(labels, counts * correct, classes), true + guessed
+        f1 = (2 * both[either > 0] / either[either > 0]).mean()
+        return {"accuracy": accuracy, "top5": top5, "macro_f1": f1, "loss": loss}
+
+    return metrics
 
 
 def _of_outputs(found: Predictions, names: list[str], threshold: float, seed: int) -> dict[str, Any]:
