@@ -40,7 +40,7 @@ LAUNCH = re.compile(r"^(\w+=\S+ )*(accelerate launch|torchrun|srun|mpirun|sbatch
 
 
 def blocks() -> list[tuple[str, str, str]]:
-    """Where each block of commands and each table with launches is, the mark above it, and its text."""
+    """The place of each block of commands and each table of launches, the mark above it, and its text."""
     found = []
     for page in PAGES:
         marked = r"(?:^<!-- ([^\n]*) -->\n)?"
@@ -53,7 +53,7 @@ def blocks() -> list[tuple[str, str, str]]:
 
 
 def inline(text: str) -> list[str]:
-    """What stands in backticks."""
+    """The texts in backticks."""
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
 
 
@@ -123,7 +123,7 @@ def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
             importlib.import_module(name).main()
         listed = capsys.readouterr().out
         assert all(re.search(rf"{flag}\b", listed) for flag in flags if flag.startswith("--"))
-    elif (ROOT / script).exists() and shlex.join(flags) not in map(shlex.join, map(shlex.split, EXTENDING)):
+    elif flags and (ROOT / script).exists() and shlex.join(flags) not in map(shlex.join, map(shlex.split, EXTENDING)):
         cls = getattr(scripts, f"{name.capitalize()}Config", settings.TrainConfig)
         missing = []  # what a command in the text leaves out, such as `replay.py --pdb`
         if script == "replay.py" and "--run" not in flags:
@@ -148,7 +148,7 @@ def trained(tmp_path_factory):
 
 
 def run_command(command: str) -> None:
-    """Run a command for two updates at most: the scripts by a fork of this process, anything else by a shell."""
+    """Run a command for two updates at most: a script in a fork of this process, anything else in a shell."""
     if "train.py" in command and not re.search("--max_steps|--dry_run", command):
         command += " --max_steps 2"
     words = shlex.split(command)
