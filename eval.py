@@ -39,6 +39,7 @@ from utils.models.zoo import build_model, check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
+from utils.report.writing import Evaluated, report_evaluation
 from utils.runs.manifest import FOR_EVALUATION, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.runs.state import TrainState
@@ -176,7 +177,8 @@ def evaluate(
     compile_model(accelerator, model)
     whole.to(accelerator.device)  # without DDP: no gradients are exchanged
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    result = Evaluator(ranks, accelerator, whole, batches, task, config).evaluate()
+    evaluator = Evaluator(ranks, accelerator, whole, batches, task, config)
+    result = evaluator.evaluate(keep=config.report)
     assert result is not None  # nothing stops it
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")
@@ -185,7 +187,7 @@ def evaluate(
     if flags.throughput:
         size["images_per_second"] = result["count"] / result["seconds"]
         result["throughput"] = size | speed_of(whole, spec, config, accelerator, ranks)
-    return {
+    record = {
         "kind": "eval",
         **origin(saved, config, flags),
         "data": absolute_data(config.data),
@@ -193,6 +195,10 @@ def evaluate(
         "classes": len(saved.class_names),
         **result,
     }
+    if evaluator.predictions and ranks.is_main:
+        evaluated = Evaluated(config, task, saved.class_names, split, evaluator.predictions, record)
+        report_evaluation(saved.path, evaluated, terminal.print)
+    return record
 
 
 def load_weights(saved: SavedRun, config: TrainConfig, model: nn.Module) -> None:

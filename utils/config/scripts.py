@@ -58,6 +58,8 @@ class EvalConfig(LaunchConfig):
     """Measure the images per second of the model alone and of the evaluation, and count parameters and operations."""
     json: str | None = None
     """File to write the results to, as JSON."""
+    report: bool | None = None
+    """Write report.html to the run folder of --ckpt (default: as in the run)."""
     num_workers: int | None = None
     """Loader processes per rank that decode photographs (default: the threads per process, at most 8, or
     up to 16 if there are that many physical cores)."""

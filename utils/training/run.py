@@ -107,6 +107,11 @@ class Run:
             return "max_seconds"
         return "early_stopping" if state.evaluations_since_best >= (config.early_stopping or math.inf) else ""
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the evaluation at this update may be the last one, whose predictions report.html shows."""
+        return self.config.report and (bool(self.ended) or self.config.early_stopping is not None)
+
 
 def announce(run: Run) -> None:
     """Print what runs where, and write the settings to the run folder; collective."""
@@ -238,4 +243,6 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", f"{size_of(run.folder.checkpoints) / MB:.0f} MB"))
+        page = run.folder.path / "report.html"
+        rows += [("page", str(page))] if done and page.exists() else []
     return rows
