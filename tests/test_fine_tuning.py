@@ -180,6 +180,7 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder, monk
     for checkpoint in Path("runs/parent/checkpoints").glob("step-*"):
         tensors = {name: tensor + 1 for name, tensor in load_file(checkpoint / "model.safetensors").items()}
         save_file(tensors, checkpoint / "model.safetensors")
+        (checkpoint / "manifest.json").unlink()
         _write_manifest(checkpoint)
     line = refused(replay.main, "--run", "runs/child", "--update", "1", "--cpu")
     assert "has other weights now than when the run began; restore them" in line
