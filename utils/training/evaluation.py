@@ -21,6 +21,7 @@ from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.tasks.task import Task
 from utils.training.meter import Pace, rounded
+from utils.training.predictions import Predictions, has_predictions, in_order, predict
 
 
 @dataclass
@@ -37,19 +38,22 @@ class Evaluator:
     batches: Batches
     task: Task
     config: TrainConfig
+    predictions: Predictions | None = None  # of the last evaluation that was asked to keep them
 
     @torch.no_grad()
-    def evaluate(self, stopping: Stopping | None = None) -> dict | None:
+    def evaluate(self, stopping: Stopping | None = None, keep: bool = False) -> dict | None:
         """The metrics of the whole split, and its `count` of samples; the same on all ranks; collective.
 
         About once a second, the ranks agree whether to stop early: if a rank could not read a sample, or, with
         `stopping`, if it was asked to stop. Returns None if asked to stop. The result has `left_out` if images were
         skipped. Raises ValueError if images cannot be read, and RuntimeError if a sample is missing or counted twice.
+        With `keep`, the main process has the predictions afterwards.
         """
         start, was_training = time.perf_counter(), self.model.training
+        keep = keep and has_predictions(self.task)
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
-            sums, indices, predictions, stopped = self._loop(stopping)
+            sums, indices, predictions, kept, stopped = self._loop(stopping, keep)
         self.model.train(was_training)
         self.ranks.run_on_all(self.batches.check)
         if stopped and stopping is not None:
@@ -58,20 +62,27 @@ class Evaluator:
         counts = [int(text) for text in self.ranks.gather_text(str(len(indices)))]
         seen = gather_rows(self.accelerator, indices, counts).cpu().numpy()
         result = self._summary(sums, seen)
+        if keep:
+            rows = [gather_rows(self.accelerator, part, counts).cpu().numpy() for part in kept]
+            self.predictions = in_order(seen, self.batches.labels, rows)
         if self.config.metrics or self.task.metric in self.task.gathered:
             predicted = gather_rows(self.accelerator, predictions, counts)
             own = self.ranks.run_on_main(lambda: json.dumps(self._metrics(seen, predicted)))
             result |= json.loads(self.ranks.broadcast_text(own or ""))
         return result | {"seconds": time.perf_counter() - start}
 
-    def _loop(self, stopping: Stopping | None) -> tuple[Tensor, Tensor, Tensor, bool]:
-        """This rank's sums, the indices and predictions of its samples, and whether the ranks have agreed to stop."""
+    def _loop(self, stopping: Stopping | None, keep: bool) -> tuple[Tensor, Tensor, Tensor, list[Tensor], bool]:
+        """This rank's sums, the indices and predictions of its samples, and whether the ranks have agreed to stop.
+
+        With `keep`, the list has what `predict` returns for these samples.
+        """
         device, task, processes = self.accelerator.device, self.task, self.accelerator.num_processes
         shared_blocks = -(-len(self.batches.labels) // self.config.eval_batch_size) // processes
         no_labels = torch.tensor(self.batches.labels[:0], device=device)
         # A rank without samples needs the shape and type of the predictions, too.
         sums, nothing = task.evaluate(torch.zeros(0, task.outputs, device=device), no_labels)
         predictions, stopped = [nothing], False
+        kept = [predict(task, torch.zeros(0, task.outputs, device=device), no_labels)] if keep else []
         indices: list[Tensor] = []  # on the host, or all on the device
         bar, pace = Terminal(self.ranks.is_main).progress("evaluating"), Pace()
         for block, batch in enumerate(bar(self.batches), 1):
@@ -81,6 +92,8 @@ class Evaluator:
             sums += rounded(own)
             indices.append(batch.indices)
             predictions.append(predicted)
+            if keep:
+                kept.append(predict(task, outputs.float(), batch.labels))
             # Ranks may differ by one block, so they synchronise only after blocks that all of them have.
             if block <= shared_blocks and pace.due(block):
                 wants_to_stop = self.batches.error is not None or (stopping is not None and stopping.requested)
@@ -88,7 +101,7 @@ class Evaluator:
                 if stopped:
                     break
         seen = torch.cat(indices or [torch.zeros(0, dtype=torch.int64)]).to(device)
-        return sums, seen, torch.cat(predictions), stopped
+        return sums, seen, torch.cat(predictions), [torch.cat(parts) for parts in zip(*kept, strict=True)], stopped
 
     def _any_wants_to_stop(self, wants_to_stop: bool, pace: Pace, block: int) -> bool:
         self.ranks.mark_waiting(f"block {block} of the evaluation")

@@ -1,0 +1,63 @@
+"""What a model predicts for each sample of a split, gathered from all ranks."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.tasks.classification import Classification
+from utils.tasks.multilabel import MultiLabel
+from utils.tasks.task import Task
+
+_TOP = 5  # classes kept for each sample
+
+
+class Predictions(NamedTuple):
+    """The predictions of n samples, by their position in the split.
+
+    In classification, `top` and `probabilities` are those of the most likely classes, highest first. In multilabel and
+    binary, k is the number of outputs, and the columns are in the order of the outputs.
+    """
+
+    indices: np.ndarray  # int64 [n], ascending
+    labels: np.ndarray  # int64 [n], or multi-hot uint8 [n, classes]
+    top: np.ndarray  # int64 [n, k]
+    probabilities: np.ndarray  # float32 [n, k]
+    losses: np.ndarray  # float32 [n]
+
+
+def predict(task: Task, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`top`, `probabilities` and `losses` of a batch, see `Predictions`; does not wait for the device."""
+    losses = _losses(task, outputs, labels)
+    if isinstance(task, MultiLabel):
+        columns = torch.arange(outputs.shape[1], device=outputs.device)
+        return columns.expand(outputs.shape), outputs.sigmoid(), losses
+    probabilities, top = outputs.softmax(1).topk(min(_TOP, outputs.shape[1]), dim=1)
+    return top, probabilities, losses
+
+
+def _losses(task: Task, outputs: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each sample, float32 [n]. A task has only sums, so each sample is a batch of its own."""
+
+    def loss(row: Tensor, label: Tensor) -> Tensor:
+        return task.evaluate(row[None], label[None])[0][0]
+
+    if not len(outputs):  # vmap needs a row
+        return outputs.new_zeros(0)
+    try:
+        return torch.vmap(loss)(outputs, labels).float()
+    except RuntimeError:  # a loss or a metric that vmap does not support
+        return torch.stack([loss(row, label) for row, label in zip(outputs, labels, strict=True)]).float()
+
+
+def has_predictions(task: Task) -> bool:
+    """Whether `predict` knows what the outputs of this task mean."""
+    return isinstance(task, Classification | MultiLabel)
+
+
+def in_order(seen: np.ndarray, labels: np.ndarray, rows: Sequence[np.ndarray]) -> Predictions:
+    """The predictions of the samples `seen`, int64 [n], sorted; `rows` are those of `predict`, `labels` of the split."""
+    order = np.argsort(seen)
+    return Predictions(seen[order], labels[seen[order]], *(part[order] for part in rows))
