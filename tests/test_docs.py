@@ -28,6 +28,7 @@ from helpers.waiting import PATIENCE, has_logged, until
 from torch.distributed.run import get_args_parser
 
 import eval as eval_script
+import predict
 import train
 from utils.config import scripts, settings
 from utils.config.cli import parse_args
@@ -161,7 +162,7 @@ def run_command(command: str) -> None:
     assert process.returncode == 0, process.stderr[-3000:]
 
 
-MAINS = {"train.py": train.main, "eval.py": eval_script.main}
+MAINS = {"train.py": train.main, "eval.py": eval_script.main, "predict.py": predict.main}
 
 
 @pytest.mark.parametrize(

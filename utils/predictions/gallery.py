@@ -23,9 +23,9 @@ _PAGE = """<!doctype html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light dark; --paper: #fff; --text: #1b1b1b; --soft: #666; --line: #ddd; --bar: #4c78a8; }}
+:root {{ color-scheme: light dark; --paper: #fff; --text: #1b1b1b; --soft: #666; --line: #ddd; }}
 @media (prefers-color-scheme: dark) {{
-  :root {{ --paper: #16181c; --text: #e6e6e6; --soft: #9aa0a6; --line: #33373d; --bar: #7aa6d6; }}
+  :root {{ --paper: #16181c; --text: #e6e6e6; --soft: #9aa0a6; --line: #33373d; }}
 }}
 body {{ margin: 1rem; background: var(--paper); color: var(--text); font: 15px/1.4 system-ui, sans-serif; }}
 h1 {{ font-size: 1.25rem; margin: 0; }}
@@ -36,7 +36,7 @@ figure {{ margin: 0; padding: .5rem; border: 1px solid var(--line); border-radiu
 img {{ max-width: 100%; max-height: 100%; }}
 .path {{ color: var(--soft); font-size: .8rem; }}
 .row {{ display: flex; justify-content: space-between; gap: .5rem; font-size: .85rem; }}
-meter {{ width: 100%; height: .4rem; display: block; accent-color: var(--bar); }}
+meter {{ width: 100%; height: .4rem; display: block; }}
 </style>
 </head>
 <body>
