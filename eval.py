@@ -31,7 +31,6 @@ from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
 from utils.data.workers import check_workers
-from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
 from utils.models.imagenet import CLASSES, check_classes, load_published, names_as_in, version_of
 from utils.models.published import sized
@@ -50,6 +49,7 @@ from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
 from utils.training.evaluation import Evaluator
+from utils.training.predictions import check_predictions
 from utils.training.throughput import size_of, speed_of, speed_rows
 
 
@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
         config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
         ranks.run_on_all(lambda: check(config, ranks))
         config, task = ranks.run_on_all(lambda: make_task(config, saved.class_names, None))
+        if flags.predictions:
+            check_predictions(task)
         if flags.threshold is not None and config.task == "classification":
             Terminal(ranks.is_main).print("--threshold has no effect: only multilabel and binary have it")
         # Use the checkpoint's image size, even if the run derived it from its images.
@@ -187,10 +189,9 @@ def evaluate(
 
 def write_predictions(evaluator: Evaluator, saved: SavedRun, split: Split, path: Path) -> None:
     """Write the prediction for each sample to the file of --predictions."""
-    task, found = evaluator.task, evaluator.predictions
-    if found is None:
-        raise UserError(f"--predictions does not know what the outputs of --task {evaluator.config.task} mean")
-    columns = columns_of_split(task, evaluator.config.threshold, saved.class_names, split, found)
+    assert evaluator.predictions is not None
+    threshold, names = evaluator.config.threshold, saved.class_names
+    columns = columns_of_split(evaluator.task, threshold, names, split, evaluator.predictions)
     write_output(path, encode(columns, path))
 
 

@@ -34,7 +34,6 @@ from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import Split, fingerprint_of
 from utils.data.workers import check_workers
-from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
 from utils.launch.exits import fix_for_memory
 from utils.models.views import Views
@@ -55,7 +54,7 @@ from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
 from utils.training.evaluation import gather_rows, same_kernels
-from utils.training.predictions import has_predictions, most_likely
+from utils.training.predictions import check_predictions, most_likely
 
 BLOCKS = 8  # of each process between two additions to FILE.partial
 SHOWN = 20  # images in the table on the terminal
@@ -122,8 +121,7 @@ def prepare(flags: PredictConfig, ranks: Ranks) -> Work:
         check_precision(config, ranks)
         check_model(config)
         resolved, task = make_task(config, saved.class_names, None)
-        if not has_predictions(task):
-            raise UserError(f"predict.py does not know what the outputs of --task {config.task} mean")
+        check_predictions(task)
         return resolved, task
 
     config, task = ranks.run_on_all(check)
@@ -171,6 +169,8 @@ def predict(work: Work, finished: int) -> Iterator[list[Row]]:
     if not len(blocks):
         return
     dataset = ImagesToPredict(work.split, work.spec, make_augmentation(config, work.spec, training=False))
+    if len(blocks) == 1:  # a loader process decodes whole blocks, so it would save no time
+        config = replace(config, num_workers=0)
     loader = accelerator.prepare(make_loader(dataset, blocks, config, ranks.threads, ranks.device))
     batches = Batches(loader, work.spec, config, accelerator.device, training=False)
     model, own = load_model(work), iter(batches)

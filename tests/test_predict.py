@@ -27,6 +27,7 @@ import predict
 from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
+from utils.data.decode import LARGE
 from utils.errors import UserError
 from utils.predictions.gallery import page
 from utils.predictions.inputs import find_images
@@ -35,6 +36,7 @@ from utils.predictions.tables import encode
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 from utils.tasks.table import make_task
+from utils.training.predictions import most_likely
 
 FLAGS = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size", "12", "--lr", "0.1"]
 FLAGS += ["--max_steps", "3", "--eval_batch_size", "4", "--num_workers", "0"]
@@ -158,13 +160,22 @@ def test_the_other_tasks_have_the_sets_and_probabilities_of_their_definition():
 
 @pytest.mark.parametrize("run", ["small", "photos"])
 def test_predict_py_has_the_numbers_of_eval_py_for_the_same_images(run):
-    record = evaluated(1, run, "--predictions", "evaluated.csv")
+    if run == "small":  # of another size, so that they are resized, and large enough to be decoded at half their size
+        shutil.rmtree("small/val")
+        image_folder("small/val", dict.fromkeys(CLASSES, 5), (300, 333), "jpeg")
+        assert Path("small/val/emu/000.jpeg").stat().st_size < LARGE < image_bytes("small/val/emu/005.jpeg", 900)
+    record = evaluated(1, run, "--data", str(Path(run).absolute()), "--predictions", "evaluated.csv")
     predicted(2, run, f"{run}/val", "--out", "predicted.csv")
     rows, expected = read_csv("predicted.csv"), read_csv("evaluated.csv")
     assert len(rows) == record["count"] and not any(row.pop("error") for row in rows)
     for row, own in zip(rows, expected, strict=True):
         assert row.pop("path") == f"{run}/val/" + own.pop("path").lstrip("'")
         assert row == {name: value for name, value in own.items() if name not in ("label", "loss")}
+
+
+def image_bytes(path: str, side: int) -> int:
+    Path(path).write_bytes(encoded(pictures(1, (side, side))[0], "JPEG"))
+    return Path(path).stat().st_size
 
 
 def break_some(paths: list[Path]) -> None:
@@ -283,7 +294,7 @@ def test_images_of_all_kinds_and_names_are_predicted_and_others_keep_their_row_w
     )
     assert outcome.code == 0, outcome.err
     assert "unreadable" in outcome.out and "4 of 13 images" in outcome.out
-    assert "files of unsupported types are left out: .txt (1), .gif (1)" in outcome.out
+    assert "files of unsupported types are left out: .gif (1), .txt (1)" in outcome.out
     rows = {row["path"]: row for row in json.loads(Path("odd.json").read_text())}
     reasons = {path: row["error"] for path, row in rows.items() if row["error"]}
     assert sorted(reasons) == ["odd/empty.png", "odd/link.png", "odd/pipe.png", "odd/text.jpg"]
@@ -367,6 +378,14 @@ def test_cells_that_a_spreadsheet_would_run_are_texts_and_numbers_stay_numbers()
     nothing = {"path": ["a"], "error": [None], "probability_1": [None]}
     types = parquet.read_table(io.BytesIO(encode(nothing, Path("x.parquet")))).schema.types
     assert [str(kind) for kind in types] == ["string", "string", "double"]
+
+
+def test_the_most_likely_class_is_that_of_the_outputs_where_probabilities_are_equal():
+    _, task = make_task(TrainConfig(task="classification"), ["a", "b", "c"], None)
+    outputs = torch.tensor([[20.0, 20.000002, -90.0], [20.000002, 20.0, -90.0]])
+    top, probabilities = most_likely(task, outputs)
+    assert outputs[0, 0] < outputs[0, 1] and probabilities[0, 0] == probabilities[0, 1]
+    assert top[:, 0].tolist() == task.evaluate(outputs, torch.tensor([0, 0]))[1].tolist() == [1, 0]
 
 
 def test_rows_have_six_significant_digits_and_nothing_for_nan():

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.errors import UserError
 from utils.tasks.classification import Classification
 from utils.tasks.multilabel import MultiLabel
 from utils.tasks.task import Task
@@ -60,6 +61,13 @@ def _losses(task: Task, outputs: Tensor, labels: Tensor) -> Tensor:
 def has_predictions(task: Task) -> bool:
     """Whether `predict` knows what the outputs of this task mean."""
     return isinstance(task, Classification | MultiLabel)
+
+
+def check_predictions(task: Task) -> None:
+    """Raise UserError for a task whose outputs have no known meaning."""
+    if not has_predictions(task):
+        problem = f"the outputs of {type(task).__name__} have no known meaning as predictions"
+        raise UserError(problem, "add them to utils/training/predictions.py")
 
 
 def in_order(seen: np.ndarray, labels: np.ndarray, rows: Sequence[np.ndarray]) -> Predictions:
