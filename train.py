@@ -52,6 +52,7 @@ from utils.runs.resume import (
 )
 from utils.runs.source import find_source
 from utils.runs.state import TrainState
+from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
 from utils.training.bad_images import without_bad
@@ -69,7 +70,7 @@ from utils.training.schedule import SCHEDULES, due_after, learning_rate, reduce_
 from utils.training.start_model import start_model
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
-TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES  # of names
+TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS  # of names
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -133,7 +134,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
         lines = resume_lines(start.saved, config, settings, plan, ranks)
         restore(start, module, optimizer, parts, lines, ranks)
     ranks.remember("started", "yes")
-    log = ranks.run_on_all(lambda: RunLog(run_folder.path, ranks.is_main, state, updates, task))
+    make_log = partial(RunLog, run_folder.path, ranks.is_main, state, updates, task)
+    log = ranks.run_on_all(lambda: make_log(TRACKERS.sinks(settings)))
     device = accelerator.device
     eval_batches = Batches(eval_loader, spec.for_evaluation(), settings, device, training=False)
     return Run(

@@ -124,11 +124,13 @@ def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
             importlib.import_module(name).main()
         listed = capsys.readouterr().out
         assert all(re.search(rf"{flag}\b", listed) for flag in flags if flag.startswith("--"))
-    elif (ROOT / script).exists() and shlex.join(flags) not in map(shlex.join, map(shlex.split, EXTENDING)):
+    elif flags and (ROOT / script).exists() and shlex.join(flags) not in map(shlex.join, map(shlex.split, EXTENDING)):
         cls = getattr(scripts, f"{name.capitalize()}Config", settings.TrainConfig)
         missing = []  # what a command in the text leaves out, such as `replay.py --pdb`
         if script == "replay.py" and "--run" not in flags:
             missing = ["--run", "runs/NAME", "--update", "1"]
+        if script == "predict.py":
+            missing = ["photos"] if "--ckpt" in flags else ["--ckpt", "runs/NAME", "photos"]
         if script == "eval.py" and "--ckpt" not in flags:
             missing = ["--ckpt", "runs/NAME"] if "--model" not in flags else ["--data", "digits"]
         parse_args(cls, script, [*missing, *flags], train.TABLES if name == "train" else ())

@@ -10,7 +10,7 @@ import timm
 import torch
 import torchvision
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, train_run, weights
+from helpers.training_runs import records, refused, train_run, weights, working_in
 from torch import nn
 
 import eval
@@ -571,9 +571,62 @@ def test_images_that_do_not_fit_are_refused_with_a_size_that_does(name, size, fi
     build_model(config, spec, 7)
 
 
-def test_a_model_that_cannot_take_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match=r"does not accept an empty batch .*use another model"):
-        build("timm/swin_tiny_patch4_window7_224", spec_of(224, 3), model_args={"depths": [1, 1, 1, 1]})
+SMALL_SWIN = {"img_size": 28, "patch_size": 2, "window_size": 7, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]}
+SMALL_SWIN |= {"drop_path_rate": 0.0}
+NO_EMPTY = "timm/swin_tiny_patch4_window7_224"
+
+
+def test_a_model_that_cannot_take_an_empty_batch_computes_a_black_image_without_effect():
+    model = build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN)
+    model.layers[1].eval()  # as of a frozen layer
+    modes = [module.training for module in model.modules()]
+    logits = model(torch.zeros(0, 3, 28, 28))
+    assert logits.shape == (0, 7)
+    logits.sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+    assert [module.training for module in model.modules()] == modes
+
+    plain = timm.create_model(NO_EMPTY[5:], num_classes=7, in_chans=3, **SMALL_SWIN).eval()
+    with pytest.raises(RuntimeError):
+        plain(torch.zeros(0, 3, 28, 28))
+    fresh = build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN)
+    plain.load_state_dict(fresh.state_dict())
+    images = torch.randn(3, 3, 28, 28)
+    assert torch.equal(plain(images), fresh.eval()(images))
+
+
+def test_batch_statistics_do_not_change_with_an_empty_batch_that_the_model_itself_refuses():
+    model = build("timm/edgenext_xx_small", spec_of(64, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.zeros(0, 3, 64, 64)).sum().backward()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()) and model.training
+
+
+def test_a_model_that_cannot_take_an_empty_batch_is_refused_with_shared_batch_statistics():
+    with pytest.raises(ValueError, match=r"does not accept an empty batch.*use another model"):
+        build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN, sync_batchnorm=True)
+
+
+def test_a_rank_without_samples_trains_a_model_that_cannot_take_an_empty_batch(tmp_path):
+    flags = ["--data", "digits", "--model", NO_EMPTY, "--model_args", str(SMALL_SWIN), "--image_size", "28"]
+    flags += ["--max_train_samples", "21", "--global_batch_size", "20", "--max_steps", "4", "--log_every", "1"]
+    flags += [
+        "--max_eval_samples",
+        "10",
+        "--threads",
+        "1",
+        "--optimizer",
+        "adamw",
+        "--lr",
+        "0.001",
+        "--drop_last",
+        "false",
+    ]
+    with working_in(tmp_path):
+        train_run(1, "one", *flags)
+        train_run(2, "two", *flags)
+        found = {name: [record["loss"] for record in records(name, "train")] for name in ("one", "two")}
+    assert len(found["one"]) == 4 and found["two"] == pytest.approx(found["one"], rel=1e-5)
 
 
 def test_a_model_that_gives_no_scores_is_refused():

@@ -382,7 +382,8 @@ def test_cells_that_a_spreadsheet_would_run_are_texts_and_numbers_stay_numbers()
 
 def test_the_most_likely_class_is_that_of_the_outputs_where_probabilities_are_equal():
     _, task = make_task(TrainConfig(task="classification"), ["a", "b", "c"], None)
-    outputs = torch.tensor([[20.0, 20.000002, -90.0], [20.000002, 20.0, -90.0]])
+    larger = float(np.nextafter(np.float32(0.1), np.float32(1)))
+    outputs = torch.tensor([[0.1, larger, -90.0], [larger, 0.1, -90.0]])
     top, probabilities = most_likely(task, outputs)
     assert outputs[0, 0] < outputs[0, 1] and probabilities[0, 0] == probabilities[0, 1]
     assert top[:, 0].tolist() == task.evaluate(outputs, torch.tensor([0, 0]))[1].tolist() == [1, 0]

@@ -50,8 +50,8 @@ def refusal(capsys, *flags):
         ("lr_schedule", "cosin", "no such lr schedule; did you mean cosine or cosine_restarts?"),
         (
             "lr_schedule",
-            "plateau",
-            "no such lr schedule; use constant, linear, cosine, cosine_restarts, onecycle, step",
+            "square_root",
+            "no such lr schedule; use constant, plateau, linear, cosine, cosine_restarts, onecycle",
         ),
         ("loss", "hinge", "no such loss; use cross_entropy, binary_cross_entropy"),
     ],

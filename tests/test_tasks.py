@@ -50,7 +50,7 @@ class Value(Task):
     def metrics(self, predictions, labels):
         return {"worst": float(np.abs(predictions[:, 0] - labels).max())}
 
-    def report(self, record, title):
+    def report(self, record, title, more=()):
         return f"{title}: error {record['error']:.4f}"
 
 

@@ -155,7 +155,8 @@ class TrainConfig(LaunchConfig):
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
     microbatches: int | None = None
     """Parts of each global batch, a power of two, whose gradients are added up in one fixed order. The weights are then
-    the same, bit for bit, on any number of processes up to this one. Slower; the default of --threads is 1."""
+    the same, bit for bit, on any number of processes up to this one. Slower, and by default with one CPU
+    thread per process."""
     drop_last: bool = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
@@ -258,6 +259,8 @@ class TrainConfig(LaunchConfig):
     """Updates between evaluations (default: one epoch); the last update is always evaluated."""
     log_every: int = FROM_DATA
     """Updates between training records in the log (default: 50, or a quarter of the run's updates if that is less)."""
+    report_to: str | None = None
+    """Trackers that get the records of the log too, separated by commas."""
     eval_batch_size: int = 256
     """Samples per process in an evaluation batch, the same batches on every topology."""
     metrics: bool = False

@@ -15,18 +15,13 @@ from utils.config.table import Table, suggestion
 from utils.data.pipeline import ImageDataset
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
+from utils.models.checking import MINIMUM_SIZE, check_output
 from utils.models.drop_path import has_drop_path, set_drop_path, unsupported
 from utils.models.fastnet import FastNet, some_images
 from utils.models.kept_head import keep_head
 from utils.models.published import loading_weights, published_input, sized
 from utils.models.small import MLP, MnistCNN
 
-MINIMUM_SIZE = {
-    "mnist_cnn": 28,
-    "mlp": 1,
-    "fastnet": 28,
-}  # smaller images are enlarged to this size; 32 for other models
-ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
 STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
 _FIX_ARGUMENTS = "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'"
 OWN_MODELS = Table(
@@ -147,9 +142,9 @@ def build_model(
             model = _torchvision(config, spec, classes, load)
         if config.pretrained and load:
             keep_head(model, config, names)
-        _check_output(model, config, spec, classes)
+        check_output(model, config, spec, classes)
         if (other := spec.for_evaluation()).size != spec.size:
-            _check_output(model, config, other, classes, in_evaluation=True)
+            check_output(model, config, other, classes, in_evaluation=True)
     except UserError:
         raise
     except Exception as error:  # invalid arguments can cause errors of any class
@@ -257,38 +252,3 @@ def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:
     nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
     model.set_submodule(name, new)
     return change
-
-
-def _check_output(
-    model: nn.Module, config: TrainConfig, spec: InputSpec, classes: int, in_evaluation: bool = False
-) -> None:
-    """Run the model on one image and on an empty batch, to find errors before training."""
-    name, training = config.model, model.training
-    fix_of_size = "leave out --eval_size, or use a model that takes images of any size, such as resnet18"
-    if in_evaluation and name in ONE_SIZE:
-        raise UserError(f"--eval_size: {name} only takes images of the training size", fix_of_size)
-    model.eval()
-    for count in (1, 0):  # a rank without samples runs an empty batch
-        try:
-            with torch.no_grad():
-                logits = model(torch.zeros(count, spec.channels, spec.height, spec.width))
-        except (RuntimeError, AssertionError, ValueError) as error:
-            what = f"{spec.height}x{spec.width}x{spec.channels} images" if count else "an empty batch"
-            fix = f"try --image_size {_usual_size(name)}" if count else "use another model: a rank may get one"
-            if in_evaluation:
-                what, fix = f"{what}, the size of evaluation", fix_of_size
-            fix = f"change --model_args, or {fix}" if config.model_args else fix
-            raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
-        if not isinstance(logits, torch.Tensor) or logits.shape != (count, classes):
-            is_tensor = isinstance(logits, torch.Tensor)
-            shape = f"of shape {list(logits.shape)}" if is_tensor else f"of type {type(logits).__name__}"
-            problem = f"{name} has an output {shape}, not one score per class"
-            raise UserError(problem, "leave out --model_args, or use another model")
-    model.train(training)
-
-
-def _usual_size(name: str) -> int:
-    """A side length in pixels that the model accepts."""
-    if name.startswith("timm/"):
-        return published_input(name).get("size", 224)
-    return MINIMUM_SIZE.get(name, 224)

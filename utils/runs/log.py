@@ -10,21 +10,30 @@ from typing import Any
 
 from utils.errors import one_line
 from utils.files import naming_file, write_file
-from utils.runs.sinks import SINKS, is_kept
+from utils.runs.sinks import SINKS, Sink, is_kept
 from utils.runs.state import TrainState
 from utils.tasks.task import Task
 
 
 class RunLog:
-    """log.jsonl and the sinks of the main process. On other ranks, its methods do nothing."""
+    """log.jsonl and the sinks of the main process: `SINKS` and `more`. On other ranks, its methods do nothing."""
 
-    def __init__(self, folder: Path, is_main: bool, state: TrainState, updates: int, task: Task):
+    def __init__(
+        self,
+        folder: Path,
+        is_main: bool,
+        state: TrainState,
+        updates: int,
+        task: Task,
+        more: dict[str, Callable[..., Sink]] | None = None,
+    ):
         self.path, self.is_main = folder / "log.jsonl", is_main
         self.error: OSError | None = None
         if is_main:
             self.file, self.pending = _reopen(self.path, state), b""
             self.unseen: list[dict[str, Any]] = []  # records that are neither written nor passed to the sinks yet
-            self.sinks = {name: create(folder, state, updates, task) for name, create in SINKS.items()}
+            creators = SINKS | (more or {})
+            self.sinks = {name: create(folder, state, updates, task) for name, create in creators.items()}
             self.terminal: Any = self.sinks["terminal"]
 
     def advance(self) -> None:

@@ -1,0 +1,312 @@
+"""--report_to: trackers have the points of log.jsonl, each once, also after a kill and a resume."""
+
+import json
+import os
+import signal
+import subprocess
+import urllib.request
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate.tracking import GeneralTracker
+from helpers.launched_runs import begin, end_commands
+from helpers.ranks import free_port, returned, start_ranks
+from helpers.training_runs import BIN, records, refused, slow_train
+from helpers.waiting import has_logged, until
+
+import train
+from utils.config.settings import TrainConfig
+from utils.runs.log import RunLog
+from utils.runs.sinks import SINKS
+from utils.runs.state import TrainState
+from utils.runs.trackers import TRACKERS, Tracker, settings_to_send
+from utils.tasks.classification import Classification
+
+FLAGS = ["--model", "mlp", "--max_train_samples", "240", "--global_batch_size", "24", "--threads", "1"]
+FLAGS += ["--lr", "0.01", "--max_steps", "12", "--log_every", "1", "--eval_every", "5", "--save_every", "4"]
+FLAGS += ["--output_dir", "runs"]
+TASK = Classification(TrainConfig(), ["a", "b"])
+
+
+def points_of_log(name: str) -> dict[str, list]:
+    """The numbers of the log's train and eval records: [(update, float32)] by kind/name."""
+    points = defaultdict(list)
+    for record in records(name):
+        for key in record.keys() - {"kind", "step"} if record["kind"] in ("train", "eval") else ():
+            if type(record[key]) in (int, float):
+                points[f"{record['kind']}/{key}"].append((record["step"], np.float32(record[key])))
+    return dict(points)
+
+
+def points_of_tensorboard(folder: Path) -> dict[str, list]:
+    """The same from TensorBoard's event files. They must not have a step twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    # Without purging, it keeps all points of all files, not only those that TensorBoard shows.
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, np.float32(event.value)) for event in events.Scalars(tag)] for tag in tags}
+
+
+def hold_at_7(*flags: str) -> None:
+    slow_train([*FLAGS, *flags], hold_at=7)
+
+
+def test_tensorboard_has_the_points_of_the_log_after_a_kill_and_a_resume():
+    folder = Path("runs/run/tensorboard")
+    launch = start_ranks(2, hold_at_7, "--report_to", "tensorboard")
+    until(has_logged(7))
+    until(lambda: folder.exists() and (7, "train/loss") in steps(folder))
+    launch.kill(signal.SIGKILL)
+    launch.finish()
+    # With another interval, a point of update 7 would be one of the killed start.
+    flags = ["--run_name", "run", *FLAGS, "--resume", "auto", "--report_to", "tensorboard", "--log_every", "3"]
+    returned(2, train.main, flags)
+    expected = points_of_log("run")
+    assert [step for step, _ in expected["train/loss"]] == [1, 2, 3, 4, 5, 6, 9, 12]
+    assert [step for step, _ in expected["eval/accuracy"]] == [5, 10, 12]
+    assert points_of_tensorboard(folder) == expected
+    assert len(list(folder.glob("events.*"))) == 1  # of rank 0 of the resumed start
+    settings = Path(next(folder.glob("*/hparams.yml"))).read_text()
+    assert "log_every: 3\n" in settings and "processes: 2\n" in settings and "versions/torch: " in settings
+    assert os.getcwd() not in settings and "output_dir" not in settings
+
+
+def steps(folder: Path) -> list[tuple[int, str]]:
+    return [(step, tag) for tag, points in points_of_tensorboard(folder).items() for step, _ in points]
+
+
+class Fake(GeneralTracker):
+    """Keeps what it gets, and fails at update 2 if its project is that of a failing one."""
+
+    name, requires_logging_directory, main_process_only = "fake", False, False
+    made: dict[str, list] = {}  # noqa: RUF012
+
+    def __init__(self, project: str, **options):
+        super().__init__()
+        self.got, self.fails = self.made.setdefault(project, []), project == "failing"
+
+    @property
+    def tracker(self) -> list:
+        return self.got
+
+    def store_init_configuration(self, values: dict) -> None:
+        self.got.append(values)
+
+    def log(self, values: dict, step: int | None = None) -> None:
+        if self.fails and step == 2:
+            raise ConnectionError("no network")
+        self.got.append((step, values))
+
+    def finish(self) -> None:
+        self.got.append("finished")
+
+
+@pytest.fixture
+def opened(monkeypatch, tmp_path):
+    """Opens a log with trackers of these names."""
+    Fake.made = {}
+
+    def open_log(*names: str, state: TrainState | None = None) -> RunLog:
+        for name in names:
+            monkeypatch.setenv(f"{name.upper()}_PROJECT", name)
+        config = TrainConfig(lr=0.5)
+        more = {name: partial(Tracker, name, Fake, config) for name in names}
+        return RunLog(tmp_path, True, state or TrainState(), 9, TASK, more)
+
+    return open_log
+
+
+def write_start(log: RunLog, step: int) -> None:
+    log.write("start", step=step, processes=3, time=1.5, versions={"torch": "2"})
+
+
+SETTINGS = {"lr": 0.5, "processes": 3, "versions/torch": "2"}
+TRAIN = {"loss": 0.5, "lr": 0.1, "images_per_second": 1.0, "data_wait": 0.0, "seconds": 1.0, "epoch": 1}
+SENT = {f"train/{name}": value for name, value in TRAIN.items()}
+
+
+def test_a_tracker_gets_the_settings_and_then_the_finite_numbers_of_each_record(opened):
+    log = opened("one")
+    write_start(log, 0)
+    odd = {"list": [1.0], "flag": True, "text": "a", "none": None}
+    log.write("train", step=1, **TRAIN, bad=float("inf"), **odd)
+    log.write("end", step=1, reason="max_seconds", number=2)
+    log.close()
+    assert Fake.made == {"one": [SETTINGS, (1, SENT), "finished"]}
+
+
+def test_evaluations_of_the_weights_and_of_their_average_have_different_names(opened):
+    log = opened("one")
+    shared = {"step": 5, "epoch": 1, "split": "test", "count": 4, "seconds": 1.0}
+    for weights, accuracy in (("raw", 0.5), ("ema", 0.75)):
+        log.write("eval", **shared, weights=weights, accuracy=accuracy, top5=1.0, loss=1.0)
+    log.write("eval", **shared | {"step": 6}, accuracy=0.25, top5=1.0, loss=1.0)
+    found = [(step, next(name for name in sent if name.endswith("accuracy"))) for step, sent in Fake.made["one"]]
+    assert found == [(5, "eval/accuracy"), (5, "eval_ema/accuracy"), (6, "eval/accuracy")]
+    assert [sent[name] for (_, sent), (_, name) in zip(Fake.made["one"], found, strict=True)] == [0.5, 0.75, 0.25]
+
+
+def test_a_resumed_run_gives_a_tracker_the_kept_records_again_and_no_others(opened):
+    log = opened("one")
+    write_start(log, 0)
+    for step in (1, 2, 3):
+        log.write("train", step=step, **TRAIN)
+    Fake.made.clear()
+    log = opened("one", state=TrainState(step=2))
+    write_start(log, 2)
+    log.write("train", step=3, **TRAIN)
+    assert Fake.made == {"one": [SETTINGS, (1, SENT), (2, SENT), (3, SENT)]}
+
+
+def test_records_that_the_disk_took_late_reach_a_tracker_once(opened, monkeypatch):
+    log = opened("one")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        write_start(log, 0)
+        log.write("train", step=1, **TRAIN)
+    assert Fake.made == {"one": []}
+    log.write("train", step=2, **TRAIN)
+    assert Fake.made == {"one": [SETTINGS, (1, SENT), (2, SENT)]}
+
+
+def test_a_tracker_that_fails_stops_neither_the_run_nor_another_tracker(opened, capsys):
+    log = opened("failing", "other")
+    write_start(log, 0)
+    for step in (1, 2, 3):
+        log.write("train", step=step, **TRAIN)
+    assert Fake.made["failing"] == [SETTINGS, (1, SENT), "finished"]
+    assert Fake.made["other"] == [SETTINGS, (1, SENT), (2, SENT), (3, SENT)]
+    assert [r["step"] for r in map(json.loads, log.path.read_text().splitlines())] == [0, 1, 2, 3]
+    assert "sink failing: no network; the run continues without it" in capsys.readouterr().out.splitlines()
+
+
+class WandB(Fake):
+    """What the sink uses of W&B's tracker: its run has an id, and the step after the last that W&B has."""
+
+    made: dict[str, list] = {}  # noqa: RUF012
+    options: list[dict] = []  # noqa: RUF012
+    starting_step = 0
+
+    def __init__(self, project: str, **options):
+        super().__init__(project)
+        self.options.append(options)
+        self.id = options["id"]
+
+    @property
+    def tracker(self):
+        return self
+
+
+def test_a_resumed_run_continues_its_run_in_wandb_and_sends_only_what_is_missing_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    for resumed in (False, True):
+        sink = {"wandb": partial(Tracker, "wandb", WandB, TrainConfig())}
+        log = RunLog(tmp_path, True, TrainState(step=4 * resumed), 9, TASK, sink)
+        write_start(log, 4 * resumed)
+        for step in range(4 * resumed + 1, 7):
+            log.write("train", step=step, **TRAIN)
+        WandB.starting_step = 4  # it has those up to update 3
+    first, second = WandB.options
+    assert first == second and first["resume"] == "allow" and len(first["id"]) == 32
+    assert first["name"] == tmp_path.name and first["settings"]["x_disable_meta"]
+    sent = [entry[0] for entry in WandB.made["mine"] if isinstance(entry, tuple)]
+    assert sent == [1, 2, 3, 4, 5, 6, 4, 5, 6]
+
+
+def test_only_changed_settings_are_sent_and_no_folder_or_host_name():
+    places = {"output_dir": "out", "cache_dir": "/c", "init_method": "tcp://host:1", "interface": "eth0"}
+    config = TrainConfig(data="/home/someone/pets", class_weights="~/weights.yaml", flip=False, **places)
+    config = replace(config, optimizer_args={"betas": [0.9, 0.95]})
+    sent = {"data": "pets", "class_weights": "weights.yaml", "optimizer_args/betas": "[0.9, 0.95]", "flip": False}
+    assert settings_to_send(config) == sent
+    assert settings_to_send(TrainConfig()) == {}
+
+
+def test_an_unknown_tracker_or_one_without_its_package_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [])
+    wrong = "train.py: error: --report_to tensorbord: no such tracker; did you mean tensorboard?"
+    assert refused(train.main, "--report_to", "tensorbord") == wrong
+    missing = "train.py: error: --report_to mlflow: its package is not installed; run: python -m pip install mlflow"
+    assert refused(train.main, "--report_to", " mlflow,wandb", processes=2) == missing
+    assert not Path("runs").exists()
+
+
+def test_a_list_of_trackers_names_each_sink_once():
+    config = TrainConfig(report_to="trackio, tensorboard,trackio,")
+    assert list(TRACKERS.sinks(config)) == ["trackio", "tensorboard"]
+    assert TRACKERS.sinks(TrainConfig()) == {} and list(SINKS) == ["terminal"]
+
+
+def test_a_dry_run_starts_no_tracker(monkeypatch):
+    class Started(Fake):
+        requires_logging_directory = True
+
+        def __init__(self, *_, **__):
+            raise OSError("the tracker was started")
+
+    monkeypatch.setitem(TRACKERS, "tensorboard", Started)
+    flags = [*FLAGS, "--report_to", "tensorboard"]
+    returned(1, train.main, [*flags, "--dry_run"])
+    assert refused(train.main, *flags) == "train.py: error: the tracker was started"
+
+
+@pytest.mark.slow
+def test_tensorboard_and_trackio_serve_the_points_of_the_log_of_a_run_that_was_killed_and_resumed(monkeypatch):
+    pytest.importorskip("trackio", reason="python -m pip install trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(Path("trackio").absolute()))
+    servers: list[subprocess.Popen] = []
+    ports = [free_port(), free_port()]
+
+    def serve(command: list[str], **environment: str) -> None:
+        with Path(f"server-{len(servers)}.txt").open("w") as out:
+            environment = os.environ | environment
+            servers.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment))
+
+    def tensorboard_of(tag: str) -> list:
+        address = f"http://127.0.0.1:{ports[0]}/data/plugin/scalars/scalars?run=run/tensorboard&tag={tag}"
+        with suppress(OSError), urllib.request.urlopen(address, timeout=60) as answer:
+            return [(step, np.float32(value)) for _, step, value in json.load(answer)]
+        return []
+
+    def trackio_of(api: str, **arguments: str) -> list:
+        body, header = json.dumps(arguments).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{ports[1]}/api/{api}", body, header)
+        with suppress(OSError), urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["data"]
+        return []
+
+    flags = ["--max_steps", "400", "--eval_every", "100", "--report_to", "tensorboard,trackio"]
+    try:
+        serve([str(BIN / "tensorboard"), "--logdir", "runs", "--host", "127.0.0.1", "--port", str(ports[0])])
+        run = begin("accelerate launch, 2 processes", *flags)
+        until(lambda: run.poll() is not None or has_logged(30)())
+        assert run.poll() is None, Path("out.txt").read_text()
+        end_commands([run])
+        # Both servers have points of the first start.
+        serve([str(BIN / "trackio"), "show", "--host", "127.0.0.1"], GRADIO_SERVER_PORT=str(ports[1]))
+        until(lambda: tensorboard_of("train/loss") and trackio_of("get_logs", project="lockstep", run="run"), every=0.5)
+        run = begin("accelerate launch, 2 processes", *flags, "--resume", "auto")
+        run.wait(300)
+        assert run.returncode == 0, Path("out.txt").read_text()
+        expected = points_of_log("run")
+        assert len(expected["train/loss"]) == 400 and len([r for r in records("run") if r["kind"] == "start"]) == 2
+        for tag, points in expected.items():
+            until(lambda tag=tag, points=points: tensorboard_of(tag) == points, 60, every=0.5)
+        found = defaultdict(list)
+        for entry in trackio_of("get_logs", project="lockstep", run="run"):
+            for name in entry.keys() & expected.keys():
+                found[name].append((entry["step"], np.float32(entry[name])))
+        assert {name: sorted(points) for name, points in found.items()} == expected
+        assert len(trackio_of("get_runs_for_project", project="lockstep")) == 1
+    finally:
+        end_commands(servers)

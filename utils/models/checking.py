@@ -1,0 +1,77 @@
+"""Check a model by running it: the images that it accepts, and its output."""
+
+import torch
+from torch import Tensor, nn
+
+from utils.config.settings import TrainConfig
+from utils.data.spec import InputSpec
+from utils.errors import UserError, one_line
+from utils.models.published import published_input
+
+MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28}  # smaller images are enlarged to it; 32 for other models
+ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
+
+
+def check_output(
+    model: nn.Module, config: TrainConfig, spec: InputSpec, classes: int, in_evaluation: bool = False
+) -> None:
+    """Run the model on one image and on an empty batch, which a rank without samples computes.
+
+    A model that does not accept an empty batch is changed so that it does. Raises UserError for all other problems.
+    """
+    name, training = config.model, model.training
+    fix_of_size = "leave out --eval_size, or use a model that takes images of any size, such as resnet18"
+    if in_evaluation and name in ONE_SIZE:
+        raise UserError(f"--eval_size: {name} only takes images of the training size", fix_of_size)
+    images = torch.zeros(1, spec.channels, spec.height, spec.width)
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(images)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        fix = fix_of_size if in_evaluation else f"try --image_size {_usual_size(name)}"
+        fix = f"change --model_args, or {fix}" if config.model_args else fix
+        what = f"{spec.height}x{spec.width}x{spec.channels} images" + ", the size of evaluation" * in_evaluation
+        raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
+    if not isinstance(logits, torch.Tensor) or logits.shape != (1, classes):
+        is_tensor = isinstance(logits, torch.Tensor)
+        shape = f"of shape {list(logits.shape)}" if is_tensor else f"of type {type(logits).__name__}"
+        problem = f"{name} has an output {shape}, not one score per class"
+        raise UserError(problem, "leave out --model_args, or use another model")
+    try:
+        with torch.no_grad():
+            model(images[:0])
+    except (RuntimeError, AssertionError, ValueError) as error:
+        if config.sync_batchnorm:  # ranks share batch statistics, so all of them must be in training mode
+            problem = f"--sync_batchnorm: {name} does not accept an empty batch, which a rank may get"
+            raise UserError(f"{problem} ({one_line(error)[:100]})", "leave it out, or use another model") from error
+        accept_empty_batches(model)
+    model.train(training)
+
+
+def accept_empty_batches(model: nn.Module) -> None:
+    """Let the model compute a black image instead of an empty batch, and return no row of its output.
+
+    All gradients are then zero. The model is in evaluation mode meanwhile, so batch statistics do not change.
+    """
+    forward = model.forward
+
+    def accepting(images: Tensor) -> Tensor:
+        if len(images):
+            return forward(images)
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            return forward(images.new_zeros(1, *images.shape[1:]))[:0]
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    model.forward = accepting
+
+
+def _usual_size(name: str) -> int:
+    """A side length in pixels that the model accepts."""
+    if name.startswith("timm/"):
+        return published_input(name).get("size", 224)
+    return MINIMUM_SIZE.get(name, 224)

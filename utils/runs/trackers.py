@@ -1,0 +1,160 @@
+"""Experiment trackers, such as TensorBoard, as sinks of log.jsonl (--report_to). Accelerate has a class for each.
+
+`Accelerator.init_trackers` starts all trackers together, and `Accelerator.log` stops at the first that fails. Here each
+is a sink of its own, so that one that fails does not stop the others.
+"""
+
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, LoggerType, get_available_trackers
+
+from utils.config.settings import TrainConfig
+from utils.config.table import Table, suggestion
+from utils.errors import UserError
+from utils.files import read_json, write_file
+from utils.runs.sinks import Sink
+
+# Folders and host names mean nothing on another machine, and say something about this one.
+_NOT_SENT = {"output_dir", "data_dir", "cache_dir", "resume", "init_method", "interface", "report_to"}
+
+
+class Trackers(Table):
+    """The trackers of --report_to, by their names in Accelerate."""
+
+    def check(self, config: Any) -> None:
+        """Raise UserError for an unknown tracker, or for one whose package is not installed."""
+        for name in self.names(config):
+            problem = f"--report_to {name}: no such tracker"
+            if name not in self:
+                raise UserError(problem, suggestion(name, self, f"use {self.listed()}"))
+            if name in map(str, LoggerType) and name not in map(str, get_available_trackers()):
+                fix = f"run: python -m pip install {name}"
+                raise UserError(f"--report_to {name}: its package is not installed", fix)
+
+    def helps(self) -> dict[str, str]:
+        return {self.what: f": {self.listed()}"}
+
+    def names(self, config: Any) -> list[str]:
+        """The trackers in --report_to, each once."""
+        names = (config.report_to or "").split(",")
+        return list(dict.fromkeys(name.strip() for name in names if name.strip()))
+
+    def sinks(self, config: TrainConfig) -> dict[str, Callable[..., Sink]]:
+        """Functions that create the sinks of these settings, as those in `SINKS`."""
+        return {name: partial(Tracker, name, self[name], config) for name in self.names(config)}
+
+
+TRACKERS = Trackers("report_to", LOGGER_TYPE_TO_CLASS)
+
+
+class Tracker(Sink):
+    """A tracker of Accelerate, which gets the numbers of each record.
+
+    A resumed run first gives it the records before the resume again, because a killed run may not have sent all of
+    them. What an earlier start has sent is deleted or continued, so that nothing is there twice; see `_PREPARE`.
+    """
+
+    def __init__(self, name: str, tracker_class: Any, config: TrainConfig, folder: Path, *_: object):
+        self.settings = settings_to_send(config)
+        lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        self.earlier = [json.loads(line) for line in lines]  # the records before a resume
+        project = os.environ.get(f"{name.upper()}_PROJECT") or "lockstep"
+        kept = folder / "trackers.json"  # the ids of the runs in the trackers
+        ids = {}
+        with suppress(OSError, ValueError, TypeError):
+            ids = dict(read_json(kept))
+        options = _PREPARE.get(name, _nothing)(folder, project, ids.get(name))
+        # TensorBoard's project is the folder of its files.
+        places = (folder,) if tracker_class.requires_logging_directory else ()
+        self.tracker = tracker_class("tensorboard" if name == "tensorboard" else project, *places, **options)
+        self.tracker.start()
+        if name in ("trackio", "wandb"):
+            write_file(kept, json.dumps(ids | {name: self.tracker.tracker.id}))
+        # W&B cannot delete points, and ignores steps that it has.
+        self.first = getattr(self.tracker.tracker, "starting_step", 0) if name == "wandb" else 0
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "start":  # the first record of a start
+            topology = {name: value for name, value in record.items() if name not in ("kind", "step", "time")}
+            self.tracker.store_init_configuration(self.settings | flatten(topology))
+            for earlier in self.earlier:
+                self._send(earlier)
+            self.earlier = []
+        else:
+            self._send(record)
+
+    def close(self) -> None:
+        self.tracker.finish()
+
+    def _send(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] in ("train", "eval") and record["step"] >= self.first:
+            # With --ema_decay, an update has two evaluations.
+            kind = "eval_ema" if record.get("weights") == "ema" else record["kind"]
+            numbers = {f"{kind}/{name}": v for name, v in record.items() if _is_finite(v) and name != "step"}
+            self.tracker.log(numbers, step=record["step"])
+
+
+def settings_to_send(config: TrainConfig) -> dict[str, bool | int | float | str]:
+    """The settings that differ from their defaults, without folders and host names."""
+    default = asdict(TrainConfig())
+    given = {name: value for name, value in asdict(config).items() if value != default[name]}
+    return flatten({name: value for name, value in given.items() if name not in _NOT_SENT})
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Nested values as {"outer/inner": scalar}; of an absolute path only the last part, and a list as text."""
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}/")
+        elif isinstance(value, bool | int | float):
+            flat[prefix + name] = value
+        else:
+            text = str(value)
+            flat[prefix + name] = Path(text).name if text.startswith(("/", "~")) else text
+    return flat
+
+
+def _prepare_tensorboard(folder: Path, _project: str, _before: str | None) -> dict[str, Any]:
+    """Delete the files of an earlier start; its records are written again."""
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    return {}
+
+
+def _prepare_trackio(folder: Path, project: str, before: str | None) -> dict[str, Any]:
+    """Delete the run of an earlier start on this machine; its records are sent again."""
+    import trackio
+
+    for run in trackio.Api().runs(project) if before else ():
+        if run.id == before:
+            run.delete()
+    return {"name": folder.name}
+
+
+def _prepare_wandb(folder: Path, _project: str, before: str | None) -> dict[str, Any]:
+    """Continue the run of an earlier start."""
+    # By default W&B sends the host name, the command, git's remote and what is printed.
+    private = {"x_disable_meta": True, "disable_git": True, "disable_code": True, "console": "off", "host": "unknown"}
+    return {"name": folder.name, "id": before or uuid.uuid4().hex, "resume": "allow", "settings": private}
+
+
+def _nothing(*_: object) -> dict[str, Any]:
+    """For all other trackers: a resumed run is a new run there, which has the records before the resume too."""
+    return {}
+
+
+_PREPARE = {"tensorboard": _prepare_tensorboard, "trackio": _prepare_trackio, "wandb": _prepare_wandb}
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
