@@ -204,7 +204,7 @@ def load_weights(saved: SavedRun, config: TrainConfig, model: nn.Module) -> None
 
 
 def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str, Any]:
-    """What the record says of the weights."""
+    """What the record says about the weights."""
     if saved.weights is None:
         return {"model": flags.model, "pretrained": version_of(config)}
     place = {"checkpoint": str(saved.path.absolute()), "step": saved.state.step, "epoch": saved.state.epochs_begun}

@@ -39,7 +39,7 @@ from utils.training.first_batch import label_lines, picture
 from utils.training.inspection import Inspection, first_bad_layer
 from utils.training.meter import Pace, rounded
 from utils.training.run import Run
-from utils.training.schedule import due_after
+from utils.training.schedule import due_after, reduce_on_plateau
 from utils.training.synchronise import log_training, synchronise
 
 _ROWS = 12  # of the largest gradients
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             if (getattr(flags, name) or 0) > largest:
                 raise UserError(f"--{name} {getattr(flags, name)}: the last one of the {there} is {largest}")
         batches = iter(run.train_batches)
-        recompute(run, batches, flags.update - 1)
+        recompute(run, batches, flags.update - 1, records)
         print(compared(run.folder.path, records), end="")
         return show(run, batches, flags, records, folder)
 
@@ -112,13 +112,26 @@ def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch:
         output_dir=scratch,
         run_name="replay",
         resume=str(checkpoint) if checkpoint else None,
+        report_to=None,
         threads=flags.threads or start["threads"],
         grad_accum=accumulation,
     )
 
 
-def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
-    """Train up to update `until` as the run did, and log at the same updates."""
+def recompute(run: Run, batches: Iterator[Batch], until: int, records: list[dict]) -> None:
+    """Train up to update `until` as the run did, and log at the same updates.
+
+    Nothing is evaluated: the learning rate on a plateau follows from the evaluations in the log.
+    """
+    evaluations = {record["step"]: record for record in records if record["kind"] == "eval"}  # the last one counts
+
+    def count_evaluation() -> None:
+        if record := evaluations.get(run.state.step):
+            run.state.evaluated(record, run.task.metric, run.task.higher_is_better)
+            reduce_on_plateau(run.config, run.state, run.updates)
+
+    if run.state.owes_evaluation:
+        count_evaluation()
     run.model.train()
     run.meter.restart()
     pace = Pace(run.state.step)
@@ -130,6 +143,7 @@ def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
             if due_after(run.config, run.state, run.updates).log:
                 log_training(run)
             run.meter.restart()
+        count_evaluation()
 
 
 def compared(replayed: Path, records: list[dict]) -> str:
@@ -167,7 +181,7 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[
 def losses_of(run: Run, batches: Iterator[Batch], number: int | None) -> tuple[list[float], int, Batch]:
     """The sum of losses of each microbatch of the next update, their samples, and the microbatch to show.
 
-    This is the one with this number. By default it is the first with a NaN or infinite loss, else the first.
+    The latter is the one with this number, by default the first with a NaN or infinite loss, else the first of all.
     """
     losses: list[float] = []
     samples, shown = 0, next(batches)

@@ -112,7 +112,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
     config, task = ranks.run_on_all(lambda: task_of_start(config, data))
-    build = partial(build_model, config, spec, task.outputs, True, data.class_names, train_set)
+    is_new = start.saved is None  # a resumed run needs no published weights
+    build = partial(build_model, config, spec, task.outputs, is_new, data.class_names, train_set)
     module = start_model(build, config, data.class_names, source, ranks)
     optimizer = build_optimizer(config, module)
     updates = count_updates(config, plan, module, ranks)
@@ -261,7 +262,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
 def evaluate(run: Run) -> dict | None:
     """Evaluate the weights, then log and return the metrics; None if asked to stop meanwhile.
 
-    With --ema_decay, their average is evaluated too, and its metrics count.
+    With --ema_decay, their average is evaluated too, and its metrics are returned.
     """
     state, split = run.state, run.data.evaluation
     state.owes_evaluation = True

@@ -247,7 +247,8 @@ def test_the_mean_of_checkpoints_has_the_integers_of_the_newest(tmp_path):
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):
     number = len(checkpoints_of(Path("runs/two/checkpoints")))
     line = refused(eval.main, "--ckpt", "runs/two", "--average", "99")
-    assert f"--average 99: runs/two/checkpoints has {number} up to step-00000009; lower it, or train" in line
+    problem = f"--average 99: runs/two/checkpoints has {number} checkpoints up to step-00000009"
+    assert f"{problem}; lower it, or train" in line
     line = refused(eval.main, "--ckpt", "runs/without", "--weights", "ema")
     assert ": has no average of the weights; use --weights raw, or train with --ema_decay" in line
     assert "weights" not in returned(1, eval.main, ["--ckpt", "runs/without", "--weights", "raw"])[0]

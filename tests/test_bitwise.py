@@ -84,7 +84,7 @@ def test_bf16_and_an_empty_microbatch_give_the_same_bits():
 
 
 def test_photographs_decoded_by_loader_processes_give_the_same_bits():
-    """One of them is damaged; its microbatch has a sample less."""
+    """One of them is damaged; its microbatch has one sample less."""
     for split, count in (("train", 13), ("val", 3)):
         for number, name in enumerate(("cat", "dog")):
             for place, pixels in enumerate(pictures(count, (110, 130), seed=number)):
@@ -159,7 +159,7 @@ def test_the_norm_of_the_summed_gradient_is_clipped():
 
 
 def collectives(flags: list[str]) -> int:
-    """Train, and return how many collectives this rank has entered as its watch knows them."""
+    """Train, and return how many collectives this rank has entered, according to its watch."""
     closing, entered = train.close, []
 
     def close(run, *given):
@@ -172,7 +172,7 @@ def collectives(flags: list[str]) -> int:
 
 
 def test_a_rank_with_fewer_microbatches_enters_as_many_collectives():
-    """Otherwise the ranks that wait for one that hangs would name another."""
+    """Otherwise, ranks that wait for a rank that hangs would name a different one."""
     assert len(set(returned(3, collectives, [*SIZES, "--model", "mlp", "--microbatches", "4"]))) == 1
 
 
@@ -286,7 +286,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def slow_replay(flags: list[str]) -> None:
-    """Replay, and say with a file that the third of the updates before begins; then wait to be killed."""
+    """Replay; when the third of the earlier updates begins, write a file and wait to be killed."""
     update = train.train_update
 
     def stuck(run, batches):

@@ -41,7 +41,7 @@ LAUNCH = re.compile(r"^(\w+=\S+ )*(accelerate launch|torchrun|srun|mpirun|sbatch
 
 
 def blocks() -> list[tuple[str, str, str]]:
-    """Where each block of commands and each table with launches is, the mark above it, and its text."""
+    """The place of each block of commands and each table of launches, the mark above it, and its text."""
     found = []
     for page in PAGES:
         marked = r"(?:^<!-- ([^\n]*) -->\n)?"
@@ -54,7 +54,7 @@ def blocks() -> list[tuple[str, str, str]]:
 
 
 def inline(text: str) -> list[str]:
-    """What stands in backticks."""
+    """The texts in backticks."""
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
 
 
@@ -151,7 +151,7 @@ def trained(tmp_path_factory):
 
 
 def run_command(command: str) -> None:
-    """Run a command for two updates at most: the scripts by a fork of this process, anything else by a shell."""
+    """Run a command for two updates at most: a script in a fork of this process, anything else in a shell."""
     if "train.py" in command and not re.search("--max_steps|--dry_run", command):
         command += " --max_steps 2"
     words = shlex.split(command)

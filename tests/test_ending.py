@@ -11,6 +11,7 @@ from helpers.ranks import run_ranks
 from helpers.training_runs import records, refused, same_tensors, train_run, weights, working_in
 from helpers.waiting import newest
 
+import replay
 import train
 from utils.config.settings import TrainConfig
 from utils.runs.state import TrainState
@@ -104,6 +105,14 @@ def test_a_resumed_run_ends_at_the_same_update_with_the_same_bits_also_in_a_new_
     more = ["--early_stopping", "6", "--resume", "auto", "--max_steps", str(newest("run") + 3)]
     train_run(1, "second", *PLATEAU, *more)
     assert newest("second") == newest("run") + 3
+
+
+def test_a_replay_has_the_reduced_learning_rate_without_evaluating(in_folder):
+    rates = {record["step"]: record["lr"] for record in records("run", "train")}
+    best = max(records("run", "eval"), key=lambda record: (record["accuracy"], -record["step"]))["step"]
+    assert best > 4 and rates[best + 7] < rates[best + 6]  # the first reduction after its checkpoint
+    (outcome,) = run_ranks(1, replay.main, ["--run", "runs/run", "--cpu", "--update", str(best + 10)])
+    assert outcome.code == 0 and "logged losses computed again: 9, the same bits" in outcome.out, outcome.out
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])

@@ -1,4 +1,4 @@
-"""Exported folders load without this repository, by the lines on their cards, and predict what the checkpoint does."""
+"""Exported folders load without this repository, with the code on their cards, and predict what the checkpoint does."""
 
 import json
 import re
@@ -180,10 +180,10 @@ def test_the_lines_on_the_card_predict_what_the_checkpoint_does_for_any_number_o
     assert np.ptp(reference(saved, inputs["n7"]), axis=0).max() > 1e-3  # the images make a difference
 
 
-def test_the_code_in_the_readme_is_that_of_a_card(exported):
+def test_the_code_in_the_documentation_is_that_of_a_card(exported):
     pattern = re.compile(r"```python\n(.*?)```", re.S)
     card = (exported / "grey-onnx/README.md").read_text()
-    assert pattern.findall((ROOT / "README.md").read_text()) == pattern.findall(card)
+    assert pattern.findall((ROOT / "docs/export.md").read_text()) == pattern.findall(card)
 
 
 @cache

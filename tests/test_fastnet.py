@@ -117,7 +117,7 @@ def test_sizes_that_do_not_fit_are_one_line_with_a_fix(size, blocks, least):
 
 
 def weights_at_the_start(flags: list[str], spoil: bool = False) -> dict:
-    """The weights with which a run begins its first update; with `spoil`, the model's own initial ones are 7."""
+    """The weights with which a run begins its first update; with `spoil`, a new first layer is filled with 7."""
     found = {}
 
     def keep(run):

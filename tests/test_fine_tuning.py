@@ -159,6 +159,9 @@ def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder, mo
     train_run(1, "moved", *flags)
     (folder / "gone").unlink()
     train_run(1, "moved", *flags, "--max_steps", "2")
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "moved", *flags, "--init_from", "runs/source"])
+    assert "--init_from has no effect: a resumed run has the weights of its checkpoint" in outcome.out
+    assert f"init_from: {folder / 'gone'}\n" in Path("runs/moved/config.yaml").read_text()
     state = json.loads((Path("runs/moved/checkpoints/step-00000002") / "state.json").read_text())
     assert (state["input"]["height"], state["input"]["mean"]) == (40, [0.4] * 3)
 
@@ -173,9 +176,11 @@ def test_averaged_weights_take_precedence(folder, monkeypatch):
     save_file(tensors, copy / "model.safetensors")
     for has_average, expected in ((False, tensors), (True, average)):
         if has_average:
-            save_file(average | {"count": torch.ones(1)}, copy / "ema.safetensors")
+            save_file(average, copy / "ema.safetensors")
         _, source = find_source(TrainConfig(init_from="averaged"), None, ALONE)
         assert same_tensors(source.tensors(), expected)
+    _, source = find_source(TrainConfig(init_from="averaged/model.safetensors"), None, ALONE)
+    assert same_tensors(source.tensors(), tensors)  # this file, and no other, was named
 
 
 @pytest.mark.parametrize(
@@ -224,10 +229,14 @@ def test_sources_that_do_not_fit_are_one_line(folder, monkeypatch):
     monkeypatch.chdir(folder)
     flags = ["--data", "first", "--threads", "1", "--init_from"]
     Path("pickled.pth").write_bytes(pickle.dumps({"fc.weight": Harmful()}))
+    Path("odd").mkdir()
+    save_file({"fc.weight": torch.ones(1)}, "odd/model.safetensors")
+    Path("odd/config.json").write_text(json.dumps({"pretrained_cfg": {"mean": ["a", "b", "c"]}}))
     for where, line in (
         ("runs/nothing", "--init_from runs/nothing: no such file or folder; give a run, a checkpoint"),
         ("pickled.pth", "pickled.pth is not a safetensors file"),
         ("first", "first: holds no checkpoint"),
+        ("odd", "config.json: malformed (could not convert string to float: 'a'); delete it"),
     ):
         assert line in refused(train.main, *flags, where)
     assert not Path("executed").exists()
@@ -297,10 +306,11 @@ def test_frozen_layers_keep_dropout_and_a_linear_probe_has_no_batch_statistics()
     assert not has_batch_norm(probe)
 
 
-ALL_ON = ["--data", "first", "--microbatches", "4", "--optimizer", "adamw", "--lr", "0.01", "--lr_schedule", "constant"]
+ALL_ON = ["--data", "first", "--microbatches", "4", "--optimizer", "muon", "--lr", "0.01", "--lr_schedule", "constant"]
 ALL_ON += ["--model", "timm/test_resnet", "--global_batch_size", "16", "--threads", "1", "--max_steps", "7"]
 ALL_ON += ["--eval_every", "2", "--save_every", "3", "--keep", "9", "--log_every", "1", "--init_from", "runs/source"]
 ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5", "--grad_checkpointing"]
+ALL_ON += ["--layer_decay", "0.8", "--ema_decay", "0.7", "--clip_value", "0.1", "--cooldown_steps", "2"]
 
 
 def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(folder, monkeypatch):
@@ -314,6 +324,7 @@ def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_number
     outcomes = run_ranks(4, train.main, ["--run_name", "run", *ALL_ON, "--resume", "auto"])
     assert [outcome.code for outcome in outcomes] == [0] * 4, outcomes[0].err
     assert same_tensors(weights("run"), weights("whole"))
+    assert same_tensors(*(weights(name, file="ema.safetensors") for name in ("run", "whole")))
     start, end = weights("source", "best"), weights("whole")
     frozen = {name for name in start if name.startswith(("conv1.", "bn1.", "layer1."))}
     assert {name for name in start if torch.equal(start[name], end[name])} == frozen
@@ -345,6 +356,8 @@ def test_the_rates_of_torchvisions_blocks_are_those_of_its_constructors(name):
         other = torchvision.models.get_model(name, stochastic_depth_prob=0.3)
         expected = [layer.p for layer in other.modules() if isinstance(layer, StochasticDepth)]
     assert rates == pytest.approx(expected) and max(rates) > 0.25
+    with pytest.raises(UserError, match="--drop_path has no effect: --model_args set the stochastic depth to 0; use"):
+        build(name, drop_path=0.1, model_args={"stochastic_depth_prob": 0.0})
     none = build(name, drop_path=0.0)
     assert all(layer.p == 0 for layer in none.modules() if isinstance(layer, StochasticDepth))
 
@@ -357,7 +370,7 @@ def test_the_rates_of_timms_blocks_grow_up_to_the_one_that_is_given():
 
 @pytest.mark.parametrize("name", ["mlp", "resnet18", "timm/densenet121"])
 def test_models_without_stochastic_depth_are_refused_with_the_families_that_have_it(name):
-    with pytest.raises(UserError, match=rf"--drop_path: {name} does not have it; use one of timm models.*swin_\*"):
+    with pytest.raises(UserError, match=rf"--drop_path: {name} does not support it; use one of timm models.*swin_\*"):
         build(name, drop_path=0.1)
 
 
@@ -404,5 +417,5 @@ def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_sta
 
 @pytest.mark.parametrize("name", ["mlp", "mnist_cnn"])
 def test_models_without_blocks_are_refused(name):
-    with pytest.raises(UserError, match=rf"--grad_checkpointing: {name} does not offer it; use a model with blocks"):
+    with pytest.raises(UserError, match=rf"--grad_checkpointing: {name} does not support it; use a model with blocks"):
         checkpoint_blocks(build(name), name)

@@ -347,6 +347,20 @@ def test_the_published_head_is_kept_for_classes_that_the_weights_know(hub):
     assert rows == [] and not hasattr(model, "head_change")
 
 
+def test_a_run_with_published_weights_resumes_without_them_and_passes_its_stem_on(hub):
+    publish(hub, "resnet18")
+    flags = ["--image_size", "32", "--max_train_samples", "32", "--max_eval_samples", "8", "--global_batch_size", "16"]
+    flags += ["--threads", "1", "--lr", "0.01", "--max_steps"]
+    start = ["--run_name", "run", "--model", "resnet18", "--pretrained", "--resume", "auto", *flags]
+    assert run_ranks(1, train.main, [*start, "1"])[0].code == 0
+    for file in hub.iterdir():
+        file.unlink()
+    (outcome,) = run_ranks(1, train.main, [*start, "2"])
+    assert outcome.code == 0, outcome.err
+    (outcome,) = run_ranks(1, train.main, ["--init_from", "runs/run", *flags, "1"])
+    assert ": 122 tensors kept; its model, stem, channels, mean, std" in outcome.out, outcome.out
+
+
 def test_the_head_of_timms_weights_is_kept_too():
     torch.manual_seed(1)
     published = timm.create_model("resnet10t")
@@ -354,6 +368,7 @@ def test_the_head_of_timms_weights_is_kept_too():
     settings = {"model": "timm/resnet10t", "model_args": {"pretrained_cfg_overlay": {"file": "weights.pt"}}}
     assert head_rows(settings, ["n15075141", "n01440764"], published)[1] == [999, 0]
     assert head_rows(settings, ["goldfish, Carassius auratus", "tench, Tinca tinca"], published)[1] == [1, 0]
+    assert head_rows(settings, ["goldfish", "tench"], published)[1] == [1, 0]  # torchvision's names
     assert head_rows(settings, ["goldfish", "tench", "other"], published)[1] == []
 
 
@@ -576,7 +591,7 @@ SMALL_SWIN |= {"drop_path_rate": 0.0}
 NO_EMPTY = "timm/swin_tiny_patch4_window7_224"
 
 
-def test_a_model_that_cannot_take_an_empty_batch_computes_a_black_image_without_effect():
+def test_a_model_that_cannot_take_an_empty_batch_computes_an_image_of_zeros_without_effect():
     model = build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN)
     model.layers[1].eval()  # as of a frozen layer
     modes = [module.training for module in model.modules()]

@@ -24,7 +24,7 @@ from utils.runs.checkpoint import _write_manifest
 from utils.runs.manifest import MANIFEST
 from utils.training.gradients import clip_gradients
 from utils.training.groups import hidden_matrices, layer_numbers, layer_scales, names_without_decay, parameter_groups
-from utils.training.optim import OPTIMIZERS, build_optimizer, set_learning_rate
+from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
 from utils.training.schedule import learning_rate
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 3}
@@ -160,7 +160,7 @@ def test_muon_is_torchs_muon_on_hidden_matrices_and_torchs_adamw_on_the_rest(lay
 
 @pytest.fixture
 def on_meta():
-    """Models have no values: they are created at once."""
+    """Models are created without values, which takes no time."""
     with torch.device("meta"):
         yield
 
@@ -174,6 +174,8 @@ def test_muon_leaves_the_stem_the_head_embeddings_and_grouped_kernels_to_adamw(o
     outer = {"features.0.0.weight", "classifier.3.weight"}
     matrices = {name for name, p in model.named_parameters() if p.ndim > 1}
     assert depthwise and hidden_matrices(model) == matrices - depthwise - outer
+    two_heads = hidden_matrices(timm.create_model("deit_tiny_distilled_patch16_224"))
+    assert "blocks.11.mlp.fc2.weight" in two_heads and not two_heads & {"head.weight", "head_dist.weight"}
 
 
 # Parameter groups
@@ -333,6 +335,13 @@ def test_a_checkpoint_from_before_groups_had_names_resumes_to_the_same_bits():
 
 
 # What is refused or reported
+
+
+def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_with_fp16():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    begin_momentum(SimpleNamespace(optimizer=optimizer))  # as Accelerate wraps it
+    assert all(optimizer.state[p]["momentum_buffer"].shape == p.shape for p in model.parameters())
 
 
 def test_a_model_without_hidden_matrices_cannot_use_muon_and_names_are_found_in_any_case():

@@ -32,7 +32,7 @@ PLACES = [0, 281, 999]  # of these classes among the outputs
 
 @pytest.fixture(autouse=True)
 def caches(monkeypatch):
-    """Folders for published weights of the test's own, and no way into the network."""
+    """Folders for published weights of the test's own, and no access to the network."""
     monkeypatch.setenv("TORCH_HOME", os.path.abspath("torch"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", os.path.abspath("hub"))
     for name in ("http_proxy", "https_proxy"):
@@ -40,7 +40,7 @@ def caches(monkeypatch):
 
 
 def publish(name: str) -> torch.nn.Module:
-    """Put random weights where torchvision or timm looks for the published ones; returns their network."""
+    """Put random weights where torchvision or timm looks for the published ones; returns a model with them."""
     torch.manual_seed(1)
     if name.startswith("timm/"):
         model = timm.create_model(name[5:])
@@ -126,29 +126,34 @@ def test_classes_are_found_by_their_names_by_their_synsets_or_by_the_order_of_al
     assert [names_as_in([name]).index(name) for name in SYNSETS] == PLACES
     assert names_as_in(synsets[::-1]) == synsets
     assert names_as_in(words) == words and words[0] == "tench, Tinca tinca"  # as on the Hub
+    assert [names_as_in([words[281], words[0]]).index(words[place]) for place in (281, 0)] == [281, 0]
 
 
 def test_synsets_are_known_without_timm_if_all_are_there(monkeypatch):
     synsets = ImageNetInfo("imagenet-1k").label_names()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert names_as_in(synsets[::-1]) == synsets
-    with pytest.raises(UserError, match="the list of all is not installed; pip install timm"):
+    with pytest.raises(UserError, match="which lists all, is not installed; pip install timm"):
         names_as_in(["n01440764", "n02123045"])
+    words = [f"{name}, with more words" for name in CLASSES]  # their order cannot be checked without timm
+    assert names_as_in(words) == words
+    with pytest.raises(UserError, match="is not a class of ImageNet"):
+        names_as_in(words[::-1])
 
 
 def other_classes() -> dict[str, list[str]]:
     info = ImageNetInfo("imagenet-1k")
-    synsets, words = info.label_names(), info.label_descriptions()
+    synsets = info.label_names()
     return {
         "cat": ["cat", "tench"],
         "n00000001": ["n00000001", "n01440764"],
         "n01440765": ["n01440765", *synsets[1:-1], "n15075142"],  # 1,000, but others
-        words[-1]: words[::-1],
+        "crane": ["crane", "tench, Tinca tinca"],  # two classes have these words
         "0": [str(number) for number in range(1000)],
     }
 
 
-@pytest.mark.parametrize("unknown", ["cat", "n00000001", "n01440765", "toilet tissue, ", "0"])
+@pytest.mark.parametrize("unknown", ["cat", "n00000001", "n01440765", "crane", "0"])
 def test_other_classes_are_refused(unknown):
     with pytest.raises(UserError, match="is not a class of ImageNet; name classes by synset"):
         names_as_in(next(names for name, names in other_classes().items() if name.startswith(unknown)))
@@ -160,7 +165,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line():
         ((), "--ckpt is missing; give a run folder or a checkpoint, or --model NAME --pretrained for published"),
         (("--ckpt", "runs/a", "--model", "resnet18"), "--ckpt and --model exclude each other; use only one"),
         (("--ckpt", "runs/a", "--pretrained"), "--pretrained needs --model; name the model"),
-        (("--model", "resnet18", "--data", "data"), "--model needs --pretrained, as a new model has learned nothing;"),
+        (("--model", "resnet18", "--data", "data"), "--model needs --pretrained: a new model is not trained;"),
         (("--model", "resnet18", "--pretrained"), "--model needs --data; name the data to evaluate on"),
         (("--model", "resnet8", "--pretrained", "--data", "data"), "--model resnet8: no such model; did you mean"),
         (("--model", "mlp", "--pretrained", "--data", "data"), "--pretrained: mlp has no published weights; use"),

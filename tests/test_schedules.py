@@ -100,7 +100,11 @@ def test_the_learning_rate_is_a_python_float_in_every_schedule():
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--cooldown_steps", "5"], "--cooldown_steps has no effect: cosine ends with a learning rate of 0; use"),
+        (["--cooldown_steps", "5"], "--cooldown_steps has no effect: cosine ends with 0 times --lr; use"),
+        (
+            ["--cooldown_steps", "5", "--lr_schedule", "onecycle"],
+            "--cooldown_steps has no effect: onecycle ends with 4e-06 times --lr; use --lr_schedule constant$",
+        ),
         (
             ["--cooldown_steps", "60", "--warmup_steps", "0.5"],
             "--warmup_steps 50 and --cooldown_steps 60 exceed the 100",

@@ -46,7 +46,7 @@ def test_parameters_and_flops_are_those_of_the_layers():
         ["norm", "8 parameters"],
         ["head", "725 parameters, 1.44 kFLOPs"],
         ["other", "4 parameters"],
-        ["total", "849 parameters (8 frozen), 9.22 kFLOPs per image (a multiply-add is two)"],
+        ["total", "849 parameters (8 frozen), 9.22 kFLOPs per image (a multiply-add counts as two)"],
     ]
     assert module.training and all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items())
 
@@ -80,9 +80,7 @@ def test_a_dry_run_prints_the_model_once_and_changes_no_statistics(flags):
     conv, total = re.search(r"conv1 +(\d+) parameters.*total +([\d,]+) parameters", outcomes[0].out, re.S).groups()
     assert conv == "576" and f"model    resnet18, {total} parameters" in outcomes[0].out
     assert outcomes[0].value and outcomes[1].value
-    assert re.search(
-        r"memory of weights and buffers 44\.\d MB, gradients 44\.\d MB, optimizer state 44", outcomes[0].out
-    )
+    assert re.search(r"memory: weights and buffers 44\.\d MB, gradients 44\.\d MB, optimizer state 44", outcomes[0].out)
 
 
 def with_statistics(flags: list[str]) -> bool:
@@ -104,4 +102,4 @@ def test_the_memory_of_the_optimizer_is_that_of_its_tensors():
     module(torch.ones(1, 1000)).sum().backward()
     optimizer.step()
     line = memory_line(module, optimizer)
-    assert line.startswith("memory of weights and buffers 4.0 MB, gradients 4.0 MB, optimizer state 8.0 MB; ")
+    assert line.startswith("memory: weights and buffers 4.0 MB, gradients 4.0 MB, optimizer state 8.0 MB; ")

@@ -19,6 +19,7 @@ from helpers.ranks import free_port, returned, start_ranks
 from helpers.training_runs import BIN, records, refused, slow_train
 from helpers.waiting import has_logged, until
 
+import replay
 import train
 from utils.config.settings import TrainConfig
 from utils.runs.log import RunLog
@@ -247,7 +248,7 @@ def test_a_list_of_trackers_names_each_sink_once():
     assert TRACKERS.sinks(TrainConfig()) == {} and list(SINKS) == ["terminal"]
 
 
-def test_a_dry_run_starts_no_tracker(monkeypatch):
+def test_a_dry_run_and_a_replay_start_no_tracker(monkeypatch):
     class Started(Fake):
         requires_logging_directory = True
 
@@ -257,6 +258,10 @@ def test_a_dry_run_starts_no_tracker(monkeypatch):
     monkeypatch.setitem(TRACKERS, "tensorboard", Started)
     flags = [*FLAGS, "--report_to", "tensorboard"]
     returned(1, train.main, [*flags, "--dry_run"])
+    returned(1, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "2"])
+    settings = Path("runs/run/config.yaml")
+    settings.write_text(settings.read_text().replace("report_to: null", "report_to: tensorboard"))
+    returned(1, replay.main, ["--run", "runs/run", "--update", "2", "--cpu"])
     assert refused(train.main, *flags) == "train.py: error: the tracker was started"
 
 

@@ -182,7 +182,7 @@ def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:
 def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
     """Reject unknown flags, set boolean flags without a value to true, and write lists as YAML.
 
-    A flag with a list of texts may be repeated; its values are put together.
+    A flag that takes a list of strings may be repeated; its values are joined into one list.
     """
     # The words that a boolean flag accepts besides true and false. Those that may be None need a value.
     booleans = {
@@ -199,7 +199,7 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
     }
     texts: dict[str, list[str]] = {f.name: [] for f in fields(cls) if f.type == list[str]}
     result: list[str] = []
-    skip = 0  # words that are already part of a list
+    skip = 0  # following words that are already part of a list
     for position, argument in enumerate(argv):
         if skip:
             skip -= 1

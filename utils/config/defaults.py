@@ -30,8 +30,9 @@ class Rates(NamedTuple):
 
 # SGD's rule is that of Goyal et al., 2017, whose 0.1 for 256 samples is 0.05 for 128. The square root for Adam is that
 # of Malladi et al., 2022. An optimizer without values of its own has those of adamw; muon's updates have the same size.
-# The weight decay of the optimizers below adamw is 0 because it is not decoupled: it would be divided by the gradients'
-# size. Their learning rates are PyTorch's, except for rmsprop, whose steps --momentum multiplies by up to 10.
+# The optimizers listed after adamw have a weight decay of 0, as in PyTorch. It is not decoupled (except in adafactor),
+# so it would be divided by the size of the gradients. Their learning rates are PyTorch's, except that adamax and nadam
+# have that of adam, and rmsprop has a lower one, because --momentum makes its steps up to 10 times as large.
 RATES = {
     "sgd": Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4),
     "asgd": Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4),

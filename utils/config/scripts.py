@@ -22,7 +22,8 @@ class EvalConfig(LaunchConfig):
     weights: Literal["raw", "ema"] | None = None
     """Weights to evaluate: raw, or ema for their average (default: ema if the run had --ema_decay)."""
     average: int | None = None
-    """Evaluate the mean of the weights of this many checkpoints of the run, up to the newest or to the given one."""
+    """Evaluate the mean of the weights of this many checkpoints: the last ones of the run, or, if --ckpt is a
+    checkpoint, those up to it."""
     split: str | None = None
     """Split to evaluate (default: as in the run; for other data its validation or test split, else all)."""
     data: str | None = None
@@ -51,8 +52,9 @@ class EvalConfig(LaunchConfig):
     threshold: float | None = None
     """Probability above which multilabel and binary predict a class (default: as in the run)."""
     tta: Literal["flip", "shift", "flip,shift"] | None = None
-    """Average the logits of several views of each image (test-time augmentation): flip is the image and its mirror
-    image, shift the image and two copies shifted by one pixel, flip,shift both, which is six views."""
+    """Average the logits of several views of each image (test-time augmentation). The views of flip are the image and
+    its mirror image, those of shift are the image and two copies shifted by one pixel, and flip,shift has the views of
+    shift and their mirror images."""
     throughput: bool = False
     """Measure the images per second of the model alone and of the evaluation, and count parameters and operations."""
     json: str | None = None
@@ -76,7 +78,7 @@ class EvalConfig(LaunchConfig):
             require(self.ckpt is not None, "--ckpt is missing", fix)
             return
         require(self.ckpt is None, "--ckpt and --model exclude each other", "use only one")
-        require(self.pretrained, "--model needs --pretrained, as a new model has learned nothing", "add --pretrained")
+        require(self.pretrained, "--model needs --pretrained: a new model is not trained", "add --pretrained")
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
         chosen = self.weights is not None or self.average is not None
         require(not chosen, "--weights and --average need --ckpt: --model has published weights", "leave them out")

@@ -125,8 +125,8 @@ class TrainConfig(LaunchConfig):
     the Hugging Face Hub. Rows of the head are kept for classes of the same name, other tensors if their shape fits.
     Model, input size, mean and std are those of the weights unless they are given."""
     freeze: list[str] = field(default_factory=list)
-    """Layers or parameters that are not trained, by name or pattern, such as conv1 'layer[12]'; backbone is all but the
-    head. Batch normalisation without trained parameters keeps its statistics."""
+    """Names or patterns of layers or parameters that are not trained, such as conv1 'layer[12]'; backbone is everything
+    except the head. Batch normalisation without trained parameters keeps its statistics."""
     drop_path: float | None = None
     """Probability of dropping the residual branch of the last block, per sample; less in earlier blocks (stochastic
     depth; default: that of the model)."""
@@ -143,8 +143,8 @@ class TrainConfig(LaunchConfig):
     max_steps: int | None = None
     """Updates of the whole run; overrides --epochs."""
     max_seconds: float | None = None
-    """End the run after this many seconds of training over all resumes, without evaluation and saving. It then
-    evaluates and saves; a schedule that depends on the number of updates is cut short."""
+    """End the run after this many seconds of training, added up over all resumes; evaluations and saves do not count.
+    The run then evaluates and saves. A schedule that depends on the number of updates is cut short."""
     early_stopping: int | None = None
     """End the run after this many evaluations in a row without a new best value of the metric of --best."""
     global_batch_size: int | None = None
@@ -154,9 +154,9 @@ class TrainConfig(LaunchConfig):
     grad_accum: int | None = None
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
     microbatches: int | None = None
-    """Parts of each global batch, a power of two, whose gradients are added up in one fixed order. The weights are then
-    the same, bit for bit, on any number of processes up to this one. Slower, and by default with one CPU
-    thread per process."""
+    """Cut each global batch into this many parts, a power of two, and add up their gradients in one fixed order. The
+    weights are then the same, bit for bit, on any number of processes up to this one. This is slower, and the default
+    of --threads is then 1 on CPUs."""
     drop_last: bool = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
@@ -174,10 +174,10 @@ class TrainConfig(LaunchConfig):
     lr: float = FROM_DATA
     """Peak learning rate (default: depends on optimizer, start and batch; 0.05 for sgd and 128 samples)."""
     lr_per: int | None = None
-    """Samples per update for which --lr is given: the learning rate is --lr times the global batch / this number."""
+    """Global batch for which --lr is given: the learning rate is --lr times the global batch / this number."""
     layer_decay: float | None = None
-    """Multiply the learning rate of each layer by this factor for each layer between it and the last one, usually 0.65
-    to 0.9, to fine-tune."""
+    """Give each layer this factor times the learning rate of the next layer, usually 0.65 to 0.9, to fine-tune
+    (default: all layers have the same)."""
     momentum: float = 0.9
     """Momentum of sgd, rmsprop and muon."""
     weight_decay: float = FROM_DATA
@@ -191,8 +191,8 @@ class TrainConfig(LaunchConfig):
     """Updates over which the learning rate rises, or below 1 the fraction of the run's updates (default: 0; 30 percent
     of the run for onecycle)."""
     cooldown_steps: int | float = 0
-    """Last updates, over which the learning rate falls linearly to 0 from where the schedule has ended, or below 1 the
-    fraction of the run's updates."""
+    """Updates at the end of the run over which the learning rate falls linearly to 0, or below 1 the fraction of the
+    run's updates; the schedule ends before them."""
     clip_norm: float | None = None
     """Scale gradients down to this norm if theirs is larger."""
     clip_value: float | None = None
@@ -260,7 +260,7 @@ class TrainConfig(LaunchConfig):
     log_every: int = FROM_DATA
     """Updates between training records in the log (default: 50, or a quarter of the run's updates if that is less)."""
     report_to: str | None = None
-    """Trackers that get the records of the log too, separated by commas."""
+    """Trackers, separated by commas, that also get the records of the log."""
     eval_batch_size: int = 256
     """Samples per process in an evaluation batch, the same batches on every topology."""
     metrics: bool = False
@@ -296,7 +296,7 @@ class TrainConfig(LaunchConfig):
         require(not (self.pretrained and self.init_from), "--pretrained and --init_from exclude each other", "use one")
         together = self.sync_batchnorm and self.grad_checkpointing
         require(not together, "--grad_checkpointing cannot be used with --sync_batchnorm", "use only one")
-        self.optimizer = self.optimizer.lower()  # classes of torch.optim are found in any case
+        self.optimizer = self.optimizer.lower()  # upper and lower case are the same
         require(self.lr_per is None or self.lr is not None, "--lr_per needs --lr", "give the learning rate for it")
         for flag in ("warmup_steps", "cooldown_steps"):
             check_steps(flag, getattr(self, flag))

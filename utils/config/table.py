@@ -88,7 +88,7 @@ class Table(dict[str, Any]):
         return {self.what: f": {values}", f"{self.what}_args": f" ({arguments})"}
 
     def _attempt(self, config: Any, action: Callable[[], Any]) -> Any:
-        """The result of `action`. An error with arguments of the user's becomes a UserError that names their flag."""
+        """The result of `action`. If the user gave arguments, its error becomes a UserError that names their flag."""
         try:
             return action()
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:

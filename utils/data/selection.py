@@ -56,7 +56,9 @@ def load_split(
     record: Record | None = None,
     terminal: Terminal = SILENT,
 ) -> Split:
-    """One split to evaluate, with labels that are indices into `class_names`, or what it returns for the data's names.
+    """One split to evaluate, with labels that are indices into `class_names`.
+
+    `class_names` can also be a function that takes the data's class names and returns this list.
 
     In the run's `own_data`, None selects the samples that the run evaluated on, and "train" those that it trained on,
     as recorded in the checkpoint's `record`, if there is one. In other data, None selects its evaluation split, or its

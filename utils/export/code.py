@@ -67,7 +67,7 @@ def card_code(loaded: Loaded, code: Code) -> tuple[str, str]:
 
 
 def preprocessing(spec: InputSpec) -> str:
-    """The source of `preprocess`: the pixels that evaluation would decode, but for rounding, with Pillow and NumPy.
+    """The source of `preprocess`: with Pillow and NumPy, it decodes the pixels of evaluation, except for rounding.
 
     See `center` and `center_of_photograph` of utils/data/decode.py.
     """
@@ -97,7 +97,7 @@ def preprocessing(spec: InputSpec) -> str:
 def functions(code: str, folder: Path) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Run the card's code on the files in `folder`; returns its functions `preprocess` and `predict`.
 
-    The code is our own text; what a checkpoint adds to it is literals.
+    The code is Lockstep's own text. Values from the checkpoint are inserted as literals only.
     """
     assert _FOLDER in code
     names: dict[str, Any] = {}

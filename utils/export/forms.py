@@ -112,7 +112,7 @@ def write_torch(loaded: Loaded, folder: Path) -> Code:
 
 
 def write_onnx(loaded: Loaded, folder: Path) -> Code:
-    """The same program as `model.onnx`."""
+    """The program of `write_torch` in the ONNX format, `model.onnx`."""
     with _quiet(loaded, "onnx"):
         names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
         program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)

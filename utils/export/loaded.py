@@ -32,7 +32,7 @@ class Loaded:
 
     @property
     def is_average(self) -> bool:
-        """Whether the weights are the moving average of --ema_decay, which the run has evaluated, too."""
+        """Whether the weights are the moving average of --ema_decay."""
         return self.saved.weights is not None and self.saved.weights.part == EMA
 
     @property

@@ -102,7 +102,7 @@ def with_known_fix(error: Exception) -> Exception:
     """A UserError with the fix for a PyTorch error with a known cause; any other error unchanged."""
     text = one_line(error)
     if is_out_of_memory(error):
-        fix = "raise --grad_accum, or, if it is set, --microbatches (in a new run)"
+        fix = "raise --grad_accum, or, in a run with --microbatches, start a new run with more of them"
         return UserError(f"out of memory ({text[:120]})", fix)
     if is_killed_worker(error) and "Bus error" in f"{error} {error.__cause__}":
         problem = f"a loader process found no space in {SHM} ({describe_shm()})"

@@ -50,7 +50,7 @@ def check_output(
 
 
 def accept_empty_batches(model: nn.Module) -> None:
-    """Let the model compute a black image instead of an empty batch, and return no row of its output.
+    """Let the model compute an image of zeros instead of an empty batch, and return no row of its output.
 
     All gradients are then zero. The model is in evaluation mode meanwhile, so batch statistics do not change.
     """

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torchvision.ops import StochasticDepth
 
+from utils.config.bounds import require
 from utils.errors import UserError
 
 FAMILIES = "timm models such as timm/vit_* and timm/convnext_*; convnext_*, efficientnet_*, maxvit_t and swin_*"
@@ -15,20 +16,21 @@ def has_drop_path(model: nn.Module) -> bool:
 
 
 def unsupported(name: str) -> UserError:
-    return UserError(f"--drop_path: {name} does not have it", f"use one of {FAMILIES}")
+    return UserError(f"--drop_path: {name} does not support it", f"use one of {FAMILIES}")
 
 
 def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
     """Set the stochastic depth of a torchvision model: its rate grows linearly from block to block, up to `rate`.
 
-    Raises UserError if the model has none.
+    Raises UserError if the model has none, or if --model_args turn it off.
     """
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, StochasticDepth)]
     if not layers:
         raise unsupported(name)
-    # torchvision's functions do not all accept a rate, so theirs is scaled. Its last block of n reaches the whole rate,
-    # but (n - 1) / n of it in EfficientNet.
+    # Not all of torchvision's functions accept a rate, so the rates of the layers are scaled. The last of n blocks has
+    # the full rate, except in EfficientNet, where it has (n - 1) / n of it.
     last = max(layer.p for layer in layers)
+    require(last > 0, "--drop_path has no effect: --model_args set the stochastic depth to 0", "use only one of them")
     full = last * len(layers) / (len(layers) - 1) if name.startswith("efficientnet") else last
     for layer in layers:
         layer.p *= rate / full

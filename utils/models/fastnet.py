@@ -15,7 +15,7 @@ from utils.data.pipeline import ImageDataset
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 
-_IMAGES = 1000  # the first layer is computed from about this many training images
+_IMAGES = 1000  # the first layer is computed from at most this many training images
 _EPS = 5e-4  # added to the variances of patches, as in the paper, so that noise is not amplified
 
 
@@ -69,17 +69,17 @@ class FastNet(nn.Module):
 
 
 def _block(inputs: int, outputs: int) -> nn.Sequential:
-    """Convolution, pooling, convolution. They are the identity at first, as far as they have as many channels."""
+    """Convolution, pooling, convolution. At first, output channel i of a convolution is a copy of input channel i."""
     convs = [nn.Conv2d(n, outputs, 3, padding="same", bias=False) for n in (inputs, outputs)]
     norms = [nn.BatchNorm2d(outputs, momentum=0.2) for _ in convs]  # runs are short
     for conv, norm in zip(convs, norms, strict=True):
-        nn.init.dirac_(conv.weight[: conv.in_channels])  # the other kernels stay random
+        nn.init.dirac_(conv.weight[: conv.in_channels])  # channels without such an input stay random
         norm.weight.requires_grad = False  # the next layer can learn the scale
     return nn.Sequential(convs[0], nn.MaxPool2d(2), norms[0], nn.GELU(), convs[1], norms[1], nn.GELU())
 
 
 def some_images(dataset: ImageDataset) -> np.ndarray:
-    """Training images to initialise the network with, uint8 [n, H, W, C]: the same on every rank and of all classes."""
+    """Evenly spaced training images to initialise the network with, uint8 [n, H, W, C]; the same on every rank."""
     assert isinstance(dataset, DecodedImages)  # the network takes small images only
     samples = np.arange(len(dataset)) if dataset.readable is None else np.flatnonzero(dataset.readable)
     return dataset.pixels[samples[:: -(-len(samples) // _IMAGES)]]

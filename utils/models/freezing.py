@@ -15,10 +15,10 @@ BACKBONE = "backbone"
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Do not train the parameters that any pattern matches, nor the batch statistics of layers without others.
+    """Freeze the parameters that match a pattern, and the batch statistics of layers whose parameters are all frozen.
 
-    A pattern is the name of a layer or parameter, in which `*` and `?` stand for any characters, or `backbone`. Raises
-    UserError for a pattern that matches nothing, and if no parameter is left to train.
+    A pattern is `backbone`, or the name of a layer or parameter, with the wildcards of `fnmatch`. Raises UserError for
+    a pattern that matches nothing, and if no parameter is left to train.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
@@ -53,4 +53,4 @@ def _frozen_statistics(model: nn.Module) -> list[nn.Module]:
 
 
 def _keep_mode(mode: bool = True) -> None:
-    """Stands for a layer's method `train`, and changes nothing."""
+    """Replaces a layer's method `train`, and changes nothing."""

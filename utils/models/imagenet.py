@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torchvision
 from torch import nn
@@ -32,18 +33,21 @@ def check_classes(config: TrainConfig) -> None:
 def names_as_in(names: Sequence[str]) -> list[str]:
     """ImageNet's 1,000 classes in the order of the outputs, by the names that a data set uses.
 
-    `names` are the data set's classes: some or all of `CLASSES`, some or all synsets such as n01440764, or all 1,000
-    classes in ImageNet's order, by lists of words such as "tench, Tinca tinca". ImageNet's order is that of the sorted
-    synsets. Raises UserError for other names.
+    `names` are the data set's classes: some or all of `CLASSES`, some or all synsets such as n01440764, or lists of
+    words such as "tench, Tinca tinca" of all 1,000 classes in ImageNet's order, or of some if timm is installed.
+    ImageNet's order is that of the sorted synsets. Raises UserError for other names.
     """
     synsets = [name for name in names if re.fullmatch(r"n\d{8}", name)]
     complete = len(names) == len(CLASSES)
     if len(synsets) == len(names):
-        known = sorted(synsets) if complete and [min(names), max(names)] == _ENDS else _synsets()
+        known = sorted(synsets) if complete and [min(names), max(names)] == _ENDS else _from_timm().label_names()
     elif complete and sum(a in b.split(", ") for a, b in zip(CLASSES, names, strict=True)) > 0.9 * len(CLASSES):
         known = list(names)  # torchvision changed a few names, because they would occur twice
-    else:
+    elif set(names) <= set(CLASSES) or importlib.util.find_spec("timm") is None:
         known = CLASSES
+    else:
+        words = _from_timm().label_descriptions()
+        known = words if all(words.count(name) == 1 for name in names) else CLASSES
     unknown = sorted(set(names) - set(known))
     if unknown:
         problem = f"the class {unknown[0]!r} of --data is not a class of ImageNet"
@@ -51,26 +55,29 @@ def names_as_in(names: Sequence[str]) -> list[str]:
     return known
 
 
-def _synsets() -> list[str]:
-    """The synsets of ImageNet's classes in the order of the outputs."""
+def _from_timm() -> Any:
+    """The synsets and the lists of words of ImageNet's classes in the order of the outputs."""
     if importlib.util.find_spec("timm") is None:
-        problem = "some of ImageNet's synsets are the classes of --data, and the list of all is not installed"
+        problem = "--data has some of ImageNet's synsets as classes, and timm, which lists all, is not installed"
         raise UserError(problem, "pip install timm, or use data with all 1,000 classes")
     from timm.data import ImageNetInfo
 
-    return ImageNetInfo("imagenet-1k").label_names()
+    return ImageNetInfo("imagenet-1k")
 
 
-def load_published(config: TrainConfig, model: nn.Module) -> None:
-    """Load the published weights of --model, with their head, into a model of `build_model` with 1,000 outputs."""
+def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
+    """The network of --model with its published weights and their head."""
     with loading_weights(config):
         if config.model.startswith("timm/"):
             import timm
 
-            published = timm.create_model(config.model[5:], pretrained=True)
-        else:
-            published = torchvision.models.get_model(config.model, weights="DEFAULT")
-    tensors = published.state_dict()  # some have extra heads for training
+            return timm.create_model(config.model[5:], pretrained=True, **arguments)
+        return torchvision.models.get_model(config.model, weights="DEFAULT", **arguments)
+
+
+def load_published(config: TrainConfig, model: nn.Module) -> None:
+    """Load the published weights of --model, with their head, into a model of `build_model` with 1,000 outputs."""
+    tensors = published_model(config).state_dict()  # some have extra heads for training
     model.load_state_dict({name: tensors[name] for name in model.state_dict()})
 
 

@@ -12,7 +12,7 @@ from utils.errors import UserError
 
 
 def checkpoint_blocks(model: Any, name: str) -> None:
-    """Let the model's blocks compute their activations twice; results are the same bits.
+    """Let the model's blocks compute their activations twice; the results are the same, bit for bit.
 
     timm's models choose their blocks. In others, a block is a layer in an nn.Sequential that has layers of its own.
     Raises UserError for a model without blocks.
@@ -26,11 +26,11 @@ def checkpoint_blocks(model: Any, name: str) -> None:
     else:
         blocks = _blocks(model)
         for block in blocks:
-            # The second pass has the same dropout masks. Without gradients there is none.
+            # The second pass has the same dropout masks. Without gradients, there is no second pass.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if not blocks:
         fix = "use a model with blocks, such as resnet50, convnext_tiny or timm/vit_small_patch16_224"
-        raise UserError(f"--grad_checkpointing: {name} does not offer it", fix)
+        raise UserError(f"--grad_checkpointing: {name} does not support it", fix)
     for layer in model.modules():
         if isinstance(layer, _BatchNorm):
             layer.register_forward_pre_hook(_use_copies)

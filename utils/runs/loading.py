@@ -97,7 +97,7 @@ def _difference(there: dict[str, str], here: dict[str, str]) -> str:
 
 def _regrouped(saved: dict[str, Any], groups: list[dict[str, Any]], model: nn.Module) -> dict[str, Any]:
     """A saved state of the optimizer, with the parameters in the order of `groups`, and their settings."""
-    # Before groups had names, they were matrices, then vectors, each in the order of the model.
+    # Older states have no names. Their parameters are the matrices, then the vectors, each in the order of the model.
     trained = [(name, p.ndim <= 1) for name, p in model.named_parameters() if p.requires_grad]
     earlier = [name for name, _ in sorted(trained, key=lambda item: item[1])]
     names = [

@@ -177,6 +177,10 @@ def settings_to_save(config: TrainConfig, plan: Plan, resumed: bool, accelerator
     once: dict[str, Any] = {name: getattr(TrainConfig, name) for name in _OF_ONE_START}
     once |= {"global_batch_size": plan.global_batch_size, "batch_size": None, "grad_accum": grad_accum}
     once |= {"data": absolute_data(config.data), "mixed_precision": accelerator.mixed_precision}
-    if config.init_from and expand(config.init_from).parent.is_dir():  # else it is on the Hub
-        once["init_from"] = str(expand(config.init_from).absolute())
-    return replace(config, **once)
+    return replace(config, init_from=absolute_source(config.init_from), **once)
+
+
+def absolute_source(where: str | None) -> str | None:
+    """--init_from with an absolute path, if it is one and not on the Hub."""
+    is_path = where is not None and expand(where).parent.is_dir()
+    return str(expand(where).absolute()) if where is not None and is_path else where

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from utils.config.settings import TrainConfig
+from utils.console import Terminal
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.matching import Match
@@ -26,12 +27,13 @@ from utils.runs.manifest import (
     sha256_of,
     verify,
 )
-from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.metadata import SavedRun, absolute_source, read_checkpoint
+from utils.runs.parts import EMA
 
 WEIGHTS = "model.safetensors"
 _HUB = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+?)(?:@(\w+))?")  # a commit may follow the name
-_SETTINGS = ("model", "model_args", "channels", "image_size", "mean", "std")
-"""Settings that a run takes from its source unless they are given."""
+_SETTINGS = ("model", "model_args", "stem", "channels", "image_size", "mean", "std")
+"""Settings that a run takes from its source unless they are given; the first three belong together."""
 
 
 @dataclass
@@ -50,17 +52,14 @@ class Source:
         taken = f"; its {', '.join(self.taken)}" if self.taken else ""
         return f"{self.name}: {self.match.line() if self.match else ''}{taken}"
 
-    def files(self) -> list[Path]:
-        """The files with the weights; those of the last one take precedence, which is their average if there is one."""
-        average = self.file.with_name("ema.safetensors")
-        return [self.file, average] if self.file.name == WEIGHTS and average.is_file() else [self.file]
-
     def tensors(self) -> dict[str, Tensor]:
         """The weights by name."""
-        tensors, *averages = map(_load, self.files())
-        for average in averages:
-            tensors |= {name: tensor for name, tensor in average.items() if name in tensors}
-        return tensors
+        try:
+            return load_file(self.file)
+        except SafetensorError as error:
+            problem = f"--init_from: {self.file} is not a safetensors file ({one_line(error)[:80]})"
+            fix = "convert it with safetensors.torch.save_file; other formats may run code"
+            raise UserError(problem, fix) from error
 
 
 def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tuple[TrainConfig, Source | None]:
@@ -68,25 +67,29 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
 
     A run that resumes from the checkpoint `saved` needs no source. It keeps these settings as they were.
     """
-    if saved is not None and saved.settings.init_from:
-        return _filled(config, vars(saved.settings)), None
-    if saved is not None or config.init_from is None:
+    if saved is not None:
+        kept = saved.settings.init_from
+        if config.init_from and absolute_source(config.init_from) != kept:
+            line = "--init_from has no effect: a resumed run has the weights of its checkpoint"
+            Terminal(ranks.is_main).print(line)
+        return replace(_filled(config, vars(saved.settings)) if kept else config, init_from=kept), None
+    if config.init_from is None:
         return config, None
     # Only the main process searches: the run that is named could move `best` between two searches.
     found = ranks.broadcast_text(ranks.run_on_main(partial(_find, config.init_from), main_first=True) or "")
     place = "reading the weights of --init_from"
     source = ranks.run_on_all(partial(_read, found), main_first=True, place=place)
-    hashes = ranks.run_on_all(lambda: [sha256_of(file) for file in source.files()])
-    ranks.check_same(" ".join(hashes), f"different weights in --init_from {config.init_from}")
+    weights = ranks.run_on_all(lambda: sha256_of(source.file))
+    ranks.check_same(weights, f"different weights in --init_from {config.init_from}")
     filled = ranks.run_on_all(lambda: _filled(config, source.settings))
     source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
     return filled, source
 
 
 def _filled(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
-    """The settings, with those of `found` that are not given. Arguments belong to the model that has them."""
-    names = _SETTINGS if config.model in (None, found.get("model")) else _SETTINGS[2:]
-    values = {name: found[name] for name in names if getattr(config, name) in (None, {}) and found.get(name)}
+    """The settings, with those of `found` that are not given. Arguments and stem belong to the model that has them."""
+    names = _SETTINGS if config.model in (None, found.get("model")) else _SETTINGS[3:]
+    values = {name: found[name] for name in names if getattr(config, name) in (None, {}, "auto") and found.get(name)}
     for name in {"mean", "std"} & values.keys():
         if (config.channels or values.get("channels")) != len(values[name]):
             values[name] = [sum(values[name]) / len(values[name])]
@@ -124,7 +127,7 @@ def _download(where: str) -> Path:
         path = hf_hub_download(repository, WEIGHTS, revision=commit)
     except Exception as error:  # of many classes
         reason = f"no such file or folder, and {WEIGHTS} of {repository} cannot be downloaded"
-        fix = f"correct the name, or without a network, run `hf download {repository} {WEIGHTS} config.json` elsewhere"
+        fix = f"correct the name, or, without a network, run `hf download {repository} {WEIGHTS} config.json` elsewhere"
         fix = f"{fix} and copy the files to {HF_HUB_CACHE}"
         raise UserError(f"--init_from {where}: {reason} ({one_line(error)[:160]})", fix) from error
     with suppress(EntryNotFoundError):
@@ -141,12 +144,18 @@ def _read(found: str) -> Source:
         values: dict[str, Any] = {
             "model": settings.model,
             "model_args": settings.model_args,
+            "stem": "standard" if settings.pretrained else settings.stem,
             "image_size": list(spec.size),
         }
         values |= {"channels": spec.channels, "mean": spec.mean, "std": spec.std}
-        return Source(found, path / WEIGHTS, saved.class_names, values)
-    file = path / WEIGHTS if path.is_dir() else path
+        return Source(found, _weights_in(path), saved.class_names, values)
+    file = _weights_in(path) if path.is_dir() else path
     return Source(found, file, *_described(file.parent))
+
+
+def _weights_in(folder: Path) -> Path:
+    average = folder / f"{EMA}.safetensors"
+    return average if average.is_file() else folder / WEIGHTS
 
 
 def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
@@ -158,23 +167,15 @@ def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
         if not names and (by_id := about.get("id2label")):
             names = [by_id[str(number)] for number in range(len(by_id))]
         cfg = about.get("pretrained_cfg", {})
-        values: dict[str, Any] = {name: list(cfg[name]) for name in ("mean", "std") if name in cfg}
+        values: dict[str, Any] = {name: [*map(float, cfg[name])] for name in ("mean", "std") if name in cfg}
         if "input_size" in cfg:
             values |= {"channels": cfg["input_size"][0], "image_size": list(cfg["input_size"][1:])}
         if "architecture" in about:
             values["model"] = f"timm/{about['architecture']}"
         if not all(isinstance(name, str) for name in names or []):
-            raise ValueError("class names are not texts")
+            raise ValueError("class names are not strings")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{labels if labels.is_file() else path}: malformed ({one_line(error)})", "delete it"
         ) from error
     return list(names or []), values
-
-
-def _load(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        problem = f"--init_from: {file} is not a safetensors file ({one_line(error)[:80]})"
-        raise UserError(problem, "convert it with safetensors.torch.save_file; other formats may run code") from error

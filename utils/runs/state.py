@@ -41,7 +41,8 @@ class TrainState:
     exploded: bool = False
     """Whether the run has reported that its training loss exploded."""
     best_value: float | None = None
-    """The best value so far of the task's metric, also before a resume in a new run folder, and even if not saved."""
+    """The best value so far of the task's metric, even if its checkpoint was not saved. Unlike `best`, it is kept by a
+    resume in a new run folder."""
     evaluations_since_best: int = 0
     """Evaluations since `best_value`."""
     lr_factor: float = 1.0

@@ -60,8 +60,8 @@ TRACKERS = Trackers("report_to", LOGGER_TYPE_TO_CLASS)
 class Tracker(Sink):
     """A tracker of Accelerate, which gets the numbers of each record.
 
-    A resumed run first gives it the records before the resume again, because a killed run may not have sent all of
-    them. What an earlier start has sent is deleted or continued, so that nothing is there twice; see `_PREPARE`.
+    A resumed run first sends the records before the resume again, because a killed run may not have sent all of them.
+    What an earlier start has sent is deleted or continued, so that no record is there twice; see `_PREPARE`.
     """
 
     def __init__(self, name: str, tracker_class: Any, config: TrainConfig, folder: Path, *_: object):
@@ -80,7 +80,7 @@ class Tracker(Sink):
         self.tracker.start()
         if name in ("trackio", "wandb"):
             write_file(kept, json.dumps(ids | {name: self.tracker.tracker.id}))
-        # W&B cannot delete points, and ignores steps that it has.
+        # W&B cannot delete points, and ignores steps that it already has.
         self.first = getattr(self.tracker.tracker, "starting_step", 0) if name == "wandb" else 0
 
     def write(self, record: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ def settings_to_send(config: TrainConfig) -> dict[str, bool | int | float | str]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Nested values as {"outer/inner": scalar}; of an absolute path only the last part, and a list as text."""
+    """Nested values as {"outer/inner": scalar}. A list becomes text; only the last part of an absolute path is kept."""
     flat: dict[str, bool | int | float | str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -58,7 +58,7 @@ def find_checkpoints(path: Path, average: int | None) -> list[Path]:
     if is_checkpoint_name(last.name):
         found = [other for other in checkpoints_of(last.absolute().parent) if step_of(other) <= step_of(last)]
     if len(found) < average:
-        problem = f"--average {average}: {last.parent} has {len(found)} up to {last.name}"
+        problem = f"--average {average}: {last.parent} has {len(found)} checkpoints up to {last.name}"
         raise UserError(problem, "lower it, or train with a higher --keep")
     return found[-average:]
 

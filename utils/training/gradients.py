@@ -114,7 +114,7 @@ def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _change(now: Tensor, before: Tensor) -> Tensor:
-    """The change of a buffer; that of integers, such as a count of batches, and of bools as floats."""
+    """The change of a buffer. For integers, such as a count of batches, and bools, it is a float."""
     return now - before if now.is_floating_point() else (now.long() - before.long()).float()
 
 

@@ -7,11 +7,12 @@ from typing import Any
 from torch import nn
 
 from utils.config.settings import TrainConfig
+from utils.models.matching import heads_of
 
 Groups = list[dict[str, Any]]
 Named = list[tuple[str, nn.Parameter]]
 
-# Embeddings, tokens and scales of models that do not name them by `no_weight_decay`, by the end of their names
+# The last parts of the names of embeddings, tokens and scales. Not all models list them in `no_weight_decay`.
 _UNDECAYED = ("class_token", "cls_token", "pos_embed", "pos_embedding", "relative_position_bias_table", "layer_scale")
 _CONTAINERS = nn.Sequential | nn.ModuleList | nn.ModuleDict
 
@@ -99,9 +100,9 @@ def _size(module: nn.Module) -> int:
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """The weights of linear layers and convolutions, except the first and the last one in the model.
+    """The weights of linear layers and convolutions, except the first one, which reads the images, and the head.
 
-    The first one reads the images, and the last one is the head. Kernels of grouped convolutions are not one matrix.
+    Kernels of grouped convolutions are not one matrix.
     """
     names = []
     for path, module in model.named_modules():
@@ -109,4 +110,5 @@ def hidden_matrices(model: nn.Module) -> set[str]:
         if isinstance(module, nn.Linear | nn.Conv2d | nn.MultiheadAttention) and not is_grouped:
             own = module.named_parameters(path, recurse=False)
             names += [name for name, parameter in own if parameter.ndim > 1]
-    return set(names[1:-1])
+    heads = tuple(f"{name}." for name in heads_of(model))
+    return {name for name in names[1:] if not name.startswith(heads)}

@@ -48,5 +48,5 @@ class _MuonOfKernels(torch.optim.Muon):
 
 
 def _memory_order(kernel: Tensor) -> list[int]:
-    """The dimensions, output first, then as they lie in memory: thus permuted, a kernel can be viewed as a matrix."""
+    """The dimensions, output first, then the others as in memory: permuted so, a kernel can be viewed as a matrix."""
     return [0, *sorted(range(1, kernel.ndim), key=kernel.stride, reverse=True)]

@@ -1,4 +1,4 @@
-"""Optimizers: all of torch.optim that work with gradients alone.
+"""Optimizers: those of torch.optim that need nothing but the gradients of an update.
 
 To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a default are what
 --optimizer_args may set. Settings that it does not use belong in `advice` (config/advice.py).
@@ -125,6 +125,7 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
 
     PyTorch's fused SGD fails if a parameter gets its first gradient in a later update than others.
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:

@@ -51,8 +51,9 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
         problem = f"--warmup_steps {warmup} and --cooldown_steps {cooldown} exceed the {updates} updates of the run"
         require(warmup + cooldown <= updates, problem, "lower them")
         end = SCHEDULES.call(config, replace(config, lr=1.0, lr_per=None), updates - cooldown, updates - cooldown)
-        problem = f"--cooldown_steps has no effect: {config.lr_schedule} ends with a learning rate of 0"
-        require(end > 0, problem, "use --lr_schedule constant, or --lr_schedule_args '{end: 0.1}'")
+        problem = f"--cooldown_steps has no effect: {config.lr_schedule} ends with {end:.2g} times --lr"
+        fixes = ["use --lr_schedule constant", "--lr_schedule_args '{end: 0.1}'"]
+        require(end > 1e-5, problem, ", or ".join(fixes[: 1 + ("end" in SCHEDULES.arguments(config))]))
     return updates
 
 
@@ -104,9 +105,9 @@ def cosine_restarts(done: float, cycles: int = 3, multiplier: float = 1.0, end: 
     if cycles < 1 or multiplier <= 0:
         raise ValueError("cycles must be at least 1, and multiplier above 0")
     lengths = [multiplier**cycle for cycle in range(cycles)]
-    begin = 0.0
+    begin, total = 0.0, sum(lengths)
     for length in lengths:
-        share = length / sum(lengths)
+        share = length / total
         if done < begin + share - 1e-9:  # rounding must not move a restart to the next update
             break
         begin += share
@@ -130,7 +131,7 @@ def exponential(done: float, end: float = 0.01) -> float:
 
 
 def step(config: TrainConfig, update: int, updates: int, step_size: float = 0.3, gamma: float = 0.1) -> float:
-    """Multiplied by `gamma` every `step_size` updates, or below 1, each time this fraction of the run is done."""
+    """Multiplied by `gamma` every `step_size` updates. Below 1, `step_size` is a fraction of the run."""
     if step_size <= 0:
         raise ValueError(f"step_size must be above 0, got {step_size}")
     return _warmed(config, update, updates) * gamma ** (update // max(1, count_of(step_size, updates)))
@@ -139,7 +140,7 @@ def step(config: TrainConfig, update: int, updates: int, step_size: float = 0.3,
 def multistep(
     config: TrainConfig, update: int, updates: int, milestones: Sequence[float] = (0.5, 0.75), gamma: float = 0.1
 ) -> float:
-    """Multiplied by `gamma` at each of the `milestones`, in updates, or below 1 as fractions of the run."""
+    """Multiplied by `gamma` at each of the `milestones`, in updates. Those below 1 are fractions of the run."""
     drops = sum(update >= count_of(milestone, updates) for milestone in milestones)
     return _warmed(config, update, updates) * gamma**drops
 
@@ -172,9 +173,9 @@ def _half_cosine(start: float, end: float, done: float) -> float:
 
 @after_warmup
 def plateau(_done: float, factor: float = 0.1, patience: int = 10, end: float = 0.0) -> float:
-    """Times `factor`, down to `end` times --lr, after more than `patience` evaluations in a row without a new best.
+    """Multiplied by `factor`, down to `end`, after more than `patience` evaluations in a row without a new best.
 
-    `reduce_on_plateau` counts them; this function is the learning rate without reductions. As in torch's
+    `end` is a fraction of --lr. `reduce_on_plateau` counts; this is the learning rate without reductions. As in torch's
     ReduceLROnPlateau with a threshold of 0.
     """
     if not (0 < factor < 1 and patience >= 0 and 0 <= end <= 1):
@@ -193,8 +194,8 @@ def reduce_on_plateau(config: TrainConfig, state: TrainState, updates: int) -> N
 def learning_rate(config: TrainConfig, update: int, updates: int, lr_factor: float = 1.0) -> float:
     """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology.
 
-    With --cooldown_steps, the schedule ends before them, and they take the learning rate linearly to 0. `lr_factor`
-    is that of the state, which only --lr_schedule plateau uses.
+    With --cooldown_steps, the schedule ends before the cool-down, in which the learning rate falls linearly to 0.
+    `lr_factor` is that of the state, which only --lr_schedule plateau uses.
     """
     cooldown = count_of(config.cooldown_steps, updates)
     before, left = updates - cooldown, updates - update

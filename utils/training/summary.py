@@ -26,7 +26,7 @@ def model_table(module: nn.Module, spec: InputSpec) -> str:
     trained = sum(parameter.numel() for parameter in everything if parameter.requires_grad)
     frozen = sum(parameter.numel() for parameter in everything) - trained
     frozen_text = f" ({frozen:,} frozen)" * (frozen > 0)
-    operations = f"{_si(flops[''])}FLOPs per image (a multiply-add is two)"
+    operations = f"{_si(flops[''])}FLOPs per image (a multiply-add counts as two)"
     rows.append(("total", f"{_describe(everything, 0)}{frozen_text}, {operations}"))
     return table(f"Model  {type(module).__name__}", rows)
 
@@ -59,7 +59,7 @@ def memory_line(module: nn.Module, optimizer: Optimizer) -> str:
         "optimizer state": state,
     }
     texts = (f"{name} {bytes_text(sum(tensor.nbytes for tensor in tensors))}" for name, tensors in sizes.items())
-    return f"memory of {', '.join(texts)}; the rest is mostly activations, which grow with the batch, and libraries"
+    return f"memory: {', '.join(texts)}; the rest is mostly activations, which grow with the batch, and libraries"
 
 
 def _describe(parameters: list[nn.Parameter], flops: int) -> str:

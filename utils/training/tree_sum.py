@@ -79,7 +79,7 @@ class TreeSum:
 
 
 class Exchange:
-    """A sum over the ranks in the tree's order. Its first part runs beside other work, its second in `finish`."""
+    """A sum over the ranks in the tree's order. It begins in the background, and `finish` completes it."""
 
     def __init__(self, tree: TreeSum, flat: Sequence[Tensor]):
         self.tree, self.flat, counts = tree, flat, list(map(len, tree.nodes))
