@@ -251,6 +251,18 @@ def test_a_partial_file_of_other_images_weights_or_settings_is_refused():
     assert Path("found.csv.partial").read_bytes() == kept
 
 
+def test_a_partial_file_keeps_its_rows_through_several_interruptions():
+    row, about = Row("a", ["a"], [0.5]), {"images": "x"}
+    for interruption in range(3):
+        kept = predict.Partial(Path("found.csv"), about)
+        assert kept.rows == [row] * interruption
+        kept.append([row])
+        os.write(kept.file.fileno(), b'[["half a li')
+        kept.file.close()
+    Path("found.csv.partial").write_bytes(b'{"ima')  # not even the first line
+    assert predict.Partial(Path("found.csv"), about).rows == []
+
+
 def test_two_predictions_do_not_write_the_same_file():
     held = predict.Partial(Path("found.csv"), {"images": "x"})
     line = refused(predict.main, "--ckpt", "runs/small", "--threads", "1", "small/val", "--out", "found.csv")
