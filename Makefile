@@ -29,7 +29,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not machines and not slurm and not gpu" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not machines and not slurm and not gpu and not browser" $(ARGS)
 
 gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

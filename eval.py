@@ -41,6 +41,7 @@ from utils.predictions.tables import check_table_file, encode
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
+from utils.report.writing import Evaluated, report_evaluation
 from utils.runs.evaluated import find_saved, given_settings
 from utils.runs.metadata import SavedRun
 from utils.runs.state import TrainState
@@ -152,6 +153,8 @@ def evaluate(
     spec = saved.spec.for_evaluation()
     if config.eval_crop is not None and spec.small:
         terminal.print("--eval_crop has no effect: small images are evaluated whole")
+    if "flip" in (flags.tta or "") and not (config.flip or flags.model):
+        terminal.print("--tta flip: this run was trained without --flip, so mirror images are new to it")
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))
@@ -166,7 +169,7 @@ def evaluate(
     whole.to(accelerator.device)  # without DDP: no gradients are exchanged
     batches = Batches(loader, spec, config, accelerator.device, training=False)
     evaluator = Evaluator(ranks, accelerator, whole, batches, task, config)
-    result = evaluator.evaluate(keep=flags.predictions is not None)
+    result = evaluator.evaluate(keep=config.report or flags.predictions is not None)
     assert result is not None  # nothing stops it
     if flags.predictions:
         ranks.run_on_main(partial(write_predictions, evaluator, saved, split, expand(flags.predictions)))
@@ -177,7 +180,7 @@ def evaluate(
     if flags.throughput:
         size["images_per_second"] = result["count"] / result["seconds"]
         result["throughput"] = size | speed_of(whole, spec, config, accelerator, ranks)
-    return {
+    record = {
         "kind": "eval",
         **origin(saved, config, flags),
         "data": absolute_data(config.data),
@@ -185,6 +188,10 @@ def evaluate(
         "classes": len(saved.class_names),
         **result,
     }
+    if config.report and evaluator.predictions and ranks.is_main:
+        evaluated = Evaluated(config, task, saved.class_names, split, evaluator.predictions, record)
+        report_evaluation(saved.path, evaluated, terminal.print)
+    return record
 
 
 def write_predictions(evaluator: Evaluator, saved: SavedRun, split: Split, path: Path) -> None:

@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         torch.set_num_threads(ranks.threads)
         ranks.join()
         run = train.build(config, ranks, stopping, saver)
+        check_source(run, records)
         for name, there, largest in (
             ("update", "run", run.updates),
             ("microbatch", "update", run.plan.microbatches - 1),
@@ -116,6 +117,14 @@ def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch:
         threads=flags.threads or start["threads"],
         grad_accum=accumulation,
     )
+
+
+def check_source(run: Run, records: list[dict]) -> None:
+    """Raise UserError if the run began with other weights than --init_from has now."""
+    before = next((record["init_weights"] for record in records if "init_weights" in record), None)
+    if run.source is not None and before not in (None, run.source.weights):
+        problem = f"--init_from {run.config.init_from}: has other weights now than when the run began"
+        raise UserError(problem, "restore them, or replay an update after a checkpoint of the run")
 
 
 def recompute(run: Run, batches: Iterator[Batch], until: int, records: list[dict]) -> None:
@@ -245,7 +254,8 @@ def described(found: dict[str, Any], run: Run) -> str:
         classes = ", ".join(label_lines(label, run.data.class_names))
         rows.append((sample, f"{classes}; logits {' '.join(f'{value:.3g}' for value in logits[:_LOGITS])}{more}"))
     rows.append(("sum of losses", found["losses"][found["microbatch"]]))
-    title = f"Microbatch {found['microbatch']} of update {found['update']}, {len(samples)} samples"
+    of = f"of update {found['update']}, which has {run.plan.microbatches}"
+    title = f"Microbatch {found['microbatch']} {of}; {len(samples)} samples"
     norms = sorted(found["gradient_norms"].items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
     layers = [(name, f"{norm:.4g}") for name, norm in norms[:_ROWS]]
     bad = found["first_bad_layer"] or "no layer has NaN or infinite values"

@@ -37,6 +37,7 @@ from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
+from utils.report.writing import report_training
 from utils.runs.folder import Start, find_start, open_run_folder
 from utils.runs.log import RunLog
 from utils.runs.metadata import settings_to_save
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         stopping.training_begins()
         with frozen_garbage(), run.profile:
             result = train(run)
+        report_training(run, result)
         stopped = close(run, result, command)
     if stopped:
         raise SystemExit(EXIT_RESUME)
@@ -273,7 +275,7 @@ def evaluate(run: Run) -> dict | None:
     for weights in ("raw", "ema") if run.average else ("raw",):
         with run.average.applied() if run.average and weights == "ema" else nullcontext():
             run.ranks.broadcast_buffers(run.module)
-            metrics = run.evaluator.evaluate(run.stopping)
+            metrics = run.evaluator.evaluate(run.stopping, keep=run.may_end)
         if metrics is None:
             return None
         if "left_out" in metrics:

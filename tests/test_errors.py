@@ -282,6 +282,13 @@ def _replace_setting(run, old, new):
     _write_manifest(checkpoint)
 
 
+def test_several_unknown_flags_are_answered_at_once(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(TrainConfig, "train.py", ["--opt", "adamw", "--seed", "1", "--learning_rate=1", "--opt", "sgd"])
+    line = "unknown flags --opt, --learning_rate; --opt: use --optimizer; --learning_rate: use --lr"
+    assert capsys.readouterr().err == f"train.py: error: {line}\n"
+
+
 @pytest.mark.parametrize(
     ("name", "fix"),
     [

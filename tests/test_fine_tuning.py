@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.ops import StochasticDepth
 
+import replay
 import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
@@ -30,6 +32,7 @@ from utils.models.freezing import freeze
 from utils.models.matching import copy_matching, heads_of
 from utils.models.recomputing import checkpoint_blocks
 from utils.models.zoo import build_model, seed_layers
+from utils.runs.checkpoint import _write_manifest
 from utils.runs.manifest import read_pointer
 from utils.runs.source import find_source
 from utils.training.start_model import load_source
@@ -65,14 +68,14 @@ def test_the_rows_of_the_head_follow_the_names_of_the_classes():
     state = model.state_dict()
     for name in ("2.weight", "2.bias"):
         assert torch.equal(state[name], torch.stack([there[name][1], own[name][1], there[name][0]]))
-        assert found.new[name] == "2 of 3 classes kept"
+        assert found.new[name] == "except for the rows of 2 of 3 classes"
     others = [name for name in own if not name.startswith("2.")]
     assert all(torch.equal(state[name], there[name]) for name in others) and found.kept == others
     line = f"{len(others)} tensors kept, new: 2.weight, 2.bias (2 of 3 classes kept), not used: extra"
     assert found.line() == line
     assert found.text().splitlines()[-3:] == [
-        "new 2.weight: 2 of 3 classes kept",
-        "new 2.bias: 2 of 3 classes kept",
+        "new 2.weight: except for the rows of 2 of 3 classes",
+        "new 2.bias: except for the rows of 2 of 3 classes",
         "not used: extra",
     ]
 
@@ -83,7 +86,7 @@ def test_all_rows_are_kept_in_the_order_of_the_data_and_a_name_that_occurs_twice
     assert torch.equal(model[2].weight, source[2].weight[[2, 0, 1]]) and not found.new and found.rows == (3, 3)
     before = model[2].weight.clone()
     found = copy_matching(model, source.state_dict(), ["a", "a", "x"], ["a", "b", "c"])
-    assert torch.equal(model[2].weight, before) and found.new["2.weight"] == "0 of 3 classes kept"
+    assert torch.equal(model[2].weight, before) and found.new["2.weight"] == "except for the rows of 0 of 3 classes"
 
 
 def test_a_head_without_class_names_is_kept_if_its_shape_fits_and_other_shapes_are_new():
@@ -135,7 +138,8 @@ def test_a_run_starts_from_the_best_weights_of_another_on_any_number_of_processe
         torch.testing.assert_close(tuned[name], tensor, rtol=0, atol=1e-20)
     best = read_pointer(folder / "runs/source/checkpoints", "best")
     report = Path("runs/tuned/init_from.txt").read_text().splitlines()
-    assert report[0] == str(best) and report[-1] == "new fc.bias: 2 of 3 classes kept"
+    assert report[0] == str(best)
+    assert report[-2:] == ["new fc.bias: except for the rows of 2 of 3 classes", "classes kept: b, c"]
     kept = f"init_from  {best}: {len(there) - 2} tensors kept, new: fc.weight, fc.bias (2 of 3 classes kept)"
     assert f"{kept}; its model, channels, image_size, mean, std" in outcomes[0].out
     state = json.loads((Path("runs/tuned/checkpoints/step-00000001") / "state.json").read_text())
@@ -164,6 +168,21 @@ def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder, mo
     assert f"init_from: {folder / 'gone'}\n" in Path("runs/moved/config.yaml").read_text()
     state = json.loads((Path("runs/moved/checkpoints/step-00000002") / "state.json").read_text())
     assert (state["input"]["height"], state["input"]["mean"]) == (40, [0.4] * 3)
+
+
+def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    shutil.copytree("runs/source", "runs/parent")
+    train_run(1, "child", *STILL[2:], "--data", "second", "--init_from", "runs/parent", "--log_every", "1")
+    for checkpoint in Path("runs/child/checkpoints").glob("step-*"):
+        shutil.rmtree(checkpoint)  # as if the run had been killed before its first one
+    replay.main(["--run", "runs/child", "--update", "1", "--cpu"])
+    for checkpoint in Path("runs/parent/checkpoints").glob("step-*"):
+        tensors = {name: tensor + 1 for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+        save_file(tensors, checkpoint / "model.safetensors")
+        _write_manifest(checkpoint)
+    line = refused(replay.main, "--run", "runs/child", "--update", "1", "--cpu")
+    assert "has other weights now than when the run began; restore them" in line
 
 
 def test_averaged_weights_take_precedence(folder, monkeypatch):

@@ -303,7 +303,11 @@ def test_a_resumed_run_keeps_the_learning_rate_for_its_samples():
     flags = [word for flag, value in zip(RUN[::2], RUN[1::2], strict=True) if flag not in ("--lr", "--lr_per")
              for word in (flag, value)]  # fmt: skip
     (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags, "--max_steps", "5", "--resume", "auto"])
-    assert re.search(r"^lr +0.001 = 0.002 x global batch 120 / 240$", outcome.out, re.M), outcome.out
+    assert re.search(
+        r"^optimizer +sgd, lr 0.001 \(0.002 x global batch 120 / 240\), weight decay 0.0005, constant, warmup_steps 2,",
+        outcome.out,
+        re.M,
+    ), outcome.out
     assert [record["lr"] for record in records("run", "train")] == pytest.approx(RATES[:5])
     assert "--lr_per needs --lr; give the learning rate for it" in refused(train.main, "--lr_per", "256")
 

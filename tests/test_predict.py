@@ -76,7 +76,7 @@ def logits_of(run: str, pixels: np.ndarray) -> torch.Tensor:
     """The outputs of a run's model in plain PyTorch, of uint8 [n, H, W, C]."""
     spec, w = read_checkpoint(find_checkpoint(Path("runs", run))).spec, weights(run)
     mean, std = torch.tensor(spec.mean), torch.tensor(spec.std)
-    x = ((torch.from_numpy(pixels).float() / 255 - mean) / std).permute(0, 3, 1, 2).flatten(1)
+    x = ((torch.tensor(pixels).float() / 255 - mean) / std).permute(0, 3, 1, 2).flatten(1)
     hidden = torch.relu(x @ w["hidden.weight"].T + w["hidden.bias"])
     return hidden @ w["output.weight"].T + w["output.bias"]
 

@@ -63,6 +63,11 @@ def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
     return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
 
 
+# What is done to gradients and weights in an update, for the start table.
+UPDATES = (
+    *("momentum", "warmup_steps", "cooldown_steps", "layer_decay", "clip_value", "clip_norm", "ema_decay", "freeze"),
+    *("drop_path",),
+)
 # What is done to images, samples and targets in training, for the start table.
 RECIPE = (
     *("crop_padding", "min_scale", "auto_augment", "color_jitter", "random_erasing", "cutout", "mixup", "cutmix"),
@@ -73,4 +78,4 @@ RECIPE = (
 def changed(config: TrainConfig, names: Sequence[str]) -> list[tuple[str, Any]]:
     """The names and values of those of these settings that do not have their defaults."""
     values = [(name, getattr(config, name)) for name in names]
-    return [(name, value) for name, value in values if value != getattr(TrainConfig, name)]
+    return [(name, value) for name, value in values if value != getattr(TrainConfig, name, [])]  # [] of lists

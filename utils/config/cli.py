@@ -197,6 +197,7 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
         for name, parts in kinds.items()
         if list[int] in parts or list[float] in parts
     }
+    _check_names(argv, names)
     texts: dict[str, list[str]] = {f.name: [] for f in fields(cls) if f.type == list[str]}
     result: list[str] = []
     skip = 0  # following words that are already part of a list
@@ -209,9 +210,7 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
             raise UserError(f"unknown flag {argument[:2]}", fix_for_unknown(argument[1], names, "--"))
         if not argument.startswith("--"):
             continue
-        name = re.split(r"[.=+]", argument[2:])[0]
-        if name not in names and argument not in ("--help", "--print_config"):
-            raise UserError(f"unknown flag --{name}", fix_for_unknown(name, names, "--"))
+        name = _name_of(argument)
         following = argv[position + 1] if position + 1 < len(argv) else "--"
         if name in least:
             words = argv[position + 1 :] if "=" not in argument else [argument.partition("=")[2]]
@@ -233,6 +232,24 @@ def _normalise_flags(argv: list[str], names: list[str], cls: type) -> list[str]:
                 expected = ", ".join(["true", *booleans[name]])
                 raise UserError(f"--{name}: expected {expected} or false, got {following}")
     return result
+
+
+def _check_names(argv: list[str], names: list[str]) -> None:
+    """Raise UserError with a fix for each unknown flag."""
+    given = [_name_of(word) for word in argv if word.startswith("--") and word not in ("--help", "--print_config")]
+    unknown = [name for name in dict.fromkeys(given) if name not in names]
+    fixes = [fix_for_unknown(name, names, "--") for name in unknown]
+    if len(unknown) == 1:
+        raise UserError(f"unknown flag --{unknown[0]}", fixes[0])
+    if unknown:
+        flags = ", ".join(f"--{name}" for name in unknown)
+        raise UserError(
+            f"unknown flags {flags}", "; ".join(f"--{n}: {fix}" for n, fix in zip(unknown, fixes, strict=True))
+        )
+
+
+def _name_of(flag: str) -> str:
+    return re.split(r"[.=+]", flag[2:])[0]
 
 
 def _is_number(word: str) -> bool:

@@ -61,6 +61,8 @@ class EvalConfig(LaunchConfig):
     """File to write the results to, as JSON."""
     predictions: str | None = None
     """File to write the prediction for each sample to: FILE.csv, FILE.json or FILE.parquet."""
+    report: bool | None = None
+    """Write report.html to the run folder of --ckpt (default: as in the run)."""
     num_workers: int | None = None
     """Loader processes per rank that decode photographs (default: the threads per process, at most 8, or
     up to 16 if there are that many physical cores)."""

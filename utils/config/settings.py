@@ -268,6 +268,9 @@ class TrainConfig(LaunchConfig):
     best: str | None = None
     """Metric of the evaluation that decides which checkpoint is the best, such as loss (default:
     mAP for multilabel, else accuracy); of equal values, the earliest is the best."""
+    report: bool = True
+    """Write report.html to the run folder at the end: a page of curves, metrics, confusions, calibration and errors,
+    with images of the data."""
     dry_run: bool = False
     """Compute one update and one evaluation batch, print their time and memory and the size of the model, and save
     nothing."""

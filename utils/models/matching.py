@@ -18,6 +18,7 @@ class Match:
     new: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)  # tensors that the model does not have
     rows: tuple[int, int] | None = None  # classes whose rows of the head were copied, and all classes
+    classes: list[str] = field(default_factory=list)  # those whose rows were copied, unless these are all
 
     def line(self) -> str:
         """The numbers, and the names of new and unused tensors, on one line."""
@@ -30,6 +31,7 @@ class Match:
         """One line for each tensor."""
         lines = [f"kept {name}" for name in self.kept]
         lines += [f"new {name}: {reason}" for name, reason in self.new.items()]
+        lines += [f"classes kept: {', '.join(self.classes)}"] if self.classes else []
         return "\n".join([*lines, *(f"not used: {name}" for name in self.unused)]) + "\n"
 
 
@@ -67,7 +69,8 @@ def copy_matching(model: nn.Module, tensors: Mapping[str, Tensor], there: Sequen
             if count == len(here):
                 found.kept.append(name)
             else:
-                found.new[name] = f"{count} of {len(here)} classes kept"
+                found.new[name] = f"except for the rows of {count} of {len(here)} classes"
+                found.classes = [here[row] for row, _ in pairs[:count]]
         elif theirs.shape != own.shape:
             found.new[name] = f"shape {list(own.shape)}, in the source {list(theirs.shape)}"
         else:

@@ -45,6 +45,7 @@ class Source:
     class_names: list[str]
     settings: dict[str, Any]
     taken: list[str] = field(default_factory=list)  # the settings that were not given
+    weights: str = ""  # SHA-256 of the file
     match: Match | None = None  # once the model has the weights
 
     def describe(self) -> str:
@@ -79,8 +80,8 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
     found = ranks.broadcast_text(ranks.run_on_main(partial(_find, config.init_from), main_first=True) or "")
     place = "reading the weights of --init_from"
     source = ranks.run_on_all(partial(_read, found), main_first=True, place=place)
-    weights = ranks.run_on_all(lambda: sha256_of(source.file))
-    ranks.check_same(weights, f"different weights in --init_from {config.init_from}")
+    source.weights = ranks.run_on_all(lambda: sha256_of(source.file))
+    ranks.check_same(source.weights, f"different weights in --init_from {config.init_from}")
     filled = ranks.run_on_all(lambda: _filled(config, source.settings))
     source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
     return filled, source

@@ -49,6 +49,8 @@ class Evaluator:
         skipped. Raises ValueError if images cannot be read, and RuntimeError if a sample is missing or counted twice.
         With `keep`, the main process has the predictions afterwards.
         """
+        if self.config.metrics and self.ranks.is_main:  # takes seconds, which are not those of the evaluation
+            import utils.tasks.metrics  # noqa: F401
         start, was_training = time.perf_counter(), self.model.training
         keep = keep and has_predictions(self.task)
         self.model.eval()

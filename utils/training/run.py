@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.advice import RECIPE, advice, changed, hint_for_few
+from utils.config.advice import RECIPE, UPDATES, advice, changed, hint_for_few
 from utils.config.settings import TrainConfig, to_yaml
 from utils.console import table
 from utils.data.batches import Batches
@@ -107,6 +107,11 @@ class Run:
             return "max_seconds"
         return "early_stopping" if state.evaluations_since_best >= (config.early_stopping or math.inf) else ""
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the evaluation at this update may be the last one, whose predictions report.html shows."""
+        return self.config.report and (bool(self.ended) or self.config.early_stopping is not None)
+
 
 def announce(run: Run) -> None:
     """Print what runs where, and write the settings to the run folder; collective."""
@@ -114,6 +119,7 @@ def announce(run: Run) -> None:
     processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
     if ranks.is_main:
+        numbers |= {"init_weights": run.source.weights} if run.source else {}
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
     by_loader = run.train_batches.dataset.augmentation is not None
@@ -154,7 +160,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("model", describe_model(run)),
         *([("init_from", run.source.describe())] if run.source else []),
         ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
-        *([("lr", scaled_lr(run.config))] if run.config.lr_per else []),
+        ("optimizer", describe_optimizer(run.config)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         *([("task", run.task.describe())] if run.task.describe() else []),
         *([("recipe", recipe)] if recipe else []),
@@ -174,9 +180,11 @@ def describe_model(run: Run) -> str:
     return ", ".join([run.config.model, number, run.spec.describe(), *filter(None, changes)])
 
 
-def scaled_lr(config: TrainConfig) -> str:
-    """The learning rate that follows from --lr_per."""
-    return f"{config.peak_lr:.4g} = {config.lr:g} x global batch {config.global_batch_size} / {config.lr_per}"
+def describe_optimizer(config: TrainConfig) -> str:
+    """The optimizer, its learning rate and schedule, and what else was changed in its updates."""
+    scaled = f" ({config.lr:g} x global batch {config.global_batch_size} / {config.lr_per})" if config.lr_per else ""
+    words = [config.optimizer, f"lr {config.peak_lr:.4g}{scaled}", f"weight decay {config.weight_decay:g}"]
+    return ", ".join([*words, config.lr_schedule, *(f"{name} {value}" for name, value in changed(config, UPDATES))])
 
 
 def fixed_batch(plan: Plan, processes: int) -> str:
@@ -235,4 +243,6 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", f"{size_of(run.folder.checkpoints) / MB:.0f} MB"))
+        page = run.folder.path / "report.html"
+        rows += [("page", str(page))] if done and page.exists() else []
     return rows

@@ -1,0 +1,33 @@
+"""Write the page of runs that exist: python -m utils.report RUN [RUN ...] [--out FILE] [--no_images]"""
+
+import argparse
+from collections.abc import Sequence
+
+from utils.errors import UserError
+from utils.files import check_output_file, expand
+from utils.launch.exits import exit_with_error
+from utils.report.page import PAGE, write_page
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page, and print where it is."""
+    parser = argparse.ArgumentParser("python -m utils.report", description="Write the page of one or several runs.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are compared on one page")
+    parser.add_argument("--out", help=f"file to write (default: {PAGE} in the run folder; needed for several runs)")
+    parser.add_argument("--no_images", action="store_true", help="leave all pictures out")
+    flags = parser.parse_args(argv)
+    folders = [expand(run) for run in flags.runs]
+    out = expand(flags.out) if flags.out else folders[0] / PAGE
+    try:
+        if len(folders) > 1 and flags.out is None:
+            raise UserError("--out is missing", "name a file for the page of several runs")
+        if flags.out:
+            check_output_file("--out", out)
+        write_page(folders, out, images=not flags.no_images)
+    except (ValueError, OSError) as error:
+        exit_with_error(error, parser.prog)
+    print(out)
+
+
+if __name__ == "__main__":
+    main()

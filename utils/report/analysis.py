@@ -1,0 +1,195 @@
+"""The numbers of the run page: confidence intervals, calibration, scores of the classes, confusions, worst errors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from utils.data.order import fold_in
+from utils.training.predictions import Predictions
+
+BINS = 15  # of the confidence, equally wide
+MATRIX = 30  # classes; with more, the page lists the most frequent confusions instead of a matrix
+PAIRS, ERRORS = 20, 24  # confusions in that list, and images in the gallery
+_RESAMPLES, _FEWEST = 1000, 100
+_WORK = 10**8  # numbers to add up for all resamples
+_MOST_SCORES = 2 * 10**6  # with more, the metrics of rankings have no intervals
+
+Metrics = Callable[[np.ndarray], dict[str, float]]  # from how often each sample counts, float64 [n]
+
+
+def intervals(metrics: Metrics, samples: int, columns: int, seed: int) -> dict[str, tuple[float, float]]:
+    """The 95 % bootstrap interval of each metric, by percentiles over resamples of the samples.
+
+    The resamples depend only on the seed and the number of samples. There are fewer of them for many samples and
+    `columns`, the numbers of a sample.
+    """
+    random = np.random.Generator(np.random.Philox(key=fold_in(seed, "bootstrap")))
+    count = max(_FEWEST, min(_RESAMPLES, _WORK // (samples * columns)))
+    drawn = (np.bincount(random.integers(samples, size=samples), minlength=samples) for _ in range(count))
+    found = [metrics(counts.astype(np.float64)) for counts in drawn]
+    bounds = {name: np.nanpercentile([values[name] for values in found], (2.5, 97.5)) for name in found[0]}
+    return {name: (float(low), float(high)) for name, (low, high) in bounds.items()}
+
+
+def calibration(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
+    """The expected calibration error and the bins of a reliability diagram.
+
+    `confidence`, float [n] in 0..1, are probabilities, and `correct`, bool [n], what came true. The error is the mean
+    over samples of the distance between accuracy and mean confidence in the sample's bin (Guo et al., 2017).
+    """
+    bins = np.minimum((confidence.astype(np.float64) * BINS).astype(int), BINS - 1)
+    counts = np.bincount(bins, minlength=BINS)
+    sums = np.bincount(bins, confidence, BINS), np.bincount(bins, correct, BINS)
+    mean, accuracy = (total / np.maximum(counts, 1) for total in sums)
+    error = float((np.abs(mean - accuracy) * counts).sum() / max(1, counts.sum()))
+    rows = zip(mean.tolist(), accuracy.tolist(), counts.tolist(), strict=True)
+    return {"error": error, "bins": [{"confidence": c, "accuracy": a, "count": n} for c, a, n in rows]}
+
+
+def analyse(found: Predictions, names: list[str], exclusive: bool, threshold: float, seed: int) -> dict[str, Any]:
+    """All numbers of an evaluation as JSON values.
+
+    `exclusive`: each sample has one class of several, as in classification; otherwise each output has a probability of
+    its own. `threshold` is the probability above which such an output is predicted.
+    """
+    analysis = _of_classification(found, names, seed) if exclusive else _of_outputs(found, names, threshold, seed)
+    return {"count": len(found.indices), **analysis}
+
+
+def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[str, Any]:
+    labels, predicted, classes = found.labels, found.top[:, 0], len(names)
+    correct, confidence = predicted == labels, found.probabilities[:, 0]
+    pairs, times = np.unique(labels[~correct] * classes + predicted[~correct], return_counts=True)
+    order = np.argsort(-times, kind="stable")
+    confused = [(int(pairs[i]) // classes, int(pairs[i]) % classes, int(times[i])) for i in order]
+    mistaken_for: dict[int, int] = {}
+    for true, guessed, _ in confused:
+        mistaken_for.setdefault(true, guessed)
+    totals, right = np.bincount(labels, minlength=classes), np.bincount(labels, correct, classes)
+    rows = [
+        {
+            "name": names[c],
+            "count": int(totals[c]),
+            "score": float(right[c] / totals[c]),
+            "mistaken_for": names[mistaken_for[c]] if c in mistaken_for else "",
+        }
+        for c in np.flatnonzero(totals).tolist()
+    ]
+    matrix = None
+    if classes <= MATRIX:
+        matrix = np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes).tolist()
+    worst = np.flatnonzero(~correct)
+    worst = worst[np.argsort(-confidence[worst], kind="stable")][:ERRORS]
+    return {
+        "intervals": intervals(_metrics_of_classes(found, classes), len(labels), 8, seed),
+        "calibration": calibration(confidence, correct),
+        "score": "accuracy",
+        "classes": sorted(rows, key=lambda row: row["score"]),
+        "matrix": matrix,
+        "names": names if matrix else [],
+        "confusions": [
+            {"true": names[t], "predicted": names[p], "count": n, "share": n / int(totals[t])}
+            for t, p, n in confused[:PAIRS]
+        ],
+        "errors": [
+            {
+                "index": int(found.indices[i]),
+                "text": f"{names[predicted[i]]} {confidence[i]:.1%}",
+                "true": names[labels[i]],
+            }
+            for i in worst
+        ],
+    }
+
+
+def _metrics_of_classes(found: Predictions, classes: int) -> Metrics:
+    labels, predicted = found.labels, found.top[:, 0]
+    correct, hits = predicted == labels, (found.top == labels[:, None]).any(1)
+    columns = np.stack([found.losses.astype(np.float64), correct, hits])
+
+    def metrics(counts: np.ndarray) -> dict[str, float]:
+        loss, accuracy, top5 = columns @ counts / counts.sum()
+        true, guessed = np.bincount(labels, counts, classes), np.bincount(predicted, counts, classes)
+        both, either = np.bincount(labels, counts * correct, classes), true + guessed
+        f1 = (2 * both[either > 0] / either[either > 0]).mean()
+        return {"accuracy": accuracy, "top5": top5, "macro_f1": f1, "loss": loss}
+
+    return metrics
+
+
+def _of_outputs(found: Predictions, names: list[str], threshold: float, seed: int) -> dict[str, Any]:
+    """The analysis of multilabel, or of binary, whose only output is the probability of the second class."""
+    scores, (samples, outputs) = found.probabilities, found.probabilities.shape
+    binary = outputs == 1 and found.labels.ndim == 1
+    truth = (found.labels[:, None] if binary else found.labels).astype(bool)
+    predicted = scores > np.float32(threshold)
+    losses, exact = found.losses.astype(np.float64), (predicted == truth).all(1)
+    columns = np.stack([losses, exact, (predicted & truth).sum(1), predicted.sum(1) + truth.sum(1)])
+    curves = [_Curve(scores[:, c], truth[:, c]) for c in range(outputs)]
+    ranked = scores.size <= _MOST_SCORES
+
+    def metrics(counts: np.ndarray) -> dict[str, float]:
+        total = counts.sum()
+        loss, right, both, either = columns @ counts
+        names = ("accuracy", "f1") if binary else ("exact_match", "micro_f1")
+        values = {"loss": loss / total, names[0]: right / total, names[1]: 2 * both / either if either else 0.0}
+        if not ranked:
+            return values
+        areas = [curve.areas(counts) for curve in curves]
+        known = [precision for precision, _ in areas if precision is not None]
+        mean = float(np.mean(known)) if known else np.nan
+        return values | ({"auc": areas[0][1]} if binary else {"mAP": mean})
+
+    rows = []
+    for c, curve in enumerate(curves):
+        precision, area = curve.areas(np.ones(samples))
+        if precision is not None:
+            name = names[1] if binary else names[c]
+            rows.append({"name": name, "count": int(truth[:, c].sum()), "score": precision, "auc": area})
+    distance = np.abs(scores - truth)
+    column = distance.argmax(1)  # the output that is furthest from the truth
+    order = np.argsort(-distance[np.arange(samples), column], kind="stable")[:ERRORS]
+    wrong = [i for i in order if predicted[i, column[i]] != truth[i, column[i]]]
+    return {
+        "intervals": intervals(metrics, samples, 8 * outputs, seed),
+        "calibration": calibration(scores.ravel(), truth.ravel()),
+        "score": "average precision",
+        "classes": sorted(rows, key=lambda row: row["score"]),
+        "matrix": None,
+        "names": [],
+        "confusions": [],
+        "errors": [_error_of_output(found, names, binary, i, int(column[i])) for i in wrong],
+    }
+
+
+def _error_of_output(found: Predictions, names: list[str], binary: bool, row: int, column: int) -> dict[str, Any]:
+    name, probability = names[1] if binary else names[column], found.probabilities[row, column]
+    own = [found.labels[row]] if binary else np.flatnonzero(found.labels[row])
+    true = ", ".join(names[label] for label in own)
+    return {"index": int(found.indices[row]), "text": f"{name} {probability:.1%}", "true": true or "no class"}
+
+
+class _Curve:
+    """The ranking of the samples by the score of one output, to weight them again and again.
+
+    `scores` is float [n], `truth` bool [n]. Samples with equal scores are counted together.
+    """
+
+    def __init__(self, scores: np.ndarray, truth: np.ndarray):
+        self.order = np.argsort(-scores, kind="stable")
+        self.truth = truth[self.order]
+        self.ends = np.append(np.flatnonzero(np.diff(scores[self.order])), len(scores) - 1)
+
+    def areas(self, counts: np.ndarray) -> tuple[float | None, float]:
+        """Average precision and the area under the ROC curve; None and NaN if they are undefined."""
+        weights = counts[self.order]
+        hits, total = np.cumsum(weights * self.truth)[self.ends], np.cumsum(weights)[self.ends]
+        misses = total - hits
+        if not hits[-1]:
+            return None, np.nan
+        precision = float((np.diff(hits, prepend=0) * hits / np.maximum(total, 1)).sum() / hits[-1])
+        if not misses[-1]:
+            return precision, np.nan
+        steps = np.diff(misses, prepend=0) * (hits + np.append(0, hits[:-1])) / 2
+        return precision, float(steps.sum() / hits[-1] / misses[-1])

@@ -1,0 +1,93 @@
+"""What the page shows of a run folder: its settings, log and pictures, and the analysis of its last evaluation."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from utils.config.settings import TrainConfig
+from utils.config.yaml_text import read_yaml
+from utils.console import clock
+from utils.errors import UserError
+from utils.files import read_json
+from utils.report.charts import reliability
+from utils.report.pictures import sheet
+from utils.runs.metadata import OF_THIS_MACHINE
+
+ANALYSIS = "report.json"
+_FIRST = 20  # classes that the page shows at once; the others are folded
+
+
+def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
+    """The values of page.html for a run. Raises ValueError or OSError if this is not the folder of a run.
+
+    Without `images` there are no pictures.
+    """
+    log = folder / "log.jsonl"
+    if not log.is_file() or not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder}: is not a run folder, as it has no log.jsonl or no config.yaml", "name a run folder")
+    records = [_record(line) for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "train", "eval")}
+    analysis = read_json(folder / ANALYSIS) if (folder / ANALYSIS).is_file() else {}
+    classes, last = analysis.get("classes", []), (kinds["train"] or [{}])[-1]
+    return {
+        "name": folder.absolute().name,
+        "settings": changed_settings(read_yaml(folder / "config.yaml")),
+        **kinds,
+        "starts": [_start(record) for record in kinds["start"]],
+        "versions": kinds["start"][-1].get("versions", {}) if kinds["start"] else {},
+        "last": last,
+        "time": clock(last.get("seconds", 0)),
+        "evaluation": analysis.get("record") or (kinds["eval"] or [{}])[-1],
+        "intervals": analysis.get("intervals", {}),
+        "analysis": analysis,
+        "bars": reliability(analysis["calibration"]["bins"]) if analysis else [],
+        "classes": [classes[:_FIRST], classes[_FIRST:]],
+        "errors": analysis.get("errors", []) if images else [],
+        "first_batch": sheet(folder / "first_batch.png") if images else "",
+    }
+
+
+def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that differ from their defaults, without those of the machine, as text."""
+    usual = asdict(TrainConfig()) | {"format": 1, "best": values.get("best")}
+    values = {**values, "task": "auto"} if values.get("task") == "classification" else values
+    kept = {name: value for name, value in values.items() if name not in OF_THIS_MACHINE}
+    return {name: _text(value) for name, value in without_places(kept).items() if value != usual.get(name, value)}
+
+
+def _record(line: str) -> dict[str, Any]:
+    """A record of the log; empty for the last line of a killed run, which may be cut short."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _start(record: Mapping[str, Any]) -> dict[str, Any]:
+    """When and how a start of the run began."""
+    topology = "processes {processes}, batch {batch_size} x {processes} x {grad_accum} = {global_batch_size}"
+    more = [f"threads {record['threads']}", f"precision {record['precision']}"]
+    return {
+        "step": record["step"],
+        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record["time"])),
+        "topology": ", ".join([topology.format(**record), *more]),
+    }
+
+
+def without_places(value: Any) -> Any:
+    """The value with the last part of each absolute path only, so that the page can be shown to anybody."""
+    if isinstance(value, dict):
+        return {name: without_places(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_places(inner) for inner in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,92 @@
+"""report.html: the page of one or several runs, one file that needs nothing else and requests nothing."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from utils.files import write_output
+from utils.report.charts import Series, line_chart
+from utils.report.folder import read_run
+from utils.tasks.table import TASKS
+from utils.tasks.task import Task
+
+PAGE = "report.html"
+
+
+def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
+    """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run."""
+    runs = [read_run(folder, images) for folder in folders]
+    values = {"runs": runs, "charts": charts(runs), "settings": settings_rows(runs), "metrics": metrics_rows(runs)}
+    write_output(out, template().render(values))
+
+
+@cache
+def template() -> Template:
+    """page.html, compiled; it escapes all values."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template("page.html")
+
+
+def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The charts over updates of all runs, without empty ones."""
+    shown = {name: word for run in runs for name, word in _metrics_of(run).items() if name != "top5"}
+    titles = {"loss": "loss"} | shown | {"lr": "learning rate", "images_per_second": "images/s"}
+    made = [line_chart(title, _lines(runs, name), _marks(runs)) for name, title in titles.items()]
+    waits = [s._replace(points=[(x, 100 * y) for x, y in s.points]) for s in _lines(runs, "data_wait")]
+    return [chart for chart in [*made, line_chart("time waiting for data", waits, _marks(runs), "%")] if chart]
+
+
+def _metrics_of(run: dict[str, Any]) -> dict[str, str]:
+    """The metrics that a run's task shows, with the words for them."""
+    task = TASKS.get(run["settings"].get("task", "classification"))
+    return dict(task.shown) if isinstance(task, type) and issubclass(task, Task) else {}
+
+
+def _marks(runs: Sequence[dict[str, Any]]) -> list[int]:
+    """The updates from which a single run was resumed."""
+    return [start["step"] for start in runs[0]["starts"] if start["step"]] if len(runs) == 1 else []
+
+
+def _lines(runs: Sequence[dict[str, Any]], name: str) -> list[Series]:
+    """The values of one name in the train and eval records of each run. Averaged weights have a line of their own."""
+    lines = []
+    for number, run in enumerate(runs):
+        groups = {"training": run["train"]}
+        for record in run["eval"]:
+            groups.setdefault(f"evaluation {record.get('weights', '')}".strip(), []).append(record)
+        for place, (group, records) in enumerate(groups.items()):
+            points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+            label = group if len(runs) == 1 else f"{run['name']}, {group}"
+            colour = place if len(runs) == 1 else number
+            kind = "train" if not place else "raw" if group.endswith("raw") else "eval"
+            lines.append(Series(label, f"c{colour % 8} {kind}", points))
+    return lines
+
+
+def settings_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The settings that differ from the defaults, or, with several runs, between them."""
+    names = dict.fromkeys(name for run in runs for name in run["settings"])
+    rows = [(name, [run["settings"].get(name, "default") for run in runs]) for name in names]
+    return [(name, values) for name, values in rows if len(runs) == 1 or len(set(values)) > 1]
+
+
+def metrics_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The metrics of each run's last evaluation, with their intervals."""
+    words = {name: word for run in runs for name, word in _metrics_of(run).items()}
+    hidden = {"step", "epoch", "seconds", "count", "left_out", "classes", "classes_evaluated", "time"}
+    found = {
+        name: words.get(name, name.replace("_", " "))
+        for run in runs
+        for name, value in run["evaluation"].items()
+        if isinstance(value, float) and name not in hidden
+    }
+    ordered = [*(name for name in words if name in found), *(name for name in found if name not in words)]
+    rows = []
+    for name in ordered:
+        cells = [{"value": run["evaluation"].get(name), "interval": run["intervals"].get(name)} for run in runs]
+        rows.append((found[name], cells))
+    return rows

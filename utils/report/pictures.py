@@ -1,0 +1,43 @@
+"""Images of the run page, as data URIs."""
+
+import base64
+import io
+from pathlib import Path
+
+from PIL import Image
+
+from utils.data.decode import decode
+from utils.data.spec import SMALL
+from utils.data.splits import Files, Split
+
+_SIDE = 176  # pixels of a thumbnail's longer side
+_SHEET = 1100  # pixels of the longer side of first_batch.png in the page
+
+
+def thumbnail(split: Split, position: int) -> dict[str, str | bool]:
+    """A sample's image, reduced if it is a photograph, and its name below the data set's folder if it is a file."""
+    image = Image.fromarray(decode(split, position, 3).numpy())
+    small, row = max(image.size) <= SMALL, int(split.rows[position])
+    name = split.images.names[row] if isinstance(split.images, Files) else ""
+    if Path(name).is_absolute():
+        name = Path(name).name
+    return {"image": _uri(image, _SIDE, exact=small), "small": small, "file": name}
+
+
+def sheet(path: Path) -> str:
+    """The picture of the first batch, reduced to the width of the page; empty if the file does not exist."""
+    if not path.is_file():
+        return ""
+    with Image.open(path) as image:
+        return _uri(image.convert("RGB"), _SHEET, exact=max(image.size) <= _SHEET)
+
+
+def _uri(image: Image.Image, side: int, exact: bool) -> str:
+    """PNG if `exact`, else JPEG with sides up to `side`."""
+    file = io.BytesIO()
+    if exact:
+        image.save(file, "PNG")
+    else:
+        image.thumbnail((side, side))
+        image.save(file, "JPEG", quality=85)
+    return f"data:image/{'png' if exact else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"

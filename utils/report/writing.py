@@ -1,0 +1,71 @@
+"""Write report.html at the end of a training run or an evaluation. If that fails, the run only prints a warning."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.config.settings import TrainConfig
+from utils.data.splits import Split
+from utils.errors import one_line
+from utils.files import write_file
+from utils.report.analysis import analyse
+from utils.report.folder import ANALYSIS, without_places
+from utils.report.page import PAGE, write_page
+from utils.report.pictures import thumbnail
+from utils.tasks.multilabel import MultiLabel
+from utils.tasks.task import Task
+from utils.training.predictions import Predictions
+from utils.training.run import Run
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation; `record` has its metrics and what was evaluated. No `predictions`: an older analysis is kept."""
+
+    config: TrainConfig
+    task: Task
+    class_names: list[str]
+    split: Split
+    predictions: Predictions | None
+    record: Mapping[str, Any]
+
+
+def report_training(run: Run, result: Mapping[str, Any] | None) -> None:
+    """Write the page of a run that is complete, on the main process; `result` is its last evaluation, if any."""
+    if not run.ranks.is_main or not run.config.report or not run.ended or run.state.owes_evaluation:
+        return
+    split, found = run.data.evaluation, run.evaluator.predictions if result else None
+    record = {**(result or {}), "step": run.state.step, "split": split.name}
+    evaluated = Evaluated(run.config, run.task, run.data.class_names, split, found, record)
+    write_report(run.folder.path, evaluated, run.log.say)
+
+
+def report_evaluation(checkpoint: Path, evaluated: Evaluated, say: Callable[[str], None]) -> None:
+    """Write the page again with this evaluation, if the checkpoint is in a run folder."""
+    checkpoints = checkpoint.absolute().parent
+    folder = checkpoints.parent
+    if checkpoints.name == "checkpoints" and (folder / "log.jsonl").is_file():
+        write_report(folder, evaluated, say)
+
+
+def write_report(folder: Path, evaluated: Evaluated, say: Callable[[str], None]) -> None:
+    """Store the analysis of an evaluation in report.json, then write the page; an error is printed with `say`."""
+    try:
+        if evaluated.predictions is not None:
+            write_file(folder / ANALYSIS, json.dumps(analysis_of(evaluated)))
+        write_page([folder], folder / PAGE)
+    except Exception as error:  # of any class: the run itself has succeeded
+        say(f"{PAGE} could not be written ({one_line(error)}); all else is complete")
+
+
+def analysis_of(evaluated: Evaluated) -> dict[str, Any]:
+    """The numbers and images of an evaluation that the page shows. Raises ValueError if an image cannot be read."""
+    assert evaluated.predictions
+    config, kept = evaluated.config, {k: v for k, v in evaluated.record.items() if not isinstance(v, list | dict)}
+    exclusive = not isinstance(evaluated.task, MultiLabel)
+    analysis = analyse(evaluated.predictions, evaluated.class_names, exclusive, config.threshold, config.seed)
+    for error in analysis["errors"]:
+        error |= thumbnail(evaluated.split, error["index"])
+    return {"record": without_places(kept), **analysis}
