@@ -36,22 +36,22 @@ from utils.models.imagenet import CLASSES, check_classes, load_published, names_
 from utils.models.published import sized
 from utils.models.views import Views
 from utils.models.zoo import build_model, check_model, input_spec
+from utils.predictions.rows import columns_of_split
+from utils.predictions.tables import check_table_file, encode
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
-from utils.runs.manifest import FOR_EVALUATION, verify
-from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.evaluated import find_saved, given_settings
+from utils.runs.metadata import SavedRun
 from utils.runs.state import TrainState
-from utils.runs.weights import choose_weights, find_checkpoints
+from utils.runs.weights import find_checkpoints
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
 from utils.training.evaluation import Evaluator
+from utils.training.predictions import check_predictions
 from utils.training.throughput import size_of, speed_of, speed_rows
-
-# Settings of the run that a flag of eval.py replaces: those that both have, except where and how it is launched.
-OVERRIDES = set(EvalConfig.__annotations__) & set(TrainConfig.__annotations__) - {"model", "pretrained"}
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -65,11 +65,15 @@ def main(argv: Sequence[str] | None = None) -> dict:
         check_workers(flags.num_workers)
         if flags.json:
             check_output_file("--json", expand(flags.json))
+        if flags.predictions:
+            check_table_file("--predictions", expand(flags.predictions))
         ranks.join()
-        saved = find_saved(flags, ranks)
+        saved = find_run(flags, ranks)
         config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
         ranks.run_on_all(lambda: check(config, ranks))
         config, task = ranks.run_on_all(lambda: make_task(config, saved.class_names, None))
+        if flags.predictions:
+            check_predictions(task)
         if flags.threshold is not None and config.task == "classification":
             Terminal(ranks.is_main).print("--threshold has no effect: only multilabel and binary have it")
         # Use the checkpoint's image size, even if the run derived it from its images.
@@ -89,23 +93,11 @@ def main(argv: Sequence[str] | None = None) -> dict:
     return record
 
 
-def find_saved(flags: EvalConfig, ranks: Ranks) -> SavedRun:
+def find_run(flags: EvalConfig, ranks: Ranks) -> SavedRun:
     """The verified checkpoint of --ckpt and the weights to evaluate, or what it would hold for --model; collective."""
     if flags.ckpt is None:
         return ranks.run_on_all(lambda: published_run(flags))
-    ckpt = expand(flags.ckpt)
-
-    def find() -> str:
-        checkpoints = find_checkpoints(ckpt, flags.average)
-        for checkpoint in checkpoints:
-            verify(checkpoint, FOR_EVALUATION)
-        return json.dumps([str(checkpoint) for checkpoint in checkpoints])
-
-    # Only the main process searches: a training run could move `best` between two searches.
-    own = ranks.run_on_main(find, main_first=True)
-    paths = [Path(path) for path in json.loads(ranks.broadcast_text(own or ""))]
-    weights = ranks.run_on_all(lambda: choose_weights(paths, flags.weights))
-    return replace(ranks.run_on_all(lambda: read_checkpoint(paths[-1])), weights=weights)
+    return find_saved(flags.ckpt, flags.average, flags.weights, ranks)
 
 
 def published_run(flags: EvalConfig) -> SavedRun:
@@ -120,8 +112,7 @@ def published_run(flags: EvalConfig) -> SavedRun:
 def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
     """The run's settings, overridden by the given flags, and whether the data is that of the run."""
     own_data = not flags.data or absolute_data(flags.data) == saved.settings.data
-    given: dict[str, Any] = {name: getattr(flags, name) for name in OVERRIDES}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = given_settings(flags)
     if not own_data:  # other data has other splits
         given |= {"train_split": None, "eval_split": None, "eval_fraction": None}
     given |= {"metrics": True, "max_eval_samples": flags.max_eval_samples}
@@ -178,8 +169,10 @@ def evaluate(
     whole.to(accelerator.device)  # without DDP: no gradients are exchanged
     batches = Batches(loader, spec, config, accelerator.device, training=False)
     evaluator = Evaluator(ranks, accelerator, whole, batches, task, config)
-    result = evaluator.evaluate(keep=config.report)
+    result = evaluator.evaluate(keep=config.report or flags.predictions is not None)
     assert result is not None  # nothing stops it
+    if flags.predictions:
+        ranks.run_on_main(partial(write_predictions, evaluator, saved, split, expand(flags.predictions)))
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")
     if flags.tta:
@@ -195,10 +188,18 @@ def evaluate(
         "classes": len(saved.class_names),
         **result,
     }
-    if evaluator.predictions and ranks.is_main:
+    if config.report and evaluator.predictions and ranks.is_main:
         evaluated = Evaluated(config, task, saved.class_names, split, evaluator.predictions, record)
         report_evaluation(saved.path, evaluated, terminal.print)
     return record
+
+
+def write_predictions(evaluator: Evaluator, saved: SavedRun, split: Split, path: Path) -> None:
+    """Write the prediction for each sample to the file of --predictions."""
+    assert evaluator.predictions is not None
+    threshold, names = evaluator.config.threshold, saved.class_names
+    columns = columns_of_split(evaluator.task, threshold, names, split, evaluator.predictions)
+    write_output(path, encode(columns, path))
 
 
 def load_weights(saved: SavedRun, config: TrainConfig, model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from helpers.waiting import PATIENCE, has_logged, until
 from torch.distributed.run import get_args_parser
 
 import eval as eval_script
+import predict
 import train
 from utils.config import scripts, settings
 from utils.config.cli import parse_args
@@ -128,6 +129,8 @@ def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
         missing = []  # what a command in the text leaves out, such as `replay.py --pdb`
         if script == "replay.py" and "--run" not in flags:
             missing = ["--run", "runs/NAME", "--update", "1"]
+        if script == "predict.py":
+            missing = ["photos"] if "--ckpt" in flags else ["--ckpt", "runs/NAME", "photos"]
         if script == "eval.py" and "--ckpt" not in flags:
             missing = ["--ckpt", "runs/NAME"] if "--model" not in flags else ["--data", "digits"]
         parse_args(cls, script, [*missing, *flags], train.TABLES if name == "train" else ())
@@ -161,7 +164,7 @@ def run_command(command: str) -> None:
     assert process.returncode == 0, process.stderr[-3000:]
 
 
-MAINS = {"train.py": train.main, "eval.py": eval_script.main}
+MAINS = {"train.py": train.main, "eval.py": eval_script.main, "predict.py": predict.main}
 
 
 @pytest.mark.parametrize(

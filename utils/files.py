@@ -74,9 +74,9 @@ def write_file(path: Path, contents: str | bytes) -> None:
     sync(path.parent)
 
 
-def write_output(path: Path, text: str) -> None:
+def write_output(path: Path, contents: str | bytes) -> None:
     """Like `write_file`, but follows a link, for a path given by the user."""
-    write_file(path.resolve() if path.is_symlink() else path, text)
+    write_file(path.resolve() if path.is_symlink() else path, contents)
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from PIL import Image
 
 import doctor
 import eval
+import predict
 import train
 import utils.tasks.metrics  # noqa: F401
 from utils.config import cli
-from utils.config.scripts import DoctorConfig, EvalConfig
+from utils.config.scripts import DoctorConfig, EvalConfig, PredictConfig
 from utils.config.settings import TrainConfig
 
 torch.set_num_threads(1)
@@ -43,9 +44,10 @@ def _keep_parsers() -> None:
     parser(TrainConfig, "train.py", train.TABLES)
     parser(TrainConfig, "train.py", ())
     parser(EvalConfig, "eval.py", ())
+    parser(PredictConfig, "predict.py", ())
     parser(DoctorConfig, "doctor.py", ())
 
 
 _keep_parsers()
 cli.parse_args(TrainConfig, "train.py", [])  # imports what reads flags
-assert eval.main and doctor.main
+assert eval.main and predict.main and doctor.main

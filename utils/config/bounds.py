@@ -10,7 +10,7 @@ _WEEK = 7 * 24 * 3600  # seconds; gloo and the store count milliseconds
 _COUNTS = (
     *("max_train_samples", "max_eval_samples", "image_size", "eval_size", "epochs", "max_steps", "batch_size"),
     *("global_batch_size", "grad_accum", "save_every", "keep", "eval_every", "log_every", "eval_batch_size", "threads"),
-    *("repeats", "microbatches", "update", "lr_per"),
+    *("repeats", "microbatches", "update", "lr_per", "top"),
 )
 _NOT_NEGATIVE = (
     *("crop_padding", "weight_decay", "momentum", "warmup_steps", "cooldown_steps", "label_smoothing", "num_workers"),

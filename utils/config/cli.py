@@ -23,6 +23,8 @@ from utils.launch.exits import exit_with_error, reports_for_machine, with_rank
 
 Config = TypeVar("Config", bound=LaunchConfig)
 
+PATHS = "paths"  # the field for words of the command line that are no flags
+
 # The groups of --help, by the first setting of each.
 GROUPS = {
     "LaunchConfig": {"cpu": "processes and devices"},
@@ -37,6 +39,7 @@ GROUPS = {
         "eval_every": "evaluation and log",
     },
     "EvalConfig": {"ckpt": "evaluation"},
+    "PredictConfig": {"ckpt": "prediction"},
     "ExportConfig": {"ckpt": "export"},
     "ReplayConfig": {"run": "replay"},
     "DoctorConfig": {"timeout": "checks"},
@@ -52,8 +55,10 @@ def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None, 
     # torch.distributed.launch adds this flag.
     argv = [word for word in argv if not re.fullmatch(r"--local[-_]rank=\d+", word)]
     try:
+        argv, paths = _split_paths(argv, cls)
         files, flags = _split_config_files(argv)
-        config = _fill(cls, prog, files, _normalise_flags(flags, [f.name for f in fields(cls)], cls), tables)
+        names = [f.name for f in fields(cls) if f.name != PATHS]
+        config = _fill(cls, prog, files, _normalise_flags(flags, names, cls), tables, paths)
         for table in tables:
             table.check(config)
         return config
@@ -73,8 +78,15 @@ def read_config(path: Path) -> TrainConfig:
         raise UserError(text if text.startswith(str(path)) else f"{path}: {text}") from error
 
 
-def _fill(cls: type[Config], prog: str, files: list[str], flags: list[str], tables: Sequence[Table] = ()) -> Config:
-    names = [f.name for f in fields(cls)]
+def _fill(
+    cls: type[Config],
+    prog: str,
+    files: list[str],
+    flags: list[str],
+    tables: Sequence[Table] = (),
+    paths: Sequence[str] = (),
+) -> Config:
+    names = [f.name for f in fields(cls) if f.name != PATHS]
     parser = _parser(cls, prog, tables)
     given: dict[str, Any] = {}
     for path in files:
@@ -83,7 +95,7 @@ def _fill(cls: type[Config], prog: str, files: list[str], flags: list[str], tabl
         warnings.simplefilter("ignore")
         before = parser.parse_object(given) if given else None
         values = parser.parse_args(flags, namespace=before).as_dict()
-    return cls(**{name: values[name] for name in names})
+    return cls(**{name: values[name] for name in names} | ({PATHS: list(paths)} if paths else {}))
 
 
 def _parser(cls: type, prog: str, tables: Sequence[Table]):
@@ -105,12 +117,13 @@ def _parser(cls: type, prog: str, tables: Sequence[Table]):
         "parser_mode": "lockstep",
         "formatter_class": Formatter,
     }
-    parser = ArgumentParser(prog=prog, usage="%(prog)s [flags]", description=cls.__doc__, **options)
+    usage = "%(prog)s [flags]" + " PATH..." * hasattr(cls, PATHS)
+    parser = ArgumentParser(prog=prog, usage=usage, description=cls.__doc__, **options)
     if cls is TrainConfig:
         parser.add_argument("--config", action="config", help="YAML file of settings, applied before all flags.")
     own = set(cls.__annotations__)  # includes settings of LaunchConfig for which `cls` has a different default
     launch = {f.name for f in fields(LaunchConfig)} - own  # the help lists these last, although their class is first
-    parser.add_class_arguments(cls, as_group=False, skip=launch)
+    parser.add_class_arguments(cls, as_group=False, skip={*launch, *({PATHS} & own)})
     parser.add_class_arguments(LaunchConfig, as_group=False, skip=own)
     helps = {setting: text for table in tables for setting, text in table.helps().items()}
     for action in parser._actions:
@@ -130,6 +143,22 @@ def _group_help(parser: argparse.ArgumentParser, cls: type) -> None:
             parser.add_argument_group(titles[action.dest])
         groups[-1]._group_actions.append(action)
     del listed[first:]
+
+
+def _split_paths(argv: list[str], cls: type) -> tuple[list[str], list[str]]:
+    """Separate the words that are neither flags nor their values, and all words after `--`, if `cls` has `paths`."""
+    if not hasattr(cls, PATHS):
+        return argv, []
+    booleans = {f"--{f.name}" for f in fields(cls) if f.type is bool}
+    flags, paths, previous = list[str](), list[str](), ""
+    for position, word in enumerate(argv):
+        if word == "--":
+            return flags, paths + argv[position + 1 :]
+        is_flag = word.startswith("-")
+        is_value = previous and (previous not in booleans or word in ("true", "false"))
+        (flags if is_flag or is_value else paths).append(word)
+        previous = word if word.startswith("--") and "=" not in word else ""
+    return flags, paths
 
 
 def _split_config_files(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -1,5 +1,6 @@
-"""The settings of eval.py, export.py, replay.py and doctor.py."""
+"""The settings of eval.py, predict.py, export.py, replay.py and doctor.py."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,6 +59,8 @@ class EvalConfig(LaunchConfig):
     """Measure the images per second of the model alone and of the evaluation, and count parameters and operations."""
     json: str | None = None
     """File to write the results to, as JSON."""
+    predictions: str | None = None
+    """File to write the prediction for each sample to: FILE.csv, FILE.json or FILE.parquet."""
     report: bool | None = None
     """Write report.html to the run folder of --ckpt (default: as in the run)."""
     num_workers: int | None = None
@@ -81,6 +84,42 @@ class EvalConfig(LaunchConfig):
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
         chosen = self.weights is not None or self.average is not None
         require(not chosen, "--weights and --average need --ckpt: --model has published weights", "leave them out")
+
+
+@dataclass(kw_only=True)
+class PredictConfig(LaunchConfig):
+    """Predict the classes of images with a checkpoint: files, folders with all folders in them, glob patterns."""
+
+    ckpt: str
+    """Run folder (its best checkpoint, else its latest) or checkpoint folder."""
+    out: str | None = None
+    """File to write the prediction for each image to: FILE.csv, FILE.json or FILE.parquet. If the same command is
+    repeated after an interruption, it continues where it stopped."""
+    html: str | None = None
+    """File to write a page with the images and their predictions to."""
+    top: int = 5
+    """Most likely classes to list for each image."""
+    weights: Literal["raw", "ema"] | None = None
+    """Weights to use: raw, or ema for their average (default: ema if the run had --ema_decay)."""
+    average: int | None = None
+    """Use the mean of the weights of this many checkpoints of the run, up to the newest or to the given one."""
+    tta: Literal["flip", "shift", "flip,shift"] | None = None
+    """Average the logits of several views of each image, as in eval.py."""
+    eval_batch_size: int | None = None
+    """Images per process and batch (default: as in the run)."""
+    mixed_precision: Literal["no", "bf16", "fp16", "auto"] | None = None
+    """Precision of the model; auto is bf16 if all devices support it natively (default: as in the run)."""
+    threshold: float | None = None
+    """Probability above which multilabel and binary predict a class (default: as in the run)."""
+    num_workers: int | None = None
+    """Loader processes per rank that decode images (default: the threads per process, at most 8, or
+    up to 16 if there are that many physical cores)."""
+    paths: Sequence[str] = ()
+    """Image files, folders and glob patterns: the words of the command line that are no flags."""
+
+    def __post_init__(self):
+        check_ranges(self)
+        require(bool(self.paths), "PATH is missing", "name images, folders or glob patterns")
 
 
 @dataclass(kw_only=True)

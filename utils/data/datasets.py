@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 from utils.data.augment import Augmentation
 from utils.data.cache import SharedImages
-from utils.data.decode import BAD_IMAGE_FIX, decode
+from utils.data.decode import BAD_IMAGE_FIX, Shrink, center, decode, shrink_to_center
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
@@ -96,6 +96,32 @@ class EncodedImages(Dataset):
         if bad:
             microbatch, images = microbatch.take(kept), images[: len(kept)]
         return _batch(microbatch, images, self.labels, requested) | {"bad": bad}
+
+
+class ImagesToPredict(EncodedImages):
+    """Images of any size, decoded for each batch as in evaluation. A batch leaves out images that cannot be read."""
+
+    def __getitems__(self, microbatch: Microbatch) -> dict:
+        spec, requested = self.spec, len(microbatch.indices)
+        random, images, kept, bad = self.augmentation.draw(microbatch), [], [], {}
+        for place, position in enumerate(microbatch.indices.tolist()):
+            try:
+                if not self.split.readable[position]:  # opening a pipe could block forever
+                    raise ValueError(self.split.bad[int(self.split.rows[position])])
+                shrink = self._shrink(random, place)
+                pixels = decode(self.split, position, spec.channels, shrink=shrink)
+                if spec.small:
+                    images.append(center(pixels, spec.height, spec.width))  # as in the cache of an evaluation
+                else:
+                    images.append(self.augmentation.image(pixels, random, place))
+                kept.append(place)
+            except (ValueError, OSError, RuntimeError) as error:
+                bad[position] = one_line(error).removeprefix(f"{self.split.describe(position)}: ")
+        pixels = torch.stack(images) if images else torch.empty(0, *spec.size, spec.channels, dtype=torch.uint8)
+        return _batch(microbatch.take(kept), pixels, self.labels, requested) | {"bad": bad}
+
+    def _shrink(self, random: dict, place: int) -> Shrink | None:
+        return shrink_to_center(*self.spec.size) if self.spec.small else self.augmentation.shrink(random, place)
 
 
 def _batch(microbatch: Microbatch, images: Tensor, labels: np.ndarray, requested: int) -> dict:

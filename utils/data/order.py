@@ -200,18 +200,19 @@ class UpdateSampler(MicrobatchSampler):
 
 
 class BlockSampler(MicrobatchSampler):
-    """Emits 0 .. samples - 1 in blocks of `block_size`, for evaluation.
+    """Emits 0 .. samples - 1 in blocks of `block_size`, for evaluation; with `first`, only from that block on.
 
     A sample is in the same block on every topology, so its logits are the same too.
     """
 
-    def __init__(self, samples: int, block_size: int):
-        self.samples, self.block_size = samples, block_size
+    def __init__(self, samples: int, block_size: int, first: int = 0):
+        self.samples, self.block_size, self.first = samples, block_size, first
         self.largest = min(samples, block_size)
 
     def __len__(self) -> int:
-        return -(-self.samples // self.block_size)
+        return -(-self.samples // self.block_size) - self.first
 
     def __iter__(self) -> Iterator:
-        for number, start in enumerate(range(0, self.samples, self.block_size)):
+        for number in range(self.first, self.first + len(self)):
+            start = number * self.block_size
             yield Microbatch(0, 0, number, np.arange(start, min(start + self.block_size, self.samples)))

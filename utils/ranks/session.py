@@ -71,7 +71,8 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
     except KeyboardInterrupt as interrupt:
         if ranks is None or ranks.is_main:
             text = str(interrupt) or "interrupted"
-            print_error(prog, f"{text}; resume from the last checkpoint with --run_name NAME --resume auto", last=True)
+            hint = "; resume from the last checkpoint with --run_name NAME --resume auto" * (prog == "train.py")
+            print_error(prog, f"{text}{hint}", last=True)
         if ranks is not None:
             ranks.record_end(interrupt)
         raise SystemExit(getattr(interrupt, "code", 130)) from None

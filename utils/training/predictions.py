@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.errors import UserError
 from utils.tasks.classification import Classification
 from utils.tasks.multilabel import MultiLabel
 from utils.tasks.task import Task
 
-_TOP = 5  # classes kept for each sample
+TOP = 5  # classes kept for each sample
 
 
 class Predictions(NamedTuple):
@@ -30,12 +31,17 @@ class Predictions(NamedTuple):
 
 def predict(task: Task, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`top`, `probabilities` and `losses` of a batch, see `Predictions`; does not wait for the device."""
-    losses = _losses(task, outputs, labels)
+    return *most_likely(task, outputs), _losses(task, outputs, labels)
+
+
+def most_likely(task: Task, outputs: Tensor, count: int = TOP) -> tuple[Tensor, Tensor]:
+    """`top` and `probabilities` of a batch, see `Predictions`; in classification, of `count` classes."""
     if isinstance(task, MultiLabel):
         columns = torch.arange(outputs.shape[1], device=outputs.device)
-        return columns.expand(outputs.shape), outputs.sigmoid(), losses
-    probabilities, top = outputs.softmax(1).topk(min(_TOP, outputs.shape[1]), dim=1)
-    return top, probabilities, losses
+        return columns.expand(outputs.shape), outputs.sigmoid()
+    # Of the outputs, as the accuracy is: different outputs may have equal probabilities.
+    top = outputs.topk(min(count, outputs.shape[1]), dim=1).indices
+    return top, outputs.softmax(1).gather(1, top)
 
 
 def _losses(task: Task, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -57,7 +63,14 @@ def has_predictions(task: Task) -> bool:
     return isinstance(task, Classification | MultiLabel)
 
 
+def check_predictions(task: Task) -> None:
+    """Raise UserError for a task whose outputs have no known meaning."""
+    if not has_predictions(task):
+        problem = f"the outputs of {type(task).__name__} have no known meaning as predictions"
+        raise UserError(problem, "add them to utils/training/predictions.py")
+
+
 def in_order(seen: np.ndarray, labels: np.ndarray, rows: Sequence[np.ndarray]) -> Predictions:
-    """The predictions of the samples `seen`, int64 [n], in order; `labels` are of the split, `rows` from `predict`."""
+    """The predictions of the samples `seen`, int64 [n], sorted; `rows` are from `predict`, `labels` of the split."""
     order = np.argsort(seen)
     return Predictions(seen[order], labels[seen[order]], *(part[order] for part in rows))

@@ -1,0 +1,447 @@
+"""predict.py and eval.py --predictions: each image once, the same bytes on any number of processes, kills included."""
+
+import base64
+import csv
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.make_data import encoded, image_folder, pictures, png_of_16_bits
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import ROOT, refused, train_run, weights, working_in
+from PIL import Image
+from pyarrow import parquet
+from torch.nn import functional as F
+
+import eval
+import predict
+from utils.config.cli import parse_args
+from utils.config.scripts import PredictConfig
+from utils.config.settings import TrainConfig
+from utils.data.decode import LARGE
+from utils.errors import UserError
+from utils.predictions.gallery import page
+from utils.predictions.inputs import find_images
+from utils.predictions.rows import Row, columns_of, make_rows
+from utils.predictions.tables import encode
+from utils.runs.manifest import find_checkpoint
+from utils.runs.metadata import read_checkpoint
+from utils.tasks.table import make_task
+from utils.training.predictions import most_likely
+
+FLAGS = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size", "12", "--lr", "0.1"]
+FLAGS += ["--max_steps", "3", "--eval_batch_size", "4", "--num_workers", "0"]
+CLASSES = ["=cat", "dög", "emu"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs on small images, on photographs, and of the other tasks."""
+    folder = tmp_path_factory.mktemp("predict")
+    with working_in(folder):
+        for split, each in (("train", 12), ("val", 11)):
+            image_folder(f"small/{split}", dict.fromkeys(CLASSES, each), seed=each)
+            image_folder(f"photos/{split}", {"cat": each, "dog": each}, (130, 160), "jpeg", seed=each)
+        train_run(1, "small", "--data", "small", *FLAGS)
+        train_run(1, "photos", "--data", "photos", "--image_size", "100", *FLAGS)
+        lists, pairs = ["path,label,split"], ["path,label,split"]
+        for number, path in enumerate(sorted(Path("small").rglob("*.png"))):
+            names = [name for bit, name in enumerate(("a", "b", "c")) if number >> bit & 1]
+            split = "train" if number % 3 else "test"
+            lists.append(f"{path},{'|'.join(names)},{split}")
+            pairs.append(f"{path},{'yes' if number % 2 else 'no'},{split}")
+        Path("list.csv").write_text("\n".join(lists))
+        Path("pairs.csv").write_text("\n".join(pairs))
+        train_run(1, "multilabel", "--data", "list.csv", *FLAGS, "--threshold", "0.45", "--task", "multilabel")
+        train_run(1, "binary", "--data", "pairs.csv", *FLAGS, "--task", "binary")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def work(trained):
+    """A copy of the runs and of their data."""
+    shutil.copytree(trained, ".", dirs_exist_ok=True)
+
+
+def logits_of(run: str, pixels: np.ndarray) -> torch.Tensor:
+    """The outputs of a run's model in plain PyTorch, of uint8 [n, H, W, C]."""
+    spec, w = read_checkpoint(find_checkpoint(Path("runs", run))).spec, weights(run)
+    mean, std = torch.tensor(spec.mean), torch.tensor(spec.std)
+    x = ((torch.tensor(pixels).float() / 255 - mean) / std).permute(0, 3, 1, 2).flatten(1)
+    hidden = torch.relu(x @ w["hidden.weight"].T + w["hidden.bias"])
+    return hidden @ w["output.weight"].T + w["output.bias"]
+
+
+def read_csv(path: str) -> list[dict]:
+    return list(csv.DictReader(io.StringIO(Path(path).read_text())))
+
+
+def evaluated(processes: int, run: str, *flags: str) -> dict:
+    return returned(processes, eval.main, ["--ckpt", f"runs/{run}", "--threads", "1", "--num_workers", "0", *flags])[0]
+
+
+def predicted(processes: int, run: str, *flags: str) -> dict:
+    flags = ("--ckpt", f"runs/{run}", "--threads", "1", "--num_workers", "0", *flags)
+    return returned(processes, predict.main, [*flags])[0]
+
+
+def test_the_predictions_of_a_split_are_those_of_plain_pytorch_in_the_order_of_the_split():
+    record = evaluated(2, "small", "--predictions", "found.csv")
+    rows, paths = read_csv("found.csv"), sorted(Path("small/val").rglob("*.png"))
+    # A spreadsheet would run what begins with an equals sign.
+    assert [row["path"].lstrip("'") for row in rows] == [str(path.relative_to("small/val")) for path in paths]
+    pixels = np.stack([np.asarray(Image.open(path)) for path in paths])
+    logits = logits_of("small", pixels)
+    probabilities, order = logits.double().softmax(1), logits.argsort(1, descending=True)
+    labels = torch.tensor([CLASSES.index(path.parent.name) for path in paths])
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    shown = ["'=cat", *CLASSES[1:]]
+    for number, row in enumerate(rows):
+        names = [shown[index] for index in order[number]]
+        assert (row["label"], row["predicted"]) == (shown[labels[number]], names[0])
+        assert [row[f"class_{place}"] for place in (1, 2, 3)] == names
+        found = [float(row[f"probability_{place}"]) for place in (1, 2, 3)]
+        assert found == pytest.approx(probabilities[number][order[number]].tolist(), rel=2e-5)
+        assert all(len(row[f"probability_{place}"].lstrip("0.").replace(".", "")) <= 6 for place in (1, 2, 3))
+        assert float(row["loss"]) == pytest.approx(losses[number].item(), rel=2e-5)
+    assert np.mean([float(row["loss"]) for row in rows]) == pytest.approx(record["loss"], rel=1e-5)
+    assert np.mean([row["label"] == row["predicted"] for row in rows]) == record["accuracy"]
+
+
+@pytest.mark.parametrize("run", [pytest.param("small", marks=pytest.mark.full), "multilabel"])
+def test_eval_py_writes_the_same_bytes_on_one_to_three_processes(run):
+    for processes in (1, 2, 3):
+        evaluated(processes, run, "--predictions", f"{processes}.csv")
+        assert Path(f"{processes}.csv").read_bytes() == Path("1.csv").read_bytes()
+    evaluated(3, run, "--predictions", "3.parquet")
+    found, rows = parquet.read_table("3.parquet").to_pydict(), read_csv("1.csv")
+    assert found["path"] == [row["path"].lstrip("'") for row in rows]
+    assert found["loss"] == [float(row["loss"]) for row in rows]
+    if run == "multilabel":
+        assert found["predicted"] == [json.loads(row["predicted"]) for row in rows]
+
+
+def test_a_subset_of_an_array_is_named_by_its_indices_in_the_whole_split():
+    train_run(1, "digits", *FLAGS)
+    for processes in (1, 2):
+        evaluated(processes, "digits", "--predictions", f"{processes}.parquet", "--max_eval_samples", "9")
+    found = parquet.read_table("1.parquet").to_pydict()
+    assert Path("1.parquet").read_bytes() == Path("2.parquet").read_bytes()
+    assert len(set(found["index"])) == 9 and found["index"] == sorted(found["index"]) and found["index"][-1] > 9
+
+
+def test_the_other_tasks_have_the_sets_and_probabilities_of_their_definition():
+    for run in ("multilabel", "binary"):
+        evaluated(2, run, "--predictions", f"{run}.json")
+    for run, names, threshold in (("multilabel", ["a", "b", "c"], 0.45), ("binary", ["no", "yes"], 0.5)):
+        rows = json.loads(Path(f"{run}.json").read_text())
+        pixels = np.stack([np.asarray(Image.open(row["path"])) for row in rows])
+        above = logits_of(run, pixels).double().sigmoid().numpy()
+        every = np.concatenate([1 - above, above], 1) if run == "binary" else above
+        for row, own in zip(rows, every, strict=True):
+            found = [row[f"class_{place + 1}"] for place in range(len(names))]
+            assert found == [names[index] for index in np.argsort(-own)]
+            values = [row[f"probability_{place + 1}"] for place in range(len(names))]
+            assert values == pytest.approx(sorted(own, reverse=True), rel=2e-5)
+            chosen = [name for name, p in zip(names, own, strict=True) if p > threshold]
+            assert row["predicted"] == (chosen if run == "multilabel" else chosen[0])
+            assert isinstance(row["label"], list) == (run == "multilabel")
+    assert len({str(row["predicted"]) for row in json.loads(Path("multilabel.json").read_text())}) > 1
+
+
+@pytest.mark.parametrize("run", ["small", "photos"])
+def test_predict_py_has_the_numbers_of_eval_py_for_the_same_images(run):
+    if run == "small":  # of another size, so that they are resized, and large enough to be decoded at half their size
+        shutil.rmtree("small/val")
+        image_folder("small/val", dict.fromkeys(CLASSES, 5), (300, 333), "jpeg")
+        assert Path("small/val/emu/000.jpeg").stat().st_size < LARGE < image_bytes("small/val/emu/005.jpeg", 900)
+    record = evaluated(1, run, "--data", str(Path(run).absolute()), "--predictions", "evaluated.csv")
+    predicted(2, run, f"{run}/val", "--out", "predicted.csv")
+    rows, expected = read_csv("predicted.csv"), read_csv("evaluated.csv")
+    assert len(rows) == record["count"] and not any(row.pop("error") for row in rows)
+    for row, own in zip(rows, expected, strict=True):
+        assert row.pop("path") == f"{run}/val/" + own.pop("path").lstrip("'")
+        assert row == {name: value for name, value in own.items() if name not in ("label", "loss")}
+
+
+def image_bytes(path: str, side: int) -> int:
+    Path(path).write_bytes(encoded(pictures(1, (side, side))[0], "JPEG"))
+    return Path(path).stat().st_size
+
+
+def break_some(paths: list[Path]) -> None:
+    """Two images that cannot be read: one of random bytes, and one that ends early."""
+    paths[2].write_bytes(b"no image")
+    whole = paths[13].read_bytes()
+    paths[13].write_bytes(whole[: len(whole) // 2])
+
+
+def test_predict_py_writes_the_same_bytes_on_one_to_three_processes_with_unreadable_images():
+    break_some(sorted(Path("photos/val").rglob("*.jpeg")))
+    for processes in (1, 2, 3):  # 22 images in blocks of 2: three processes have 4, 4 and 3 blocks
+        flags = ("--eval_batch_size", "2", "--tta", "flip", "--out", f"{processes}.csv", "--html", f"{processes}.html")
+        assert predicted(processes, "photos", "photos/val", *flags)["count"] == 22
+        for kind in ("csv", "html"):
+            assert Path(f"{processes}.{kind}").read_bytes() == Path(f"1.{kind}").read_bytes()
+    rows = read_csv("1.csv")
+    assert [number for number, row in enumerate(rows) if row["error"]] == [2, 13]
+    assert all(row["error"].startswith("not a readable image (") for row in (rows[2], rows[13]))
+    assert all((row["predicted"] == "") == (row["error"] != "") for row in rows)
+    assert not list(Path().glob("*.partial"))
+
+
+def _killed_after_the_first_blocks(flags: list[str]) -> None:
+    append = predict.Partial.append
+
+    def last_words(self, rows):
+        append(self, rows)
+        os.write(self.file.fileno(), b'[["half a li')  # the next line, as far as it came
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    predict.Partial.append, predict.BLOCKS = last_words, 2
+    predict.main(flags)
+
+
+def _predict_and_list(flags: list[str]) -> list[int]:
+    """The images that this rank gave to the model."""
+    seen, batch_of = [], predict.predict_batch
+
+    def noted(work, model, batch):
+        seen.extend(batch.indices.tolist())
+        return batch_of(work, model, batch)
+
+    predict.predict_batch = noted
+    predict.main(flags)
+    return seen
+
+
+def test_a_killed_prediction_goes_on_where_it_stopped_on_another_number_of_processes():
+    break_some(sorted(Path("small/val").rglob("*.png")))
+    flags = ["--ckpt", "runs/small", "--threads", "1", "--num_workers", "0", "small/val", "--eval_batch_size", "3"]
+    predicted(1, "small", *flags[-3:], "--out", "whole.csv")
+    outcomes = run_ranks(2, _killed_after_the_first_blocks, [*flags, "--out", "found.csv"])
+    assert outcomes[0].code == -signal.SIGKILL and outcomes[1].code == 2
+    assert not Path("found.csv").exists()
+    seen = returned(3, _predict_and_list, [*flags, "--out", "found.csv"])
+    assert sorted(sum(seen, [])) == [index for index in range(12, 33) if index not in (2, 13)]
+    assert Path("found.csv").read_bytes() == Path("whole.csv").read_bytes()
+    assert not Path("found.csv.partial").exists()
+
+
+def test_a_partial_file_of_other_images_weights_or_settings_is_refused():
+    flags = ["--ckpt", "runs/small", "--threads", "1", "--num_workers", "0", "small/val", "--out", "found.csv"]
+    assert run_ranks(1, _killed_after_the_first_blocks, flags)[0].code == -signal.SIGKILL
+    kept = Path("found.csv.partial").read_bytes()
+    more = {"settings": ["--top", "2"], "images": ["photos/val"], "weights": ["--ckpt", "runs/digits"]}
+    train_run(1, "digits", "--data", "small", *FLAGS, "--seed", "7")
+    for name, other in more.items():
+        line = refused(predict.main, *flags, *other)
+        assert f"found.csv.partial: has predictions of other {name}; delete it to start again, or" in line
+    os.utime("small/val/emu/003.png", (1, 1))
+    assert "has predictions of other images" in refused(predict.main, *flags)
+    assert Path("found.csv.partial").read_bytes() == kept
+
+
+def test_a_partial_file_keeps_its_rows_through_several_interruptions():
+    row, about = Row("a", ["a"], [0.5]), {"images": "x"}
+    for interruption in range(3):
+        kept = predict.Partial(Path("found.csv"), about)
+        assert kept.rows == [row] * interruption
+        kept.append([row])
+        os.write(kept.file.fileno(), b'[["half a li')
+        kept.file.close()
+    Path("found.csv.partial").write_bytes(b'{"ima')  # not even the first line
+    assert predict.Partial(Path("found.csv"), about).rows == []
+
+
+def test_two_predictions_do_not_write_the_same_file():
+    held = predict.Partial(Path("found.csv"), {"images": "x"})
+    line = refused(predict.main, "--ckpt", "runs/small", "--threads", "1", "small/val", "--out", "found.csv")
+    assert "found.csv.partial: another process writes it; wait for it, or give another --out" in line
+    held.delete()
+
+
+def write_odd_images() -> dict[str, np.ndarray | None]:
+    """Image files of all kinds, under odd names, in the folder `odd`; the pixels that the model should see, if any."""
+    Path("odd/ünter").mkdir(parents=True)
+    (colour,), (grey,) = pictures(1, seed=5), pictures(1, channels=1, seed=6)
+    palette = Image.fromarray(colour).quantize(16)
+    deep = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    clear = np.dstack([colour, np.full((8, 8), 99, np.uint8)])
+    files = {
+        "odd/=1+2.png": (encoded(colour, "PNG"), colour),
+        "odd/a,b\"c'\nd.png": (encoded(grey, "PNG"), np.dstack([grey] * 3)),
+        "odd/palette <i>.png": (encoded(palette, "PNG"), np.asarray(palette.convert("RGB"))),
+        "odd/ünter/日本.png": (encoded(deep, "PNG"), np.dstack([(deep >> 8).astype(np.uint8)] * 3)),
+        "odd/ünter/clear.webp": (encoded(clear, "WEBP", lossless=True), colour),
+        "odd/given.gif": (encoded(palette, "GIF"), np.asarray(palette.convert("RGB"))),  # not listed in folders
+        "odd/cmyk.jpg": (encoded(Image.fromarray(colour).convert("CMYK"), "JPEG"), None),
+        "odd/deep.png": (png_of_16_bits(np.stack([deep] * 3, -1)), np.dstack([(deep >> 8).astype(np.uint8)] * 3)),
+        os.fsdecode(b"odd/\xff.png"): (encoded(colour, "PNG"), colour),
+    }
+    for name, (data, _) in files.items():
+        Path(name).write_bytes(data)
+    return {name: pixels for name, (_, pixels) in files.items()}
+
+
+def test_images_of_all_kinds_and_names_are_predicted_and_others_keep_their_row_with_the_reason():
+    pixels = write_odd_images()
+    Path("odd/empty.png").touch()
+    Path("odd/text.jpg").write_text("not an image")
+    Path("odd/link.png").symlink_to("nowhere")
+    os.mkfifo("odd/pipe.png")
+    Path("odd/.hidden.png").touch()
+    Path("odd/notes.txt").touch()
+    (outcome,) = run_ranks(
+        1, predict.main, ["--ckpt", "runs/small", "--threads", "1", "odd", "odd/given.gif", "--out", "odd.json"]
+    )
+    assert outcome.code == 0, outcome.err
+    assert "unreadable" in outcome.out and "4 of 13 images" in outcome.out
+    assert "files of unsupported types are left out: .gif (1), .txt (1)" in outcome.out
+    rows = {row["path"]: row for row in json.loads(Path("odd.json").read_text())}
+    reasons = {path: row["error"] for path, row in rows.items() if row["error"]}
+    assert sorted(reasons) == ["odd/empty.png", "odd/link.png", "odd/pipe.png", "odd/text.jpg"]
+    assert reasons["odd/link.png"] == "a broken link" and reasons["odd/pipe.png"] == "a pipe"
+    assert reasons["odd/text.jpg"].startswith("not a readable image (cannot identify image file")
+    assert len(rows) == len(pixels) + len(reasons)
+    for path, own in pixels.items():
+        row = rows[path.replace("\udcff", "\\udcff")]
+        assert row["predicted"] in CLASSES
+        if own is not None:
+            expected, best = logits_of("small", own[None]).softmax(1).max(1)
+            assert row["predicted"] == CLASSES[best]
+            assert row["probability_1"] == pytest.approx(expected.item(), rel=2e-5)
+
+
+def test_files_folders_and_patterns_are_found_in_their_order_and_each_once():
+    names = ["small/val/emu/004.png", "small/val/dög"]
+    found = find_images([*names, "small/val/*/00[12].png", "small/val/emu/004.png"])
+    emu, *rest = found.images.paths
+    assert emu == names[0] and rest[:11] == [f"small/val/dög/{n:03}.png" for n in range(11)]
+    assert rest[11:] == [f"small/val/{name}/{n:03}.png" for name in ("=cat", "emu") for n in (1, 2)]
+    assert len(find_images(["**/val/**/00*.png"])) == 30
+    Path("a[1].png").touch()
+    assert find_images(["a[1].png"]).images.paths == ["a[1].png"]  # a name, not a pattern
+    Path("none").mkdir()
+    for given, text in (
+        (["gone.png"], "gone.png: no such file or folder; correct the path"),
+        (["none"], "none: no images; name image files, or folders with images in them"),
+        (["none/*.png"], "none/*.png: matches no file; correct the path"),
+    ):
+        with pytest.raises(UserError) as raised:
+            find_images(given)
+        assert str(raised.value) == text
+
+
+def test_words_that_are_no_flags_are_paths():
+    def paths_of(*words):
+        return parse_args(PredictConfig, "predict.py", ["--ckpt", "runs/small", *words]).paths
+
+    assert paths_of("a", "--cpu", "b", "--top", "3", "c d") == ["a", "b", "c d"]
+    assert paths_of("--cpu", "true", "a", "--out=x.csv", "null", "1", "[a]", "k: v", "\udcff") == [
+        *("a", "null", "1", "[a]", "k: v", "\udcff")
+    ]
+    assert paths_of("--threads", "1", "--", "-a", "--top") == ["-a", "--top"]
+
+
+def test_wrong_commands_of_predict_py_and_predictions_are_one_line():
+    ckpt = ["--ckpt", "runs/small"]
+    for flags, text in (
+        ([*ckpt], "PATH is missing; name images, folders or glob patterns"),
+        ([*ckpt, "small", "-x"], "unknown flag -x"),
+        ([*ckpt, "small", "--tops", "3"], "unknown flag --tops; did you mean --top?"),
+        ([*ckpt, "small", "--top", "0"], "--top must be at least 1, got 0"),
+        ([*ckpt, "gone.png"], "gone.png: no such file or folder"),
+        ([*ckpt, "small", "--out", "x.txt"], "--out x.txt: must end in .csv, .json, .parquet; for example"),
+        ([*ckpt, "small", "--html", "gone/x.html"], "--html "),
+        (["small"], "--ckpt"),
+    ):
+        assert text in refused(predict.main, *flags)
+    assert "--predictions x: must end in .csv" in refused(eval.main, *ckpt, "--predictions", "x")
+    assert "gone does not exist" in refused(eval.main, *ckpt, "--predictions", "gone/x.csv")
+
+
+def test_the_table_on_the_terminal_shows_the_first_images_and_counts_all():
+    (outcome,) = run_ranks(1, predict.main, ["--ckpt", "runs/small", "--threads", "1", "small/val", "--top", "2"])
+    lines = [line for line in outcome.out.splitlines() if line.startswith("small/val/")]
+    assert len(lines) == 20 and all(line.count(",") == 1 for line in lines)
+    assert any(line.split() == ["...", "13", "more"] for line in outcome.out.splitlines())
+
+
+def test_cells_that_a_spreadsheet_would_run_are_texts_and_numbers_stay_numbers():
+    cells = ["=1+2", "+cmd", "-x.png", "@a", "\tb", "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", None]
+    columns = {"path": cells, "predicted": cells, "probability_1": [0.5] * len(cells)}
+    rows = list(csv.DictReader(io.StringIO(encode(columns, Path("x.csv")).decode(), newline="")))
+    assert [row["path"] for row in rows] == [
+        *("'=1+2", "'+cmd", "'-x.png", "'@a", "'\tb", "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", "")
+    ]
+    assert [row["path"] for row in json.loads(encode(columns, Path("x.json")))] == cells
+    table = parquet.read_table(io.BytesIO(encode(columns, Path("x.parquet"))))
+    assert table.to_pydict() == columns
+    nothing = {"path": ["a"], "error": [None], "probability_1": [None]}
+    types = parquet.read_table(io.BytesIO(encode(nothing, Path("x.parquet")))).schema.types
+    assert [str(kind) for kind in types] == ["string", "string", "double"]
+
+
+def test_the_most_likely_class_is_that_of_the_outputs_where_probabilities_are_equal():
+    _, task = make_task(TrainConfig(task="classification"), ["a", "b", "c"], None)
+    larger = float(np.nextafter(np.float32(0.1), np.float32(1)))
+    outputs = torch.tensor([[0.1, larger, -90.0], [larger, 0.1, -90.0]])
+    top, probabilities = most_likely(task, outputs)
+    assert outputs[0, 0] < outputs[0, 1] and probabilities[0, 0] == probabilities[0, 1]
+    assert top[:, 0].tolist() == task.evaluate(outputs, torch.tensor([0, 0]))[1].tolist() == [1, 0]
+
+
+def test_rows_have_six_significant_digits_and_nothing_for_nan():
+    _, task = make_task(TrainConfig(task="classification"), ["a", "b"], None)
+    top, values = np.array([[1, 0]] * 2), np.array([[2 / 3, 1 / 3], [1.23456789e-5, math.nan]])
+    rows = make_rows(task, 0.5, ["a", "b"], top, values, 2)
+    assert rows[0] == Row("b", ["b", "a"], [0.666667, 0.333333])
+    assert rows[1].probabilities == [1.23457e-05, None]
+    assert columns_of([rows[0], Row(None, [], [], "why")])["class_2"] == ["a", None]
+
+
+def test_the_command_of_the_page_predicts_on_two_processes():
+    (command,) = re.findall(r"^accelerate launch .* (predict\.py .*)$", (ROOT / "docs/predict.md").read_text(), re.M)
+    shutil.copytree("runs/photos", "runs/NAME")
+    returned(2, predict.main, command.split()[1:])
+    assert len(read_csv("predictions.csv")) == 22
+
+
+class _Found(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.words = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.words.append(data.strip())
+
+
+def test_the_page_holds_its_images_loads_nothing_and_shows_names_as_text():
+    image_folder("odd", {"<script>x": 2}, (300, 500), "jpeg")
+    split = find_images(["odd"])
+    rows = [Row("<b>&", ["<b>&", "c"], [0.75, None]), Row(None, [], [], "it <is> broken")]
+    html = page("A <title>", rows, split)
+    found = _Found()
+    found.feed(html)
+    images = [attributes for tag, attributes in found.tags if tag == "img"]
+    assert len(images) == 1 and images[0]["alt"] == "odd/<script>x/000.jpeg"
+    data = images[0]["src"].removeprefix("data:image/jpeg;base64,")
+    assert Image.open(io.BytesIO(base64.b64decode(data))).size == (192, 115)
+    assert {"<b>&", "0.7500", "NaN", "it <is> broken", "2 images, 1 of them cannot be read"} <= set(found.words)
+    tags = {tag for tag, _ in found.tags}
+    assert "script" not in tags and "b" not in tags and "link" not in tags
+    assert "http" not in html.replace("http-equiv", "") and "prefers-color-scheme: dark" in html
+    assert 'name="viewport"' in html

@@ -1,0 +1,61 @@
+"""Find the images to predict: files, folders and glob patterns."""
+
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from utils.console import join_names
+from utils.data.scan import Scan
+from utils.data.splits import Files, Split, fingerprint_of
+from utils.errors import UserError
+
+
+def find_images(given: Sequence[str]) -> Split:
+    """The images at these paths, in their order, each once; those of a folder and of a pattern sorted by name.
+
+    The labels of the split have no meaning. `bad` has what is not a regular file. The fingerprint changes with the
+    paths, sizes and times of the files. Raises UserError if a path does not exist or if there is no image.
+    """
+    found: dict[str, str] = {}  # the path of each image, and why it cannot be read
+    notes: list[str] = []
+    for path in _matches(given):
+        if os.path.isdir(path):
+            scan = Scan(Path(path), [])
+            for image in scan.images(path, ""):
+                found.setdefault(image, scan.bad.get(image, ""))
+            notes += scan.left_out.notes(Path(path))
+        else:
+            found.setdefault(path, "" if os.path.isfile(path) else "not a regular file")
+    if not found:
+        raise UserError(f"{join_names(given)}: no images", "name image files, or folders with images in them")
+    rows, labels = np.arange(len(found)), np.zeros(len(found), np.int64)
+    bad = {row: reason for row, reason in enumerate(found.values()) if reason}
+    paths = list(found)
+    stamps = [f"{os.fsencode(path)!r} {_stamp(path)}" for path in paths]
+    return Split("images", Files(paths), labels, rows, fingerprint_of(*stamps), bad=bad, notes=tuple(notes))
+
+
+def _matches(given: Sequence[str]) -> list[str]:
+    """The paths, with patterns replaced by what they match."""
+    matches: list[str] = []
+    for path in given:
+        if os.path.lexists(path):
+            matches.append(path)
+            continue
+        found = sorted(glob.glob(os.path.expanduser(path), recursive=True)) if glob.has_magic(path) else []
+        if not found:
+            what = "matches no file" if glob.has_magic(path) else "no such file or folder"
+            raise UserError(f"{join_names([path])}: {what}", "correct the path")
+        matches += found
+    return matches
+
+
+def _stamp(path: str) -> str:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_size} {status.st_mtime_ns}"

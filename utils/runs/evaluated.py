@@ -1,0 +1,36 @@
+"""The checkpoint that eval.py and predict.py use, the same on all ranks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from utils.config.settings import LaunchConfig, TrainConfig
+from utils.files import expand
+from utils.ranks.ranks import Ranks
+from utils.runs.manifest import FOR_EVALUATION, verify
+from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.weights import choose_weights, find_checkpoints
+
+
+def find_saved(ckpt: str, average: int | None, kind: str | None, ranks: Ranks) -> SavedRun:
+    """The verified checkpoint of --ckpt, with the weights that --average and --weights `kind` name; collective."""
+
+    def find() -> str:
+        checkpoints = find_checkpoints(expand(ckpt), average)
+        for checkpoint in checkpoints:
+            verify(checkpoint, FOR_EVALUATION)
+        return json.dumps([str(checkpoint) for checkpoint in checkpoints])
+
+    # Only the main process searches: a training run could move `best` between two searches.
+    own = ranks.run_on_main(find, main_first=True)
+    paths = [Path(path) for path in json.loads(ranks.broadcast_text(own or ""))]
+    weights = ranks.run_on_all(lambda: choose_weights(paths, kind))
+    return replace(ranks.run_on_all(lambda: read_checkpoint(paths[-1])), weights=weights)
+
+
+def given_settings(flags: LaunchConfig) -> dict[str, Any]:
+    """The settings of a training run that these flags replace: those that both have, except where it is launched."""
+    names = set(type(flags).__annotations__) & set(TrainConfig.__annotations__) - {"model", "pretrained"}
+    given = {name: getattr(flags, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
