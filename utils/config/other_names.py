@@ -22,7 +22,7 @@ _SETTINGS = {
     "model": "arch model_name model_name_or_path",
     "model_args": "drop",
     "init_from": "initial_checkpoint start_checkpoint load_from finetune",
-    "freeze": "freeze_backbone freeze_layers",
+    "freeze": "freeze_backbone",
     "drop_path": "drop_connect drop_path_rate stochastic_depth_prob",
     "grad_checkpointing": "gradient_checkpointing activation_checkpointing",
     "epochs": "num_train_epochs max_epochs",

@@ -155,8 +155,8 @@ class TrainConfig(LaunchConfig):
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
     microbatches: int | None = None
     """Cut each global batch into this many parts, a power of two, and add up their gradients in one fixed order. The
-    weights are then the same, bit for bit, on any number of processes up to this one. This is slower, and the default
-    of --threads is then 1 on CPUs."""
+    weights are then the same, bit for bit, on any number of processes up to this one. This is slower, and on
+    CPUs each process then has one thread by default."""
     drop_last: bool = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
