@@ -24,7 +24,6 @@ _SETTINGS = {
     "init_from": "initial_checkpoint start_checkpoint load_from finetune",
     "freeze": "freeze_backbone",
     "drop_path": "drop_connect stochastic_depth_prob",
-    "grad_checkpointing": "activation_checkpointing",
     "epochs": "num_train_epochs max_epochs",
     "max_steps": "max_train_steps",
     "max_seconds": "max_time time_limit",
