@@ -13,7 +13,7 @@ import pytest
 import torch
 import torchvision
 from helpers.make_data import image_folder
-from helpers.ranks import run_ranks, start_ranks
+from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import refused, same_tensors, slow_train, train_run, weights, working_in
 from helpers.waiting import until
 from safetensors.torch import load_file, save_file
@@ -73,9 +73,10 @@ def test_the_rows_of_the_head_follow_the_names_of_the_classes():
     assert all(torch.equal(state[name], there[name]) for name in others) and found.kept == others
     line = f"{len(others)} tensors kept, new: 2.weight, 2.bias (2 of 3 classes kept), not used: extra"
     assert found.line() == line
-    assert found.text().splitlines()[-3:] == [
+    assert found.text().splitlines()[-4:] == [
         "new 2.weight: except for the rows of 2 of 3 classes",
         "new 2.bias: except for the rows of 2 of 3 classes",
+        "classes kept: b, a",
         "not used: extra",
     ]
 
@@ -176,7 +177,7 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder, monk
     train_run(1, "child", *STILL[2:], "--data", "second", "--init_from", "runs/parent", "--log_every", "1")
     for checkpoint in Path("runs/child/checkpoints").glob("step-*"):
         shutil.rmtree(checkpoint)  # as if the run had been killed before its first one
-    replay.main(["--run", "runs/child", "--update", "1", "--cpu"])
+    returned(1, replay.main, ["--run", "runs/child", "--update", "1", "--cpu"])
     for checkpoint in Path("runs/parent/checkpoints").glob("step-*"):
         tensors = {name: tensor + 1 for name, tensor in load_file(checkpoint / "model.safetensors").items()}
         save_file(tensors, checkpoint / "model.safetensors")
