@@ -13,6 +13,7 @@ import torch
 from helpers.make_data import smooth
 from helpers.ranks import returned
 from helpers.training_runs import ROOT, refused, train_run, working_in
+from helpers.waiting import records_so_far
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from scipy.special import expit, softmax
@@ -234,7 +235,7 @@ def test_config_and_card_have_the_classes_the_input_and_the_numbers_of_the_evalu
         names = ("height", "width", "channels", "mean", "std")
         assert [config["input"][name] for name in names] == [getattr(spec, name) for name in names]
         text = (exported / f"{run}-{form}" / "README.md").read_text()
-        log = [json.loads(line) for line in (exported / "runs" / run / "log.jsonl").read_text().splitlines()]
+        log = records_so_far(exported / "runs" / run / "log.jsonl")
         [found] = [r for r in log if r["kind"] == "eval" and r["step"] == saved.state.step][-1:]
         assert config["weights"] == found.get("weights", "raw") == ("ema" if run == "two" else "raw")
         metric = saved.settings.best
