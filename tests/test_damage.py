@@ -57,8 +57,8 @@ def fresh_copy(own_folders, trained):
 
 
 def contents(folder):
-    """Everything below a folder, except the lock file: its text changes with each run."""
-    files = (path for path in sorted(folder.rglob("*")) if path.name != ".lock")
+    """Everything below a folder, except the lock file, which changes with each run, and the page, with eval.py."""
+    files = (path for path in sorted(folder.rglob("*")) if path.name != ".lock" and path.stem != "report")
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in files}
 
 

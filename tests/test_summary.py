@@ -78,7 +78,7 @@ def test_a_dry_run_prints_the_model_once_and_changes_no_statistics(flags):
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
     assert outcomes[0].out.count("Model  ResNet") == 1 and "Model  ResNet" not in outcomes[1].out
     conv, total = re.search(r"conv1 +(\d+) parameters.*total +([\d,]+) parameters", outcomes[0].out, re.S).groups()
-    assert conv == "576" and f"model    resnet18, {total} parameters" in outcomes[0].out
+    assert conv == "576" and f"model      resnet18, {total} parameters" in outcomes[0].out
     assert outcomes[0].value and outcomes[1].value
     assert re.search(r"memory: weights and buffers 44\.\d MB, gradients 44\.\d MB, optimizer state 44", outcomes[0].out)
 
