@@ -222,7 +222,7 @@ def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_it
     Path("folder/train/cat/000.png").write_bytes(b"cut")
     flags = ["--data", "folder", "--bad_images", "skip", *SHORT, "--run_name", "run"]
     out = [outcome.out for outcome in run_ranks(2, train.main, flags)]
-    row = "classes  3, each with 12 (class ant) to 30 (class bee) training images, "
+    row = "classes    3, each with 12 (class ant) to 30 (class bee) training images, "
     row += "0 (class ant) to 6 (class cat) evaluation images"
     assert out[0].splitlines().count(row) == 1 and row not in out[1]
     for line in (

@@ -250,4 +250,4 @@ def test_srun_on_two_nodes_gives_the_losses_of_one_process(whole, tmp_path):
     assert code == 0, error
     losses = [line["loss"] for line in records_so_far(tmp_path / "one/log.jsonl") if line["kind"] == "train"]
     assert losses == pytest.approx([record["loss"] for record in whole.records("train")][:20], rel=1e-5)
-    assert "rank 0   slm1" in whole.output and "rank 1   slm2" in whole.output
+    assert "rank 0     slm1" in whole.output and "rank 1     slm2" in whole.output
