@@ -42,7 +42,7 @@ from utils.ranks.accelerator import check_precision, compile_model, make_acceler
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
-from utils.runs.evaluated import find_saved, given_settings
+from utils.runs.evaluated import evaluated_at, find_saved, given_settings
 from utils.runs.metadata import SavedRun
 from utils.runs.state import TrainState
 from utils.runs.weights import find_checkpoints
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         spec = spec_of(saved, config)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
         split = find_split(saved, known, flags, own_data, ranks)
-        saved = replace(saved, spec=replace(saved.spec, evaluation=None if spec == saved.spec else spec))
+        saved = evaluated_at(saved, spec)
         record = evaluate(saved, config, flags, task, split, ranks)
         if ranks.is_main:
             try:

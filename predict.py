@@ -46,7 +46,7 @@ from utils.predictions.tables import check_table_file, encode
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.runs.evaluated import find_saved, given_settings
+from utils.runs.evaluated import evaluated_at, find_saved, given_settings
 from utils.runs.manifest import files_of
 from utils.runs.metadata import SavedRun
 from utils.runs.weights import find_checkpoints
@@ -115,7 +115,7 @@ def prepare(flags: PredictConfig, ranks: Ranks) -> Work:
     saved = find_saved(flags.ckpt, flags.average, flags.weights, ranks)
     config = replace(saved.settings, **given_settings(flags))
     spec = saved.spec.for_evaluation().cropped(config.eval_crop)
-    saved = replace(saved, spec=replace(saved.spec, evaluation=None if spec == saved.spec else spec))
+    saved = evaluated_at(saved, spec)
 
     def check() -> tuple[TrainConfig, Task]:
         check_precision(config, ranks)

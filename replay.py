@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         torch.set_num_threads(ranks.threads)
         ranks.join()
         run = train.build(config, ranks, stopping, saver)
-        check_source(run, records)
+        check_initial_weights(run, records)
         for name, there, largest in (
             ("update", "run", run.updates),
             ("microbatch", "update", run.plan.microbatches - 1),
@@ -119,7 +119,7 @@ def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch:
     )
 
 
-def check_source(run: Run, records: list[dict]) -> None:
+def check_initial_weights(run: Run, records: list[dict]) -> None:
     """Raise UserError if the run began with other weights than --init_from has now."""
     before = next((record["init_weights"] for record in records if "init_weights" in record), None)
     if run.source is not None and before not in (None, run.source.weights):

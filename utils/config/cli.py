@@ -23,7 +23,7 @@ from utils.launch.exits import exit_with_error, reports_for_machine, with_rank
 
 Config = TypeVar("Config", bound=LaunchConfig)
 
-PATHS = "paths"  # the field for words of the command line that are no flags
+PATHS = "paths"  # the field for words of the command line that are not flags
 
 # The groups of --help, by the first setting of each.
 GROUPS = {

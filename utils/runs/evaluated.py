@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.settings import LaunchConfig, TrainConfig
+from utils.data.spec import InputSpec
 from utils.files import expand
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import FOR_EVALUATION, verify
@@ -27,6 +28,11 @@ def find_saved(ckpt: str, average: int | None, kind: str | None, ranks: Ranks) -
     paths = [Path(path) for path in json.loads(ranks.broadcast_text(own or ""))]
     weights = ranks.run_on_all(lambda: choose_weights(paths, kind))
     return replace(ranks.run_on_all(lambda: read_checkpoint(paths[-1])), weights=weights)
+
+
+def evaluated_at(saved: SavedRun, spec: InputSpec) -> SavedRun:
+    """The run with this input in evaluation."""
+    return replace(saved, spec=replace(saved.spec, evaluation=None if spec == saved.spec else spec))
 
 
 def given_settings(flags: LaunchConfig) -> dict[str, Any]:
