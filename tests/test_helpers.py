@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.ranks import end_leftovers, free_port, returned, start_ranks
 from helpers.training_runs import records
 from helpers.waiting import error_lines, has_logged, has_opened_session, lives, newest, records_so_far, until
@@ -116,3 +117,17 @@ def test_no_test_reads_the_lines_of_a_log_by_hand():
     by_hand = re.compile(r"json\.loads\b.*splitlines\(\)|log\.jsonl.*read_text\(")
     found = [path.name for path in TESTS.glob("*.py") if by_hand.search(path.read_text())]
     assert set(found) <= {"waiting.py", "test_helpers.py"}
+
+
+def test_ranks_train_after_torch_export_in_this_process():
+    """A forked child could have no backward pass if autograd had started a thread for the CUDA device pretended here."""
+    torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),))
+    torch.ones(1, requires_grad=True).backward()
+    assert returned(2, gradient) == [3.0, 3.0]
+
+
+def gradient():
+    """The gradient of 3x."""
+    number = torch.ones((), requires_grad=True)
+    (3 * number).backward()
+    return float(number.grad)

@@ -15,8 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import torch
 
 from helpers.waiting import PATIENCE
+
+# The first backward pass of a process starts autograd's threads, one per device, and a process that has such threads
+# can have no forked child with a backward pass. torch.export and FakeTensorMode pretend that there is a CUDA device; so
+# the first backward pass has to come before them.
+torch.ones(1, requires_grad=True).backward()
 
 _HELD: deque[socket.socket] = deque()  # ports, see free_port
 _RUNNING: list["Launch"] = []
