@@ -120,7 +120,7 @@ def test_no_test_reads_the_lines_of_a_log_by_hand():
 
 
 def test_ranks_train_after_torch_export_in_this_process():
-    """A forked child could have no backward pass if autograd had started a thread for the CUDA device pretended here."""
+    """A forked child could have no backward pass if autograd started threads for the CUDA device pretended here."""
     torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),))
     torch.ones(1, requires_grad=True).backward()
     assert returned(2, gradient) == [3.0, 3.0]
