@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,7 +35,9 @@ def table(title: str, rows: list[tuple[str, Any]]) -> str:
 
 def clock(seconds: float) -> str:
     """Seconds as m:ss or h:mm:ss."""
-    return time.strftime("%-H:%M:%S" if seconds >= 3600 else "%-M:%S", time.gmtime(seconds))
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def join_names(names: Iterable, most: int = 12) -> str:

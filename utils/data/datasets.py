@@ -116,7 +116,8 @@ class ImagesToPredict(EncodedImages):
                     images.append(self.augmentation.image(pixels, random, place))
                 kept.append(place)
             except (ValueError, OSError, RuntimeError) as error:
-                bad[position] = one_line(error).removeprefix(f"{self.split.describe(position)}: ")
+                named = " ".join(self.split.describe(position).split())  # as `one_line` has it
+                bad[position] = one_line(error).removeprefix(f"{named}: ")
         pixels = torch.stack(images) if images else torch.empty(0, *spec.size, spec.channels, dtype=torch.uint8)
         return _batch(microbatch.take(kept), pixels, self.labels, requested) | {"bad": bad}
 

@@ -38,9 +38,14 @@ def _clean(cell: Any) -> Any:
 def _csv(columns: dict[str, list]) -> bytes:
     """Comma-separated, with a header. A list of texts is written as JSON."""
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows([_csv_cell(cell) for cell in row] for row in zip(*columns.values(), strict=True))
+    plain = csv.writer(file, lineterminator="\n")
+    quoted = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n")
+    plain.writerow(columns)
+    for row in zip(*columns.values(), strict=True):
+        cells = [_csv_cell(cell) for cell in row]
+        # Readers take a carriage return as the end of a row. Before Python 3.13, csv does not quote it.
+        ends = any(isinstance(cell, str) and "\r" in cell for cell in cells)
+        (quoted if ends else plain).writerow(cells)
     return file.getvalue().encode()
 
 
@@ -48,7 +53,7 @@ def _csv_cell(cell: Any) -> Any:
     """The cell; a text that a spreadsheet would run as a formula gets an apostrophe in front."""
     if isinstance(cell, list):
         return json.dumps(cell, ensure_ascii=False)
-    is_formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+    is_formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n"))
     return f"'{cell}" if is_formula and not _NUMBER.fullmatch(cell) else cell
 
 

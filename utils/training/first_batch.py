@@ -8,6 +8,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from utils.console import printable
 from utils.data.batches import Batch
 from utils.errors import one_line
 from utils.files import write_file
@@ -37,7 +38,8 @@ def picture(run: Run, batch: Batch) -> bytes:
     """The first images of a batch and their classes, as the bytes of a PNG file."""
     std, mean = (torch.tensor(values)[:, None, None] for values in (run.spec.std, run.spec.mean))
     pixels = (batch.images[:_MOST].detach().float().cpu() * std + mean).mul(255).round().clamp(0, 255).byte()
-    lines = [label_lines(label, run.data.class_names) for label in batch.labels[:_MOST].tolist()]
+    names = [printable(name) for name in run.data.class_names]  # a line break cannot be drawn
+    lines = [label_lines(label, names) for label in batch.labels[:_MOST].tolist()]
     file = io.BytesIO()
     grid(pixels, lines).save(file, "PNG", compress_level=1)
     return file.getvalue()
