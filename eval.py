@@ -42,7 +42,7 @@ from utils.ranks.accelerator import check_precision, compile_model, make_acceler
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
-from utils.runs.evaluated import evaluated_at, find_saved, given_settings
+from utils.runs.evaluated import evaluated_at, find_saved, given_settings, remarks
 from utils.runs.metadata import SavedRun
 from utils.runs.state import TrainState
 from utils.runs.weights import find_checkpoints
@@ -50,7 +50,7 @@ from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
 from utils.training.evaluation import Evaluator
-from utils.training.predictions import check_predictions
+from utils.training.predictions import Predictions, check_predictions
 from utils.training.throughput import size_of, speed_of, speed_rows
 
 
@@ -74,18 +74,17 @@ def main(argv: Sequence[str] | None = None) -> dict:
         config, task = ranks.run_on_all(lambda: make_task(config, saved.class_names, None))
         if flags.predictions:
             check_predictions(task)
-        if flags.threshold is not None and config.task == "classification":
-            Terminal(ranks.is_main).print("--threshold has no effect: only multilabel and binary have it")
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
+        for line in remarks(flags, config, spec):
+            Terminal(ranks.is_main).print(line)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
         split = find_split(saved, known, flags, own_data, ranks)
         saved = evaluated_at(saved, spec)
-        record = evaluate(saved, config, flags, task, split, ranks)
+        record, found = evaluate(saved, config, flags, task, split, ranks)
         if ranks.is_main:
             try:
-                if flags.json:
-                    write_output(expand(flags.json), json.dumps(record, indent=1) + "\n")
+                write_files(flags, record, found, task, saved, split)
             finally:
                 more = [("views", str(flags.tta))] if flags.tta else []
                 more += speed_rows(record["throughput"]) if flags.throughput else []
@@ -103,7 +102,7 @@ def find_run(flags: EvalConfig, ranks: Ranks) -> SavedRun:
 def published_run(flags: EvalConfig) -> SavedRun:
     """What a checkpoint of the published weights of --model would hold."""
     assert flags.model
-    config = TrainConfig(model=flags.model, pretrained=True, task="classification")
+    config = TrainConfig(model=flags.model, pretrained=True, task="classification", report=False)
     check_model(config)
     check_classes(config)
     return SavedRun(Path(flags.model), config, TrainState(), input_spec(config, 3, None), CLASSES, None, {})
@@ -147,14 +146,10 @@ def find_split(saved: SavedRun, config: TrainConfig, flags: EvalConfig, own_data
 
 def evaluate(
     saved: SavedRun, config: TrainConfig, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
-) -> dict[str, Any]:
-    """The metrics of one split; collective."""
+) -> tuple[dict[str, Any], Predictions | None]:
+    """The metrics of one split, and its predictions for --predictions and the page; collective."""
     accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
     spec = saved.spec.for_evaluation()
-    if config.eval_crop is not None and spec.small:
-        terminal.print("--eval_crop has no effect: small images are evaluated whole")
-    if "flip" in (flags.tta or "") and not (config.flip or flags.model):
-        terminal.print("--tta flip: this run was trained without --flip, so mirror images are new to it")
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))
@@ -171,8 +166,6 @@ def evaluate(
     evaluator = Evaluator(ranks, accelerator, whole, batches, task, config)
     result = evaluator.evaluate(keep=config.report or flags.predictions is not None)
     assert result is not None  # nothing stops it
-    if flags.predictions:
-        ranks.run_on_main(partial(write_predictions, evaluator, saved, split, expand(flags.predictions)))
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")
     if flags.tta:
@@ -190,16 +183,21 @@ def evaluate(
     }
     if config.report and evaluator.predictions and ranks.is_main:
         evaluated = Evaluated(config, task, saved.class_names, split, evaluator.predictions, record)
-        report_evaluation(saved.path, evaluated, terminal.print)
-    return record
+        report_evaluation(saved.path, evaluated, bool(flags.report), terminal.print)
+    return record, evaluator.predictions
 
 
-def write_predictions(evaluator: Evaluator, saved: SavedRun, split: Split, path: Path) -> None:
-    """Write the prediction for each sample to the file of --predictions."""
-    assert evaluator.predictions is not None
-    threshold, names = evaluator.config.threshold, saved.class_names
-    columns = columns_of_split(evaluator.task, threshold, names, split, evaluator.predictions)
-    write_output(path, encode(columns, path))
+def write_files(
+    flags: EvalConfig, record: dict, found: Predictions | None, task: Task, saved: SavedRun, split: Split
+) -> None:
+    """Write the files of --json and --predictions."""
+    if flags.json:
+        write_output(expand(flags.json), json.dumps(record, indent=1) + "\n")
+    if flags.predictions:
+        assert found is not None
+        path = expand(flags.predictions)
+        columns = columns_of_split(task, saved.class_names, split, found)
+        write_output(path, encode(columns, path))
 
 
 def load_weights(saved: SavedRun, config: TrainConfig, model: nn.Module) -> None:

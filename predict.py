@@ -31,7 +31,6 @@ from utils.data.batches import Batch, Batches
 from utils.data.datasets import ImagesToPredict
 from utils.data.order import BlockSampler
 from utils.data.pipeline import make_loader
-from utils.data.spec import InputSpec
 from utils.data.splits import Split, fingerprint_of
 from utils.data.workers import check_workers
 from utils.files import check_output_file, expand, write_output
@@ -41,12 +40,12 @@ from utils.models.zoo import build_model, check_model
 from utils.predictions.gallery import page
 from utils.predictions.inputs import find_images
 from utils.predictions.partial import Partial
-from utils.predictions.rows import Row, columns_of, make_rows
+from utils.predictions.rows import Row, columns_of, make_rows, result_rows
 from utils.predictions.tables import check_table_file, encode
 from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.runs.evaluated import evaluated_at, find_saved, given_settings
+from utils.runs.evaluated import evaluated_at, find_saved, given_settings, remarks
 from utils.runs.manifest import files_of
 from utils.runs.metadata import SavedRun
 from utils.runs.weights import find_checkpoints
@@ -57,7 +56,6 @@ from utils.training.evaluation import gather_rows, same_kernels
 from utils.training.predictions import check_predictions, most_likely
 
 BLOCKS = 8  # of each process between two additions to FILE.partial
-SHOWN = 20  # images in the table on the terminal
 
 
 @dataclass(kw_only=True)
@@ -72,10 +70,6 @@ class Work:
     ranks: Ranks
     accelerator: Accelerator
 
-    @property
-    def spec(self) -> InputSpec:
-        return self.saved.spec.for_evaluation()
-
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Predict with these arguments; returns the number of images and, on the main process, their rows."""
@@ -85,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         check_flags(flags)
         ranks.join()
         work = prepare(flags, ranks)
-        for note in work.split.notes:
-            Terminal(ranks.is_main).print(printable(note))
+        for line in [*remarks(flags, work.config, work.saved.spec), *map(printable, work.split.notes)]:
+            Terminal(ranks.is_main).print(line)
         kept, finished = open_partial(work)
         start, rows = time.perf_counter(), kept.rows if kept else []
         for new in predict(work, finished):
@@ -164,15 +158,15 @@ def predict(work: Work, finished: int) -> Iterator[list[Row]]:
     A block holds the same images on any number of processes, so its predictions are the same, too. Collective.
     """
     config, ranks, accelerator = work.config, work.ranks, work.accelerator
-    block = config.eval_batch_size
+    spec, block = work.saved.spec.for_evaluation(), config.eval_batch_size
     blocks = BlockSampler(len(work.split), block, -(-finished // block))
     if not len(blocks):
         return
-    dataset = ImagesToPredict(work.split, work.spec, make_augmentation(config, work.spec, training=False))
+    dataset = ImagesToPredict(work.split, spec, make_augmentation(config, spec, training=False))
     if len(blocks) == 1:  # a loader process decodes whole blocks, so it would save no time
         config = replace(config, num_workers=0)
     loader = accelerator.prepare(make_loader(dataset, blocks, config, ranks.threads, ranks.device))
-    batches = Batches(loader, work.spec, config, accelerator.device, training=False)
+    batches = Batches(loader, spec, config, accelerator.device, training=False)
     model, own = load_model(work), iter(batches)
     together = BLOCKS * accelerator.num_processes
     bar = Terminal(ranks.is_main).progress("predicting")
@@ -195,7 +189,7 @@ def load_model(work: Work) -> nn.Module:
 
 
 def predict_batch(work: Work, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-    """The indices int64 [n], and the most likely classes [n, k] and their probabilities [n, k]."""
+    """The indices int64 [n], and `top` and `scores` of `Predictions`."""
     with work.accelerator.autocast():
         outputs = model(batch.images)
     return batch.indices, *most_likely(work.task, outputs.float(), work.flags.top)
@@ -212,11 +206,10 @@ def gather(work: Work, parts: list[tuple[Tensor, ...]], bad: dict[int, str], beg
     parts = [(torch.zeros(0, dtype=torch.int64), *nothing), *parts]
     own = [torch.cat(column).to(device) for column in zip(*parts, strict=True)]
     counts = [int(text) for text in ranks.gather_text(str(len(own[0])))]
-    indices, top, probabilities = (gather_rows(work.accelerator, each, counts).cpu().numpy() for each in own)
+    indices, top, scores = (gather_rows(work.accelerator, each, counts).cpu().numpy() for each in own)
     if not ranks.is_main:
         return []
-    names, threshold, count = work.saved.class_names, work.config.threshold, work.flags.top
-    made = make_rows(work.task, threshold, names, top, probabilities, count)
+    made = make_rows(work.task, work.saved.class_names, top, scores, work.flags.top)
     rows = dict(zip(indices.tolist(), made, strict=True))
     rows |= {position: Row(None, [], [], reason) for position, reason in bad.items()}
     if sorted(rows) != list(range(begin, begin + len(rows))) or len(rows) < len(indices) + len(bad):
@@ -229,7 +222,8 @@ def write(work: Work, rows: list[Row]) -> None:
     flags, split = work.flags, work.split
     if flags.out:
         paths = [split.describe(position) for position in range(len(rows))]
-        columns = {"path": paths, **columns_of(rows), "error": [row.error for row in rows]}
+        count = min(flags.top, len(work.saved.class_names))
+        columns = {"path": paths, **columns_of(rows, count), "error": [row.error for row in rows]}
         write_output(expand(flags.out), encode(columns, expand(flags.out)))
     if flags.html:
         title = f"Predictions of {work.config.model}, update {work.saved.state.step}"
@@ -238,14 +232,7 @@ def write(work: Work, rows: list[Row]) -> None:
 
 def report(work: Work, rows: list[Row], seconds: float, speed: float) -> str:
     """The result as a table: the first images, and the numbers of all."""
-    lines: list[tuple[str, Any]] = []
-    for position, row in enumerate(rows[:SHOWN]):
-        pairs = zip(row.classes, row.probabilities, strict=True)
-        found = ", ".join(f"{name} {value}" for name, value in pairs) if row.error is None else row.error
-        lines.append((printable(work.split.describe(position)), printable(found)))
-    bad = sum(row.error is not None for row in rows)
-    lines += [("...", f"{len(rows) - SHOWN} more")] * (len(rows) > SHOWN)
-    lines += [("unreadable", f"{bad} of {len(rows)} images")] * (bad > 0)
+    lines = result_rows(rows, work.split)
     lines.append(("seconds", f"{seconds:.2f}, {speed:.1f} images/s"))
     lines += [("written", path) for path in (work.flags.out, work.flags.html) if path]
     return table(f"Predictions of {work.saved.path}", lines)

@@ -185,6 +185,17 @@ def break_some(paths: list[Path]) -> None:
     paths[13].write_bytes(whole[: len(whole) // 2])
 
 
+def test_the_results_are_printed_even_if_the_predictions_cannot_be_written(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "x.csv")
+
+    monkeypatch.setattr(eval, "encode", full)
+    files = ["--predictions", "x.csv", "--json", "x.json"]
+    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/small", "--threads", "1", "--num_workers", "0", *files])
+    assert outcome.code == 2 and "x.csv: No space left on device" in outcome.err
+    assert re.search(r"^accuracy +[01]\.\d{4}$", outcome.out, re.M) and Path("x.json").exists()
+
+
 def test_predict_py_writes_the_same_bytes_on_one_to_three_processes_with_unreadable_images():
     break_some(sorted(Path("photos/val").rglob("*.jpeg")))
     for processes in (1, 2, 3):  # 22 images in blocks of 2: three processes have 4, 4 and 3 blocks
@@ -296,7 +307,7 @@ def write_odd_images() -> dict[str, np.ndarray | None]:
 def test_images_of_all_kinds_and_names_are_predicted_and_others_keep_their_row_with_the_reason():
     pixels = write_odd_images()
     Path("odd/empty.png").touch()
-    Path("odd/text.jpg").write_text("not an image")
+    Path("odd/text  two.jpg").write_text("not an image")
     Path("odd/link.png").symlink_to("nowhere")
     os.mkfifo("odd/pipe.png")
     Path("odd/.hidden.png").touch()
@@ -309,9 +320,9 @@ def test_images_of_all_kinds_and_names_are_predicted_and_others_keep_their_row_w
     assert "files of unsupported types are left out: .gif (1), .txt (1)" in outcome.out
     rows = {row["path"]: row for row in json.loads(Path("odd.json").read_text())}
     reasons = {path: row["error"] for path, row in rows.items() if row["error"]}
-    assert sorted(reasons) == ["odd/empty.png", "odd/link.png", "odd/pipe.png", "odd/text.jpg"]
+    assert sorted(reasons) == ["odd/empty.png", "odd/link.png", "odd/pipe.png", "odd/text  two.jpg"]
     assert reasons["odd/link.png"] == "a broken link" and reasons["odd/pipe.png"] == "a pipe"
-    assert reasons["odd/text.jpg"].startswith("not a readable image (cannot identify image file")
+    assert reasons["odd/text  two.jpg"].startswith("not a readable image (cannot identify image file")
     assert len(rows) == len(pixels) + len(reasons)
     for path, own in pixels.items():
         row = rows[path.replace("\udcff", "\\udcff")]
@@ -364,25 +375,30 @@ def test_wrong_commands_of_predict_py_and_predictions_are_one_line():
         ([*ckpt, "small", "--out", "x.txt"], "--out x.txt: must end in .csv, .json, .parquet; for example"),
         ([*ckpt, "small", "--html", "gone/x.html"], "--html "),
         (["small"], "--ckpt"),
+        ([*ckpt, "small", "--out", "x.csv", "--html", "x.csv"], "--out and --html name the same file; give two files"),
     ):
         assert text in refused(predict.main, *flags)
+    both = ["--json", "x.json", "--predictions", "x.json"]
+    assert "--json and --predictions name the same file; give two" in refused(eval.main, *ckpt, *both)
     assert "--predictions x: must end in .csv" in refused(eval.main, *ckpt, "--predictions", "x")
     assert "gone does not exist" in refused(eval.main, *ckpt, "--predictions", "gone/x.csv")
 
 
 def test_the_table_on_the_terminal_shows_the_first_images_and_counts_all():
-    (outcome,) = run_ranks(1, predict.main, ["--ckpt", "runs/small", "--threads", "1", "small/val", "--top", "2"])
+    flags = ["--ckpt", "runs/small", "--threads", "1", "--top", "2", "--threshold", "0.9"]
+    (outcome,) = run_ranks(1, predict.main, [*flags, "small/val"])
+    assert "--threshold has no effect: only multilabel and binary have it" in outcome.out
     lines = [line for line in outcome.out.splitlines() if line.startswith("small/val/")]
     assert len(lines) == 20 and all(line.count(",") == 1 for line in lines)
     assert any(line.split() == ["...", "13", "more"] for line in outcome.out.splitlines())
 
 
 def test_cells_that_a_spreadsheet_would_run_are_texts_and_numbers_stay_numbers():
-    cells = ["=1+2", "+cmd", "-x.png", "@a", "\tb", "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", None]
+    cells = ["=1+2", "+cmd", "-x.png", "@a", "\tb", "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", "a\r=b", "\n=c", None]
     columns = {"path": cells, "predicted": cells, "probability_1": [0.5] * len(cells)}
     rows = list(csv.DictReader(io.StringIO(encode(columns, Path("x.csv")).decode(), newline="")))
     assert [row["path"] for row in rows] == [
-        *("'=1+2", "'+cmd", "'-x.png", "'@a", "'\tb", "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", "")
+        *("'=1+2", "'+cmd", "'-x.png", "'@a", "'\tb", "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", "a\r=b", "'\n=c", "")
     ]
     assert [row["path"] for row in json.loads(encode(columns, Path("x.json")))] == cells
     table = parquet.read_table(io.BytesIO(encode(columns, Path("x.parquet"))))
@@ -404,10 +420,22 @@ def test_the_most_likely_class_is_that_of_the_outputs_where_probabilities_are_eq
 def test_rows_have_six_significant_digits_and_nothing_for_nan():
     _, task = make_task(TrainConfig(task="classification"), ["a", "b"], None)
     top, values = np.array([[1, 0]] * 2), np.array([[2 / 3, 1 / 3], [1.23456789e-5, math.nan]])
-    rows = make_rows(task, 0.5, ["a", "b"], top, values, 2)
+    rows = make_rows(task, ["a", "b"], top, values, 2)
     assert rows[0] == Row("b", ["b", "a"], [0.666667, 0.333333])
     assert rows[1].probabilities == [1.23457e-05, None]
-    assert columns_of([rows[0], Row(None, [], [], "why")])["class_2"] == ["a", None]
+    bad = Row(None, [], [], "why")
+    assert columns_of([rows[0], bad], 2)["class_2"] == ["a", None]
+    assert columns_of([bad], 2) == {name: [None] for name in columns_of(rows, 2)}
+
+
+def test_a_class_is_predicted_if_its_logit_is_above_the_threshold_as_in_the_evaluation():
+    _, task = make_task(TrainConfig(task="multilabel", threshold=0.3), ["a", "b", "c"], None)
+    cut = np.float32(task.cut)
+    logits = np.array([[cut, np.nextafter(cut, np.float32(9)), 40], [50, 40, -200]], np.float32)
+    rows = make_rows(task, ["a", "b", "c"], np.zeros((2, 0), int), logits, 3)
+    sums, _ = task.evaluate(torch.tensor(logits), torch.zeros(2, 3))
+    assert [row.predicted for row in rows] == [["b", "c"], ["a", "b"]] and sums[task.evaluation.index("predicted")] == 4
+    assert rows[1] == Row(["a", "b"], ["a", "b", "c"], [1.0, 1.0, 1.3839e-87])
 
 
 def test_the_command_of_the_page_predicts_on_two_processes():

@@ -74,6 +74,8 @@ class EvalConfig(LaunchConfig):
     def __post_init__(self):
         check_ranges(self)
         check_sizes(self)
+        same = self.json is not None and self.json == self.predictions
+        require(not same, "--json and --predictions name the same file", "give two files")
         if self.model is None:
             require(not self.pretrained, "--pretrained needs --model", "name the model")
             fix = "give a run folder or a checkpoint, or --model NAME --pretrained for published weights"
@@ -120,6 +122,8 @@ class PredictConfig(LaunchConfig):
     def __post_init__(self):
         check_ranges(self)
         require(bool(self.paths), "PATH is missing", "name images, folders or glob patterns")
+        same = self.out is not None and self.out == self.html
+        require(not same, "--out and --html name the same file", "give two files")
 
 
 @dataclass(kw_only=True)

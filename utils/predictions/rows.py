@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from utils.console import printable
 from utils.data.splits import Files, Split
 from utils.tasks.binary import Binary
 from utils.tasks.multilabel import MultiLabel
 from utils.tasks.task import Task
-from utils.training.predictions import TOP, Predictions
+from utils.training.predictions import TOP, Predictions, sigmoid
 
 Columns = dict[str, list]
+SHOWN = 20  # images in the table on the terminal
 
 
 class Row(NamedTuple):
@@ -33,33 +35,31 @@ def rounded(number: float) -> float | None:
     return float(f"{number:.6g}") if math.isfinite(number) else None
 
 
-def make_rows(
-    task: Task, threshold: float, class_names: Sequence[str], top: np.ndarray, probabilities: np.ndarray, count: int
-) -> list[Row]:
-    """The rows of n images; `top` and `probabilities`, [n, k], are those of `Predictions`."""
-    probabilities = probabilities.astype(np.float64)
-    above = probabilities > threshold
-    if isinstance(task, Binary):  # the one output is the second class
-        probabilities = np.concatenate([1 - probabilities, probabilities], 1)
+def make_rows(task: Task, class_names: Sequence[str], top: np.ndarray, scores: np.ndarray, count: int) -> list[Row]:
+    """The rows of n images, of `count` classes; `top` and `scores` are those of `Predictions`."""
+    scores = scores.astype(np.float64)
     if isinstance(task, MultiLabel):
-        top = np.argsort(-probabilities, 1, kind="stable")
-        probabilities = np.take_along_axis(probabilities, top, 1)
+        above = scores > task.cut
+        if isinstance(task, Binary):  # the one output is the logit of the second class
+            scores = np.concatenate([-scores, scores], 1)
+        top = np.argsort(-scores, 1, kind="stable")[:, :count]
+        scores = sigmoid(np.take_along_axis(scores, top, 1))
     rows = []
-    for place in range(len(top)):
-        names = [class_names[index] for index in top[place, :count].tolist()]
+    for place, indices in enumerate(top[:, :count].tolist()):
+        names = [class_names[index] for index in indices]
         predicted: str | list[str] = names[0]
         if isinstance(task, Binary):
             predicted = class_names[int(above[place, 0])]
         elif isinstance(task, MultiLabel):
             predicted = [class_names[index] for index in np.flatnonzero(above[place]).tolist()]
-        rows.append(Row(predicted, names, [rounded(value) for value in probabilities[place, :count].tolist()]))
+        rows.append(Row(predicted, names, [rounded(value) for value in scores[place, :count].tolist()]))
     return rows
 
 
-def columns_of(rows: Sequence[Row]) -> Columns:
-    """The predictions as columns: predicted, class_1, probability_1, class_2, ..."""
+def columns_of(rows: Sequence[Row], count: int) -> Columns:
+    """The predictions as columns: predicted, class_1, probability_1, class_2, ... of `count` classes."""
     columns: Columns = {"predicted": [row.predicted for row in rows]}
-    for place in range(max((len(row.classes) for row in rows), default=0)):
+    for place in range(count):
         here = [place if place < len(row.classes) else None for row in rows]
         columns[f"class_{place + 1}"] = [
             None if n is None else row.classes[n] for n, row in zip(here, rows, strict=True)
@@ -70,9 +70,7 @@ def columns_of(rows: Sequence[Row]) -> Columns:
     return columns
 
 
-def columns_of_split(
-    task: Task, threshold: float, class_names: Sequence[str], split: Split, found: Predictions
-) -> Columns:
+def columns_of_split(task: Task, class_names: Sequence[str], split: Split, found: Predictions) -> Columns:
     """The predictions of a split with the path or index and the label of each sample, and its loss."""
     rows = split.rows[found.indices].tolist()
     images: Mapping[str, list[Any]] = {"index": rows}
@@ -84,6 +82,19 @@ def columns_of_split(
         if found.labels.ndim == 1
         else [[class_names[index] for index in np.flatnonzero(row).tolist()] for row in found.labels]
     )
-    made = make_rows(task, threshold, class_names, found.top, found.probabilities, TOP)
+    made = make_rows(task, class_names, found.top, found.scores, TOP)
     losses = [rounded(loss) for loss in found.losses.tolist()]
-    return {**images, "label": labels, **columns_of(made), "loss": losses}
+    return {**images, "label": labels, **columns_of(made, min(TOP, len(class_names))), "loss": losses}
+
+
+def result_rows(rows: Sequence[Row], split: Split) -> list[tuple[str, Any]]:
+    """The rows of a table on the terminal: the first images, and the number of unreadable ones."""
+    lines: list[tuple[str, Any]] = []
+    for position, row in enumerate(rows[:SHOWN]):
+        pairs = zip(row.classes, row.probabilities, strict=True)
+        words = (f"{name} {'NaN' if value is None else value}" for name, value in pairs)
+        found = ", ".join(words) if row.error is None else row.error
+        lines.append((printable(split.describe(position)), printable(found)))
+    bad = sum(row.error is not None for row in rows)
+    lines += [("...", f"{len(rows) - SHOWN} more")] * (len(rows) > SHOWN)
+    return lines + [("unreadable", f"{bad} of {len(rows)} images")] * (bad > 0)

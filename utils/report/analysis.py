@@ -1,12 +1,12 @@
 """The numbers of the run page: confidence intervals, calibration, scores of the classes, confusions, worst errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from utils.data.order import fold_in
-from utils.training.predictions import Predictions
+from utils.training.predictions import Predictions, sigmoid
 
 BINS = 15  # of the confidence, equally wide
 MATRIX = 30  # classes; with more, the page lists the most frequent confusions instead of a matrix
@@ -16,50 +16,63 @@ _WORK = 10**8  # numbers to add up for all resamples
 _MOST_SCORES = 2 * 10**6  # with more, the metrics of rankings have no intervals
 
 Metrics = Callable[[np.ndarray], dict[str, float]]  # from how often each sample counts, float64 [n]
+Interval = tuple[float, float]
 
 
-def intervals(metrics: Metrics, samples: int, columns: int, seed: int) -> dict[str, tuple[float, float]]:
+def intervals(metrics: Metrics, samples: int, columns: int, seed: int) -> dict[str, Interval]:
     """The 95 % bootstrap interval of each metric, by percentiles over resamples of the samples.
 
     The resamples depend only on the seed and the number of samples. There are fewer of them for many samples and
-    `columns`, the numbers of a sample.
+    `columns`, the numbers of a sample. A metric that is NaN or infinite in all resamples has no interval.
     """
     random = np.random.Generator(np.random.Philox(key=fold_in(seed, "bootstrap")))
     count = max(_FEWEST, min(_RESAMPLES, _WORK // (samples * columns)))
     drawn = (np.bincount(random.integers(samples, size=samples), minlength=samples) for _ in range(count))
-    found = [metrics(counts.astype(np.float64)) for counts in drawn]
-    bounds = {name: np.nanpercentile([values[name] for values in found], (2.5, 97.5)) for name in found[0]}
-    return {name: (float(low), float(high)) for name, (low, high) in bounds.items()}
+    with np.errstate(invalid="ignore"):  # an infinite loss that counts zero times
+        found = [metrics(counts.astype(np.float64)) for counts in drawn]
+    bounds: dict[str, Interval] = {}
+    for name in found[0]:
+        values = np.array([each[name] for each in found])
+        finite = values[np.isfinite(values)]
+        if len(finite):
+            low, high = np.percentile(finite, (2.5, 97.5)).tolist()
+            bounds[name] = low, high
+    return bounds
 
 
-def calibration(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
+def calibration(parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """The expected calibration error and the bins of a reliability diagram.
 
-    `confidence`, float [n] in 0..1, are probabilities, and `correct`, bool [n], what came true. The error is the mean
-    over samples of the distance between accuracy and mean confidence in the sample's bin (Guo et al., 2017).
+    Each part is a pair: probabilities, float [n] in 0..1, and what came true, bool [n]. The error is the mean over
+    them of the distance between accuracy and mean confidence in the bin (Guo et al., 2017). NaN is left out.
     """
-    bins = np.minimum((confidence.astype(np.float64) * BINS).astype(int), BINS - 1)
-    counts = np.bincount(bins, minlength=BINS)
-    sums = np.bincount(bins, confidence, BINS), np.bincount(bins, correct, BINS)
-    mean, accuracy = (total / np.maximum(counts, 1) for total in sums)
+    sums = np.zeros((3, BINS))
+    for confidence, correct in parts:
+        known = ~np.isnan(confidence)
+        confidence = confidence[known].astype(np.float64)
+        bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
+        for row, weights in zip(sums, (None, confidence, correct[known]), strict=True):
+            row += np.bincount(bins, weights, BINS)
+    counts = sums[0]
+    mean, accuracy = sums[1:] / np.maximum(counts, 1)
     error = float((np.abs(mean - accuracy) * counts).sum() / max(1, counts.sum()))
-    rows = zip(mean.tolist(), accuracy.tolist(), counts.tolist(), strict=True)
+    rows = zip(mean.tolist(), accuracy.tolist(), counts.astype(int).tolist(), strict=True)
     return {"error": error, "bins": [{"confidence": c, "accuracy": a, "count": n} for c, a, n in rows]}
 
 
-def analyse(found: Predictions, names: list[str], exclusive: bool, threshold: float, seed: int) -> dict[str, Any]:
+def analyse(found: Predictions, names: list[str], cut: float | None, seed: int) -> dict[str, Any]:
     """All numbers of an evaluation as JSON values.
 
-    `exclusive`: each sample has one class of several, as in classification; otherwise each output has a probability of
-    its own. `threshold` is the probability above which such an output is predicted.
+    `cut`: the logit above which an output is predicted, in multilabel and binary. None in classification, where each
+    sample has one class of several.
     """
-    analysis = _of_classification(found, names, seed) if exclusive else _of_outputs(found, names, threshold, seed)
+    analysis = _of_classification(found, names, seed) if cut is None else _of_outputs(found, names, cut, seed)
     return {"count": len(found.indices), **analysis}
 
 
 def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[str, Any]:
     labels, predicted, classes = found.labels, found.top[:, 0], len(names)
-    correct, confidence = predicted == labels, found.probabilities[:, 0]
+    correct, confidence = predicted == labels, found.scores[:, 0]
     pairs, times = np.unique(labels[~correct] * classes + predicted[~correct], return_counts=True)
     order = np.argsort(-times, kind="stable")
     confused = [(int(pairs[i]) // classes, int(pairs[i]) % classes, int(times[i])) for i in order]
@@ -83,7 +96,7 @@ def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[
     worst = worst[np.argsort(-confidence[worst], kind="stable")][:ERRORS]
     return {
         "intervals": intervals(_metrics_of_classes(found, classes), len(labels), 8, seed),
-        "calibration": calibration(confidence, correct),
+        "calibration": calibration([(confidence, correct)]),
         "score": "accuracy",
         "classes": sorted(rows, key=lambda row: row["score"]),
         "matrix": matrix,
@@ -118,53 +131,63 @@ def _metrics_of_classes(found: Predictions, classes: int) -> Metrics:
     return metrics
 
 
-def _of_outputs(found: Predictions, names: list[str], threshold: float, seed: int) -> dict[str, Any]:
-    """The analysis of multilabel, or of binary, whose only output is the probability of the second class."""
-    scores, (samples, outputs) = found.probabilities, found.probabilities.shape
-    binary = outputs == 1 and found.labels.ndim == 1
+def _of_outputs(found: Predictions, names: list[str], cut: float, seed: int) -> dict[str, Any]:
+    """The analysis of multilabel, or of binary, whose only output is the logit of the second class."""
+    logits, (samples, outputs) = found.scores, found.scores.shape
+    binary = found.labels.ndim == 1
     truth = (found.labels[:, None] if binary else found.labels).astype(bool)
-    predicted = scores > np.float32(threshold)
-    losses, exact = found.losses.astype(np.float64), (predicted == truth).all(1)
-    columns = np.stack([losses, exact, (predicted & truth).sum(1), predicted.sum(1) + truth.sum(1)])
-    curves = [_Curve(scores[:, c], truth[:, c]) for c in range(outputs)]
-    ranked = scores.size <= _MOST_SCORES
-
-    def metrics(counts: np.ndarray) -> dict[str, float]:
-        total = counts.sum()
-        loss, right, both, either = columns @ counts
-        names = ("accuracy", "f1") if binary else ("exact_match", "micro_f1")
-        values = {"loss": loss / total, names[0]: right / total, names[1]: 2 * both / either if either else 0.0}
-        if not ranked:
-            return values
-        areas = [curve.areas(counts) for curve in curves]
-        known = [precision for precision, _ in areas if precision is not None]
-        mean = float(np.mean(known)) if known else np.nan
-        return values | ({"auc": areas[0][1]} if binary else {"mAP": mean})
-
+    predicted, shown = logits > cut, names[1:] if binary else names
     rows = []
-    for c, curve in enumerate(curves):
-        precision, area = curve.areas(np.ones(samples))
+    # The largest error of each sample, and its output. One output after the other: there may be a million samples.
+    distance, column = np.zeros(samples), np.zeros(samples, np.int64)
+    for c in range(outputs):
+        own = np.abs(sigmoid(logits[:, c]) - truth[:, c]) * (predicted[:, c] != truth[:, c])
+        further = own > distance
+        distance[further], column[further] = own[further], c
+        precision, area = _Curve(logits[:, c], truth[:, c]).areas(np.ones(samples))
         if precision is not None:
-            name = names[1] if binary else names[c]
-            rows.append({"name": name, "count": int(truth[:, c].sum()), "score": precision, "auc": area})
-    distance = np.abs(scores - truth)
-    column = distance.argmax(1)  # the output that is furthest from the truth
-    order = np.argsort(-distance[np.arange(samples), column], kind="stable")[:ERRORS]
-    wrong = [i for i in order if predicted[i, column[i]] != truth[i, column[i]]]
+            row = {"name": shown[c], "count": int(truth[:, c].sum()), "score": precision}
+            rows.append({**row, "auc": None if np.isnan(area) else area})
+    worst = [i for i in np.argsort(-distance, kind="stable")[:ERRORS] if distance[i]]
+    pairs = ((sigmoid(logits[:, c]), truth[:, c]) for c in range(outputs))
+    metrics = _metrics_of_outputs(found, truth, predicted, binary)
     return {
         "intervals": intervals(metrics, samples, 8 * outputs, seed),
-        "calibration": calibration(scores.ravel(), truth.ravel()),
+        "calibration": calibration(pairs),
         "score": "average precision",
         "classes": sorted(rows, key=lambda row: row["score"]),
         "matrix": None,
         "names": [],
         "confusions": [],
-        "errors": [_error_of_output(found, names, binary, i, int(column[i])) for i in wrong],
+        "errors": [_error_of_output(found, names, binary, i, int(column[i])) for i in worst],
     }
 
 
+def _metrics_of_outputs(found: Predictions, truth: np.ndarray, predicted: np.ndarray, binary: bool) -> Metrics:
+    losses, exact = found.losses.astype(np.float64), (predicted == truth).all(1)
+    columns = np.stack([losses, exact, (predicted & truth).sum(1), predicted.sum(1) + truth.sum(1)])
+    exact_name, f1_name = ("accuracy", "f1") if binary else ("exact_match", "micro_f1")
+    curves = []
+    if found.scores.size <= _MOST_SCORES:
+        curves = [_Curve(scores, true) for scores, true in zip(found.scores.T, truth.T, strict=True)]
+
+    def metrics(counts: np.ndarray) -> dict[str, float]:
+        loss, right, both, either = columns @ counts
+        f1 = 2 * both / either if either else 0.0
+        values = {"loss": loss / counts.sum(), exact_name: right / counts.sum(), f1_name: f1}
+        if not curves:
+            return values
+        areas = [curve.areas(counts) for curve in curves]
+        if binary:
+            return values | {"auc": areas[0][1]}
+        known = [precision for precision, _ in areas if precision is not None]
+        return values | {"mAP": float(np.mean(known)) if known else np.nan}
+
+    return metrics
+
+
 def _error_of_output(found: Predictions, names: list[str], binary: bool, row: int, column: int) -> dict[str, Any]:
-    name, probability = names[1] if binary else names[column], found.probabilities[row, column]
+    name, probability = names[1] if binary else names[column], sigmoid(found.scores[row, column])
     own = [found.labels[row]] if binary else np.flatnonzero(found.labels[row])
     true = ", ".join(names[label] for label in own)
     return {"index": int(found.indices[row]), "text": f"{name} {probability:.1%}", "true": true or "no class"}
@@ -179,7 +202,8 @@ class _Curve:
     def __init__(self, scores: np.ndarray, truth: np.ndarray):
         self.order = np.argsort(-scores, kind="stable")
         self.truth = truth[self.order]
-        self.ends = np.append(np.flatnonzero(np.diff(scores[self.order])), len(scores) - 1)
+        ranked = scores[self.order]
+        self.ends = np.append(np.flatnonzero(ranked[1:] != ranked[:-1]), len(scores) - 1)
 
     def areas(self, counts: np.ndarray) -> tuple[float | None, float]:
         """Average precision and the area under the ROC curve; None and NaN if they are undefined."""

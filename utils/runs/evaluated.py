@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from utils.config.scripts import EvalConfig, PredictConfig
 from utils.config.settings import LaunchConfig, TrainConfig
 from utils.data.spec import InputSpec
 from utils.files import expand
@@ -40,3 +41,15 @@ def given_settings(flags: LaunchConfig) -> dict[str, Any]:
     names = set(type(flags).__annotations__) & set(TrainConfig.__annotations__) - {"model", "pretrained"}
     given = {name: getattr(flags, name) for name in names}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def remarks(flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec) -> list[str]:
+    """Lines about given settings that have no effect or do not suit the run; `spec` is that of the evaluation."""
+    lines, published = [], isinstance(flags, EvalConfig) and flags.model is not None
+    if flags.threshold is not None and config.task == "classification":
+        lines.append("--threshold has no effect: only multilabel and binary have it")
+    if isinstance(flags, EvalConfig) and config.eval_crop is not None and spec.small:
+        lines.append("--eval_crop has no effect: small images are evaluated whole")
+    if "flip" in (flags.tta or "") and not (config.flip or published):
+        lines.append("--tta flip: this run was trained without --flip, so mirror images are new to it")
+    return lines

@@ -153,6 +153,8 @@ def gather_rows(accelerator: Accelerator, rows: Tensor, counts: list[int]) -> Te
     padded.
     """
     padded = rows.new_zeros(max(1, *counts), *rows.shape[1:])
+    if not padded.numel():  # rows of no columns
+        return rows.new_zeros(sum(counts), *rows.shape[1:])
     padded[: len(rows)] = rows
     parts = accelerator.gather(padded).split(len(padded))
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -18,30 +18,37 @@ TOP = 5  # classes kept for each sample
 class Predictions(NamedTuple):
     """The predictions of n samples, by their position in the split.
 
-    In classification, `top` and `probabilities` are those of the most likely classes, highest first. In multilabel and
-    binary, k is the number of outputs, and the columns are in the order of the outputs.
+    In classification, `top` has the k most likely classes, highest first, and `scores` their
+    probabilities. In multilabel and binary, `top` is empty, and `scores` are the logits of all
+    outputs: --threshold and the metrics of rankings compare logits, many of which have the
+    probability 1.
     """
 
     indices: np.ndarray  # int64 [n], ascending
     labels: np.ndarray  # int64 [n], or multi-hot uint8 [n, classes]
-    top: np.ndarray  # int64 [n, k]
-    probabilities: np.ndarray  # float32 [n, k]
+    top: np.ndarray  # int64 [n, k], or [n, 0]
+    scores: np.ndarray  # float32 [n, k]
     losses: np.ndarray  # float32 [n]
 
 
 def predict(task: Task, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`top`, `probabilities` and `losses` of a batch, see `Predictions`; does not wait for the device."""
+    """`top`, `scores` and `losses` of a batch, see `Predictions`; does not wait for the device."""
     return *most_likely(task, outputs), _losses(task, outputs, labels)
 
 
 def most_likely(task: Task, outputs: Tensor, count: int = TOP) -> tuple[Tensor, Tensor]:
-    """`top` and `probabilities` of a batch, see `Predictions`; in classification, of `count` classes."""
+    """`top` and `scores` of a batch, see `Predictions`; in classification, of `count` classes."""
     if isinstance(task, MultiLabel):
-        columns = torch.arange(outputs.shape[1], device=outputs.device)
-        return columns.expand(outputs.shape), outputs.sigmoid()
+        return torch.zeros(len(outputs), 0, dtype=torch.int64, device=outputs.device), outputs
     # Of the outputs, as the accuracy is: different outputs may have equal probabilities.
     top = outputs.topk(min(count, outputs.shape[1]), dim=1).indices
     return top, outputs.softmax(1).gather(1, top)
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """The probabilities of logits, float64."""
+    with np.errstate(over="ignore"):  # below -709 the probability is 0
+        return 1 / (1 + np.exp(-logits.astype(np.float64)))
 
 
 def _losses(task: Task, outputs: Tensor, labels: Tensor) -> Tensor:
