@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import re
 import shlex
 import socket
@@ -15,18 +16,23 @@ import torch
 from helpers.browser import browser
 from helpers.training_runs import MLP, ROOT, records, returned, train_run, weights, working_in
 from PIL import Image
+from scipy.special import expit
 from scipy.stats import rankdata
 from sklearn.metrics import average_precision_score, confusion_matrix, f1_score, recall_score, roc_auc_score
 
 import eval
 import train
 from utils.config.settings import TrainConfig, to_yaml
+from utils.console import clock
 from utils.data.selection import load_data
+from utils.data.splits import Files, Split
 from utils.report.__main__ import main
 from utils.report.analysis import BINS, MATRIX, _Curve, analyse, calibration, intervals
 from utils.report.charts import Series, line_chart, log_ticks, nice_ticks
 from utils.report.folder import read_run
 from utils.report.page import write_page
+from utils.report.pictures import thumbnail
+from utils.report.writing import Evaluated, report_evaluation, write_report
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
 from utils.tasks.multilabel import MultiLabel
@@ -53,7 +59,7 @@ def predictions(classes: int, samples: int = 500, seed: int = 0) -> Predictions:
 
 def test_confusions_and_classes_are_those_of_scikit_learn():
     found = predictions(12)
-    analysis = analyse(found, NAMES[:12], True, 0.5, 0)
+    analysis = analyse(found, NAMES[:12], None, 0)
     expected = confusion_matrix(found.labels, found.top[:, 0], labels=range(12))
     assert analysis["matrix"] == expected.tolist() and analysis["count"] == 500
     recalls = dict(zip(NAMES, recall_score(found.labels, found.top[:, 0], average=None), strict=False))
@@ -69,7 +75,7 @@ def test_confusions_and_classes_are_those_of_scikit_learn():
 def test_with_many_classes_the_most_frequent_confusions_are_listed():
     classes = MATRIX + 1
     found = predictions(classes, 3000)
-    analysis = analyse(found, NAMES[:classes], True, 0.5, 0)
+    analysis = analyse(found, NAMES[:classes], None, 0)
     wrong = confusion_matrix(found.labels, found.top[:, 0], labels=range(classes))
     totals = wrong.sum(1)
     np.fill_diagonal(wrong, 0)
@@ -88,16 +94,16 @@ def test_the_calibration_error_is_that_of_a_loop_over_bins():
     for low in np.arange(BINS) / BINS:
         inside = [n for n in range(702) if low <= confidence[n] < low + 1 / BINS or (confidence[n] == 1 and low > 0.93)]
         error += abs(sum(correct[n] for n in inside) - sum(confidence[n] for n in inside)) / 702
-    found = calibration(confidence, correct)
+    found = calibration([(confidence[:300], correct[:300]), (confidence[300:], correct[300:])])
     assert found["error"] == pytest.approx(error, rel=1e-9) and error > 0.1
     assert sum(entry["count"] for entry in found["bins"]) == 702
 
 
 def test_errors_are_the_most_confident_ones_with_their_place_in_the_split():
     found = predictions(10)
-    errors = analyse(found, NAMES[:10], True, 0.5, 0)["errors"]
+    errors = analyse(found, NAMES[:10], None, 0)["errors"]
     wrong = found.top[:, 0] != found.labels
-    confidences = sorted(found.probabilities[wrong, 0].tolist(), reverse=True)
+    confidences = sorted(found.scores[wrong, 0].tolist(), reverse=True)
     assert [error["text"].split()[-1] for error in errors] == [f"{value:.1%}" for value in confidences[:24]]
     for error in errors:
         row = found.indices.tolist().index(error["index"])
@@ -115,7 +121,7 @@ def test_a_bootstrap_interval_contains_the_true_value_as_often_as_it_says():
 
 def test_intervals_are_the_same_each_time_and_hold_the_metrics():
     found = predictions(10)
-    first, again, other = (analyse(found, NAMES[:10], True, 0.5, seed)["intervals"] for seed in (0, 0, 1))
+    first, again, other = (analyse(found, NAMES[:10], None, seed)["intervals"] for seed in (0, 0, 1))
     assert first == again != other
     values = {
         "accuracy": (found.top[:, 0] == found.labels).mean(),
@@ -146,9 +152,10 @@ def test_ranking_metrics_are_those_of_scikit_learn_with_ties_and_weights():
 def test_multilabel_and_binary_have_scores_of_each_class_and_the_calibration_of_all_probabilities():
     random = np.random.default_rng(0)
     truth = (random.random((200, 4)) < 0.4).astype(np.uint8)
-    scores = np.clip(truth * 0.3 + random.random((200, 4)) * 0.7, 0, 1).astype(np.float32)
-    found = Predictions(np.arange(200), truth, np.tile(np.arange(4), (200, 1)), scores, scores.sum(1))
-    analysis = analyse(found, NAMES[:4], False, 0.5, 0)
+    # Of many of these logits the probability is 0 or 1 in float32.
+    scores = (100 * (truth * 0.3 + random.random((200, 4)) * 0.7 - 0.5)).astype(np.float32)
+    found = Predictions(np.arange(200), truth, np.zeros((200, 0), int), scores, scores.sum(1))
+    analysis = analyse(found, NAMES[:4], -3.0, 0)
     assert {row["name"]: (row["score"], row["auc"], row["count"]) for row in analysis["classes"]} == {
         NAMES[c]: (
             pytest.approx(average_precision_score(truth[:, c], scores[:, c])),
@@ -159,17 +166,52 @@ def test_multilabel_and_binary_have_scores_of_each_class_and_the_calibration_of_
     }
     assert analysis["intervals"].keys() == {"mAP", "micro_f1", "exact_match", "loss"}
     low, high = analysis["intervals"]["micro_f1"]
-    assert low < f1_score(truth, scores > 0.5, average="micro") < high
-    assert analysis["calibration"] == calibration(scores.ravel(), truth.ravel())
-    most = np.abs(scores - truth).max(1).argmax()
-    assert analysis["errors"][0]["index"] == most
+    assert low < f1_score(truth, scores > -3, average="micro") < high
+    probabilities = expit(scores.astype(float))
+    assert analysis["calibration"]["error"] == pytest.approx(
+        calibration([(probabilities.ravel(), truth.ravel())])["error"]
+    )
+    most = (np.abs(probabilities - truth) * ((scores > -3) != truth)).max(1)
+    assert most[analysis["errors"][0]["index"]] == most.max()
     binary = Predictions(np.arange(200), truth[:, 0].astype(int), found.top[:, :1], scores[:, :1], scores[:, 0])
-    analysis = analyse(binary, ["no", "yes"], False, 0.5, 0)
+    analysis = analyse(binary, ["no", "yes"], 0.0, 0)
     assert [row["name"] for row in analysis["classes"]] == ["yes"]
     assert analysis["intervals"].keys() == {"auc", "accuracy", "f1", "loss"}
     low, high = analysis["intervals"]["auc"]
     assert low < roc_auc_score(truth[:, 0], scores[:, 0]) < high
     assert all(error["true"] in ("no", "yes") for error in analysis["errors"])
+
+
+def test_only_wrong_predictions_are_errors_whatever_the_threshold():
+    chances = np.array([0.85] * 40 + [0.6] * 5 + [0.95] * 5)  # above 0.9 a class is predicted
+    truth = np.array([0] * 40 + [1] * 5 + [0, 1, 1, 1, 1])
+    logits = np.log(chances / (1 - chances))[:, None].astype(np.float32)
+    found = Predictions(np.arange(50), truth, np.zeros((50, 0), int), logits, chances)
+    errors = analyse(found, ["no", "yes"], float(np.log(9)), 0)["errors"]
+    assert [(error["index"], error["true"]) for error in errors] == [(45, "no"), *((n, "yes") for n in range(40, 45))]
+
+
+@pytest.mark.filterwarnings("error")
+def test_nan_infinite_losses_and_undefined_metrics_make_an_analysis_in_json():
+    found = predictions(10)
+    found.scores[7], found.losses[8], found.losses[9] = np.nan, np.inf, np.nan
+    analysis = analyse(found, NAMES[:10], None, 0)
+    assert analysis["intervals"].keys() == {"accuracy", "top5", "macro_f1"}
+    assert sum(entry["count"] for entry in analysis["calibration"]["bins"]) == 499
+    always = np.array([[1, 0], [1, 1], [1, 0]], np.uint8)  # no image is without the first class
+    logits = np.array([[0.5, np.nan], [-0.5, np.inf], [0.1, -np.inf]], np.float32)
+    outputs = Predictions(np.arange(3), always, np.zeros((3, 0), int), logits, np.ones(3))
+    others = analyse(outputs, ["a", "b"], 0.0, 0)
+    assert {row["name"]: row["auc"] for row in others["classes"]} == {"a": None, "b": 1.0}
+    only = Predictions(np.arange(3), np.ones(3, int), np.zeros((3, 0), int), logits[:, :1], np.ones(3))
+    assert "auc" not in analyse(only, ["no", "yes"], 0.0, 0)["intervals"]
+    json.dumps([analysis, others], allow_nan=False)
+
+
+def test_multilabel_keeps_logits_and_no_column_of_indices():
+    outputs = torch.tensor([[30.0, 40.0], [-1.0, -3.0]])
+    top, scores, _ = predict(MultiLabel(TrainConfig(task="multilabel"), ["a", "b"]), outputs, outputs > 0)
+    assert top.shape == (2, 0) and torch.equal(scores, outputs)
 
 
 @pytest.mark.parametrize("loss", list(LOSSES))
@@ -284,7 +326,8 @@ def test_the_page_shows_settings_starts_versions_and_marks_the_resume(inside):
     assert "output_dir" not in run["settings"] and "cache_dir" not in run["settings"]
     assert [start["step"] for start in run["starts"]] == [0, 8]
     assert page.count("<title>resumed from update 8</title>") == page.count('<svg viewBox="0 0 480')
-    assert f"torch {torch.__version__}" in page and "processes 2, batch 60 x 2 x 1 = 120" in page
+    assert f"torch {torch.__version__}" in page
+    assert "processes 2, batch 60 x 2 x 1 = 120, cpu, threads 1, precision no" in page
     assert page.count("data:image/") == len(run["errors"]) + 1
 
 
@@ -330,11 +373,11 @@ def made_up(folder: Path, classes: int = 10, names: list[str] | None = None, sam
     for step in range(10, 110, 10):
         rates = {"lr": 0.1, "images_per_second": 100.0, "data_wait": 0.01, "seconds": step}
         log.append({"kind": "train", "step": step, "epoch": 1, "loss": 100 / step**2, "accuracy": step / 110, **rates})
-        for kind in ("raw", "ema"):
+        for kind, accuracy in (("raw", 0.5), ("ema", 0.75)):
             evaluated = {"step": step, "epoch": 1, "weights": kind, "split": "test", "count": 5, "seconds": 1.0}
-            log.append({"kind": "eval", "loss": 50 / step**2, "accuracy": 0.5, **evaluated})
+            log.append({"kind": "eval", "loss": 50 / step**2, "accuracy": accuracy, **evaluated})
     (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log) + '{"kind": "tra')
-    analysis = analyse(predictions(classes, samples), names or NAMES[:classes], True, 0.5, 0)
+    analysis = analyse(predictions(classes, samples), names or NAMES[:classes], None, 0)
     for error in analysis["errors"]:
         error |= {"image": PIXEL, "small": True, "file": "a/b.png"}
     (folder / "report.json").write_text(json.dumps({"record": {"accuracy": 0.5, "loss": 1.0, "step": 100}, **analysis}))
@@ -343,16 +386,81 @@ def made_up(folder: Path, classes: int = 10, names: list[str] | None = None, sam
 
 
 def test_names_are_escaped(tmp_path):
-    folder = made_up(tmp_path / "<i>run", names=["<script>alert(1)</script>", *NAMES[:9]])
+    folders = [made_up(tmp_path / name, names=["<script>alert(1)</script>", *NAMES[:9]]) for name in ("<i>run", "<b>")]
+    for chosen in (folders[:1], folders):
+        write_page(chosen, tmp_path / "page.html")
+        page = (tmp_path / "page.html").read_text()
+        assert "<script" not in page and "<i>run" not in page and "&lt;script&gt;alert(1)" in page
+
+
+def test_names_that_are_not_utf_8_are_on_the_page_as_escapes(tmp_path):
+    folder = made_up(tmp_path / "run", names=["d\udcffg", *NAMES[:9]])
     write_page([folder], tmp_path / "page.html")
+    assert "<td>d\\udcffg</td>" in (tmp_path / "page.html").read_text()
+
+
+def test_runs_of_the_same_name_are_numbered(tmp_path):
+    folders = [made_up(tmp_path / parent / "run") for parent in "ab"]
+    write_page(folders, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "<script" not in page and "<i>run" not in page and "&lt;script&gt;alert(1)" in page
+    assert "</i>run (1), training <b>" in page and "</i>run (2), training <b>" in page
+
+
+def test_the_analysis_of_a_training_that_went_on_is_not_shown_and_that_of_eval_py_is(tmp_path):
+    folder = made_up(tmp_path / "run")
+    analysis = json.loads((folder / "report.json").read_text())
+    assert read_run(folder)["analysis"] == analysis
+    for record, shown in (({"step": 40}, False), ({"step": 40, "checkpoint": "step-40"}, True)):
+        (folder / "report.json").write_text(json.dumps({**analysis, "record": record}))
+        run = read_run(folder)
+        assert bool(run["analysis"]) == shown and run["evaluation"]["step"] == (40 if shown else 100)
+
+
+def test_the_page_says_which_weights_and_views_were_evaluated_and_shows_a_dash_for_an_infinite_loss(tmp_path):
+    folder = made_up(tmp_path / "run")
+    (folder / "report.json").unlink()
+    record = {"step": 100, "accuracy": 0.5, "loss": math.inf, "averaged": [80, 100], "tta": "flip"}
+    split = Split("val", np.zeros((507, 4, 4), np.uint8), predictions(10).labels, np.arange(500) + 7, "")
+    found = predictions(10)._replace(indices=np.arange(500))
+    task = Classification(TrainConfig(), NAMES[:10])
+    said = []
+    write_report(folder, Evaluated(TrainConfig(), task, NAMES[:10], split, found, record), said.append)
+    page, analysis = (folder / "report.html").read_text(), json.loads((folder / "report.json").read_text())
+    assert not said and "update 100, mean of 2 checkpoints, views flip</td>" in page
+    assert re.search(r"<th>loss</th><td class=\"number\">–\s", page)
+    assert all(error["file"] == f"image {error['index'] + 7}" for error in analysis["errors"])
+
+
+def test_an_image_that_is_gone_costs_only_its_picture(tmp_path):
+    folder = made_up(tmp_path / "run")
+    split = Split("val", Files([str(tmp_path / "gone.png")], str(tmp_path)), np.zeros(1), np.zeros(1, int), "")
+    assert thumbnail(split, 0) == {"image": "", "small": False, "file": "gone.png"}
+    analysis = json.loads((folder / "report.json").read_text())
+    analysis["errors"][0] |= thumbnail(split, 0)
+    (folder / "report.json").write_text(json.dumps(analysis))
+    write_page([folder], folder / "report.html")
+    page = (folder / "report.html").read_text()
+    assert page.count("<img") == len(analysis["errors"]) and "gone.png" in page
+
+
+def test_report_true_says_so_if_the_checkpoint_is_in_no_run_folder(tmp_path):
+    said = []
+    for asked in (False, True):
+        report_evaluation(tmp_path / "step-3", None, asked, said.append)
+    assert said == [f"--report has no effect: {tmp_path / 'step-3'} is not in a run folder"]
+
+
+def test_a_time_of_more_than_a_day_is_in_hours():
+    assert [clock(seconds) for seconds in (5.9, 3599, 3600, 90_061)] == ["0:05", "59:59", "1:00:00", "25:01:01"]
 
 
 def test_raw_and_averaged_weights_have_lines_of_their_own(tmp_path):
     write_page([made_up(tmp_path / "run")], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert page.count("</i>evaluation raw <b>") == page.count("</i>evaluation ema <b>") == 2  # loss and accuracy
+    chart, line = page[page.index("accuracy over") :], r'<i class="(c\d \w+)"></i>evaluation {} <b>([\d.]+)'
+    raw, averaged = (re.search(line.replace("{}", kind), chart) for kind in ("raw", "ema"))
+    assert (raw[2], averaged[2]) == ("0.5", "0.75") and raw[1] != averaged[1] and raw[1].endswith(" raw")
     assert "flowers" in page and "someone" not in page
 
 
@@ -394,11 +502,14 @@ def test_a_run_without_an_analysis_has_a_page_with_curves(tmp_path):
         (["nowhere"], "nowhere: is not a run folder, as it has no log.jsonl or no config.yaml; name a run folder"),
         (["a", "b"], "--out is missing; name a file for the page of several runs"),
         (["a", "--out", "no/page.html"], "/no does not exist; create it, or give another path"),
+        (["old"], r"has unknown contents \(KeyError: 'threads'\); use the version of Lockstep that wrote them"),
     ],
 )
 def test_mistakes_in_the_command_are_one_line(words, error, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     made_up(Path("a"))
+    log = made_up(Path("old")) / "log.jsonl"
+    log.write_text(log.read_text().replace("threads", "workers"))
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2 and re.search(

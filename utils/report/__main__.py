@@ -1,9 +1,14 @@
 """Write the page of runs that exist: python -m utils.report RUN [RUN ...] [--out FILE] [--no_images]"""
 
+from utils.output import guard_output  # the first import: see its docstring
+
+# isort: split
 import argparse
 from collections.abc import Sequence
 
-from utils.errors import UserError
+from jinja2 import TemplateError
+
+from utils.errors import UserError, one_line
 from utils.files import check_output_file, expand
 from utils.launch.exits import exit_with_error
 from utils.report.page import PAGE, write_page
@@ -11,6 +16,7 @@ from utils.report.page import PAGE, write_page
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page, and print where it is."""
+    guard_output()
     parser = argparse.ArgumentParser("python -m utils.report", description="Write the page of one or several runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are compared on one page")
     parser.add_argument("--out", help=f"file to write (default: {PAGE} in the run folder; needed for several runs)")
@@ -26,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_page(folders, out, images=not flags.no_images)
     except (ValueError, OSError) as error:
         exit_with_error(error, parser.prog)
+    except (LookupError, TypeError, AttributeError, TemplateError) as error:
+        files, reason = "log.jsonl, config.yaml or report.json", f"{type(error).__name__}: {one_line(error)}"
+        problem = f"{files} has unknown contents ({reason})"
+        exit_with_error(UserError(problem, "use the version of Lockstep that wrote them"), parser.prog)
     print(out)
 
 

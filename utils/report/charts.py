@@ -79,14 +79,13 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def reliability(bins: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """The bars of a reliability diagram in a square of side 100: accuracy, and the mean confidence as a mark."""
+    """The bars of a reliability diagram in a square of side 100; empty bins have none."""
     width, most = 100 / len(bins), max(1, *(entry["count"] for entry in bins))
     return [
         {
             "x": round(place * width, 2),
             "width": round(width, 2),
             "height": round(100 * entry["accuracy"], 2),
-            "at": round(100 * entry["confidence"], 2),
             "opacity": round(0.35 + 0.65 * (entry["count"] / most) ** 0.5, 2),
             **entry,
         }

@@ -30,8 +30,9 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
         raise UserError(f"{folder}: is not a run folder, as it has no log.jsonl or no config.yaml", "name a run folder")
     records = [_record(line) for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "train", "eval")}
-    analysis = read_json(folder / ANALYSIS) if (folder / ANALYSIS).is_file() else {}
-    classes, last = analysis.get("classes", []), (kinds["train"] or [{}])[-1]
+    last, evaluation = ((kinds[kind] or [{}])[-1] for kind in ("train", "eval"))
+    analysis = _analysis(folder / ANALYSIS, evaluation)
+    classes = analysis.get("classes", [])
     return {
         "name": folder.absolute().name,
         "settings": changed_settings(read_yaml(folder / "config.yaml")),
@@ -40,7 +41,7 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
         "versions": kinds["start"][-1].get("versions", {}) if kinds["start"] else {},
         "last": last,
         "time": clock(last.get("seconds", 0)),
-        "evaluation": analysis.get("record") or (kinds["eval"] or [{}])[-1],
+        "evaluation": analysis.get("record") or evaluation,
         "intervals": analysis.get("intervals", {}),
         "analysis": analysis,
         "bars": reliability(analysis["calibration"]["bins"]) if analysis else [],
@@ -48,6 +49,16 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
         "errors": analysis.get("errors", []) if images else [],
         "first_batch": sheet(folder / "first_batch.png") if images else "",
     }
+
+
+def _analysis(path: Path, last: Mapping[str, Any]) -> dict[str, Any]:
+    """The analysis in report.json; empty if there is none, or if it is that of a training that went on since.
+
+    `last` is the last evaluation of the log. An evaluation of eval.py, which names its checkpoint, is kept.
+    """
+    analysis = read_json(path) if path.is_file() else {}
+    record = analysis.get("record", {})
+    return analysis if "checkpoint" in record or record.get("step") == last.get("step") else {}
 
 
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
@@ -70,7 +81,8 @@ def _record(line: str) -> dict[str, Any]:
 def _start(record: Mapping[str, Any]) -> dict[str, Any]:
     """When and how a start of the run began."""
     topology = "processes {processes}, batch {batch_size} x {processes} x {grad_accum} = {global_batch_size}"
-    more = [f"threads {record['threads']}", f"precision {record['precision']}"]
+    device = [record["device"]] if "device" in record else []  # older logs have none
+    more = [*device, f"threads {record['threads']}", f"precision {record['precision']}"]
     return {
         "step": record["step"],
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record["time"])),

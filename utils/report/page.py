@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,23 @@ PAGE = "report.html"
 
 
 def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
-    """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run."""
-    runs = [read_run(folder, images) for folder in folders]
+    """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run.
+
+    Characters of names that are not UTF-8 become escapes.
+    """
+    runs = _with_own_names([read_run(folder, images) for folder in folders])
     values = {"runs": runs, "charts": charts(runs), "settings": settings_rows(runs), "metrics": metrics_rows(runs)}
-    write_output(out, template().render(values))
+    write_output(out, template().render(values).encode(errors="backslashreplace"))
+
+
+def _with_own_names(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs; those whose folders have the same name are numbered."""
+    names = [run["name"] for run in runs]
+    numbers = {name: count(1) for name in names if names.count(name) > 1}
+    for run in runs:
+        if (name := run["name"]) in numbers:
+            run["name"] = f"{name} ({next(numbers[name])})"
+    return runs
 
 
 @cache
@@ -82,7 +96,7 @@ def metrics_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[st
         name: words.get(name, name.replace("_", " "))
         for run in runs
         for name, value in run["evaluation"].items()
-        if isinstance(value, float) and name not in hidden
+        if (value is None or isinstance(value, float)) and name not in hidden
     }
     ordered = [*(name for name in words if name in found), *(name for name in found if name not in words)]
     rows = []

@@ -15,12 +15,19 @@ _SHEET = 1100  # pixels of the longer side of first_batch.png in the page
 
 
 def thumbnail(split: Split, position: int) -> dict[str, str | bool]:
-    """A sample's image, reduced if it is a photograph, and its name below the data set's folder if it is a file."""
-    image = Image.fromarray(decode(split, position, 3).numpy())
-    small, row = max(image.size) <= SMALL, int(split.rows[position])
-    name = split.images.names[row] if isinstance(split.images, Files) else ""
+    """A sample's image, reduced if it is a photograph, and its name: below the data set's folder if it is a file.
+
+    The image is empty if it cannot be read any more.
+    """
+    row = int(split.rows[position])
+    name = split.images.names[row] if isinstance(split.images, Files) else f"image {row}"
     if Path(name).is_absolute():
         name = Path(name).name
+    try:
+        image = Image.fromarray(decode(split, position, 3).numpy())
+    except ValueError:
+        return {"image": "", "small": False, "file": name}
+    small = max(image.size) <= SMALL
     return {"image": _uri(image, _SIDE, exact=small), "small": small, "file": name}
 
 

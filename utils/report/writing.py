@@ -1,6 +1,7 @@
 """Write report.html at the end of a training run or an evaluation. If that fails, the run only prints a warning."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,30 +43,40 @@ def report_training(run: Run, result: Mapping[str, Any] | None) -> None:
     write_report(run.folder.path, evaluated, run.log.say)
 
 
-def report_evaluation(checkpoint: Path, evaluated: Evaluated, say: Callable[[str], None]) -> None:
-    """Write the page again with this evaluation, if the checkpoint is in a run folder."""
+def report_evaluation(checkpoint: Path, evaluated: Evaluated, asked: bool, say: Callable[[str], None]) -> None:
+    """Write the page again with this evaluation, if the checkpoint is in a run folder; `asked`: --report was given."""
     checkpoints = checkpoint.absolute().parent
     folder = checkpoints.parent
     if checkpoints.name == "checkpoints" and (folder / "log.jsonl").is_file():
         write_report(folder, evaluated, say)
+    elif asked:
+        say(f"--report has no effect: {checkpoint} is not in a run folder")
 
 
 def write_report(folder: Path, evaluated: Evaluated, say: Callable[[str], None]) -> None:
     """Store the analysis of an evaluation in report.json, then write the page; an error is printed with `say`."""
     try:
         if evaluated.predictions is not None:
-            write_file(folder / ANALYSIS, json.dumps(analysis_of(evaluated)))
+            write_file(folder / ANALYSIS, json.dumps(analysis_of(evaluated), allow_nan=False))
         write_page([folder], folder / PAGE)
     except Exception as error:  # of any class: the run itself has succeeded
         say(f"{PAGE} could not be written ({one_line(error)}); all else is complete")
 
 
 def analysis_of(evaluated: Evaluated) -> dict[str, Any]:
-    """The numbers and images of an evaluation that the page shows. Raises ValueError if an image cannot be read."""
+    """The numbers and images of an evaluation that the page shows."""
     assert evaluated.predictions
-    config, kept = evaluated.config, {k: v for k, v in evaluated.record.items() if not isinstance(v, list | dict)}
-    exclusive = not isinstance(evaluated.task, MultiLabel)
-    analysis = analyse(evaluated.predictions, evaluated.class_names, exclusive, config.threshold, config.seed)
+    task, names = evaluated.task, evaluated.class_names
+    cut = task.cut if isinstance(task, MultiLabel) else None
+    analysis = analyse(evaluated.predictions, names, cut, evaluated.config.seed)
     for error in analysis["errors"]:
         error |= thumbnail(evaluated.split, error["index"])
-    return {"record": without_places(kept), **analysis}
+    return {"record": _values(evaluated.record), **analysis}
+
+
+def _values(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The single values of a record without folders, and None for NaN and infinity, which JSON lacks."""
+    kept = {name: value for name, value in record.items() if not isinstance(value, list | dict)}
+    kept |= {"averaged": len(record["averaged"])} if "averaged" in record else {}
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in kept.items()}
+    return without_places(finite)

@@ -118,6 +118,7 @@ def announce(run: Run) -> None:
     config, ranks, folder = run.config, run.ranks, run.folder.path
     processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
+    numbers |= {"device": ranks.device.type}
     if ranks.is_main:
         numbers |= {"init_weights": run.source.weights} if run.source else {}
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
@@ -244,5 +245,5 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", f"{size_of(run.folder.checkpoints) / MB:.0f} MB"))
         page = run.folder.path / "report.html"
-        rows += [("page", str(page))] if done and page.exists() else []
+        rows += [("page", str(page))] if done and run.config.report and page.exists() else []
     return rows
