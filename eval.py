@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if flags.predictions:
             check_predictions(task)
         if flags.threshold is not None and config.task == "classification":
-            Terminal(ranks.is_main).print("--threshold has no effect: only multilabel and binary have it")
+            Terminal(ranks.is_main).print("--threshold has no effect: only multilabel and binary use it")
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
@@ -94,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 def find_run(flags: EvalConfig, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt and the weights to evaluate, or what it would hold for --model; collective."""
+    """The verified checkpoint of --ckpt with the weights to evaluate, or the published weights of --model; collective."""
     if flags.ckpt is None:
         return ranks.run_on_all(lambda: published_run(flags))
     return find_saved(flags.ckpt, flags.average, flags.weights, ranks)
 
 
 def published_run(flags: EvalConfig) -> SavedRun:
-    """What a checkpoint of the published weights of --model would hold."""
+    """What a checkpoint with the published weights of --model would contain."""
     assert flags.model
     config = TrainConfig(model=flags.model, pretrained=True, task="classification")
     check_model(config)
@@ -154,7 +154,7 @@ def evaluate(
     if config.eval_crop is not None and spec.small:
         terminal.print("--eval_crop has no effect: small images are evaluated whole")
     if "flip" in (flags.tta or "") and not (config.flip or flags.model):
-        terminal.print("--tta flip: this run was trained without --flip, so mirror images are new to it")
+        terminal.print("--tta flip: this run was trained without --flip, so its model has not seen mirror images")
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))
@@ -211,7 +211,7 @@ def load_weights(saved: SavedRun, config: TrainConfig, model: nn.Module) -> None
 
 
 def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str, Any]:
-    """What the record says about the weights."""
+    """The fields of the record that identify the weights."""
     if saved.weights is None:
         return {"model": flags.model, "pretrained": version_of(config)}
     place = {"checkpoint": str(saved.path.absolute()), "step": saved.state.step, "epoch": saved.state.epochs_begun}

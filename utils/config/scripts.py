@@ -25,7 +25,7 @@ class EvalConfig(LaunchConfig):
     """Evaluate the mean of the weights of this many checkpoints: the last ones of the run, or, if --ckpt is a
     checkpoint, those up to it."""
     split: str | None = None
-    """Split to evaluate (default: as in the run; of other data the validation, else the test, else the training split)."""
+    """Split to evaluate (default: as in the run; for other data, validation, else test, else the training split)."""
     data: str | None = None
     """Other data to evaluate on, named as in train.py (default: the data of the run)."""
     data_subset: str | None = None
