@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 def find_run(flags: EvalConfig, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt with the weights to evaluate, or the published weights of --model; collective."""
+    """The verified checkpoint of --ckpt with the weights to evaluate, or published weights for --model; collective."""
     if flags.ckpt is None:
         return ranks.run_on_all(lambda: published_run(flags))
     return find_saved(flags.ckpt, flags.average, flags.weights, ranks)
