@@ -46,7 +46,7 @@ class TrainConfig(LaunchConfig):
     eval_split: str | None = None
     """Split to evaluate on (default: validation, else test, else a hold-out of the training split)."""
     eval_fraction: float | None = None
-    """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead of a split."""
+    """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead of on a split."""
     image_column: str | None = None
     """Column with the images (default: found by its type, or named path in a CSV file)."""
     label_column: str | None = None
@@ -68,11 +68,11 @@ class TrainConfig(LaunchConfig):
     up to 16 if there are that many physical cores)."""
     data_on_device: Literal["auto", "yes", "no"] = "auto"
     """Keep decoded small images in the memory of the device, and draw batches there; auto does so on a GPU if they take
-    at most a quarter of its free memory. The images are the same."""
+    at most a quarter of its free memory. The images are the same either way."""
 
     image_size: Size = None
-    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: the size of the images up to 96 pixels,
-    else 224)."""
+    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: that of the pretrained weights, else
+    that of the images if it is at most 96 pixels, else 224)."""
     eval_size: Size = None
     """The same for evaluation; a larger size than in training is often more accurate (default: as in training)."""
     channels: int | None = None
@@ -221,8 +221,8 @@ class TrainConfig(LaunchConfig):
     """Precision of the model: no is float32, auto is bf16 if all devices support it natively (default: as in the
     accelerate config, else auto on GPUs and no on CPUs)."""
     tf32: bool | None = None
-    """Use TF32 for float32 on GPUs: products and convolutions round their inputs to a 10-bit mantissa, which is faster
-    (default: true, but false with --deterministic)."""
+    """Use TF32 for float32 on GPUs: matrix products and convolutions round their inputs to a 10-bit mantissa, which is
+    faster (default: true, but false with --deterministic)."""
     channels_last: bool = True
     """Store images and kernels in memory with the channels last, usually the fastest layout for convolutions."""
     comm_hook: Literal["no", "fp16", "bf16"] = "no"
