@@ -76,7 +76,7 @@ class TrainConfig(LaunchConfig):
     eval_size: Size = None
     """The same for evaluation; a larger size than in training is often more accurate (default: as in training)."""
     channels: int | None = None
-    """Input channels, 1 for grey or 3 for colour (default: those of the data or the pretrained weights)."""
+    """Input channels, 1 for grey or 3 for colour (default: those of the pretrained weights, else of the data)."""
     mean: list[float] | None = None
     """Mean per channel to subtract from pixels in 0 to 1 (default: that of the pretrained weights, else 0.5)."""
     std: list[float] | None = None
@@ -94,7 +94,7 @@ class TrainConfig(LaunchConfig):
     auto_augment_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the policy, such as '{magnitude: 7}'."""
     color_jitter: float = 0.0
-    """Multiply brightness, contrast and saturation of training images by random factors from 1 - X to 1 + X."""
+    """Multiply brightness, contrast and saturation of training images by random factors within this number of 1."""
     random_erasing: float = 0.0
     """Probability of filling a random box, 2 to 33 percent of a training image, with the mean colour."""
     cutout: int = 0
