@@ -35,8 +35,8 @@ def intervals(metrics: Metrics, samples: int, columns: int, seed: int) -> dict[s
 def calibration(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
     """The expected calibration error and the bins of a reliability diagram.
 
-    `confidence`, float [n] in 0..1, has the probability of each prediction, and `correct`, bool [n], whether it was
-    right. The error is the mean over predictions of |accuracy - mean confidence| in their bin (Guo et al., 2017).
+    `confidence`, float [n] in 0..1, has predicted probabilities, and `correct`, bool [n], whether the events occurred.
+    The error is the mean over predictions of |accuracy - mean confidence| in their bin (Guo et al., 2017).
     """
     bins = np.minimum((confidence.astype(np.float64) * BINS).astype(int), BINS - 1)
     counts = np.bincount(bins, minlength=BINS)
