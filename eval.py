@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if flags.predictions:
             check_predictions(task)
         if flags.threshold is not None and config.task == "classification":
-            Terminal(ranks.is_main).print("--threshold has no effect: only multilabel and binary use it")
+            Terminal(ranks.is_main).print("--threshold has no effect: only multilabel and binary have it")
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
@@ -154,7 +154,7 @@ def evaluate(
     if config.eval_crop is not None and spec.small:
         terminal.print("--eval_crop has no effect: small images are evaluated whole")
     if "flip" in (flags.tta or "") and not (config.flip or flags.model):
-        terminal.print("--tta flip: this run was trained without --flip, so its model has not seen mirror images")
+        terminal.print("--tta flip: this run was trained without --flip, so mirror images are new to it")
     make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
     dataset = ranks.run_on_all(make, main_first=True)
     model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))
