@@ -72,7 +72,7 @@ def report(loaded: Loaded, form: str, out: Path, difference: float, files: FromF
         if found.get(metric) is not None
         else "no"
     )
-    same = f"{files.worst:.1e}, {files.same} of {files.count} predictions are the same"
+    same = f"{files.worst:.1e} in probability, {files.same} of {files.count} predictions are the same"
     rows = [
         ("checkpoint", loaded.saved.path),
         ("model", f"{loaded.saved.settings.model}, {loaded.spec.describe()}, {len(loaded.saved.class_names)} classes"),

@@ -204,7 +204,7 @@ def test_files_are_predicted_as_in_evaluation_but_for_the_difference_on_the_card
         assert result["files"] == 0 and "was not measured" in text
     else:
         assert result["files"] == len(expected) and abs(result["difference_from_files"] - worst) < 2e-5
-        stated = float(re.search(r"difference in\na probability was (\S+), and", text)[1])
+        stated = float(re.search(r"difference in a probability was\n(\S+), and", text)[1])
         assert stated == pytest.approx(result["difference_from_files"], rel=0.05)
     assert worst < 0.03
     if saved.settings.task == "classification":

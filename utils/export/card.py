@@ -81,7 +81,7 @@ The author has not stated a licence. To state one, add a line such as `license: 
 
 
 def data_name(loaded: Loaded) -> str:
-    """The data set without the folders that contain it."""
+    """The name of the data set, without the folders that contain it."""
     data = loaded.saved.settings.data
     return printable(expand(data).name if data.startswith(("/", "~", ".", "$")) else data)
 
@@ -113,7 +113,7 @@ def evaluation_of(loaded: Loaded) -> dict[str, Any]:
 
 
 def split_name(loaded: Loaded) -> str:
-    """The split of that evaluation."""
+    """The name of the split of this evaluation."""
     record, settings = loaded.saved.record, loaded.saved.settings
     return printable(record.evaluation.name if record else settings.eval_split or "evaluation split")
 
@@ -129,10 +129,10 @@ def _measured(loaded: Loaded) -> str:
 
 
 def _from_files(files: FromFiles) -> str:
-    """What `compare_files` found."""
+    """The result of `compare_files`."""
     if files.reason:
-        return "How decoding image files with the lines above changes the predictions was not measured."
+        return "The effect of decoding image files with the code above on predictions was not measured."
     return (
-        f"From the files of {files.count} evaluation images, decoded with the lines above, the largest difference in\n"
-        f"a probability was {files.worst:.1e}, and {files.same} of {files.count} predictions were the same."
+        f"With {files.count} evaluation images decoded by the code above, the largest difference in a probability was\n"
+        f"{files.worst:.1e}, and {files.same} of {files.count} predictions were the same."
     )

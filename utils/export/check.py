@@ -23,7 +23,10 @@ _BLOCK = 10
 
 @dataclass(frozen=True)
 class FromFiles:
-    """How predictions from image files differ from those of the evaluation, or why this was not measured."""
+    """Predictions from image files against those of the evaluation, or the reason why they were not compared.
+
+    `count` images, the largest difference in a probability, and the number of images with the same prediction.
+    """
 
     count: int = 0
     worst: float = 0.0
@@ -54,9 +57,9 @@ def check_same(loaded: Loaded, predict: Callable[[np.ndarray], np.ndarray], form
 
 
 def compare_files(loaded: Loaded, preprocess: Callable[..., Any], predict: Callable[..., Any]) -> FromFiles:
-    """Compare up to 100 evaluation images, read as files by `preprocess`, with the pixels of evaluation.
+    """Compare predictions from files, read by `preprocess`, with those of the evaluation, for up to 100 images.
 
-    Data is not downloaded for this.
+    Nothing is downloaded for this.
     """
     settings = loaded.saved.settings
     if not expand(settings.data).exists():

@@ -1,4 +1,4 @@
-"""The forms of an exported model. Each function writes the files of one and returns the code that loads them.
+"""The forms of an exported model. Each function writes the files of a form and returns the code that loads them.
 
 To add a form, write such a function and add it to `FORMS` and to ExportConfig.
 """
@@ -100,7 +100,7 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
 
 
 def write_torch(loaded: Loaded, folder: Path) -> Code:
-    """The program of torch.export, `model.pt2`, from uint8 images to probabilities, for any number of images."""
+    """The program of torch.export, `model.pt2`: from any number of uint8 images to probabilities."""
     with _quiet(loaded, "torch"):
         torch.export.save(_program(loaded), folder / "model.pt2")
     return Code(
@@ -196,7 +196,7 @@ def _changed_layers(model: nn.Module) -> list[str]:
 
 
 def _crop_share(spec: InputSpec) -> float:
-    """timm's crop_pct, for which timm resizes the shorter side to the same number of pixels."""
+    """The crop_pct with which timm resizes the shorter side to the same number of pixels as the evaluation."""
     if spec.small:
         return 1.0
     if spec.resize is None:
@@ -207,6 +207,6 @@ def _crop_share(spec: InputSpec) -> float:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json that a form has written; empty if it has none."""
+    """The config.json that a form has written; empty if it has written none."""
     path = folder / "config.json"
     return json.loads(path.read_text()) if path.exists() else {}

@@ -1,4 +1,4 @@
-"""Predictions as rows: names of classes, and probabilities of six significant digits."""
+"""Predictions as rows: names of classes, and probabilities with six significant digits."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ SHOWN = 20  # images in the table on the terminal
 class Row(NamedTuple):
     """The prediction for one image, as JSON stores it; `error` is why there is none.
 
-    `predicted` is a class, in multilabel the classes above --threshold. `classes` are the most likely ones, highest
-    first; a probability that is NaN is None.
+    `predicted` is a class, or in multilabel the list of classes above --threshold. `classes` are the most likely ones,
+    the most likely first. None stands for a probability that is NaN.
     """
 
     predicted: str | list[str] | None
@@ -36,7 +36,7 @@ def rounded(number: float) -> float | None:
 
 
 def make_rows(task: Task, class_names: Sequence[str], top: np.ndarray, scores: np.ndarray, count: int) -> list[Row]:
-    """The rows of n images, of `count` classes; `top` and `scores` are those of `Predictions`."""
+    """The rows of n images with `count` classes each; `top` and `scores` [n, k] are as in `Predictions`."""
     scores = scores.astype(np.float64)
     if isinstance(task, MultiLabel):
         above = scores > task.cut
@@ -71,7 +71,7 @@ def columns_of(rows: Sequence[Row], count: int) -> Columns:
 
 
 def columns_of_split(task: Task, class_names: Sequence[str], split: Split, found: Predictions) -> Columns:
-    """The predictions of a split with the path or index and the label of each sample, and its loss."""
+    """The predictions of a split as columns, with the path or index, the label and the loss of each sample."""
     rows = split.rows[found.indices].tolist()
     images: Mapping[str, list[Any]] = {"index": rows}
     if isinstance(split.images, Files):

@@ -13,17 +13,17 @@ MATRIX = 30  # classes; with more, the page lists the most frequent confusions i
 PAIRS, ERRORS = 20, 24  # confusions in that list, and images in the gallery
 _RESAMPLES, _FEWEST = 1000, 100
 _WORK = 10**8  # numbers to add up for all resamples
-_MOST_SCORES = 2 * 10**6  # with more, the metrics of rankings have no intervals
+_MOST_SCORES = 2 * 10**6  # with more, mAP and AUC have no intervals
 
-Metrics = Callable[[np.ndarray], dict[str, float]]  # from how often each sample counts, float64 [n]
+Metrics = Callable[[np.ndarray], dict[str, float]]  # takes the weights of the samples, float64 [n]
 Interval = tuple[float, float]
 
 
 def intervals(metrics: Metrics, samples: int, columns: int, seed: int) -> dict[str, Interval]:
     """The 95 % bootstrap interval of each metric, by percentiles over resamples of the samples.
 
-    The resamples depend only on the seed and the number of samples. There are fewer of them for many samples and
-    `columns`, the numbers of a sample. A metric that is NaN or infinite in all resamples has no interval.
+    `columns` is the number of values of a sample. The more samples and columns, the fewer resamples. These depend only
+    on the seed, `samples` and `columns`. A metric that is NaN or infinite in all resamples has no interval.
     """
     random = np.random.Generator(np.random.Philox(key=fold_in(seed, "bootstrap")))
     count = max(_FEWEST, min(_RESAMPLES, _WORK // (samples * columns)))
@@ -43,8 +43,8 @@ def intervals(metrics: Metrics, samples: int, columns: int, seed: int) -> dict[s
 def calibration(parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """The expected calibration error and the bins of a reliability diagram.
 
-    Each part is a pair: probabilities, float [n] in 0..1, and what came true, bool [n]. The error is the mean over
-    them of the distance between accuracy and mean confidence in the bin (Guo et al., 2017). NaN is left out.
+    A part is a pair: predicted probabilities, float [n] in 0..1, and whether the events occurred, bool [n]. The error is
+    the mean over predictions of |accuracy - mean confidence| in their bin (Guo et al., 2017). NaN is left out.
     """
     sums = np.zeros((3, BINS))
     for confidence, correct in parts:
@@ -194,7 +194,7 @@ def _error_of_output(found: Predictions, names: list[str], binary: bool, row: in
 
 
 class _Curve:
-    """The ranking of the samples by the score of one output, to weight them again and again.
+    """The samples ranked by the score of one output, for metrics with any weights of the samples.
 
     `scores` is float [n], `truth` bool [n]. Samples with equal scores are counted together.
     """

@@ -1,4 +1,4 @@
-"""report.html: the page of one or several runs, one file that needs nothing else and requests nothing."""
+"""report.html: the page of one or several runs, a single file that loads nothing else."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -20,7 +20,7 @@ PAGE = "report.html"
 def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
     """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run.
 
-    Characters of names that are not UTF-8 become escapes.
+    Characters of names that are not UTF-8 are escaped.
     """
     runs = _with_own_names([read_run(folder, images) for folder in folders])
     values = {"runs": runs, "charts": charts(runs), "settings": settings_rows(runs), "metrics": metrics_rows(runs)}
@@ -55,7 +55,7 @@ def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _metrics_of(run: dict[str, Any]) -> dict[str, str]:
-    """The metrics that a run's task shows, with the words for them."""
+    """The metrics that a run's task shows, with their names on the page."""
     task = TASKS.get(run["settings"].get("task", "classification"))
     return dict(task.shown) if isinstance(task, type) and issubclass(task, Task) else {}
 
