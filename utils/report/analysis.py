@@ -43,8 +43,9 @@ def intervals(metrics: Metrics, samples: int, columns: int, seed: int) -> dict[s
 def calibration(parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """The expected calibration error and the bins of a reliability diagram.
 
-    A part is a pair: predicted probabilities, float [n] in 0..1, and whether the events occurred, bool [n]. The error is
-    the mean over predictions of |accuracy - mean confidence| in their bin (Guo et al., 2017). NaN is left out.
+    A part is a pair: predicted probabilities, float [n] in 0..1, and whether the events occurred,
+    bool [n]. The error is the mean over predictions of |accuracy - mean confidence| in their bin
+    (Guo et al., 2017). NaN is left out.
     """
     sums = np.zeros((3, BINS))
     for confidence, correct in parts:
