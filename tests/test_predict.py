@@ -141,7 +141,13 @@ def test_a_subset_of_an_array_is_named_by_its_indices_in_the_whole_split():
 
 def test_the_other_tasks_have_the_sets_and_probabilities_of_their_definition():
     for run in ("multilabel", "binary"):
-        evaluated(2, run, "--predictions", f"{run}.json")
+        record = evaluated(2, run, "--predictions", f"{run}.json")
+        shown = json.loads(Path(f"runs/{run}/report.json").read_text())  # what the page shows
+        low, high = shown["intervals"]["loss"]
+        assert shown["record"]["accuracy" if run == "binary" else "mAP"] and low < record["loss"] < high
+        if run == "multilabel":
+            scores = {row["name"]: row["score"] for row in shown["classes"]}
+            assert [scores[name] for name in "abc"] == pytest.approx(record["per_class_ap"])
     for run, names, threshold in (("multilabel", ["a", "b", "c"], 0.45), ("binary", ["no", "yes"], 0.5)):
         rows = json.loads(Path(f"{run}.json").read_text())
         pixels = np.stack([np.asarray(Image.open(row["path"])) for row in rows])
