@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26  # space around the plot, for the ticks
 _MOST = 1000  # points of a line
+_FROM_ZERO = ("images/s", "time waiting for data")  # else small changes would look large
 
 
 class Series(NamedTuple):
@@ -27,6 +28,7 @@ def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), 
     values = [value for s in lines for _, value in s.points]
     if not values:
         return {}
+    values += [0.0] * (title in _FROM_ZERO)
     end = max(x for s in lines for x, _ in s.points) or 1
     logarithmic = title == "loss" and min(values) > 0 and max(values) > 50 * min(values)
     ticks = (log_ticks if logarithmic else nice_ticks)(min(values), max(values))
