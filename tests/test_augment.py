@@ -128,7 +128,7 @@ def both_ends(augmentation, images, microbatch):
     return single, dataset.__getitems__(microbatch)["images"]
 
 
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [*AUGMENTATIONS, "all", "all batched"])
 def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name, channels):
     count = 300

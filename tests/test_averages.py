@@ -121,6 +121,7 @@ def test_a_run_shows_both_evaluations_and_ends_with_the_average(in_folder):
     assert f"\naccuracy     {last['accuracy']:.4f}\n" in shown and "\nweights      ema\n" in shown
 
 
+@pytest.mark.full
 def test_one_two_and_three_processes_have_the_same_average_with_microbatches():
     flags = [*EMA, "--microbatches", "4"]
     ends = []
@@ -163,6 +164,7 @@ def stop_in_the_second_evaluation(flags):
     train.main(["--run_name", "stopped", *flags])
 
 
+@pytest.mark.full
 def test_a_stop_between_the_two_evaluations_repeats_both(in_folder):
     outcomes = run_ranks(2, stop_in_the_second_evaluation, [*EMA, "--resume", "auto"])
     assert [outcome.code for outcome in outcomes] == [75, 75], outcomes[0].err
@@ -201,6 +203,7 @@ def test_the_model_has_its_own_weights_again_after_an_error_too():
 # Averages of checkpoints
 
 
+@pytest.mark.full
 def test_the_mean_of_checkpoints_is_that_of_torch(in_folder):
     saved = checkpoints_of(Path("runs/two/checkpoints"))[-3:]
     assert len(saved) == 3

@@ -75,6 +75,7 @@ def test_any_number_of_processes_trains_to_the_same_bits(model, topologies):
 FEW = [*SIZES, "--max_train_samples", "203", "--microbatches", "4", "--max_steps", "4"]
 
 
+@pytest.mark.full
 def test_bf16_and_an_empty_microbatch_give_the_same_bits():
     flags = [*FEW, "--model", "mnist_cnn", "--mixed_precision", "bf16"]
     for processes in (1, 2, 4):
@@ -83,6 +84,7 @@ def test_bf16_and_an_empty_microbatch_give_the_same_bits():
     assert_same_run("on-1", "on-4")
 
 
+@pytest.mark.full
 def test_photographs_decoded_by_loader_processes_give_the_same_bits():
     """One of them is damaged; its microbatch has one sample less."""
     for split, count in (("train", 13), ("val", 3)):
@@ -264,7 +266,7 @@ def test_a_resume_keeps_the_threads_and_the_microbatches():
     assert "--microbatches of 8, not 4" in refused(train.main, *again, "--microbatches", "4")
 
 
-@pytest.mark.parametrize("more", [["--microbatches", "4"], []])
+@pytest.mark.parametrize("more", [pytest.param(["--microbatches", "4"], marks=pytest.mark.full), []])
 def test_a_replay_computes_the_logged_losses_again(more):
     flags = ["--data", "digits", "--model", "mnist_cnn", "--max_train_samples", "350", "--threads", "1"]
     flags += ["--global_batch_size", "128", "--cache_dir", "decoded"]

@@ -169,7 +169,10 @@ MAINS = {"train.py": train.main, "eval.py": eval_script.main, "predict.py": pred
 
 @pytest.mark.parametrize(
     ("name", "block"),
-    [pytest.param(*case, marks=[pytest.mark.full] * ("launch" in case[1])) for case in RUN_HERE],
+    [
+        pytest.param(*case, marks=[pytest.mark.full] * ("launch" in case[1] or case[0] == "export.md"))
+        for case in RUN_HERE
+    ],
     ids=[name for name, _ in RUN_HERE],
 )
 def test_the_commands_of_the_documentation_run(name, block, trained, monkeypatch):

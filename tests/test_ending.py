@@ -86,6 +86,7 @@ def test_the_learning_rate_on_a_plateau_is_that_of_torch(in_folder):
     assert found == pytest.approx(expected) and len(set(found[4:])) > 2
 
 
+@pytest.mark.full
 def test_another_topology_ends_at_the_same_update_with_the_same_bits(in_folder):
     train_run(2, "two", *PLATEAU)
     assert numbers("two") == numbers("run") and same_tensors(weights("two"), weights("run"))

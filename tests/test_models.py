@@ -214,6 +214,7 @@ STEM_FLAGS = ["--model", "resnet18", "--data", "synthetic/2x32x40", "--channels"
 STEM_FLAGS += ["--max_steps", "1", "--threads", "1"]
 
 
+@pytest.mark.full
 def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
     flags, start = STEM_FLAGS, {}
     for stem in ("auto", "standard"):

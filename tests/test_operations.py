@@ -154,7 +154,7 @@ def test_three_augment_is_one_of_three_as_often_and_blurs_as_much_as_torchvision
     assert_same_distribution(*[x.std((1, 2, 3)) for x in blurred])
 
 
-@pytest.mark.parametrize("strength", [0.4, 1.5])
+@pytest.mark.parametrize("strength", [0.4, pytest.param(1.5, marks=pytest.mark.full)])
 def test_color_jitter_has_the_distribution_of_torchvision(strength):
     image = smooth(12, 14)
     ours = results(ColorJitter(strength), image, 2500)
@@ -203,7 +203,7 @@ def box_of(changed):
     return rows[0], columns[0], len(rows), len(columns)
 
 
-@pytest.mark.parametrize("size", [(20, 20), (9, 31)])
+@pytest.mark.parametrize("size", [pytest.param((20, 20), marks=pytest.mark.full), (9, 31)])
 def test_random_erasing_has_the_boxes_of_torchvision(size):
     assert tuple(v2.RandomErasing().scale) == erasing._AREA  # a chi-square test does not see 1/3 instead of 0.33
     image = np.full((*size, 3), 255, np.uint8)

@@ -94,6 +94,7 @@ def test_weights_of_torchvision_are_evaluated_on_folders_named_by_synset_as_by_t
     assert [place for place, value in enumerate(accuracies) if value is not None] == PLACES
 
 
+@pytest.mark.full
 def test_weights_of_timm_are_evaluated_on_folders_named_as_by_torchvision_in_all_views():
     published = publish("timm/resnet10t")
     paths, labels = pictures_of(SYNSETS.values(), size=(201, 201))  # 176 / 0.875

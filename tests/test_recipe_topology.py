@@ -49,7 +49,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("processes", "accum"), [(2, 1), (3, 1), (1, 4)])
+@pytest.mark.parametrize(
+    ("processes", "accum"),
+    [(2, 1), pytest.param(3, 1, marks=pytest.mark.full), pytest.param(1, 4, marks=pytest.mark.full)],
+)
 def test_every_topology_has_the_losses_of_one_process_with_everything_on(processes, accum, folder, monkeypatch):
     monkeypatch.chdir(folder)
     name = "2" if (processes, accum) == (2, 1) else f"{processes}x{accum}"
@@ -75,6 +78,7 @@ def test_a_killed_run_ends_with_the_same_weights_with_everything_on(folder, monk
     assert losses("run") == losses("2") and same_tensors(weights("run"), weights("2"))
 
 
+@pytest.mark.full
 def test_each_flag_alone_changes_the_loss_of_the_first_update():
     found = {}
     for name, flags in {"none": [], **ALL_ON}.items():
