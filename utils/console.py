@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,8 +34,10 @@ def table(title: str, rows: list[tuple[str, Any]]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
-    return time.strftime("%-H:%M:%S" if seconds >= 3600 else "%-M:%S", time.gmtime(seconds))
+    """Seconds as m:ss or h:mm:ss, with as many hours as there are."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def join_names(names: Iterable, most: int = 12) -> str:

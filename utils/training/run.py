@@ -120,6 +120,7 @@ def announce(run: Run) -> None:
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
     if ranks.is_main:
         numbers |= {"init_weights": run.source.weights} if run.source else {}
+        numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
     by_loader = run.train_batches.dataset.augmentation is not None
