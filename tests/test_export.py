@@ -33,6 +33,7 @@ from utils.export import check, forms, hub
 from utils.export.card import card
 from utils.export.code import Code, card_code, functions, preprocessing
 from utils.export.loaded import Loaded, load
+from utils.files import new_folder
 from utils.models.zoo import build_model
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun, read_checkpoint
@@ -503,6 +504,14 @@ def test_an_export_that_is_killed_leaves_no_folder_and_can_be_repeated(run):
     returned(1, export.main, arguments)
     assert sorted(path.name for path in Path("out").iterdir()) == ["README.md", "config.json", "model.pt2"]
     assert len(list(Path().glob("*out*"))) == 1
+
+
+def test_two_processes_do_not_write_the_same_folder(tmp_path):
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "first").touch()
+        with pytest.raises(UserError, match="out: another process is writing it"), new_folder(tmp_path / "out"):
+            pass
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
 
 
 def test_a_missing_package_is_named_with_its_command(run, monkeypatch):
