@@ -94,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 def find_run(flags: EvalConfig, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt and the weights to evaluate, or what it would hold for --model; collective."""
+    """The verified checkpoint of --ckpt with the weights to evaluate, or published weights for --model; collective."""
     if flags.ckpt is None:
         return ranks.run_on_all(lambda: published_run(flags))
     return find_saved(flags.ckpt, flags.average, flags.weights, ranks)
 
 
 def published_run(flags: EvalConfig) -> SavedRun:
-    """What a checkpoint of the published weights of --model would hold."""
+    """What a checkpoint with the published weights of --model would contain."""
     assert flags.model
     config = TrainConfig(model=flags.model, pretrained=True, task="classification")
     check_model(config)
@@ -211,7 +211,7 @@ def load_weights(saved: SavedRun, config: TrainConfig, model: nn.Module) -> None
 
 
 def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str, Any]:
-    """What the record says about the weights."""
+    """The fields of the record that identify the weights."""
     if saved.weights is None:
         return {"model": flags.model, "pretrained": version_of(config)}
     place = {"checkpoint": str(saved.path.absolute()), "step": saved.state.step, "epoch": saved.state.epochs_begun}

@@ -72,7 +72,7 @@ def report(loaded: Loaded, form: str, out: Path, found: Compared) -> str:
         if evaluation.get(metric) is not None
         else "no"
     )
-    same = f"{found.from_files:.1e}, {found.same} of {found.files} predictions are the same"
+    same = f"{found.from_files:.1e} in probability, {found.same} of {found.files} predictions are the same"
     rows = [
         ("checkpoint", loaded.saved.path),
         ("model", f"{loaded.saved.settings.model}, {loaded.spec.describe()}, {len(loaded.saved.class_names)} classes"),

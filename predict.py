@@ -1,4 +1,4 @@
-"""Predict the classes of images with a checkpoint, on any topology: the same file from any number of processes.
+"""Predict the classes of images with a checkpoint; any number of processes writes the same file.
 
     python predict.py --ckpt runs/NAME photo.jpg                                       prints the most likely classes
     accelerate launch --config_file accelerate_configs/2gpu.yaml predict.py --ckpt runs/NAME photos --out photos.csv
@@ -62,7 +62,7 @@ SHOWN = 20  # images in the table on the terminal
 
 @dataclass(kw_only=True)
 class Work:
-    """What to predict, and with what."""
+    """The images to predict, and the checkpoint and settings to predict them with."""
 
     flags: PredictConfig
     config: TrainConfig
@@ -139,7 +139,7 @@ def prepare(flags: PredictConfig, ranks: Ranks) -> Work:
 
 
 def open_partial(work: Work) -> tuple[Partial | None, int]:
-    """The file of finished rows, on the main process with --out, and how many it has; collective."""
+    """The file of finished rows (on the main process, with --out), and the number of these rows; collective."""
     flags, config, saved = work.flags, work.config, work.saved
     assert saved.weights is not None
     files = [files_of(checkpoint) for checkpoint in saved.weights.checkpoints]
@@ -153,15 +153,15 @@ def open_partial(work: Work) -> tuple[Partial | None, int]:
     kept = work.ranks.run_on_main(lambda: Partial(out, about)) if out else None
     finished = int(work.ranks.broadcast_text(str(len(kept.rows)) if kept else "0"))
     if kept and finished:
-        print(f"{kept.path}: {finished} of {len(work.split)} images are predicted already")
+        print(f"{kept.path}: {finished} of {len(work.split)} images are already predicted")
     return kept, finished
 
 
 @torch.no_grad()
 def predict(work: Work, finished: int) -> Iterator[list[Row]]:
-    """The rows of the images from number `finished` on, some blocks at a time; empty on other ranks than the main one.
+    """The rows of the images from number `finished` on, several blocks at a time; empty on all ranks but rank 0.
 
-    A block holds the same images on any number of processes, so its predictions are the same, too. Collective.
+    A block has the same images on any number of processes, so its predictions are the same, too. Collective.
     """
     config, ranks, accelerator = work.config, work.ranks, work.accelerator
     block = config.eval_batch_size
@@ -204,7 +204,7 @@ def predict_batch(work: Work, model: nn.Module, batch: Batch) -> tuple[Tensor, .
 def gather(work: Work, parts: list[tuple[Tensor, ...]], bad: dict[int, str], begin: int) -> list[Row]:
     """The rows of all ranks' batches in the order of the images, on the main process; collective.
 
-    The images follow each other from number `begin` on; those in `bad` have an error instead of a prediction.
+    The images are consecutive from number `begin` on; those in `bad` have an error instead of a prediction.
     """
     device, ranks = work.accelerator.device, work.ranks
     # A rank without images needs the shapes and types, too.
@@ -237,7 +237,7 @@ def write(work: Work, rows: list[Row]) -> None:
 
 
 def report(work: Work, rows: list[Row], seconds: float, speed: float) -> str:
-    """The result as a table: the first images, and the numbers of all."""
+    """The result as a table: the first images, and the totals of all."""
     lines: list[tuple[str, Any]] = []
     for position, row in enumerate(rows[:SHOWN]):
         pairs = zip(row.classes, row.probabilities, strict=True)

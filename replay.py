@@ -1,10 +1,10 @@
-"""Compute one update of a run again, in one process, and show what one of its microbatches saw.
+"""Compute one update of a run again, in one process, and show the samples and layers of one of its microbatches.
 
     python replay.py --run runs/NAME --update 120
     python replay.py --run runs/NAME --update 120 --microbatch 3 --pdb
 
-It starts from the newest checkpoint before the update, or from the initial weights, and changes nothing in the run but
-a folder `replay` with the pictures. `python replay.py --help` lists the settings.
+It starts from the newest checkpoint before the update, or from the initial weights. It changes nothing in the run
+folder, except that it adds pictures in `replay/`. `python replay.py --help` lists the settings.
 """
 
 from utils.output import guard_output  # the first import: see its docstring
@@ -47,7 +47,7 @@ _LOGITS = 5  # printed for each sample
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Show a microbatch, and return what was shown."""
+    """Show a microbatch, and return the numbers that were shown."""
     guard_output()
     flags = parse_args(ReplayConfig, "replay.py", argv)
     with (
@@ -96,7 +96,7 @@ def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch:
     """The settings that repeat the run in one process, from the newest checkpoint before the update."""
     starts = [record for record in records if record["kind"] == "start" and record["step"] < flags.update]
     if not starts:
-        raise UserError(f"--run {folder}: the log does not begin before update {flags.update}", "name a later update")
+        raise UserError(f"--run {folder}: the log begins after update {flags.update}", "name a later update")
     start, config = starts[-1], read_config(folder / "config.yaml")
     before = [path for path in checkpoints_of(folder / "checkpoints") if step_of(path) < flags.update]
     checkpoint = next((path for path in reversed(before) if damage_of(path) is None), None)
@@ -130,7 +130,7 @@ def check_initial_weights(run: Run, records: list[dict]) -> None:
 def recompute(run: Run, batches: Iterator[Batch], until: int, records: list[dict]) -> None:
     """Train up to update `until` as the run did, and log at the same updates.
 
-    Nothing is evaluated: the learning rate on a plateau follows from the evaluations in the log.
+    Nothing is evaluated: --lr_schedule plateau uses the evaluations in the log.
     """
     evaluations = {record["step"]: record for record in records if record["kind"] == "eval"}  # the last one counts
 
@@ -156,23 +156,23 @@ def recompute(run: Run, batches: Iterator[Batch], until: int, records: list[dict
 
 
 def compared(replayed: Path, records: list[dict]) -> str:
-    """Whether the losses in the log of the replay are those of the run, as a line; empty if there are none."""
+    """A line on whether the losses in the replay's log are those of the run; empty if there are none."""
     logged = losses_by_update(records)
     pairs = [
         (step, loss, logged[step]) for step, loss in losses_by_update(read_log(replayed)).items() if step in logged
     ]
     different = [pair for pair in pairs if pair[1] != pair[2]]
     if not different:
-        return f"logged losses computed again: {len(pairs)}, the same bits\n" * bool(pairs)
+        return f"logged losses computed again: {len(pairs)}, all with the same bits\n" * bool(pairs)
     step, here, there = different[0]
     return (
-        f"logged losses computed again: {len(pairs)}; {len(different)} differ, first that of update {step}: {here} "
+        f"logged losses computed again: {len(pairs)}; {len(different)} differ, the first at update {step}: {here} "
         f"instead of {there}. On another number of processes, only runs with --microbatches repeat every bit\n"
     )
 
 
 def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[dict], folder: Path) -> dict[str, Any]:
-    """Compute the losses of the next update's microbatches, then print and return what one of them saw."""
+    """Compute the losses of the next update's microbatches, then print and return the details of one of them."""
     update = run.state.step + 1
     losses, samples, batch = losses_of(run, batches, flags.microbatch)
     loss = math.fsum(losses) / max(1, samples)
@@ -183,14 +183,14 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[
     path.parent.mkdir(exist_ok=True)
     if len(batch.labels):
         write_file(path, picture(run, batch))
-        print(f"its first images, at most 64: {path}")
+        print(f"up to 64 of its images: {path}")
     return found
 
 
 def losses_of(run: Run, batches: Iterator[Batch], number: int | None) -> tuple[list[float], int, Batch]:
-    """The sum of losses of each microbatch of the next update, their samples, and the microbatch to show.
+    """The sum of losses of each microbatch of the next update, their number of samples, and the microbatch to show.
 
-    The latter is the one with this number, by default the first with a NaN or infinite loss, else the first of all.
+    This is the microbatch with the given number; by default the first one with a NaN or infinite loss, else number 0.
     """
     losses: list[float] = []
     samples, shown = 0, next(batches)
@@ -208,12 +208,12 @@ def losses_of(run: Run, batches: Iterator[Batch], number: int | None) -> tuple[l
 
 
 def inspect(run: Run, batch: Batch, stop: bool) -> dict[str, Any]:
-    """What a microbatch consists of, and what its forward and backward pass does in each layer.
+    """The samples and outputs of a microbatch, and what its forward and backward pass does in each layer.
 
     With `stop`, opens the debugger before the forward pass.
     """
     if stop:
-        print("next: the forward pass, in loss_of; batch.images, batch.labels and run.module are at hand")
+        print("next: the forward pass, in loss_of; look at batch.images, batch.labels and run.module")
         pdb.set_trace()
     with Inspection(run.module) as inspection:
         loss, outputs = loss_of(run, batch)
@@ -235,19 +235,19 @@ def loss_of(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def agreement(records: list[dict], step: int, loss: float) -> str:
-    """How the loss of an update agrees with the log, if the log has a record of this update alone."""
+    """Whether the loss of an update is that of the log, if the log has a record of this update alone."""
     trained = losses_by_update(records)
     before = max((other for other in trained if other < step), default=0)
     if step not in trained or before != step - 1:
-        return "which the log does not have for this update alone (--log_every 1)"
+        return "not compared: the log has no record of this update alone (--log_every 1 writes one)"
     logged = trained[step]
     if logged == loss or (logged is None and not math.isfinite(loss)):
-        return "as in the log to the last bit"
-    return f"not the {logged} of the log"
+        return "the same bits as in the log"
+    return f"but {logged} in the log"
 
 
 def described(found: dict[str, Any], run: Run) -> str:
-    """The samples, the loss and the layers of a microbatch as text."""
+    """The samples, the loss and the largest gradients of a microbatch as text."""
     samples, rows = found["samples"], []
     for sample, label, logits in zip(samples, found["labels"], found["logits"], strict=True):
         more = " ..." if len(logits) > _LOGITS else ""

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     guard_output()
     config, command = parse_args(TrainConfig, "train.py", argv, TABLES), typed_command(argv)
     with (
-        ThreadPoolExecutor(1) as saver,  # an error is printed first, then the last save is completed
+        ThreadPoolExecutor(1) as saver,  # outermost: an error is printed before the last save is completed
         distributed_session("train.py", config) as ranks,
         Stopping(lambda: ranks.orphaned) as stopping,
     ):
@@ -199,7 +199,7 @@ def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) ->
 
 
 def train(run: Run) -> dict | None:
-    """Train until the run is complete or asked to stop; returns the last evaluation, if any."""
+    """Train until the run is complete or is asked to stop; returns the last evaluation, if any."""
     config, state, result = run.config, run.state, None
     batches = iter(run.train_batches)
     run.model.train()

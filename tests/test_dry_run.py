@@ -1,12 +1,11 @@
 """--dry_run computes one update and leaves nothing behind."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.ranks import run_ranks
-from helpers.training_runs import ROOT, refused, train_run
+from helpers.training_runs import refused, train_run
 
 import train
 
@@ -26,12 +25,6 @@ def observed(flags: list[str]) -> tuple[dict, list[int]]:
     return train.main(flags), sizes
 
 
-def rows(out: str) -> list[str]:
-    """The names of the rows of the first table."""
-    table = re.split("^─+$", out, flags=re.M)[1]
-    return [line.split("  ")[0] for line in table.splitlines() if line.strip() and not line.startswith(" ")]
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_no_run(processes):
     flags = [*FLAGS, "--max_eval_samples", "150", "--eval_batch_size", "100", "--dry_run"]
@@ -41,9 +34,6 @@ def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_n
         assert found["eval_memory"] >= found["memory"] > 10**8 and found["seconds"] > 0 < found["eval_seconds"]
         assert evaluated == [[100, 1], [50]][rank]  # rank 0 counts the operations of an image
         assert ("an evaluation batch of 100 images" in outcome.out) == (rank == 0)
-        if processes == 2 and rank == 0:  # mlp has no dropout, so nothing differs on other topologies
-            shown = rows((ROOT / "README.md").read_text().partition("Lockstep  runs/")[2])
-            assert rows(outcome.out) == [name for name in shown if name != "differs"]
     assert not list(Path("runs").iterdir())
 
 

@@ -309,7 +309,7 @@ def test_a_resumed_run_keeps_the_learning_rate_for_its_samples():
         re.M,
     ), outcome.out
     assert [record["lr"] for record in records("run", "train")] == pytest.approx(RATES[:5])
-    assert "--lr_per needs --lr; give the learning rate for it" in refused(train.main, "--lr_per", "256")
+    assert "--lr_per needs --lr; give the learning rate too" in refused(train.main, "--lr_per", "256")
 
 
 def test_a_checkpoint_from_before_groups_had_names_resumes_to_the_same_bits():

@@ -165,7 +165,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line():
         ((), "--ckpt is missing; give a run folder or a checkpoint, or --model NAME --pretrained for published"),
         (("--ckpt", "runs/a", "--model", "resnet18"), "--ckpt and --model exclude each other; use only one"),
         (("--ckpt", "runs/a", "--pretrained"), "--pretrained needs --model; name the model"),
-        (("--model", "resnet18", "--data", "data"), "--model needs --pretrained: a new model is not trained;"),
+        (("--model", "resnet18", "--data", "data"), "--model needs --pretrained: other weights are random;"),
         (("--model", "resnet18", "--pretrained"), "--model needs --data; name the data to evaluate on"),
         (("--model", "resnet8", "--pretrained", "--data", "data"), "--model resnet8: no such model; did you mean"),
         (("--model", "mlp", "--pretrained", "--data", "data"), "--pretrained: mlp has no published weights; use"),

@@ -1,4 +1,4 @@
-"""Recipes reach what their headers and the README say."""
+"""Recipes reach what their headers and docs/settings.md say."""
 
 import os
 from pathlib import Path

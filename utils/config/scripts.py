@@ -15,8 +15,8 @@ class EvalConfig(LaunchConfig):
     ckpt: str | None = None
     """Run folder (its best checkpoint, else its latest) or checkpoint folder to evaluate."""
     model: str | None = None
-    """Model to evaluate instead of a checkpoint: with --pretrained, the published weights of a torchvision model or of
-    timm/NAME, on --data with classes of ImageNet."""
+    """Model to evaluate instead of a checkpoint, with --pretrained and --data: the published weights of a torchvision
+    model or of timm/NAME. The classes of the data must be classes of ImageNet."""
     pretrained: bool = False
     """Evaluate the published weights of --model."""
     weights: Literal["raw", "ema"] | None = None
@@ -25,7 +25,7 @@ class EvalConfig(LaunchConfig):
     """Evaluate the mean of the weights of this many checkpoints: the last ones of the run, or, if --ckpt is a
     checkpoint, those up to it."""
     split: str | None = None
-    """Split to evaluate (default: as in the run; for other data its validation or test split, else all)."""
+    """Split to evaluate (default: as in the run; for other data, validation, else test, else the training split)."""
     data: str | None = None
     """Other data to evaluate on, named as in train.py (default: the data of the run)."""
     data_subset: str | None = None
@@ -80,7 +80,7 @@ class EvalConfig(LaunchConfig):
             require(self.ckpt is not None, "--ckpt is missing", fix)
             return
         require(self.ckpt is None, "--ckpt and --model exclude each other", "use only one")
-        require(self.pretrained, "--model needs --pretrained: a new model is not trained", "add --pretrained")
+        require(self.pretrained, "--model needs --pretrained: other weights are random", "add --pretrained")
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
         chosen = self.weights is not None or self.average is not None
         require(not chosen, "--weights and --average need --ckpt: --model has published weights", "leave them out")
@@ -88,21 +88,22 @@ class EvalConfig(LaunchConfig):
 
 @dataclass(kw_only=True)
 class PredictConfig(LaunchConfig):
-    """Predict the classes of images with a checkpoint: files, folders with all folders in them, glob patterns."""
+    """Predict the classes of images with a checkpoint: files, folders with their sub-folders, glob patterns."""
 
     ckpt: str
     """Run folder (its best checkpoint, else its latest) or checkpoint folder."""
     out: str | None = None
-    """File to write the prediction for each image to: FILE.csv, FILE.json or FILE.parquet. If the same command is
-    repeated after an interruption, it continues where it stopped."""
+    """File to write the prediction for each image to: FILE.csv, FILE.json or FILE.parquet. After an interruption, the
+    same command continues where it stopped."""
     html: str | None = None
     """File to write a page with the images and their predictions to."""
     top: int = 5
-    """Most likely classes to list for each image."""
+    """Number of most likely classes to list for each image."""
     weights: Literal["raw", "ema"] | None = None
     """Weights to use: raw, or ema for their average (default: ema if the run had --ema_decay)."""
     average: int | None = None
-    """Use the mean of the weights of this many checkpoints of the run, up to the newest or to the given one."""
+    """Use the mean of the weights of this many checkpoints: the last ones of the run, or, if --ckpt is a checkpoint,
+    those up to it."""
     tta: Literal["flip", "shift", "flip,shift"] | None = None
     """Average the logits of several views of each image, as in eval.py."""
     eval_batch_size: int | None = None
@@ -115,7 +116,7 @@ class PredictConfig(LaunchConfig):
     """Loader processes per rank that decode images (default: the threads per process, at most 8, or
     up to 16 if there are that many physical cores)."""
     paths: Sequence[str] = ()
-    """Image files, folders and glob patterns: the words of the command line that are no flags."""
+    """Image files, folders and glob patterns: the arguments that are not flags."""
 
     def __post_init__(self):
         check_ranges(self)
@@ -129,9 +130,9 @@ class ExportConfig(LaunchConfig):
     ckpt: str
     """Run folder (its best checkpoint, else its latest) or checkpoint folder to export."""
     to: Literal["safetensors", "torch", "onnx", "timm"]
-    """Form of the model: safetensors are weights for the class of torchvision or timm, timm is the folder that
-    timm.create_model loads, torch is a program of torch.export and onnx a file for ONNX Runtime. The last two take
-    uint8 images and return probabilities."""
+    """Form of the model: safetensors has weights for the class of torchvision or timm, timm is a folder that
+    timm.create_model loads, torch is a program of torch.export, and onnx is a file for ONNX Runtime. torch and onnx
+    take uint8 images and return probabilities."""
     out: str
     """Folder to write; it must not exist."""
     weights: Literal["raw", "ema"] | None = None
@@ -145,14 +146,14 @@ class ExportConfig(LaunchConfig):
 
 @dataclass(kw_only=True)
 class ReplayConfig(LaunchConfig):
-    """Compute one update of a run again, in one process, and show what one of its microbatches saw."""
+    """Compute one update of a run again, in one process, and show the samples and layers of one of its microbatches."""
 
     run: str
     """Run folder."""
     update: int
     """Update to show, counted from 1 as in the log."""
     microbatch: int | None = None
-    """Microbatch of the update, counted from 0 (default: the first one with a NaN or infinite loss, else 0)."""
+    """Microbatch to show, counted from 0 (default: the first one with a NaN or infinite loss, else 0)."""
     pdb: bool = False
     """Stop in the debugger before the forward pass."""
     num_workers: int | None = None

@@ -46,7 +46,7 @@ class TrainConfig(LaunchConfig):
     eval_split: str | None = None
     """Split to evaluate on (default: validation, else test, else a hold-out of the training split)."""
     eval_fraction: float | None = None
-    """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead of a split."""
+    """Evaluate on a hold-out of this fraction of the training split, stratified by class, instead of on a split."""
     image_column: str | None = None
     """Column with the images (default: found by its type, or named path in a CSV file)."""
     label_column: str | None = None
@@ -68,21 +68,21 @@ class TrainConfig(LaunchConfig):
     up to 16 if there are that many physical cores)."""
     data_on_device: Literal["auto", "yes", "no"] = "auto"
     """Keep decoded small images in the memory of the device, and draw batches there; auto does so on a GPU if they take
-    at most a quarter of its free memory. The images are the same."""
+    at most a quarter of its free memory. The images are the same either way."""
 
     image_size: Size = None
-    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: the size of the images up to 96 pixels,
-    else 224)."""
+    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: that of the pretrained weights, else
+    that of the images if it is at most 96 pixels, else 224)."""
     eval_size: Size = None
     """The same for evaluation; a larger size than in training is often more accurate (default: as in training)."""
     channels: int | None = None
-    """Input channels, 1 for grey or 3 for colour (default: those of the data or the pretrained weights)."""
+    """Input channels, 1 for grey or 3 for colour (default: those of the pretrained weights, else of the data)."""
     mean: list[float] | None = None
     """Mean per channel to subtract from pixels in 0 to 1 (default: that of the pretrained weights, else 0.5)."""
     std: list[float] | None = None
     """Standard deviation per channel to divide by (default: that of the pretrained weights, else 0.5)."""
     crop_padding: int = 0
-    """Shift training images at random by up to this many pixels, filled with black."""
+    """Shift training images at random by up to this many pixels, and fill the border with black."""
     flip: bool | Literal["alternate"] = FROM_DATA
     """Mirror training images left to right: true mirrors a random half, alternate each image in every other epoch
     (default: true for photographs)."""
@@ -94,16 +94,16 @@ class TrainConfig(LaunchConfig):
     auto_augment_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the policy, such as '{magnitude: 7}'."""
     color_jitter: float = 0.0
-    """Multiply brightness, contrast and saturation of training images by random factors from 1 - X to 1 + X."""
+    """Multiply brightness, contrast and saturation of training images by random factors within this number of 1."""
     random_erasing: float = 0.0
     """Probability of filling a random box, 2 to 33 percent of a training image, with the mean colour."""
     cutout: int = 0
     """Side in pixels of a square to fill with the mean colour, at a random place of each training image."""
     mixup: float = 0.0
-    """Average the two images and targets of each pair of neighbouring training samples, with a weight drawn from
+    """Average the images of each pair of neighbouring training samples, and their targets, with a weight drawn from
     Beta(A, A), where A is this number, usually 0.1 to 1; 0 turns it off."""
     cutmix: float = 0.0
-    """Swap a random box between the images of each pair, and mix their targets by its area, whose fraction is drawn
+    """Swap a random box between the images of each pair, and mix their targets in proportion to its area. This is drawn
     from Beta(A, A), where A is this number, usually 1; 0 turns it off. With --mixup, each pair gets one of the two."""
     mix_prob: float = 1.0
     """Fraction of the pairs that --mixup and --cutmix mix."""
@@ -119,7 +119,7 @@ class TrainConfig(LaunchConfig):
     model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     pretrained: bool = False
-    """Start from the published weights of the model; their head is kept if it knows the classes of the data."""
+    """Start from the published weights of the model; their head is kept if it has all classes of the data."""
     init_from: str | None = None
     """Start from other weights: a run (its best checkpoint), a checkpoint, a safetensors file, or hf://OWNER/NAME on
     the Hugging Face Hub. Rows of the head are kept for classes of the same name, other tensors if their shape fits.
@@ -128,11 +128,11 @@ class TrainConfig(LaunchConfig):
     """Names or patterns of layers or parameters that are not trained, such as conv1 'layer[12]'; backbone is everything
     except the head. Batch normalisation without trained parameters keeps its statistics."""
     drop_path: float | None = None
-    """Probability of dropping the residual branch of the last block, per sample; less in earlier blocks (stochastic
-    depth; default: that of the model)."""
+    """Probability of dropping the residual branch of the last block, per sample (stochastic depth); lower in earlier
+    blocks (default: that of the model)."""
     grad_checkpointing: bool = False
-    """Compute the activations inside blocks again in the backward pass instead of keeping them: less memory, slower,
-    the same results."""
+    """Compute the activations inside blocks again in the backward pass instead of keeping them. This saves memory, is
+    slower, and gives the same results."""
     stem: Literal["auto", "small", "standard"] = "auto"
     """First layers of a torchvision model: standard keeps them; small replaces them with a 3x3 convolution of stride
     1, which is slower but more accurate on small images and does not fit torchvision's weights; auto is small for
@@ -144,7 +144,7 @@ class TrainConfig(LaunchConfig):
     """Updates of the whole run; overrides --epochs."""
     max_seconds: float | None = None
     """End the run after this many seconds of training, added up over all resumes; evaluations and saves do not count.
-    The run then evaluates and saves. A schedule that depends on the number of updates is cut short."""
+    The run then evaluates and saves. A schedule that depends on the number of updates does not reach its end."""
     early_stopping: int | None = None
     """End the run after this many evaluations in a row without a new best value of the metric of --best."""
     global_batch_size: int | None = None
@@ -155,8 +155,8 @@ class TrainConfig(LaunchConfig):
     """Accumulation steps: forward and backward passes per update (default: 1, or as the batch sizes imply)."""
     microbatches: int | None = None
     """Cut each global batch into this many parts, a power of two, and add up their gradients in one fixed order. The
-    weights are then the same, bit for bit, on any number of processes up to this one. This is slower, and on
-    CPUs each process then has one thread by default."""
+    weights are then the same, bit for bit, on any number of processes up to this number. This is slower, and on CPUs
+    each process then has one thread by default."""
     drop_last: bool = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
     below 128 was chosen and they would fill less than half of it)."""
@@ -176,27 +176,27 @@ class TrainConfig(LaunchConfig):
     lr_per: int | None = None
     """Global batch for which --lr is given: the learning rate is --lr times the global batch / this number."""
     layer_decay: float | None = None
-    """Give each layer this factor times the learning rate of the next layer, usually 0.65 to 0.9, to fine-tune
-    (default: all layers have the same)."""
+    """For fine-tuning: each layer has this factor, usually 0.65 to 0.9, times the learning rate of the next layer
+    (default: all layers have the same learning rate)."""
     momentum: float = 0.9
     """Momentum of sgd, rmsprop and muon."""
     weight_decay: float = FROM_DATA
     """Weight decay of matrices and kernels; biases, normalisation layers, position embeddings and class tokens have
-    none (default: 5e-4 for sgd, 0.05 for adamw and muon, 0 for rmsprop and adam)."""
+    none (default: 5e-4 for sgd and asgd, 0.05 for adamw and muon, else 0)."""
     lr_schedule: str = "onecycle"
     """Learning rate schedule."""
     lr_schedule_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the schedule, such as '{end: 0.01}'."""
     warmup_steps: int | float | None = None
-    """Updates over which the learning rate rises, or below 1 the fraction of the run's updates (default: 0; 30 percent
-    of the run for onecycle)."""
+    """Updates over which the learning rate rises to --lr, or, if below 1, the fraction of the run's updates (default:
+    30 percent of the run for onecycle, else 0)."""
     cooldown_steps: int | float = 0
-    """Updates at the end of the run over which the learning rate falls linearly to 0, or below 1 the fraction of the
-    run's updates; the schedule ends before them."""
+    """Updates at the end of the run over which the learning rate falls linearly to 0, or, if below 1, the fraction of
+    the run's updates; the schedule ends before them."""
     clip_norm: float | None = None
-    """Scale gradients down to this norm if theirs is larger."""
+    """Largest norm of the gradient over all parameters; a larger gradient is scaled down to it."""
     clip_value: float | None = None
-    """Limit each element of the gradients to this absolute value, before --clip_norm."""
+    """Largest absolute value of each element of the gradient; it is limited before --clip_norm."""
     task: str = "auto"
     """Task."""
     loss: str = "cross_entropy"
@@ -207,13 +207,13 @@ class TrainConfig(LaunchConfig):
     """Fraction of the training target to spread evenly over all classes; in multilabel and binary, over positive and
     negative."""
     pos_weight: float | list[float] | Literal["balanced"] | None = None
-    """Weight of positive samples in the training loss of multilabel and binary: a number, a list
-    with one for each class, or balanced (negatives / positives of the training split)."""
+    """Weight of positive targets in the training loss of multilabel and binary: a number, a list with one number for
+    each class, or balanced (negatives / positives of the training split)."""
     threshold: float = 0.5
     """Probability above which multilabel and binary predict a class."""
     class_weights: str | None = None
-    """Weights of the classes in the training loss: balanced is 1 / the number of samples of each class; a YAML or JSON
-    file maps each class name to a weight. The mean weight of the training samples is scaled to 1."""
+    """Weights of the classes in the training loss: balanced is inversely proportional to the number of samples of each
+    class; a YAML or JSON file maps each class name to a weight. The mean over the training samples is scaled to 1."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate it beside the
     weights; the average then decides which checkpoint is the best, and eval.py evaluates it (default: none)."""
@@ -221,30 +221,30 @@ class TrainConfig(LaunchConfig):
     """Precision of the model: no is float32, auto is bf16 if all devices support it natively (default: as in the
     accelerate config, else auto on GPUs and no on CPUs)."""
     tf32: bool | None = None
-    """Use TF32 for float32 on GPUs: products and convolutions round their inputs to a 10-bit mantissa, which is faster
-    (default: true, but false with --deterministic)."""
+    """Use TF32 for float32 on GPUs: matrix products and convolutions round their inputs to a 10-bit mantissa, which is
+    faster (default: true, but false with --deterministic)."""
     channels_last: bool = True
-    """Store images with the channels last, the fastest layout for convolutions."""
+    """Store images and kernels in memory with the channels last, usually the fastest layout for convolutions."""
     comm_hook: Literal["no", "fp16", "bf16"] = "no"
-    """Convert gradients to this type before the exchange between processes; bf16 halves the traffic, but runs on
-    different numbers of processes then differ by more than float32 rounding."""
+    """Convert gradients to this type for the exchange between processes (no: float32). fp16 and bf16 halve the traffic,
+    but runs on different numbers of processes then differ by more than float32 rounding."""
     sync_batchnorm: bool = False
-    """Compute batch statistics over all processes, for few samples per process; slower."""
+    """Compute batch statistics over all processes, which helps if each process has few samples; slower."""
     find_unused_parameters: bool = False
-    """Allow a model that does not use all parameters in each forward pass; slower."""
+    """Allow a model that does not use all of its parameters in each forward pass; slower."""
     static_graph: bool = False
-    """Declare that each forward pass uses the same parameters, so that DDP looks for unused ones only once."""
+    """Promise that each forward pass uses the same parameters, so that DDP looks for unused ones only once."""
     seed: int = 0
     """Seed of the initial weights, sample order, augmentation, dropout and hold-out."""
     deterministic: bool = False
-    """Use deterministic GPU kernels; slower, and an error for operations that have none."""
+    """Use deterministic GPU kernels; slower. An operation without such a kernel is an error."""
 
     output_dir: str = "runs"
     """Folder that contains the run folders."""
     run_name: str | None = None
     """Name of the run folder (default: DATA-MODEL-TIME)."""
     resume: str | None = None
-    """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is none; the path of a
+    """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is none. The path of a
     checkpoint or run resumes from it in a new run folder, or in the same one if --run_name names it."""
     save_every: int | None = None
     """Updates between checkpoints (default: one epoch, unless --save_seconds is given); the last update and a new
@@ -262,12 +262,12 @@ class TrainConfig(LaunchConfig):
     report_to: str | None = None
     """Trackers, separated by commas, that also get the records of the log."""
     eval_batch_size: int = 256
-    """Samples per process in an evaluation batch, the same batches on every topology."""
+    """Samples per process in an evaluation batch; the batches are the same on any topology."""
     metrics: bool = False
     """Compute macro F1, precision, recall and per-class accuracy in each evaluation (eval.py always does)."""
     best: str | None = None
-    """Metric of the evaluation that decides which checkpoint is the best, such as loss (default:
-    mAP for multilabel, else accuracy); of equal values, the earliest is the best."""
+    """Metric of the evaluation that decides which checkpoint is the best, such as loss (default: mAP for multilabel,
+    else accuracy); of equal values, the earliest is the best."""
     report: bool = True
     """Write report.html to the run folder at the end: a page of curves, metrics, confusions, calibration and errors,
     with images of the data."""
@@ -275,8 +275,8 @@ class TrainConfig(LaunchConfig):
     """Compute one update and one evaluation batch, print their time and memory and the size of the model, and save
     nothing."""
     profile: bool = False
-    """Profile ten early updates, with evaluations and saves between them: write a trace to the run folder and print
-    the slowest operations."""
+    """Profile ten early updates, and evaluations and saves between them: write a trace to the run folder and print the
+    slowest operations."""
 
     def __post_init__(self):
         check_ranges(self)
@@ -300,7 +300,7 @@ class TrainConfig(LaunchConfig):
         together = self.sync_batchnorm and self.grad_checkpointing
         require(not together, "--grad_checkpointing cannot be used with --sync_batchnorm", "use only one")
         self.optimizer = self.optimizer.lower()  # upper and lower case are the same
-        require(self.lr_per is None or self.lr is not None, "--lr_per needs --lr", "give the learning rate for it")
+        require(self.lr_per is None or self.lr is not None, "--lr_per needs --lr", "give the learning rate too")
         for flag in ("warmup_steps", "cooldown_steps"):
             check_steps(flag, getattr(self, flag))
         if self.microbatches is not None:

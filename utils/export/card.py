@@ -80,7 +80,7 @@ The author has not stated a licence. To state one, add a line such as `license: 
 
 
 def data_name(loaded: Loaded) -> str:
-    """The data set without the folders that contain it."""
+    """The name of the data set, without the folders that contain it."""
     data = loaded.saved.settings.data
     return printable(expand(data).name if data.startswith(("/", "~", ".", "$")) else data)
 
@@ -120,7 +120,7 @@ def evaluation_of(loaded: Loaded) -> dict[str, Any]:
 
 
 def split_name(loaded: Loaded) -> str:
-    """The split of that evaluation."""
+    """The name of the split of this evaluation."""
     record, settings = loaded.saved.record, loaded.saved.settings
     return printable(record.evaluation.name if record else settings.eval_split or "evaluation split")
 
@@ -137,14 +137,14 @@ def _measured(loaded: Loaded) -> str:
 
 
 def _compared(found: Compared) -> str:
-    """What `compare` found."""
+    """The result of `compare`."""
     pixels = f"random ones and those of {found.images} evaluation images" if found.images else "random ones"
     same = f"On the same pixels ({pixels}), the probabilities are those of the checkpoint in float32;"
     same += f"\nthe largest difference found was {found.difference:.1e}.\n"
     if found.reason:
-        return f"{same}How decoding image files with the lines above changes the predictions was not measured."
+        return f"{same}The effect of decoding image files with the code above on predictions was not measured."
     return (
-        f"{same}From the files of {found.files} evaluation images, decoded with the lines above, the\n"
+        f"{same}With {found.files} evaluation images decoded by the code above, the\n"
         f"largest difference in a probability was {found.from_files:.1e}, and {found.same} of {found.files}\n"
         f"predictions were the same."
     )

@@ -32,7 +32,7 @@ print(f"{probabilities[0]:.4f}  {labels[1]}")
 
 @dataclass(frozen=True)
 class Code:
-    """How to use one form: what to install and import, lines that load the model, and the body of `predict`."""
+    """How to use a form: packages to install, imports, lines that load the model, and the body of `predict`."""
 
     install: list[str]
     imports: list[str]
@@ -67,7 +67,7 @@ def card_code(loaded: Loaded, code: Code) -> tuple[str, str]:
 
 
 def preprocessing(spec: InputSpec) -> str:
-    """The source of `preprocess`: with Pillow and NumPy, it decodes the pixels of evaluation, except for rounding.
+    """The source of `preprocess`, which uses Pillow and NumPy. Its pixels are those of evaluation, up to rounding.
 
     See `center` and `center_of_photograph` of utils/data/decode.py.
     """

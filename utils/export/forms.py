@@ -1,4 +1,4 @@
-"""The forms of an exported model. Each function writes the files of one and returns the code that loads them.
+"""The forms of an exported model. Each function writes the files of a form and returns the code that loads them.
 
 To add a form, write such a function and add it to `FORMS` and to ExportConfig.
 """
@@ -191,7 +191,7 @@ def _changed_layers(model: nn.Module) -> list[str]:
 
 
 def _crop_share(spec: InputSpec) -> float:
-    """timm's crop_pct, for which timm resizes the shorter side to the same number of pixels."""
+    """The crop_pct with which timm resizes the shorter side to the same number of pixels as the evaluation."""
     if spec.small:
         return 1.0
     if spec.resize is None:
@@ -202,6 +202,6 @@ def _crop_share(spec: InputSpec) -> float:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json that a form has written; empty if it has none."""
+    """The config.json that a form has written; empty if it has written none."""
     path = folder / "config.json"
     return json.loads(path.read_text()) if path.exists() else {}

@@ -1,4 +1,4 @@
-"""A page with images and their predictions, in one file that loads nothing from elsewhere."""
+"""A page with images and their predictions, in a single file that loads nothing else."""
 
 import base64
 import io
@@ -77,7 +77,7 @@ def _thumbnail(split: Split, position: int, alt: str) -> str:
     try:
         pixels = decode(split, position, 3, shrink=lambda height, width: max(height, width) / _SIDE)
     except (ValueError, OSError):  # changed since it was predicted
-        return "cannot be read any more"
+        return "can no longer be read"
     image, file = Image.fromarray(pixels.numpy()), io.BytesIO()
     image.thumbnail((_SIDE, _SIDE))
     image.save(file, "JPEG", quality=80)

@@ -14,10 +14,10 @@ from utils.errors import UserError
 
 
 def find_images(given: Sequence[str]) -> Split:
-    """The images at these paths, in their order, each once; those of a folder and of a pattern sorted by name.
+    """The images at these paths, in this order, each once; those of a folder or a pattern are sorted by name.
 
-    The labels of the split have no meaning. `bad` has what is not a regular file. The fingerprint changes with the
-    paths, sizes and times of the files. Raises UserError if a path does not exist or if there is no image.
+    The labels of the split have no meaning. `bad` has the paths that are not regular files. The fingerprint depends on
+    the paths, sizes and times of the files. Raises UserError if a path does not exist or if there is no image.
     """
     found: dict[str, str] = {}  # the path of each image, and why it cannot be read
     notes: list[str] = []
@@ -39,7 +39,7 @@ def find_images(given: Sequence[str]) -> Split:
 
 
 def _matches(given: Sequence[str]) -> list[str]:
-    """The paths, with patterns replaced by what they match."""
+    """The paths, with each pattern replaced by the paths that it matches."""
     matches: list[str] = []
     for path in given:
         if os.path.lexists(path):

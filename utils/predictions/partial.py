@@ -12,10 +12,10 @@ from utils.predictions.rows import Row
 
 
 class Partial:
-    """FILE.partial beside the file of predictions: a line of JSON with what is predicted, then lists of rows.
+    """FILE.partial beside the file of predictions: `about` as a line of JSON, then a list of rows on each line.
 
-    `rows` has the finished ones. `about` maps what the rows depend on to its fingerprint. Raises UserError if the file
-    has predictions of something else, or if another process writes it. It is locked until this process exits.
+    `rows` has the finished rows. `about` has fingerprints of everything that they depend on. Raises UserError if those
+    in the file differ, or if another process writes it. The file is locked until this process exits.
     """
 
     def __init__(self, out: Path, about: dict[str, str]):
@@ -71,10 +71,10 @@ class Partial:
     def _write(self, value: object) -> None:
         line = (json.dumps(value) + "\n").encode()
         written = 0
-        while written < len(line):  # a disk that is nearly full takes a part
+        while written < len(line):  # a disk that is nearly full may take a part of the line
             written += self.file.write(line[written:])
 
     def delete(self) -> None:
-        """Delete the file, when all rows are in the file of predictions."""
+        """Delete the file; all rows are in the file of predictions."""
         self.path.unlink(missing_ok=True)
         self.file.close()

@@ -1,4 +1,4 @@
-"""Predictions as rows: names of classes, and probabilities of six significant digits."""
+"""Predictions as rows: names of classes, and probabilities with six significant digits."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ Columns = dict[str, list]
 class Row(NamedTuple):
     """The prediction for one image, as JSON stores it; `error` is why there is none.
 
-    `predicted` is a class, in multilabel the classes above --threshold. `classes` are the most likely ones, highest
-    first; a probability that is NaN is None.
+    `predicted` is a class, or in multilabel the list of classes above --threshold. `classes` are the most likely ones,
+    the most likely first. None stands for a probability that is NaN.
     """
 
     predicted: str | list[str] | None
@@ -36,7 +36,7 @@ def rounded(number: float) -> float | None:
 def make_rows(
     task: Task, threshold: float, class_names: Sequence[str], top: np.ndarray, probabilities: np.ndarray, count: int
 ) -> list[Row]:
-    """The rows of n images; `top` and `probabilities`, [n, k], are those of `Predictions`."""
+    """The rows of n images with `count` classes each; `top` and `probabilities` [n, k] are as in `Predictions`."""
     probabilities = probabilities.astype(np.float64)
     above = probabilities > threshold
     if isinstance(task, Binary):  # the one output is the second class
@@ -73,7 +73,7 @@ def columns_of(rows: Sequence[Row]) -> Columns:
 def columns_of_split(
     task: Task, threshold: float, class_names: Sequence[str], split: Split, found: Predictions
 ) -> Columns:
-    """The predictions of a split with the path or index and the label of each sample, and its loss."""
+    """The predictions of a split as columns, with the path or index, the label and the loss of each sample."""
     rows = split.rows[found.indices].tolist()
     images: Mapping[str, list[Any]] = {"index": rows}
     if isinstance(split.images, Files):

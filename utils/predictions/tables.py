@@ -14,16 +14,16 @@ _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?([eE][-+]?\d+)?")
 
 
 def check_table_file(flag: str, path: Path) -> None:
-    """Raise UserError, which names the flag, if no file of rows can be written at `path`."""
+    """Raise UserError, which names the flag, if `path` has another ending or cannot be written."""
     if path.suffix.lower() not in _FORMS:
         raise UserError(f"{flag} {path}: must end in {', '.join(_FORMS)}", "for example predictions.csv")
     check_output_file(flag, path)
 
 
 def encode(columns: dict[str, list], path: Path) -> bytes:
-    """The contents of the file `path` with these columns, in the form that its ending names.
+    """The contents of the file `path` with these columns; its ending selects the format.
 
-    A cell is a text, a number, None, or a list of texts. Characters of paths that are not UTF-8 become escapes.
+    A cell is a string, a number, None, or a list of strings. Characters that are not UTF-8 are escaped.
     """
     clean = {name: [_clean(cell) for cell in cells] for name, cells in columns.items()}
     return _FORMS[path.suffix.lower()](clean)

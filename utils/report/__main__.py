@@ -1,4 +1,4 @@
-"""Write the page of runs that exist: python -m utils.report RUN [RUN ...] [--out FILE] [--no_images]"""
+"""Write the page of one or several runs: python -m utils.report RUN [RUN ...] [--out FILE] [--no_images]"""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m utils.report", description="Write the page of one or several runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are compared on one page")
     parser.add_argument("--out", help=f"file to write (default: {PAGE} in the run folder; needed for several runs)")
-    parser.add_argument("--no_images", action="store_true", help="leave all pictures out")
+    parser.add_argument("--no_images", action="store_true", help="leave out all pictures")
     flags = parser.parse_args(argv)
     folders = [expand(run) for run in flags.runs]
     out = expand(flags.out) if flags.out else folders[0] / PAGE

@@ -13,16 +13,16 @@ MATRIX = 30  # classes; with more, the page lists the most frequent confusions i
 PAIRS, ERRORS = 20, 24  # confusions in that list, and images in the gallery
 _RESAMPLES, _FEWEST = 1000, 100
 _WORK = 10**8  # numbers to add up for all resamples
-_MOST_SCORES = 2 * 10**6  # with more, the metrics of rankings have no intervals
+_MOST_SCORES = 2 * 10**6  # with more, mAP and AUC have no intervals
 
-Metrics = Callable[[np.ndarray], dict[str, float]]  # from how often each sample counts, float64 [n]
+Metrics = Callable[[np.ndarray], dict[str, float]]  # takes the weights of the samples, float64 [n]
 
 
 def intervals(metrics: Metrics, samples: int, columns: int, seed: int) -> dict[str, tuple[float, float]]:
     """The 95 % bootstrap interval of each metric, by percentiles over resamples of the samples.
 
-    The resamples depend only on the seed and the number of samples. There are fewer of them for many samples and
-    `columns`, the numbers of a sample.
+    `columns` is the number of values of a sample. The more samples and columns, the fewer resamples. These depend only
+    on the seed, `samples` and `columns`.
     """
     random = np.random.Generator(np.random.Philox(key=fold_in(seed, "bootstrap")))
     count = max(_FEWEST, min(_RESAMPLES, _WORK // (samples * columns)))
@@ -35,8 +35,8 @@ def intervals(metrics: Metrics, samples: int, columns: int, seed: int) -> dict[s
 def calibration(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
     """The expected calibration error and the bins of a reliability diagram.
 
-    `confidence`, float [n] in 0..1, are probabilities, and `correct`, bool [n], what came true. The error is the mean
-    over samples of the distance between accuracy and mean confidence in the sample's bin (Guo et al., 2017).
+    `confidence`, float [n] in 0..1, has predicted probabilities, and `correct`, bool [n], whether the events occurred.
+    The error is the mean over predictions of |accuracy - mean confidence| in their bin (Guo et al., 2017).
     """
     bins = np.minimum((confidence.astype(np.float64) * BINS).astype(int), BINS - 1)
     counts = np.bincount(bins, minlength=BINS)
@@ -50,8 +50,8 @@ def calibration(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
 def analyse(found: Predictions, names: list[str], exclusive: bool, threshold: float, seed: int) -> dict[str, Any]:
     """All numbers of an evaluation as JSON values.
 
-    `exclusive`: each sample has one class of several, as in classification; otherwise each output has a probability of
-    its own. `threshold` is the probability above which such an output is predicted.
+    If `exclusive`, each sample has exactly one class, as in classification. Otherwise each output has a probability of
+    its own, and is predicted if this is above `threshold`.
     """
     analysis = _of_classification(found, names, seed) if exclusive else _of_outputs(found, names, threshold, seed)
     return {"count": len(found.indices), **analysis}
@@ -171,7 +171,7 @@ def _error_of_output(found: Predictions, names: list[str], binary: bool, row: in
 
 
 class _Curve:
-    """The ranking of the samples by the score of one output, to weight them again and again.
+    """The samples ranked by the score of one output, for metrics with any weights of the samples.
 
     `scores` is float [n], `truth` bool [n]. Samples with equal scores are counted together.
     """

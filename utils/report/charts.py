@@ -1,4 +1,4 @@
-"""Where the lines, ticks and bars of the page's charts are; page.html draws them as SVG in the reader's colours."""
+"""The coordinates of the lines, ticks and bars of the page's charts; page.html draws them as SVG."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Series(NamedTuple):
 def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), unit: str = "") -> dict[str, Any]:
     """A chart of values over updates; `marks` are updates with a vertical line. Empty if there are no points.
 
-    Infinite values are left out. The axis of a loss is logarithmic if its values differ by a factor above 50.
+    NaN and infinite values are left out. The axis of a loss is logarithmic if its values differ by a factor above 50.
     """
     lines = [s._replace(points=[p for p in s.points if math.isfinite(p[1])]) for s in series]
     lines = [s._replace(points=_thinned(s.points)) for s in lines if s.points]
@@ -62,7 +62,7 @@ def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), 
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Three to seven round numbers in steps of 1, 2 or 5 times a power of ten that span low..high."""
+    """Three to seven round numbers that span low..high, in steps of 1, 2 or 5 times a power of ten."""
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         return [low]
     rough = (high - low) / 5
@@ -73,13 +73,13 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten that span low..high, at most about six."""
+    """Powers of ten from `low`, rounded down, to about `high`; at most ten."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 5))]
 
 
 def reliability(bins: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """The bars of a reliability diagram in a square of side 100: accuracy, and the mean confidence as a mark."""
+    """The bars of a reliability diagram in a square of side 100; empty bins have none."""
     width, most = 100 / len(bins), max(1, *(entry["count"] for entry in bins))
     return [
         {

@@ -23,7 +23,7 @@ _FIRST = 20  # classes that the page shows at once; the others are folded
 def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
     """The values of page.html for a run. Raises ValueError or OSError if this is not the folder of a run.
 
-    Without `images` there are no pictures.
+    If `images` is False, pictures are left out.
     """
     log = folder / "log.jsonl"
     if not log.is_file() or not (folder / "config.yaml").is_file():
@@ -51,7 +51,7 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
 
 
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that differ from their defaults, without those of the machine, as text."""
+    """The settings that differ from their defaults, as text, without those of the machine."""
     usual = asdict(TrainConfig()) | {"format": 1, "best": values.get("best")}
     values = {**values, "task": "auto"} if values.get("task") == "classification" else values
     kept = {name: value for name, value in values.items() if name not in OF_THIS_MACHINE}
@@ -68,7 +68,7 @@ def _record(line: str) -> dict[str, Any]:
 
 
 def _start(record: Mapping[str, Any]) -> dict[str, Any]:
-    """When and how a start of the run began."""
+    """The time and the topology of a start of the run."""
     topology = "processes {processes}, batch {batch_size} x {processes} x {grad_accum} = {global_batch_size}"
     more = [f"threads {record['threads']}", f"precision {record['precision']}"]
     return {
@@ -79,7 +79,7 @@ def _start(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_places(value: Any) -> Any:
-    """The value with the last part of each absolute path only, so that the page can be shown to anybody."""
+    """The value with each absolute path reduced to its last part, so that the page can be shared."""
     if isinstance(value, dict):
         return {name: without_places(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""report.html: the page of one or several runs, one file that needs nothing else and requests nothing."""
+"""report.html: the page of one or several runs, a single file that loads nothing else."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -41,7 +41,7 @@ def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _metrics_of(run: dict[str, Any]) -> dict[str, str]:
-    """The metrics that a run's task shows, with the words for them."""
+    """The metrics that a run's task shows, with their names on the page."""
     task = TASKS.get(run["settings"].get("task", "classification"))
     return dict(task.shown) if isinstance(task, type) and issubclass(task, Task) else {}
 

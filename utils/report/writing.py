@@ -22,7 +22,7 @@ from utils.training.run import Run
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation; `record` has its metrics and what was evaluated. No `predictions`: an older analysis is kept."""
+    """An evaluation; `record` has its metrics and origin. If `predictions` is None, the older analysis is kept."""
 
     config: TrainConfig
     task: Task
@@ -57,7 +57,7 @@ def write_report(folder: Path, evaluated: Evaluated, say: Callable[[str], None])
             write_file(folder / ANALYSIS, json.dumps(analysis_of(evaluated)))
         write_page([folder], folder / PAGE)
     except Exception as error:  # of any class: the run itself has succeeded
-        say(f"{PAGE} could not be written ({one_line(error)}); all else is complete")
+        say(f"{PAGE} could not be written ({one_line(error)}); all other results are complete")
 
 
 def analysis_of(evaluated: Evaluated) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Experiment trackers, such as TensorBoard, as sinks of log.jsonl (--report_to). Accelerate has a class for each.
 
 `Accelerator.init_trackers` starts all trackers together, and `Accelerator.log` stops at the first that fails. Here each
-is a sink of its own, so that one that fails does not stop the others.
+tracker is a sink of its own, so that an error of one does not stop the others.
 """
 
 import json
@@ -24,7 +24,7 @@ from utils.errors import UserError, one_line
 from utils.files import read_json, write_file
 from utils.runs.sinks import Sink
 
-# Folders and host names mean nothing on another machine, and say something about this one.
+# Folders and addresses of this machine are private, and of no use elsewhere.
 _NOT_SENT = {"output_dir", "data_dir", "cache_dir", "resume", "init_method", "interface", "report_to"}
 
 
@@ -61,7 +61,7 @@ class Tracker(Sink):
     """A tracker of Accelerate, which gets the numbers of each record.
 
     A resumed run first sends the records before the resume again, because a killed run may not have sent all of them.
-    What an earlier start has sent is deleted or continued, so that no record is there twice; see `_PREPARE`.
+    `_PREPARE` deletes or continues the tracker's run of an earlier start, so that it has no record twice.
     """
 
     def __init__(self, name: str, tracker_class: Any, config: TrainConfig, folder: Path, *_: object):
