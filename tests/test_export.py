@@ -198,6 +198,16 @@ def test_the_code_in_the_documentation_is_that_of_a_card(exported):
     assert pattern.findall((ROOT / "docs/export.md").read_text()) == pattern.findall(card)
 
 
+def test_the_lines_of_the_readme_print_the_predicted_classes(exported, tmp_path):
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "model").symlink_to(exported / "grey-onnx")
+    inputs = exported / "grey-onnx/inputs.npz"
+    command = [sys.executable, "-I", "-c", f"import numpy\nimages = numpy.load({str(inputs)!r})['n7']\n{lines}"]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    expected = reference(of(exported, "grey"), np.load(inputs)["n7"]).argmax(1)
+    assert printed.strip() == str([of(exported, "grey").class_names[best] for best in expected])
+
+
 @cache
 def evaluated(home: Path, run: str) -> np.ndarray:
     """The checkpoint's probabilities of the run's evaluation images."""

@@ -55,6 +55,15 @@ def test_characters_that_the_output_lacks_are_replaced(encoding):
     assert read_classes(find_checkpoint(Path("runs/rün 1"))) == CLASSES
 
 
+def test_a_run_without_its_standard_output_prints_nothing_but_warnings_and_errors():
+    flags = ["--run_name", "run", *FLAGS]
+    (outcome,) = run_ranks(1, train.main, flags)
+    assert outcome.code == 0 and "update 3/3" in outcome.out
+    assert outcome.err.splitlines() in ([], ["No GPU is visible: running on the CPU"])
+    (outcome,) = run_ranks(1, train.main, ["--lr", "-1", *flags])
+    assert outcome.code == 2 and outcome.out == "" and "--lr must be" in outcome.err
+
+
 def _train_in(encoding, flags):
     with open("out", "w", encoding=encoding) as sys.stdout:
         train.main(flags)
