@@ -12,6 +12,7 @@ from utils.output import guard_output  # the first import: see its docstring
 # isort: split
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from utils.config.scripts import ExportConfig
 from utils.console import printable, table
 from utils.errors import UserError
 from utils.export.card import card, config_of, data_name, evaluation_of, split_name
-from utils.export.check import FromFiles, check_same, compare_files
+from utils.export.check import Compared, compare, refusing
 from utils.export.code import card_code, functions
 from utils.export.forms import FORMS, check_packages, read_config
 from utils.export.hub import check_name, push
@@ -28,6 +29,7 @@ from utils.export.loaded import Loaded, load
 from utils.files import expand, new_folder, size_of
 from utils.memory import bytes_text
 from utils.ranks.session import distributed_session
+from utils.runs.evaluated import find_saved
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -41,44 +43,43 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if out.exists() or out.is_symlink():
             raise UserError(f"--out {out}: exists", "give another path, or delete it")
         check_packages(flags.to)
-        if flags.push:
+        if flags.push is not None:
             check_name(flags.push)
-        loaded = load(expand(flags.ckpt))
-        difference, files = write(loaded, flags.to, out)
-        print(report(loaded, flags.to, out, difference, files))
-        if flags.push:
+        loaded = load(find_saved(flags.ckpt, None, flags.weights, ranks))
+        found = write(loaded, flags.to, out)
+        print(report(loaded, flags.to, out, found))
+        if flags.push is not None:
             print(f"uploaded to {push(out, flags.push)}")
-    return {"difference": difference, "files": files.count, "difference_from_files": files.worst, "same": files.same}
+    return asdict(found)
 
 
-def write(loaded: Loaded, form: str, out: Path) -> tuple[float, FromFiles]:
-    """Write the folder `out` if the exported model equals the checkpoint; returns the differences."""
-    with new_folder(out) as folder:
+def write(loaded: Loaded, form: str, out: Path) -> Compared:
+    """Write the folder `out` if the exported model equals the checkpoint; returns how they compare."""
+    with new_folder(out) as folder, refusing(loaded, form):
         code = FORMS[form](loaded, folder)
         config = config_of(loaded) | read_config(folder)
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        preprocess, predict = functions(card_code(loaded, code)[0], folder)
-        difference = check_same(loaded, predict, form)
-        files = compare_files(loaded, preprocess, predict)
-        (folder / "README.md").write_text(card(loaded, code, difference, files))
-    return difference, files
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        found = compare(loaded, form, *functions(card_code(loaded, code)[0], folder))
+        (folder / "README.md").write_text(card(loaded, code, found), encoding="utf-8")
+    return found
 
 
-def report(loaded: Loaded, form: str, out: Path, difference: float, files: FromFiles) -> str:
+def report(loaded: Loaded, form: str, out: Path, found: Compared) -> str:
     """The result as a table."""
-    found, metric = evaluation_of(loaded), loaded.task.metric
+    evaluation, metric = evaluation_of(loaded), loaded.task.metric
     measured = (
-        f"{metric} {found[metric]:.4f} on {data_name(loaded)}, {split_name(loaded)}"
-        if found.get(metric) is not None
+        f"{metric} {evaluation[metric]:.4f} on {data_name(loaded)}, {split_name(loaded)}"
+        if evaluation.get(metric) is not None
         else "no"
     )
-    same = f"{files.worst:.1e} in probability, {files.same} of {files.count} predictions are the same"
+    same = f"{found.from_files:.1e} in probability, {found.same} of {found.files} predictions are the same"
     rows = [
         ("checkpoint", loaded.saved.path),
         ("model", f"{loaded.saved.settings.model}, {loaded.spec.describe()}, {len(loaded.saved.class_names)} classes"),
         ("evaluated", measured),
-        ("difference", f"{difference:.1e} in probability on the same pixels"),
-        ("from files", f"not measured: {printable(files.reason)}" if files.reason else same),
+        ("weights", "average (ema)" if loaded.is_average else "raw"),
+        ("difference", f"{found.difference:.1e} in probability on the same pixels"),
+        ("from files", f"not measured: {printable(found.reason)}" if found.reason else same),
         ("folder", f"{out}, {bytes_text(size_of(out))}"),
     ]
     return table(f"Exported to {form}", rows)

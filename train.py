@@ -283,7 +283,7 @@ def evaluate(run: Run) -> dict | None:
         result = {"weights": weights, **metrics} if run.average else metrics
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
     state.evaluated(result, run.task.metric, run.task.higher_is_better)
-    reduce_on_plateau(run.config, state, run.updates)
+    reduce_on_plateau(run.config, state, run.updates, run.log.say)
     return result
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from pathlib import Path
 
@@ -86,6 +87,13 @@ def test_the_learning_rate_on_a_plateau_is_that_of_torch(in_folder):
     assert found == pytest.approx(expected) and len(set(found[4:])) > 2
 
 
+def test_each_reduction_on_a_plateau_is_one_line_with_the_rate_of_the_next_update(in_folder):
+    rates = json.loads(Path("rates.json").read_text())
+    expected = [(str(n), f"{rates[n]:.2e}") for n in range(5, len(rates)) if rates[n] < rates[n - 1]]
+    pattern = r"^update (\d+)  plateau: \d+ evaluations without a new best; lr is now (\S+)$"
+    assert expected and re.findall(pattern, Path("out.txt").read_text(), re.M) == expected
+
+
 @pytest.mark.full
 def test_another_topology_ends_at_the_same_update_with_the_same_bits(in_folder):
     train_run(2, "two", *PLATEAU)
@@ -132,7 +140,9 @@ def test_reductions_are_those_of_torch_on_random_evaluations(mode):
             value = chance.choice([chance.randrange(9) / 8 + state.step / 300, float("nan")])
             value = value if mode == "max" else -value
             state.evaluated({"m": value}, "m", mode == "max")
-            reduce_on_plateau(config, state, 9999)
+            before, said = state.lr_factor, list[str]()
+            reduce_on_plateau(config, state, 9999, said.append)
+            assert len(said) == (state.lr_factor < before)  # silent at the lowest rate
             schedule.step(value)
             lr = learning_rate(config, state.step, 9999, state.lr_factor)
             assert lr == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
@@ -168,6 +178,7 @@ def test_a_run_ends_when_its_time_is_up_and_a_resumed_one_with_more_time_goes_on
     assert 0 < end["step"] == last["step"] == newest("run") < 600  # which take at least 30 seconds
     assert [record["step"] for record in records("run", "eval")] == [end["step"]]
     assert f"--max_seconds 1.0 after update {end['step']} of 600; raise it to continue" in outcomes[0].out
+    assert set(re.findall(r"eta (\S+)", outcomes[0].out)) <= {"0:00", "0:01"}  # not the time of 600 updates
     for more in (["--max_seconds", "1"], ["--max_seconds", "9999", "--max_steps", str(end["step"] + 2)]):
         outcomes = run_ranks(processes, train.main, [*flags, "--max_steps", "600", *more])
         assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].err

@@ -1,17 +1,22 @@
 """Exported folders load without this repository, with the code on their cards, and predict what the checkpoint does."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from helpers.make_data import smooth
-from helpers.ranks import returned
+from helpers.ranks import returned, run_ranks
 from helpers.training_runs import ROOT, refused, train_run, working_in
 from helpers.waiting import records_so_far
 from PIL import Image
@@ -27,12 +32,14 @@ from utils.errors import UserError
 from utils.export import check, forms, hub
 from utils.export.card import card
 from utils.export.code import Code, card_code, functions, preprocessing
-from utils.export.loaded import Loaded
+from utils.export.loaded import Loaded, load
+from utils.files import new_folder
 from utils.models.zoo import build_model
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.runs.state import TrainState
-from utils.tasks.table import make_task
+from utils.tasks.classification import Classification
+from utils.tasks.table import TASKS, make_task
 
 SHORT = ("--threads", "1", "--max_steps", "2", "--batch_size", "4", "--num_workers", "0", "--eval_fraction", "0.2")
 # The run's name, its flags, and the forms to export it to.
@@ -57,7 +64,10 @@ RUNS = {
         ["timm"],
     ),
     "several": (["--data", "several.csv", "--model", "timm/test_resnet", "--std", "0.2"], ["torch"]),
-    "two": (["--data", "two", "--model", "mlp", "--task", "binary", "--ema_decay", "0.5"], ["torch"]),
+    "two": (
+        ["--data", "two", "--model", "mlp", "--task", "binary", "--ema_decay", "0.5", "--lr", "0.5"],
+        ["torch"],
+    ),
 }
 FOLDERS = [(run, form) for run, (_, kinds) in RUNS.items() for form in kinds]
 
@@ -115,13 +125,14 @@ def evaluated_pixels(saved: SavedRun) -> tuple[np.ndarray, list]:
     return torch.stack(cut).numpy(), [split.images[int(row)] for row in split.rows]
 
 
-def reference(saved: SavedRun, pixels: np.ndarray) -> np.ndarray:
+def reference(saved: SavedRun, pixels: np.ndarray, raw: bool = False) -> np.ndarray:
     """The checkpoint's probabilities, by its own model and float64 outside it."""
     spec, config = saved.spec.for_evaluation(), saved.settings
     outputs = 1 if config.task == "binary" else len(saved.class_names)
     model = build_model(config, saved.spec, outputs, load=False).eval()
     average = saved.path / "ema.safetensors"
-    model.load_state_dict(load_file(average if average.exists() else saved.path / "model.safetensors"))
+    chosen = average if average.exists() and not raw else saved.path / "model.safetensors"
+    model.load_state_dict(load_file(chosen))
     values = (pixels.astype(np.float64) / 255 - spec.mean) / spec.std
     with torch.no_grad():
         logits = model(torch.from_numpy(values.transpose(0, 3, 1, 2)).float()).double().numpy()
@@ -213,9 +224,9 @@ def test_files_are_predicted_as_in_evaluation_but_for_the_difference_on_the_card
     if run == "grey":  # arrays, not files
         assert result["files"] == 0 and "was not measured" in text
     else:
-        assert result["files"] == len(expected) and abs(result["difference_from_files"] - worst) < 2e-5
-        stated = float(re.search(r"difference in a probability was\n(\S+), and", text)[1])
-        assert stated == pytest.approx(result["difference_from_files"], rel=0.05)
+        assert result["files"] == len(expected) and abs(result["from_files"] - worst) < 2e-5
+        stated = float(re.search(r"a probability was (\S+), and", text)[1])
+        assert stated == pytest.approx(result["from_files"], rel=0.05)
     assert worst < 0.03
     if saved.settings.task == "classification":
         best = np.sort(expected, 1)
@@ -254,13 +265,43 @@ def test_config_and_card_have_the_classes_the_input_and_the_numbers_of_the_evalu
         assert str(exported) not in text + json.dumps(config)  # no path of this machine
 
 
+NO_CODE = Code([], [], [], [])
+
+
 def test_a_card_has_no_numbers_of_other_weights():
     one = loaded("mlp", SMALL_GREY)
     one.saved.state.step, one.saved.state.evaluations = 3, [{"step": 2, "loss": 1.0, "accuracy": 0.5, "count": 4}]
-    text = card(one, Code([], [], [], []), 0.0, check.FromFiles(reason="no data"))
-    assert "These weights were not evaluated during training." in text and "0.5000" not in text
+    text = card(one, NO_CODE, check.Compared(reason="no data"))
+    assert "The checkpoint has no evaluation of these weights." in text and "0.5000" not in text
     one.saved.state.step = 2
-    assert "| accuracy | 0.5000 |" in card(one, Code([], [], [], []), 0.0, check.FromFiles(reason="no data"))
+    text = card(one, NO_CODE, check.Compared(reason="no data"))
+    assert "| accuracy | 0.5000 |" in text and "4 images, each counted once:" in text
+    one.saved.settings.mixed_precision = "bf16"
+    assert "4 images, each counted once, in bf16:" in card(one, NO_CODE, check.Compared(reason="no data"))
+
+
+ODD = ["it's", 'a "b"', "pipe|", "new\nline", "<b>", "```", "back\\slash", "日本", "{x}", "\x1b[31m", "__"]
+
+
+def test_odd_class_names_are_kept_and_break_neither_the_code_nor_the_table(tmp_path, monkeypatch):
+    one, out = loaded("squeezenet1_1", PHOTO, classes=len(ODD)), tmp_path / "out"
+    one.saved.class_names[:] = ODD
+    export.write(one, "safetensors", out)
+    text, names = (out / "README.md").read_text(encoding="utf-8"), dict[str, Any]()
+    monkeypatch.chdir(out)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec(code.partition("\nprobabilities = ")[0], names)
+    assert names["labels"] == ODD and names["predict"](np.zeros((2, 128, 128, 3), np.uint8)).shape == (2, len(ODD))
+    assert yaml.safe_load(text.split("---\n")[1])["pipeline_tag"] == "image-classification"
+    (row,) = [line for line in text.splitlines() if line.startswith("| Classes |")]
+    assert len(re.findall(r"(?<!\\)\|", row)) == 3 and "<" not in row and row.isprintable()
+
+
+def test_outputs_of_an_unknown_task_are_not_exported(monkeypatch):
+    monkeypatch.setitem(TASKS, "rated", Classification)
+    saved = loaded("mlp", SMALL_GREY).saved
+    with pytest.raises(UserError, match="does not know the outputs of --task rated"):
+        load(replace(saved, settings=replace(saved.settings, task="rated")))
 
 
 def test_timm_resizes_photographs_to_the_same_size(exported):
@@ -346,8 +387,8 @@ def test_other_architectures_load_by_their_lines(tmp_path, model, spec, form):
     code = forms.FORMS[form](one, tmp_path)
     config = {"labels": one.saved.class_names} | forms.read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    _, predict = functions(card_code(one, code)[0], tmp_path)
-    assert check.check_same(one, predict, form) <= 1e-5
+    preprocess, predict = functions(card_code(one, code)[0], tmp_path)
+    assert check.compare(one, form, preprocess, predict).difference <= 1e-5
 
 
 def test_a_model_that_a_form_cannot_hold_is_refused_with_the_forms_that_can(tmp_path):
@@ -416,6 +457,73 @@ def test_an_export_that_differs_from_the_checkpoint_is_refused_and_no_folder_app
     assert not Path("out").exists() and not list(Path().glob(".out*"))
 
 
+def test_a_difference_that_only_the_evaluation_images_show_is_refused(run, monkeypatch):
+    write = forms.FORMS["torch"]
+
+    def other(one, folder):
+        smooth = "np.abs(np.diff(images.astype(int), axis=2)).mean() < 60"  # random pixels have 85
+        wrong = f"return model(torch.from_numpy(images)).numpy() + np.float32(0.001 if {smooth} else 0)"
+        return replace(write(one, folder), predicting=[wrong])
+
+    monkeypatch.setitem(forms.FORMS, "torch", other)
+    assert "--to torch: mlp has probabilities that differ by 0.001 from" in export_to("out", run)
+    assert not Path("out").exists()
+
+
+def test_a_model_that_cannot_be_written_or_loaded_is_one_line(run, monkeypatch):
+    write = forms.FORMS["torch"]
+
+    def unwritable(one, folder):
+        raise RuntimeError("unsupported\noperator")
+
+    def unloadable(one, folder):
+        return replace(write(one, folder), loading=["raise RuntimeError('no such kernel')"])
+
+    for failing, reason in ((unwritable, "unsupported operator"), (unloadable, "no such kernel")):
+        monkeypatch.setitem(forms.FORMS, "torch", failing)
+        line = f"export.py: error: --to torch: mlp cannot be exported ({reason}); use another form"
+        assert export_to("out", run) == line and not Path("out").exists()
+
+
+def test_the_raw_weights_of_a_run_with_an_average_are_exported_without_its_numbers(run, exported):
+    returned(1, export.main, ["--ckpt", str(run), "--to", "torch", "--out", "out", "--weights", "raw"])
+    config, text = json.loads(Path("out/config.json").read_text()), Path("out/README.md").read_text()
+    assert config["weights"] == "raw" and "The checkpoint has no evaluation of these weights." in text
+    saved = of(exported, "two")
+    images = np.random.default_rng(2).integers(0, 256, (5, 28, 20, 3), np.uint8)
+    found = torch.export.load("out/model.pt2").module()(torch.from_numpy(images)).numpy()
+    assert np.abs(found - reference(saved, images, raw=True)).max() <= 1e-5
+    assert np.abs(found - reference(saved, images)).max() > 1e-4
+    line = export_to("other", of(exported, "several").path, "torch", "--weights", "ema")
+    assert line.endswith("has no average of the weights; use --weights raw, or train with --ema_decay")
+
+
+def killed_in_the_middle(arguments: list[str]) -> None:
+    def killed(one, folder):
+        (folder / "half").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    forms.FORMS["torch"] = killed
+    export.main(arguments)
+
+
+def test_an_export_that_is_killed_leaves_no_folder_and_can_be_repeated(run):
+    arguments = ["--ckpt", str(run), "--to", "torch", "--out", "out"]
+    (outcome,) = run_ranks(1, killed_in_the_middle, arguments)
+    assert outcome.code == -signal.SIGKILL and not Path("out").exists() and len(list(Path().glob("*out*/half"))) == 1
+    returned(1, export.main, arguments)
+    assert sorted(path.name for path in Path("out").iterdir()) == ["README.md", "config.json", "model.pt2"]
+    assert len(list(Path().glob("*out*"))) == 1
+
+
+def test_two_processes_do_not_write_the_same_folder(tmp_path):
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "first").touch()
+        with pytest.raises(UserError, match="out: another process is writing it"), new_folder(tmp_path / "out"):
+            pass
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
+
+
 def test_a_missing_package_is_named_with_its_command(run, monkeypatch):
     monkeypatch.setattr(forms.importlib.util, "find_spec", lambda name: None)
     line = export_to("out", run, "onnx")
@@ -436,10 +544,15 @@ def test_push_uploads_weights_configuration_and_card_and_nothing_else(tmp_path, 
     assert hub.push(folder, "someone/model") == "https://address"
     assert calls[0] == calls[1]["repo_id"] == "someone/model" and calls[1]["folder_path"] == folder
     assert calls[1]["allow_patterns"] == ["README.md", "config.json", "model.onnx"]
+    monkeypatch.delattr(api, "upload_folder")
+    with pytest.raises(UserError) as caught:
+        hub.push(folder.rename(tmp_path / "my model"), "a/b")
+    assert caught.value.fix.endswith(f"run `hf upload a/b '{tmp_path}/my model'`")
 
 
 def test_a_push_that_fails_is_one_line_and_the_folder_stays(run):
     line = export_to("out", run, "torch", "--push", "someone/model")  # without a network
     assert "--push someone/model: the upload failed (" in line and line.endswith("`hf upload someone/model out`")
     assert sorted(path.name for path in Path("out").iterdir()) == ["README.md", "config.json", "model.pt2"]
-    assert "--push a/b/c: " in export_to("other", run, "torch", "--push", "a/b/c") and not Path("other").exists()
+    for name in ("a/b/c", "model", ""):
+        assert f"--push {name}: " in export_to("other", run, "torch", "--push", name) and not Path("other").exists()

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from helpers.waiting import SOON, has_logged, records_so_far, until
 
 import train
 from utils.config.settings import TrainConfig
-from utils.console import table
+from utils.console import clock, table
 from utils.launch.exits import exit_with_error
 from utils.runs.log import RunLog
 from utils.runs.sinks import SINKS, ProgressBar, is_kept
@@ -216,6 +217,37 @@ def test_a_finished_bar_is_not_left_on_the_terminal(monkeypatch):
     bar.say("the last line")
     bar.close()
     assert screen.lines() == ["line 0", "line 1", "line 2", "the last line", ""]
+
+
+def train_record(step: int, seconds: float) -> dict:
+    numbers = {"loss": 0.5, "accuracy": 0.5, "lr": 0.1, "images_per_second": 1.0, "data_wait": 0.0}
+    return {"step": step, "epoch": 1, **numbers, "seconds": seconds}
+
+
+def test_the_time_left_is_that_of_the_updates_or_of_max_seconds_whichever_is_less(tmp_path, capsys):
+    for limit, expected in (({}, ["16:30", "0:00"]), ({"max_seconds": 60.0}, ["0:50", "0:00"])):
+        log = RunLog(tmp_path, True, TrainState(), 1000, TASK)
+        log.write("start", step=0, **limit)
+        log.write("train", **train_record(10, 10.0))
+        log.write("train", **train_record(990, 62.0))  # beyond the limit
+        log.close()
+        assert re.findall(r"eta (\S+)", capsys.readouterr().out) == expected
+    assert [clock(seconds) for seconds in (59.9, 3600, 90_061)] == ["0:59", "1:00:00", "25:01:01"]
+
+
+def test_a_bar_shows_its_rate_and_one_estimate_of_the_time_left(monkeypatch):
+    for limit in ({}, {"max_seconds": 60.0}):
+        screen = Screen()
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(sys, "stderr", screen)
+        bar = ProgressBar(Path(), TrainState(), 1000, TASK)
+        bar.write({"kind": "start", "step": 0, **limit})
+        bar.write({"kind": "train", **train_record(10, 10.0)})
+        bar.advance()
+        bar.bar.refresh()
+        line = screen.lines()[-1]
+        bar.close()
+        assert " update/s" in line and ("eta=0:50" in line, "<" in line) == (bool(limit), not limit)
 
 
 def test_an_error_is_a_line_of_its_own_above_the_bar(monkeypatch):

@@ -11,6 +11,7 @@ from torch import nn
 import train
 from utils.data.spec import InputSpec
 from utils.models.small import MnistCNN
+from utils.models.weight_average import WeightAverage
 from utils.training.summary import count_flops, memory_line, model_table
 
 
@@ -71,7 +72,7 @@ def test_the_network_of_the_tutorials_is_counted_on_the_cpu_too():
     assert flops[""] == sum(convolutions) + 2 * (1600 * 500 + 500 * 10)
 
 
-@pytest.mark.parametrize("flags", [[], ["--sync_batchnorm"]])
+@pytest.mark.parametrize("flags", [["--ema_decay", "0.9"], ["--sync_batchnorm"]])
 def test_a_dry_run_prints_the_model_once_and_changes_no_statistics(flags):
     flags = ["--model", "resnet18", "--image_size", "32", "--max_train_samples", "64", "--dry_run", *flags]
     outcomes = run_ranks(2, with_statistics, [*flags, "--global_batch_size", "16", "--threads", "1"])
@@ -81,6 +82,7 @@ def test_a_dry_run_prints_the_model_once_and_changes_no_statistics(flags):
     assert conv == "576" and f"model      resnet18, {total} parameters" in outcomes[0].out
     assert outcomes[0].value and outcomes[1].value
     assert re.search(r"memory: weights and buffers 44\.\d MB, gradients 44\.\d MB, optimizer state 44", outcomes[0].out)
+    assert ("average of the weights 44" in outcomes[0].out) == ("--ema_decay" in flags)
 
 
 def with_statistics(flags: list[str]) -> bool:
@@ -103,3 +105,5 @@ def test_the_memory_of_the_optimizer_is_that_of_its_tensors():
     optimizer.step()
     line = memory_line(module, optimizer)
     assert line.startswith("memory: weights and buffers 4.0 MB, gradients 4.0 MB, optimizer state 8.0 MB; ")
+    line = memory_line(module, optimizer, WeightAverage(module, 0.9).state_dict().values())
+    assert ", optimizer state 8.0 MB, average of the weights 4.0 MB; " in line

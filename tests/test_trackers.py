@@ -4,12 +4,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import urllib.request
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from helpers.waiting import has_logged, records_so_far, until
 import replay
 import train
 from utils.config.settings import TrainConfig
+from utils.errors import UserError
 from utils.runs.log import RunLog
 from utils.runs.sinks import SINKS
 from utils.runs.state import TrainState
@@ -262,7 +265,60 @@ def test_a_dry_run_and_a_replay_start_no_tracker(monkeypatch):
     settings = Path("runs/run/config.yaml")
     settings.write_text(settings.read_text().replace("report_to: null", "report_to: tensorboard"))
     returned(1, replay.main, ["--run", "runs/run", "--update", "2", "--cpu"])
-    assert refused(train.main, *flags) == "train.py: error: the tracker was started"
+    problem = "--report_to tensorboard: the tracker cannot be started (the tracker was started)"
+    assert refused(train.main, *flags).startswith(f"train.py: error: {problem}; ")
+
+
+def test_a_tracker_that_cannot_be_started_ends_all_ranks_with_one_line(monkeypatch):
+    class NotLoggedIn(Fake):
+        def start(self):
+            raise type("UsageError", (Exception,), {})("no API key\nconfigured")  # as in W&B, not a ValueError
+
+    monkeypatch.setitem(TRACKERS, "tensorboard", NotLoggedIn)
+    problem = "--report_to tensorboard: the tracker cannot be started (no API key configured)"
+    fix = "correct its settings, log in to it, or leave it out"
+    line = refused(train.main, *FLAGS, "--report_to", "tensorboard", processes=2)
+    assert line == f"train.py: error: {problem}; {fix}"
+
+
+def test_a_run_of_trackio_is_deleted_on_its_own_machine_and_missed_on_another(tmp_path, monkeypatch):
+    runs = {"lockstep": ["mine", "other"]}
+
+    class Run(SimpleNamespace):
+        def delete(self) -> None:
+            runs["lockstep"].remove(self.id)
+
+    class Api:
+        def runs(self, project: str) -> list[Run]:
+            if project not in runs:
+                raise ValueError(f"Project '{project}' does not exist")  # as trackio
+            return [Run(id=name) for name in runs[project]]
+
+    class Trackio(Fake):
+        id, made = "new", {}
+
+        @property
+        def tracker(self):
+            return self
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Api=Api))
+    for project in ("lockstep", "on_another_machine"):
+        (tmp_path / "trackers.json").write_text('{"trackio": "mine", "wandb": "kept"}')
+        monkeypatch.setenv("TRACKIO_PROJECT", project)
+        sink = {"trackio": partial(Tracker, "trackio", Trackio, TrainConfig())}
+        RunLog(tmp_path, True, TrainState(), 9, TASK, sink).close()
+        assert json.loads((tmp_path / "trackers.json").read_text()) == {"trackio": "new", "wandb": "kept"}
+        assert runs["lockstep"] == ["other"]
+    assert list(Trackio.made) == ["lockstep", "on_another_machine"]
+
+
+def test_files_of_tensorboard_that_cannot_be_deleted_are_not_mixed_with_new_ones(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "events.out.tfevents.1").touch()
+    (tmp_path / "tensorboard").symlink_to(elsewhere)  # which shutil.rmtree refuses to delete
+    with pytest.raises(UserError, match=r"tensorboard/events.out.tfevents.1 cannot be deleted"):
+        RunLog(tmp_path, True, TrainState(), 9, TASK, TRACKERS.sinks(TrainConfig(report_to="tensorboard")))
 
 
 @pytest.mark.slow

@@ -83,24 +83,35 @@ def write_output(path: Path, contents: str | bytes) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder that becomes `path`, with its files flushed, at the end of the block, and is deleted after an error.
 
-    A leftover of a killed process is replaced. Raises OSError if `path` exists.
+    A leftover of a killed process is replaced. Raises OSError if `path` exists, and UserError if another process is
+    writing it.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial.mkdir(exist_ok=True)
+    held = os.open(partial, os.O_RDONLY)  # locked while this process writes
     try:
-        yield partial
-        for file in partial.rglob("*"):
-            sync(file)
-        sync(partial)
-        if path.exists():  # since the caller checked it; renaming would replace an empty folder
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-        partial.rename(path)
-        sync(path.parent)
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{path}: another process is writing it", "wait for it, or give another path") from None
+        try:
+            for leftover in partial.iterdir():
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            yield partial
+            for file in partial.rglob("*"):
+                sync(file)
+            sync(partial)
+            if path.exists():  # since the caller checked it; renaming would replace an empty folder
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            partial.rename(path)
+            sync(path.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.close(held)
 
 
 def size_of(folder: Path) -> int:

@@ -139,6 +139,8 @@ class ExportConfig(LaunchConfig):
     take uint8 images and return probabilities."""
     out: str
     """Folder to write; it must not exist."""
+    weights: Literal["raw", "ema"] | None = None
+    """Weights to export: raw, or ema for their average (default: ema if the run had --ema_decay)."""
     push: str | None = None
     """Repository of the Hugging Face Hub to upload the folder to, such as USER/NAME; created if it does not exist."""
 

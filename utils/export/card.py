@@ -3,7 +3,7 @@
 from typing import Any
 
 from utils.console import join_names, printable
-from utils.export.check import FromFiles
+from utils.export.check import Compared
 from utils.export.code import Code, card_code
 from utils.export.loaded import Loaded
 from utils.files import expand
@@ -37,7 +37,7 @@ def config_of(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def card(loaded: Loaded, code: Code, difference: float, files: FromFiles) -> str:
+def card(loaded: Loaded, code: Code, found: Compared) -> str:
     """README.md: what the model is, its measured numbers, and the code that uses it."""
     saved, title = loaded.saved, f"{loaded.name} trained on {data_name(loaded)}"
     weights = "the moving average of its weights" if loaded.is_average else "the model"
@@ -51,8 +51,8 @@ tags:
 
 # {title}
 
-An image classifier, trained with Lockstep {VERSION}. This is {weights} after update
-{saved.state.step}, in epoch {saved.state.epochs_begun}.
+An image classifier, trained with Lockstep and exported by its version {VERSION}. This is {weights}
+after update {saved.state.step}, in epoch {saved.state.epochs_begun}.
 
 | | |
 | --- | --- |
@@ -71,8 +71,7 @@ pip install {" ".join(code.install)}
 ```python
 {defining}{using}```
 
-On the same pixels, the probabilities are those of the checkpoint; the largest difference found was {difference:.1e}.
-{_from_files(files)}
+{_compared(found)}
 
 ## Licence
 
@@ -88,6 +87,7 @@ def data_name(loaded: Loaded) -> str:
 
 def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
     spec, settings = loaded.spec, loaded.saved.settings
+    mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (spec.mean, spec.std))
     change = getattr(loaded.model, "stem_change", "").partition(" (")[0]
     outputs = {
         "classification": "the probability of each class (softmax)",
@@ -96,19 +96,26 @@ def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
     }
     return [
         ("Architecture", f"{loaded.name} of {loaded.library}{f', with a {change}' if change else ''}"),
-        ("Input", f"{spec.describe()}, mean {spec.mean}, standard deviation {spec.std} of pixels in 0 to 1"),
+        ("Input", f"{spec.describe()}, mean {mean}, standard deviation {std} of pixels in 0 to 1"),
         ("Output", outputs[settings.task]),
         ("Classes", f"{len(loaded.saved.class_names)}: {join_names(loaded.saved.class_names)}"),
     ]
 
 
 def _rows(rows: list[tuple[str, Any]]) -> str:
-    return "\n".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows)
+    """Rows of a table; values may have characters that mean something in Markdown and HTML."""
+    marks = str.maketrans({"\\": "\\\\", "|": "\\|", "<": "&lt;", "&": "&amp;", "`": "\\`", "*": "\\*", "[": "\\["})
+    return "\n".join(f"| {name} | {str(value).translate(marks)} |" for name, value in rows)
 
 
 def evaluation_of(loaded: Loaded) -> dict[str, Any]:
-    """The last evaluation of these very weights, as state.json has it; empty if they were not evaluated."""
-    state = loaded.saved.state
+    """The last evaluation of these very weights, as state.json has it; empty if there is none.
+
+    With --ema_decay, state.json has the evaluations of the average only.
+    """
+    state, weights = loaded.saved.state, loaded.saved.weights
+    if weights is not None and weights.is_choice and not loaded.is_average:
+        return {}
     return next((found for found in reversed(state.evaluations) if found["step"] == state.step), {})
 
 
@@ -119,20 +126,25 @@ def split_name(loaded: Loaded) -> str:
 
 
 def _measured(loaded: Loaded) -> str:
-    found = evaluation_of(loaded)
+    found, precision = evaluation_of(loaded), loaded.saved.settings.mixed_precision
     names = [name for name in loaded.task.listed if found.get(name) is not None]
     if not names:
-        return "These weights were not evaluated during training."
+        return "The checkpoint has no evaluation of these weights."
     rows = _rows([(name, f"{found[name]:.4f}") for name in names])
     where = f"`{data_name(loaded)}`, split `{split_name(loaded)}`, {found['count']} images, each counted once"
+    where += f", in {precision}" if precision in ("bf16", "fp16") else ""
     return f"On {where}:\n\n| | |\n| --- | --- |\n{rows}"
 
 
-def _from_files(files: FromFiles) -> str:
-    """The result of `compare_files`."""
-    if files.reason:
-        return "The effect of decoding image files with the code above on predictions was not measured."
+def _compared(found: Compared) -> str:
+    """The result of `compare`."""
+    pixels = f"random ones and those of {found.images} evaluation images" if found.images else "random ones"
+    same = f"On the same pixels ({pixels}), the probabilities are those of the checkpoint in float32;"
+    same += f"\nthe largest difference found was {found.difference:.1e}.\n"
+    if found.reason:
+        return f"{same}The effect of decoding image files with the code above on predictions was not measured."
     return (
-        f"With {files.count} evaluation images decoded by the code above, the largest difference in a probability was\n"
-        f"{files.worst:.1e}, and {files.same} of {files.count} predictions were the same."
+        f"{same}With {found.files} evaluation images decoded by the code above, the\n"
+        f"largest difference in a probability was {found.from_files:.1e}, and {found.same} of {found.files}\n"
+        f"predictions were the same."
     )

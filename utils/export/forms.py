@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from utils.data.spec import InputSpec
-from utils.errors import UserError, one_line
+from utils.errors import UserError
 from utils.export.code import Code
 from utils.export.loaded import Loaded, Probabilities
 from utils.models.zoo import STEM_POOLS
@@ -100,8 +100,8 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
 
 
 def write_torch(loaded: Loaded, folder: Path) -> Code:
-    """The program of torch.export, `model.pt2`: from any number of uint8 images to probabilities."""
-    with _quiet(loaded, "torch"):
+    """The program of torch.export, `model.pt2`, from uint8 images to probabilities, for any number of images."""
+    with _quiet():
         torch.export.save(_program(loaded), folder / "model.pt2")
     return Code(
         install=[f"'torch>={torch.__version__.partition('+')[0]}'", "numpy", "pillow"],
@@ -113,7 +113,7 @@ def write_torch(loaded: Loaded, folder: Path) -> Code:
 
 def write_onnx(loaded: Loaded, folder: Path) -> Code:
     """The program of `write_torch` in the ONNX format, `model.onnx`."""
-    with _quiet(loaded, "onnx"):
+    with _quiet():
         names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
         program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)
         assert program is not None
@@ -146,19 +146,14 @@ def _program(loaded: Loaded) -> torch.export.ExportedProgram:
 
 
 @contextmanager
-def _quiet(loaded: Loaded, form: str) -> Iterator[None]:
-    """Hide the exporters' log, and turn their errors into one UserError."""
+def _quiet() -> Iterator[None]:
+    """Hide the exporters' log and warnings."""
     before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        logging.disable(logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except OSError:
-        raise
-    except Exception as error:  # the exporters raise errors of many classes
-        problem = f"--to {form}: PyTorch cannot export {loaded.saved.settings.model} ({one_line(error)[:160]})"
-        raise UserError(problem, "use another form") from error
     finally:
         logging.disable(before)
 

@@ -1,5 +1,6 @@
 """Upload an exported folder to the Hugging Face Hub."""
 
+import shlex
 from pathlib import Path
 
 from utils.errors import UserError, one_line
@@ -9,6 +10,8 @@ def check_name(name: str) -> None:
     """Raise ValueError unless the Hub accepts the name."""
     from huggingface_hub.utils import validate_repo_id
 
+    if "/" not in name:
+        raise UserError(f"--push {name}: has no owner", "write USER/NAME")
     try:
         validate_repo_id(name)
     except ValueError as error:
@@ -25,8 +28,7 @@ def push(folder: Path, name: str) -> str:
         address = api.create_repo(name, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=files, commit_message="Upload model")
     except Exception as error:  # of many classes: no token, no network, no permission
-        fix = f"run `hf auth login`, then `hf upload {name} {folder}`"
-        raise UserError(
-            f"--push {name}: the upload failed ({one_line(error)[:200]}); {folder} is complete", fix
-        ) from error
+        problem = f"--push {name}: the upload failed ({one_line(error)[:200]}); {folder} is complete"
+        command = shlex.join(["hf", "upload", name, str(folder)])
+        raise UserError(problem, f"once you are online and logged in (`hf auth login`), run `{command}`") from error
     return str(address)

@@ -1,19 +1,19 @@
 """A checkpoint with its model, ready to be exported, and the model from uint8 images to probabilities."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from utils.data.spec import InputSpec
+from utils.errors import UserError
 from utils.models.zoo import OWN_MODELS, build_model
-from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
-from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.metadata import SavedRun
 from utils.runs.parts import EMA
-from utils.runs.weights import choose_weights
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
+
+_ACTIVATIONS = {"classification": "softmax", "multilabel": "sigmoid", "binary": "sigmoid"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Loaded:
     @property
     def activation(self) -> str:
         """The function from logits to probabilities."""
-        return "softmax" if self.saved.settings.task == "classification" else "sigmoid"
+        return _ACTIVATIONS[self.saved.settings.task]
 
     @property
     def is_average(self) -> bool:
@@ -67,12 +67,12 @@ class Probabilities(nn.Module):
         return logits.softmax(1) if self.activation == "softmax" else logits.sigmoid()
 
 
-def load(path: Path) -> Loaded:
-    """The checkpoint at `path`, or the best one of the run folder. Raises ValueError if it is missing or damaged."""
-    checkpoint = find_checkpoint(path)
-    verify(checkpoint, FOR_EVALUATION)
-    saved = replace(read_checkpoint(checkpoint), weights=choose_weights([checkpoint], None))
+def load(saved: SavedRun) -> Loaded:
+    """The model of a verified checkpoint, with its chosen weights. Raises ValueError if they do not fit."""
     config, task = make_task(saved.settings, saved.class_names, None)
+    if config.task not in _ACTIVATIONS:
+        problem = f"{saved.path}: export.py does not know the outputs of --task {config.task}"
+        raise UserError(problem, f"add them to utils/export, which knows {', '.join(_ACTIVATIONS)}")
     model = build_model(config, saved.spec, task.outputs, load=False)
     assert saved.weights
     saved.weights.load(model)

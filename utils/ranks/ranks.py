@@ -239,7 +239,8 @@ class Ranks:
 
     def describe(self) -> str:
         """This rank's machine, device and process, for the start table."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"{self.threads} threads"
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else threads
         return f"{socket.gethostname()}, {self.device} ({name}), process {os.getpid()}"
 
 

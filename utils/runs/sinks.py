@@ -4,6 +4,7 @@ To add one, write a class with the methods of `Sink` and add it, or a function t
 are used. Only the main process has sinks.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,18 +40,25 @@ def is_kept(record: Any, state: TrainState) -> bool:
         return False
 
 
+# With --max_seconds, because tqdm's own estimate knows only the number of updates.
+_WITHOUT_ETA = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
+
+
 class ProgressBar:
     """A progress bar and lines; without a terminal, lines only. The bar is removed at the end."""
 
     def __init__(self, _folder: Path, state: TrainState, updates: int, task: Task):
-        self.updates, self.training = updates, list(task.summary(dict.fromkeys(task.training, 1.0), 1.0))
+        self.updates, self.max_seconds = updates, math.inf
+        self.training = list(task.summary(dict.fromkeys(task.training, 1.0), 1.0))
         self.evaluation = {**task.shown, task.metric: task.shown.get(task.metric, task.metric)}
         # The bar is on stderr. If stdout is not the terminal, as with `| tee`, lines on stdout would break it.
         shown = sys.stderr.isatty() and sys.stdout.isatty()
-        self.bar = tqdm(total=updates, initial=state.step, unit="update", leave=False, disable=not shown)
+        self.bar = tqdm(total=updates, initial=state.step, unit=" update", leave=False, disable=not shown)
 
     def write(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "train":
+        if record["kind"] == "start" and "max_seconds" in record:
+            self.max_seconds, self.bar.bar_format = record["max_seconds"], _WITHOUT_ETA
+        elif record["kind"] == "train":
             self._show_training(record)
         elif record["kind"] == "eval":
             self._show_evaluation(record)
@@ -76,12 +84,14 @@ class ProgressBar:
             "images/s": f"{record['images_per_second']:.0f}",
             "data": f"{record['data_wait']:.0%}",
         }
+        by_updates = (self.updates - record["step"]) * record["seconds"] / max(1, record["step"])
+        eta = clock(max(0.0, min(by_updates, self.max_seconds - record["seconds"])))
         if self.bar.disable:  # no terminal: plain lines instead of a bar
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
-            eta = (self.updates - record["step"]) * record["seconds"] / max(1, record["step"])
-            self.say(f"update {record['step']}/{self.updates}  epoch {record['epoch']}  {shown}  eta {clock(eta)}")
+            self.say(f"update {record['step']}/{self.updates}  epoch {record['epoch']}  {shown}  eta {eta}")
         else:
-            self.bar.set_postfix(numbers, refresh=False)
+            limited = {"eta": eta} if self.max_seconds < math.inf else {}
+            self.bar.set_postfix(limited | numbers, refresh=False)
 
     def _show_evaluation(self, record: dict[str, Any]) -> None:
         name = "hold-out" if record["split"].startswith("hold-out") else record["split"]

@@ -20,7 +20,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, LoggerType, get_available_
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 from utils.files import read_json, write_file
 from utils.runs.sinks import Sink
 
@@ -73,11 +73,11 @@ class Tracker(Sink):
         ids = {}
         with suppress(OSError, ValueError, TypeError):
             ids = dict(read_json(kept))
-        options = _PREPARE.get(name, _nothing)(folder, project, ids.get(name))
-        # TensorBoard's project is the folder of its files.
-        places = (folder,) if tracker_class.requires_logging_directory else ()
-        self.tracker = tracker_class("tensorboard" if name == "tensorboard" else project, *places, **options)
-        self.tracker.start()
+        try:
+            self.tracker = _started(name, tracker_class, folder, project, ids.get(name))
+        except Exception as error:  # of any class, as trackers are other people's code
+            problem = f"--report_to {name}: the tracker cannot be started ({one_line(error)[:200]})"
+            raise UserError(problem, "correct its settings, log in to it, or leave it out") from error
         if name in ("trackio", "wandb"):
             write_file(kept, json.dumps(ids | {name: self.tracker.tracker.id}))
         # W&B cannot delete points, and ignores steps that it already has.
@@ -104,6 +104,16 @@ class Tracker(Sink):
             self.tracker.log(numbers, step=record["step"])
 
 
+def _started(name: str, tracker_class: Any, folder: Path, project: str, before: str | None) -> Any:
+    """A tracker of this class that is ready; `before` is the id of its run in an earlier start."""
+    options = _PREPARE.get(name, _nothing)(folder, project, before)
+    # TensorBoard's project is the folder of its files.
+    places = (folder,) if tracker_class.requires_logging_directory else ()
+    tracker = tracker_class("tensorboard" if name == "tensorboard" else project, *places, **options)
+    tracker.start()
+    return tracker
+
+
 def settings_to_send(config: TrainConfig) -> dict[str, bool | int | float | str]:
     """The settings that differ from their defaults, without folders and host names."""
     default = asdict(TrainConfig())
@@ -127,7 +137,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int
 
 def _prepare_tensorboard(folder: Path, _project: str, _before: str | None) -> dict[str, Any]:
     """Delete the files of an earlier start; its records are written again."""
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # NFS keeps files that are open, under other names
+    for left in (folder / "tensorboard").rglob("*tfevents*"):
+        raise OSError(f"{left} cannot be deleted")
     return {}
 
 
@@ -135,9 +147,10 @@ def _prepare_trackio(folder: Path, project: str, before: str | None) -> dict[str
     """Delete the run of an earlier start on this machine; its records are sent again."""
     import trackio
 
-    for run in trackio.Api().runs(project) if before else ():
-        if run.id == before:
-            run.delete()
+    with suppress(ValueError):  # this machine has no runs of the project: the earlier start was on another one
+        for run in trackio.Api().runs(project) if before else ():
+            if run.id == before:
+                run.delete()
     return {"name": folder.name}
 
 

@@ -39,7 +39,8 @@ def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
     try:
         found = _measure_both(run, update)
         if run.ranks.is_main:
-            memory = memory_line(run.module, run.optimizer)
+            average = run.average.state_dict().values() if run.average else ()
+            memory = memory_line(run.module, run.optimizer, average)
             run.log.say(f"{memory}\n{model_table(run.module, run.spec)}")
         return found
     finally:

@@ -26,7 +26,7 @@ from utils.data.splits import Data
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
 from utils.launch.exits import inform_launcher
-from utils.memory import MB
+from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
 from utils.ranks.cores import taken_cores
 from utils.ranks.ranks import Ranks
@@ -121,6 +121,7 @@ def announce(run: Run) -> None:
     numbers |= {"device": ranks.device.type}
     if ranks.is_main:
         numbers |= {"init_weights": run.source.weights} if run.source else {}
+        numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather_text(ranks.describe()))
     by_loader = run.train_batches.dataset.augmentation is not None
@@ -243,7 +244,7 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
         rows.append(("best", f"{state.best:.4f} at update {state.best_step}{first}"))
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
-        rows.append(("checkpoints", f"{size_of(run.folder.checkpoints) / MB:.0f} MB"))
+        rows.append(("checkpoints", bytes_text(size_of(run.folder.checkpoints))))
         page = run.folder.path / "report.html"
         rows += [("page", str(page))] if done and run.config.report and page.exists() else []
     return rows

@@ -183,12 +183,20 @@ def plateau(_done: float, factor: float = 0.1, patience: int = 10, end: float = 
     return 1.0
 
 
-def reduce_on_plateau(config: TrainConfig, state: TrainState, updates: int) -> None:
-    """Reduce `state.lr_factor` after an evaluation if --lr_schedule plateau says so; not during the warm-up."""
+def reduce_on_plateau(
+    config: TrainConfig, state: TrainState, updates: int, say: Callable[[str], None] = lambda text: None
+) -> None:
+    """Reduce `state.lr_factor` after an evaluation if --lr_schedule plateau says so; not during the warm-up.
+
+    `say` prints a line about it.
+    """
     if config.lr_schedule == "plateau" and state.step >= count_of(config.warmup_steps or 0, updates):
         arguments, waited = SCHEDULES.arguments(config), state.evaluations_since_best
         if waited and waited % (arguments["patience"] + 1) == 0:
-            state.lr_factor = max(state.lr_factor * arguments["factor"], arguments["end"])
+            before, state.lr_factor = state.lr_factor, max(state.lr_factor * arguments["factor"], arguments["end"])
+            if state.lr_factor < before:
+                lr = learning_rate(config, state.step, updates, state.lr_factor)
+                say(f"update {state.step}  plateau: {waited} evaluations without a new best; lr is now {lr:.2e}")
 
 
 def learning_rate(config: TrainConfig, update: int, updates: int, lr_factor: float = 1.0) -> float:

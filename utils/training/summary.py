@@ -1,6 +1,6 @@
 """What --dry_run prints about the model: parameters and FLOPs of its top-level blocks, and the memory of a process."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,16 +49,22 @@ def count_flops(module: nn.Module, spec: InputSpec) -> dict[str, int]:
     return {**blocks, "": counter.get_total_flops()}
 
 
-def memory_line(module: nn.Module, optimizer: Optimizer) -> str:
-    """How much memory the weights, gradients and optimizer state of a process take; call it after an update."""
+def memory_line(module: nn.Module, optimizer: Optimizer, average: Iterable[Tensor] = ()) -> str:
+    """How much memory the weights, gradients and optimizer state of a process take; call it after an update.
+
+    `average` has the tensors of --ema_decay.
+    """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     sizes: dict[str, Sequence[Tensor]] = {
         "weights and buffers": [*module.parameters(), *module.buffers()],
         "gradients": trained,
         "optimizer state": state,
+        "average of the weights": list(average),
     }
-    texts = (f"{name} {bytes_text(sum(tensor.nbytes for tensor in tensors))}" for name, tensors in sizes.items())
+    texts = (
+        f"{name} {bytes_text(sum(tensor.nbytes for tensor in tensors))}" for name, tensors in sizes.items() if tensors
+    )
     return f"memory: {', '.join(texts)}; the rest is mostly activations, which grow with the batch, and libraries"
 
 
