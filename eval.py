@@ -83,11 +83,14 @@ def main(argv: Sequence[str] | None = None) -> dict:
         saved = evaluated_at(saved, spec)
         record, found = evaluate(saved, config, flags, task, split, ranks)
         if ranks.is_main:
+            written = list[str]()
             try:
                 write_files(flags, record, found, task, saved, split)
+                written = [path for path in (flags.json, flags.predictions) if path]
             finally:
                 more = [("views", str(flags.tta))] if flags.tta else []
                 more += speed_rows(record["throughput"]) if flags.throughput else []
+                more += [("written", path) for path in written]
                 print(task.report(record, f"Evaluation of {saved.path}", more))
     return record
 

@@ -83,8 +83,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             Terminal(ranks.is_main).print(line)
         kept, finished = open_partial(work)
         start, rows = time.perf_counter(), kept.rows if kept else []
-        for new in predict(work, finished):
-            ranks.run_on_main(partial(kept.append if kept else rows.extend, new))
+        try:
+            for new in predict(work, finished):
+                ranks.run_on_main(partial(kept.append if kept else rows.extend, new))
+        except KeyboardInterrupt:
+            if kept:
+                print(f"{kept.path} keeps {len(rows)} of {len(work.split)} predictions; the same command goes on")
+            raise
         ranks.run_on_main(lambda: write(work, rows))
         if kept:
             kept.delete()
@@ -167,11 +172,10 @@ def predict(work: Work, finished: int) -> Iterator[list[Row]]:
         config = replace(config, num_workers=0)
     loader = accelerator.prepare(make_loader(dataset, blocks, config, ranks.threads, ranks.device))
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    model, own = load_model(work), iter(batches)
-    together = BLOCKS * accelerator.num_processes
-    bar = Terminal(ranks.is_main).progress("predicting")
+    model, together = load_model(work), BLOCKS * accelerator.num_processes
+    own = iter(Terminal(ranks.is_main).progress("predicting")(batches))
     with same_kernels(), fix_for_memory("lower --eval_batch_size"):
-        for begin in bar(range(finished, len(work.split), together * block)):
+        for begin in range(finished, len(work.split), together * block):
             ranks.mark("predicting")
             parts = [predict_batch(work, model, batch) for batch in islice(own, BLOCKS)]
             ranks.mark_waiting(f"the predictions from image {begin} on")

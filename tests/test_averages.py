@@ -132,6 +132,7 @@ def test_one_two_and_three_processes_have_the_same_average_with_microbatches():
         assert same_tensors(averages, ends[0][0]) and evaluated == ends[0][1]
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_with_the_same_average_and_evaluations(in_folder):
     started = start_ranks(2, slow_train, EMA, 0.0, 7)
     until(lambda: Path("held-0").exists() and Path("held-1").exists())

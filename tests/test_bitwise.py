@@ -204,6 +204,7 @@ def test_an_error_between_two_microbatches_of_a_rank_ends_the_others_within_seco
     assert second.code == 1 and "ZeroDivisionError" in second.err
 
 
+@pytest.mark.full
 def test_a_killed_run_that_moves_to_other_numbers_of_processes_ends_with_the_same_bits():
     flags = [*SIZES, *MODELS["resnet"]]
     train_run(1, "whole", *flags)

@@ -12,14 +12,14 @@ import psutil
 import pytest
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import train_run, working_in
+from helpers.training_runs import refused, train_run, working_in
 
 import doctor
 import eval
 import train
 from utils.config.cli import GROUPS, parse_args
-from utils.config.other_names import ADVICE, OTHER_NAMES, fix_for_unknown
-from utils.config.scripts import DoctorConfig, EvalConfig
+from utils.config.other_names import ADVICE, OF_SCRIPTS, OTHER_NAMES, fix_for_unknown
+from utils.config.scripts import DoctorConfig, EvalConfig, ExportConfig, PredictConfig
 from utils.config.settings import LaunchConfig, TrainConfig
 from utils.config.table import suggestion
 from utils.data.selection import load_data
@@ -337,6 +337,34 @@ def test_names_of_other_trainers_lead_to_settings_and_are_none_themselves():
         assert suggestion(theirs, [*names], "", "--") != f"did you mean --{ours}?", theirs
     with pytest.raises(UserError, match="unknown setting 'lr'; --help lists all"):  # eval.py has no --lr
         raise UserError("unknown setting 'lr'", fix_for_unknown("learning_rate", ["ckpt", "json"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "fix"),
+    [
+        (PredictConfig, ["--model_path", "x"], "unknown flag --model_path; use --ckpt"),
+        (
+            PredictConfig,
+            ["--input", "x"],
+            "unknown flag --input; name the images without a flag: predict.py",
+        ),
+        (EvalConfig, ["--checkpoint", "x"], "unknown flag --checkpoint; use --ckpt"),
+        (EvalConfig, ["runs/a"], "unrecognized arguments: runs/a; --ckpt runs/a names a run"),
+        (ExportConfig, ["--format", "onnx"], "unknown flag --format; use --to"),
+        (ExportConfig, ["--output", "x"], "unknown flag --output; use --out"),
+    ],
+)
+def test_the_other_scripts_answer_with_their_own_flags(settings, flags, fix, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(settings, "x.py", flags)
+    assert fix in capsys.readouterr().err
+    assert not OF_SCRIPTS.keys() & {field.name for field in fields(ExportConfig)}
+
+
+def test_a_data_dir_without_its_data_is_refused():
+    flags = ["--data_dir", "my photos"]
+    fix = "--data_dir is for --data torchvision/NAME only; for a folder of your own use --data 'my photos'"
+    assert fix in refused(train.main, *flags)
 
 
 def test_help_lists_the_settings_in_groups_in_the_order_of_the_settings():

@@ -396,7 +396,7 @@ def test_a_model_that_a_form_cannot_hold_is_refused_with_the_forms_that_can(tmp_
     for model, form, problem, fix in (
         ("mlp", "safetensors", "mlp is Lockstep's own model", "use --to torch or --to onnx"),
         ("mlp", "timm", "mlp is not one of timm's models", "use --to torch or onnx"),
-        ("resnet18", "timm", "resnet18 has other layers in timm", "use --to safetensors, torch or onnx"),
+        ("resnet18", "timm", "resnet18 has other layers in timm", "torch or onnx, or train with --stem standard"),
     ):
         with pytest.raises(UserError, match=problem) as caught:
             forms.FORMS[form](loaded(model, small), tmp_path)

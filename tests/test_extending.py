@@ -194,6 +194,7 @@ def test_each_kind_of_part_has_a_diff_and_a_command():
     assert all(re.search(r"^```bash\n\S.*\n```$", SECTIONS[name], re.M) for name in DIFFS)
 
 
+@pytest.mark.full
 def test_two_processes_train_with_all_parts_at_once(runs):
     assert f"{Path('arrays/pictures.npz').resolve()}: 54 training, 6 test" in runs.out["two"]
     files = [torch.load(f"first-{rank}.pt") for rank in (0, 1)]
@@ -221,6 +222,7 @@ def test_two_processes_train_with_all_parts_at_once(runs):
     assert rows == [[record["step"], record["lr"], record["loss"]] for record in log] and len(rows) == 10
 
 
+@pytest.mark.full
 def test_the_evaluation_has_the_loss_and_the_metric_of_the_weights(runs):
     found, (pixels, labels) = json.loads(Path("found.json").read_text()), [part[3:] for part in runs.other]
     logits = logits_of(weights("two"), normalised(pixels))
@@ -233,6 +235,7 @@ def test_the_evaluation_has_the_loss_and_the_metric_of_the_weights(runs):
     assert not any("ece" in record for record in records("two", "train"))
 
 
+@pytest.mark.full
 def test_the_metric_is_right_for_confidences_in_all_bins(made):
     logits = 3 * torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
     logits[:2] = torch.tensor([[100.0, 0, 0], [0.1, 0, 0]])  # confidences of 1 and 0.36
@@ -246,6 +249,7 @@ def test_the_metric_is_right_for_confidences_in_all_bins(made):
     assert outcome.value["ece"] == pytest.approx(calibration_error(clamped, labels.tolist()), rel=1e-4)
 
 
+@pytest.mark.full
 def test_a_killed_run_with_all_parts_resumes_to_the_same_bits(runs):
     assert len(runs.logged.splitlines()) == 8 and "10 in all, from 5" in runs.out["resumed"]
     assert same_tensors(weights("killed"), weights("two"))
@@ -256,6 +260,7 @@ def test_a_killed_run_with_all_parts_resumes_to_the_same_bits(runs):
     assert found[0] == found[1] and len(found[0]) == 2
 
 
+@pytest.mark.full
 def test_one_and_two_processes_agree_to_rounding(runs):
     for kind, names in (("train", ("loss", "accuracy", "lr")), ("eval", ("loss", "accuracy", "ece"))):
         one, two = records("one", kind), records("two", kind)

@@ -172,6 +172,7 @@ def test_twenty_kills_at_random_moments(processes):
         print(f"| {processes} | {whom} | {saving} | {result['resumed']} | {result['redone']} | bit-identical |")
 
 
+@pytest.mark.full
 def test_two_kills_and_a_move_from_two_to_one_to_three_processes_keep_order_and_losses():
     flags = [*MLP, "--max_steps", "60", "--log_every", "1", "--save_every", "3", "--lr_schedule", "constant"]
     whole = train_run(1, "whole", *flags)

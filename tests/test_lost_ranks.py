@@ -79,7 +79,7 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
 @pytest.mark.parametrize(
     ("processes", "named"),
     [
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.full),
         (1, False),
         pytest.param(2, False, marks=pytest.mark.full),
         pytest.param(1, True, marks=pytest.mark.full),

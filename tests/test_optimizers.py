@@ -274,7 +274,7 @@ def optimizer_state(name):
     return {f"{number} {key}": torch.as_tensor(v) for number, s in states.items() for key, v in s.items()}
 
 
-@pytest.mark.parametrize("name", ["rmsprop", "muon", *SLOW])
+@pytest.mark.parametrize("name", [pytest.param("rmsprop", marks=pytest.mark.full), "muon", *SLOW])
 def test_runs_on_one_two_and_three_processes_agree_and_a_resumed_one_ends_with_the_same_bits(name):
     # Muon rounds to bfloat16, which enlarges differences in rounding: without them, the bits must be the same.
     flags = [*RUN, "--optimizer", name, *(("--microbatches", "4") if name == "muon" else ())]

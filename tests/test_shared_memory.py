@@ -120,6 +120,7 @@ def test_a_small_shared_memory_trains_on_the_same_samples_with_fewer_workers_and
     assert losses("small") == losses("whole")
 
 
+@pytest.mark.full
 def test_evaluation_alone_may_use_all_of_it(photos):
     (trained,) = _train(1, "--run_name", "run", "--num_workers", "0", "--eval_batch_size", "35")
     assert trained.code == 0, trained.err
@@ -233,6 +234,7 @@ def test_thousands_of_workers_are_refused_before_anything_is_begun(photos, proce
     assert error.count("\n") == 1 and not any(others) and not Path("runs").exists()
 
 
+@pytest.mark.full
 def test_eval_refuses_thousands_of_workers_and_lowers_those_of_a_run_on_a_larger_machine(photos):
     (trained,) = _train(1, "--run_name", "run", "--num_workers", "0")
     assert trained.code == 0, trained.err

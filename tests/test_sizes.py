@@ -44,6 +44,7 @@ def plain_loss(name: str, height: int, width: int) -> float:
         return F.cross_entropy(model((x - 0.5) / 0.5), torch.from_numpy(split.labels)).item()
 
 
+@pytest.mark.full
 def test_runs_and_eval_py_evaluate_images_of_the_evaluation_size():
     image_folder("pictures", {"cat": 6, "dog": 6}, size=(64, 80))
     (outcome,) = run_ranks(

@@ -162,6 +162,7 @@ def test_what_start_up_made_is_out_of_the_garbage_collectors_sight_for_as_long_a
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.full
 def test_a_profiled_run_leaves_a_trace_for_each_rank_and_says_what_took_long():
     flags = ["--run_name", "run", *DIGITS, "--max_steps", "25", "--eval_every", "25", "--profile"]
     main, other = run_ranks(2, train.main, flags)

@@ -52,8 +52,13 @@ def test_parameters_and_flops_are_those_of_the_layers():
     assert module.training and all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items())
 
 
-@pytest.mark.parametrize(("name", "parameters", "multiply_adds"), [("resnet18", 11_689_512, 1.814e9),
-                                                                   ("vit_b_16", 86_567_656, 17.564e9)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "parameters", "multiply_adds"),
+    [
+        ("resnet18", 11_689_512, 1.814e9),
+        pytest.param("vit_b_16", 86_567_656, 17.564e9, marks=pytest.mark.full),
+    ],
+)
 def test_flops_are_twice_the_multiply_adds_that_torchvision_publishes(name, parameters, multiply_adds):
     module = torchvision.models.get_model(name)
     assert count_flops(module, spec(3, 224))[""] == pytest.approx(2 * multiply_adds, rel=1e-3)
@@ -72,7 +77,7 @@ def test_the_network_of_the_tutorials_is_counted_on_the_cpu_too():
     assert flops[""] == sum(convolutions) + 2 * (1600 * 500 + 500 * 10)
 
 
-@pytest.mark.parametrize("flags", [["--ema_decay", "0.9"], ["--sync_batchnorm"]])
+@pytest.mark.parametrize("flags", [["--ema_decay", "0.9"], pytest.param(["--sync_batchnorm"], marks=pytest.mark.full)])
 def test_a_dry_run_prints_the_model_once_and_changes_no_statistics(flags):
     flags = ["--model", "resnet18", "--image_size", "32", "--max_train_samples", "64", "--dry_run", *flags]
     outcomes = run_ranks(2, with_statistics, [*flags, "--global_batch_size", "16", "--threads", "1"])

@@ -108,6 +108,7 @@ def found(run: str, processes: int) -> dict:
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_table_of_lists_and_a_csv_file_with_several_labels_in_a_cell_are_the_same_run(runs):
     assert same_tensors(weights("table"), weights("list"))
     for data in ("table", "list.csv"):

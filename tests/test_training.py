@@ -253,6 +253,7 @@ def test_augmentation_and_dropout_do_not_depend_on_how_pieces_lie_on_ranks():
         assert a == pytest.approx(b, rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
     flags = (*DIGITS, "--model", "mnist_cnn", "--crop_padding", "1", "--max_steps", "4")
     for name, more in (("a", ("--seed", "3")), ("b", ("--seed", "3", "--deterministic")), ("c", ("--seed", "4"))):

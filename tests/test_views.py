@@ -93,6 +93,7 @@ def test_the_metrics_on_one_to_three_processes_are_those_of_the_mean_logits():
     assert "tta" not in plain and abs(plain["loss"] - found[0]["loss"]) > 1e-3
 
 
+@pytest.mark.full
 def test_photographs_of_a_binary_task_are_seen_in_all_views():
     image_folder("photos/train", {"a": 6, "b": 6}, size=(112, 120))
     paths = image_folder("photos/val", {"a": 5, "b": 4}, size=(112, 120), seed=1)
@@ -107,6 +108,7 @@ def test_photographs_of_a_binary_task_are_seen_in_all_views():
         assert record["auc"] == pytest.approx(roc_auc_score(labels, logits))
 
 
+@pytest.mark.full
 def test_images_with_several_labels_are_ranked_by_their_mean_logits():
     from datasets import ClassLabel, List
 

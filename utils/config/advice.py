@@ -32,11 +32,6 @@ def advice(
         ("eval_crop", small[1], "small images are evaluated whole"),
         ("pos_weight", config.task == "classification", "only --task multilabel and binary have it"),
         ("threshold", config.task == "classification", "only --task multilabel and binary have it"),
-        (
-            "data_dir",
-            not config.data.startswith("torchvision/"),
-            "only torchvision/NAME uses it; set --data",
-        ),
         ("image_column", not has_columns, f"{config.data} has no columns"),
         ("label_column", not has_columns, f"{config.data} has no columns"),
     )

@@ -65,7 +65,9 @@ def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None, 
     except Exception as error:  # jsonargparse raises errors of many classes, all for invalid settings
         text = _simplify(one_line(error))
         word = text.partition("unrecognized arguments: ")[2]
-        fix = f"to name the data, write --data {word}" if word and cls is TrainConfig else ""
+        fix = ""
+        if word:
+            fix = f"to name the data, write --data {word}" if cls is TrainConfig else f"--ckpt {word} names a run"
         exit_with_error(with_rank(UserError(text, fix)), prog, reports_for_machine())
 
 

@@ -57,6 +57,8 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
     batch = LARGEST_BATCH
     if config.global_batch_size or config.batch_size:
         batch = resolve_batch(config, processes)[2]
+        if not config.global_batch_size:
+            sizes.append(f"global batch {batch} (--batch_size is per process: it changes with their number)")
     else:
         while batch > _SMALLEST_BATCH and samples <= batch * (_UPDATES_PER_EPOCH - 1):
             batch //= 2

@@ -73,13 +73,23 @@ _ADVICE = {
     "launch --num_processes N train.py",
     "num_classes nb_classes": "leave it out: the classes are those of the data",
 }
+# The same for eval.py, predict.py and export.py.
+_SCRIPTS = {
+    "ckpt": "checkpoint checkpoint_path model_path model_dir model weights_path ckpt_path",
+    "to": "format",
+    "out": "output output_file",
+}
 OTHER_NAMES = {theirs: ours for ours, names in _SETTINGS.items() for theirs in names.split()}
 ADVICE = {theirs: text for names, text in _ADVICE.items() for theirs in names.split()}
+OF_SCRIPTS = {theirs: ours for ours, names in _SCRIPTS.items() for theirs in names.split()}
 
 
 def fix_for_unknown(name: str, names: Sequence[str], prefix: str = "") -> str:
     """The fix for a setting that is not one of `names`; `prefix` is written before a name that it suggests."""
     theirs = name.lower().replace("-", "_")
-    if (ours := OTHER_NAMES.get(theirs)) in names:
-        return f"use {prefix}{ours}"
+    for ours in (OTHER_NAMES.get(theirs), OF_SCRIPTS.get(theirs)):
+        if ours in names:
+            return f"use {prefix}{ours}"
+    if theirs in ("input", "images", "image") and "html" in names:
+        return "name the images without a flag: predict.py --ckpt RUN PATH..."
     return ADVICE.get(theirs) or suggestion(name, names, "--help lists all", prefix)

@@ -78,7 +78,8 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
             model = timm.create_model(loaded.name, **shape, **arguments)
             model.load_state_dict(loaded.model.state_dict())
         except Exception as error:  # of any class, by the model's arguments
-            raise UserError(f"{problem} has other layers in timm than in torchvision", fix) from error
+            fix += ", or train with --stem standard" if getattr(loaded.model, "stem_change", "") else ""
+            raise UserError(f"{problem} has other layers in timm than in this checkpoint", fix) from error
     shown = {
         "input_size": (spec.channels, spec.height, spec.width),
         "mean": spec.mean,

@@ -1,5 +1,7 @@
 """Steps of building a run: the checks before the processes connect, the number of updates, and the wrapped model."""
 
+import shlex
+
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -10,6 +12,7 @@ from utils.data.order import Plan
 from utils.data.sources import check_source
 from utils.data.spec import InputSpec
 from utils.data.workers import check_workers
+from utils.errors import UserError
 from utils.models.batch_norm import check_batch_norm, has_batch_norm
 from utils.models.zoo import check_model
 from utils.ranks.accelerator import check_precision, compile_model, prepare_buckets
@@ -26,6 +29,9 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_source(config)
     check_run_folder(config)
     check_workers(config.num_workers)
+    if config.data_dir and config.resume is None and not config.data.startswith("torchvision/"):
+        problem = "--data_dir is for --data torchvision/NAME only"
+        raise UserError(problem, f"for a folder of your own use --data {shlex.quote(config.data_dir)}")
     if config.resume is None:
         resolve_batch(config, ranks.topology.world_size)
 

@@ -135,7 +135,8 @@ def announce(run: Run) -> None:
     )
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)
-    run.log.say("\n".join([table(f"Lockstep  {folder}", rows), *lines]))
+    title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
+    run.log.say("\n".join([table(title, rows), *lines]))
 
     def write_files() -> None:
         write_file(folder / "config.yaml", to_yaml(config))
