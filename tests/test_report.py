@@ -244,6 +244,11 @@ def test_ticks_are_round_and_span_the_values():
     assert log_ticks(0.02, 7) == [0.01, 0.1, 1, 10]
 
 
+def test_a_chart_says_that_its_axis_is_logarithmic():
+    for last, title in ((0.1, "loss"), (0.01, "loss (logarithmic)")):
+        assert line_chart("loss", [Series("a", "c0 eval", [(0, 1.0), (1, last)])])["title"] == title
+
+
 def test_a_chart_has_each_point_at_its_place_and_leaves_infinite_ones_out():
     chart = line_chart("accuracy", [Series("a", "c0 eval", [(0, 0.0), (50, float("inf")), (100, 1.0)])], [50])
     assert chart["lines"][0]["path"] == "M52.0 224.0L468.0 10.0"
