@@ -534,6 +534,17 @@ def test_a_thousand_classes_make_a_small_page_quickly(tmp_path):
 
 
 @pytest.mark.browser
+def test_the_mark_of_a_resume_is_visible_in_the_legend(tmp_path):
+    write_page([made_up(tmp_path / "run")], tmp_path / "page.html")
+    with browser(tmp_path / "profile") as window:
+        window.open(tmp_path / "page.html", 1400)
+        style = "getComputedStyle(document.querySelector('.legend i.mark'))"
+        assert window.value(f"{style}.borderTopStyle") == "dashed"
+        assert window.value(f"{style}.borderTopWidth") == "2px"
+        assert window.value(f"{style}.borderTopColor === getComputedStyle(document.querySelector('.dim')).color")
+
+
+@pytest.mark.browser
 def test_pages_work_in_a_browser_on_a_phone_and_on_a_screen_in_light_and_dark(inside, tmp_path):
     made = made_up(tmp_path / "made", classes=25, names=[f"a long name of class {n}" for n in range(25)])
     many, both = made_up(tmp_path / "many", classes=1000, samples=5000), tmp_path / "both.html"
