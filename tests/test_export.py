@@ -280,7 +280,7 @@ def test_a_card_has_no_numbers_of_other_weights():
     assert "4 images, each counted once, in bf16:" in card(one, NO_CODE, check.Compared(reason="no data"))
 
 
-ODD = ["it's", 'a "b"', "pipe|", "new\nline", "<b>", "```", "back\\slash", "日本", "{x}", "\x1b[31m", "__"]
+ODD = ["it's", 'a "b"', "pipe|", "new\nline", "<b>", "```", "back\\slash", "日本", "{x}", "\x1b[31m", "__", "a, b"]
 
 
 def test_odd_class_names_are_kept_and_break_neither_the_code_nor_the_table(tmp_path, monkeypatch):
@@ -295,6 +295,7 @@ def test_odd_class_names_are_kept_and_break_neither_the_code_nor_the_table(tmp_p
     assert yaml.safe_load(text.split("---\n")[1])["pipeline_tag"] == "image-classification"
     (row,) = [line for line in text.splitlines() if line.startswith("| Classes |")]
     assert len(re.findall(r"(?<!\\)\|", row)) == 3 and "<" not in row and row.isprintable()
+    assert row.startswith("| Classes | 12: it's, ") and row.endswith(", __, 'a, b' |")
 
 
 def test_outputs_of_an_unknown_task_are_not_exported(monkeypatch):

@@ -10,10 +10,10 @@ import torch
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
 from helpers.training_runs import train_run
-from PIL import Image
+from PIL import Image, ImageFont
 
 import train
-from utils.training.first_batch import grid, label_lines, picture
+from utils.training.first_batch import drawable, grid, label_lines, picture
 
 FLAGS = ("--data", "pictures", "--eval_fraction", "0.2", "--model", "mlp", "--threads", "1", "--max_steps", "1")
 FLAGS += ("--global_batch_size", "16", "--mean", "0.4", "0.5", "0.6", "--std", "0.3", "--eval_batch_size", "4")
@@ -55,6 +55,24 @@ def test_names_with_line_breaks_and_bytes_that_are_not_utf_8_are_drawn():
     spec, data = SimpleNamespace(std=[1.0], mean=[0.0]), SimpleNamespace(class_names=["a\nb", "d\udcffg"])
     batch = SimpleNamespace(images=torch.zeros(2, 1, 8, 8), labels=torch.tensor([0, 1]))
     assert picture(SimpleNamespace(spec=spec, data=data), batch).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("Crème brûlée", "Creme brulee"),
+    ("a\nb", "a b"),
+    ("ﬁsh", "fish"),  # a ligature
+    ("日本", "class 3"),
+    ("Łódź", "class 3"),  # the stroke of Ł is no accent
+    ("한국", "class 3"),
+])  # fmt: skip
+def test_names_are_drawn_without_accents_and_as_numbers_if_the_font_lacks_a_letter(name, text):
+    assert drawable(name, 3) == text
+
+
+def test_the_font_has_all_characters_that_are_drawn():
+    font = ImageFont.load_default(12)
+    missing = bytes(font.getmask("日"))
+    assert not [char for char in (*map(chr, range(32, 127)), "…") if bytes(font.getmask(char)) == missing]
 
 
 @pytest.mark.parametrize(("label", "lines"), [

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.browser import browser
 from helpers.make_data import encoded, image_folder, pictures, png_of_16_bits
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import ROOT, refused, train_run, weights, working_in
@@ -461,6 +462,20 @@ class _Found(HTMLParser):
 
     def handle_data(self, data):
         self.words.append(data.strip())
+
+
+@pytest.mark.browser
+def test_a_probability_beside_a_long_name_is_on_one_line(tmp_path):
+    image_folder("odd", {"x": 2})
+    names = ["a long name of several words, and more", "b" * 80]
+    (tmp_path / "page.html").write_text(page("title", [Row(names[0], names, [0.355, 0.1])] * 2, find_images(["odd"])))
+    with browser(tmp_path / "profile") as window:
+        for width in (200, 390, 1400):
+            window.open(tmp_path / "page.html", width)
+            numbers = "[...document.querySelectorAll('.row span:last-child')]"
+            heights = f"{numbers}.map(span => {{ const r = document.createRange(); r.selectNodeContents(span);"
+            assert window.value(f"{heights} return r.getClientRects().length; }})") == [1] * 4
+            assert window.value("document.scrollingElement.scrollWidth <= innerWidth")
 
 
 def test_the_page_holds_its_images_loads_nothing_and_shows_names_as_text():

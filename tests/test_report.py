@@ -30,7 +30,7 @@ from utils.report.__main__ import main
 from utils.report.analysis import BINS, MATRIX, _Curve, analyse, calibration, intervals
 from utils.report.charts import Series, line_chart, log_ticks, nice_ticks
 from utils.report.folder import read_run
-from utils.report.page import write_page
+from utils.report.page import metrics_rows, settings_rows, write_page
 from utils.report.pictures import thumbnail
 from utils.report.writing import Evaluated, report_evaluation, write_report
 from utils.tasks.classification import Classification
@@ -244,6 +244,11 @@ def test_ticks_are_round_and_span_the_values():
     assert log_ticks(0.02, 7) == [0.01, 0.1, 1, 10]
 
 
+def test_a_chart_says_that_its_axis_is_logarithmic():
+    for last, title in ((0.1, "loss"), (0.01, "loss (logarithmic)")):
+        assert line_chart("loss", [Series("a", "c0 eval", [(0, 1.0), (1, last)])])["title"] == title
+
+
 def test_a_chart_has_each_point_at_its_place_and_leaves_infinite_ones_out():
     chart = line_chart("accuracy", [Series("a", "c0 eval", [(0, 0.0), (50, float("inf")), (100, 1.0)])], [50])
     assert chart["lines"][0]["path"] == "M52.0 224.0L468.0 10.0"
@@ -429,7 +434,7 @@ def test_the_page_says_which_weights_and_views_were_evaluated_and_shows_a_dash_f
     write_report(folder, Evaluated(TrainConfig(), task, NAMES[:10], split, found, record), said.append)
     page, analysis = (folder / "report.html").read_text(), json.loads((folder / "report.json").read_text())
     assert not said and "update 100, mean of 2 checkpoints, views flip</td>" in page
-    assert re.search(r"<th>loss</th><td class=\"number\">–\s", page)
+    assert '<th>loss</th><td class="number">–</td>' in page
     assert all(error["file"] == f"image {error['index'] + 7}" for error in analysis["errors"])
 
 
@@ -475,6 +480,26 @@ def test_several_runs_are_compared_on_one_page(tmp_path, capsys):
     assert "</i>two, training <b>" in page and "<img" not in page and "data:image" not in page
     main([str(folders[0])])
     assert "<img" in (folders[0] / "report.html").read_text()
+
+
+def test_a_saved_value_that_means_the_same_as_the_default_is_no_difference(tmp_path):
+    folders = [made_up(tmp_path / name, **settings) for name, settings in (("one", {"grad_accum": 1}), ("two", {}))]
+    folders.append(made_up(tmp_path / "three", task="classification"))
+    assert settings_rows([read_run(folder) for folder in folders]) == []
+    folders.append(made_up(tmp_path / "four", grad_accum=2))
+    assert settings_rows([read_run(folder) for folder in folders]) == [("grad_accum", [*["default"] * 3, "2"])]
+
+
+def test_a_run_that_lacks_a_metric_of_another_one_has_no_interval_of_it(tmp_path):
+    folders = [made_up(tmp_path / "one"), made_up(tmp_path / "two")]
+    analysis = json.loads((folders[0] / "report.json").read_text())
+    analysis["record"]["macro_f1"] = 0.5
+    (folders[0] / "report.json").write_text(json.dumps(analysis))
+    cells = dict(metrics_rows([read_run(folder) for folder in folders]))["macro f1"]
+    assert cells == [
+        {"value": 0.5, "interval": analysis["intervals"]["macro_f1"]},
+        {"value": None, "interval": None},
+    ]
 
 
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
@@ -526,6 +551,17 @@ def test_a_thousand_classes_make_a_small_page_quickly(tmp_path):
     assert time.process_time() - start < 30  # about 2 on an idle core
     assert (tmp_path / "page.html").stat().st_size < 1_000_000
     assert "980 more classes" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.browser
+def test_the_mark_of_a_resume_is_visible_in_the_legend(tmp_path):
+    write_page([made_up(tmp_path / "run")], tmp_path / "page.html")
+    with browser(tmp_path / "profile") as window:
+        window.open(tmp_path / "page.html", 1400)
+        style = "getComputedStyle(document.querySelector('.legend i.mark'))"
+        assert window.value(f"{style}.borderTopStyle") == "dashed"
+        assert window.value(f"{style}.borderTopWidth") == "2px"
+        assert window.value(f"{style}.borderTopColor === getComputedStyle(document.querySelector('.dim')).color")
 
 
 @pytest.mark.browser

@@ -41,8 +41,8 @@ def clock(seconds: float) -> str:
 
 
 def join_names(names: Iterable, most: int = 12) -> str:
-    """The first `most` names on one line, and the total number if there are more."""
-    texts = [printable(str(name)) for name in names]
+    """The first `most` names on one line, and the total number if there are more. Names with a comma are quoted."""
+    texts = [repr(text) if "," in text else text for text in (printable(str(name)) for name in names)]
     return ", ".join(texts[:most]) + (f", ... ({len(texts)} in all)" if len(texts) > most else "")
 
 

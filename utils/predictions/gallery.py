@@ -36,6 +36,7 @@ figure {{ margin: 0; padding: .5rem; border: 1px solid var(--line); border-radiu
 img {{ max-width: 100%; max-height: 100%; }}
 .path {{ color: var(--soft); font-size: .8rem; }}
 .row {{ display: flex; justify-content: space-between; gap: .5rem; font-size: .85rem; }}
+.row span + span {{ white-space: nowrap; }}
 meter {{ width: 100%; height: .4rem; display: block; }}
 </style>
 </head>

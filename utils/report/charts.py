@@ -44,7 +44,7 @@ def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), 
         return round(TOP + (high - scale(y)) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
 
     return {
-        "title": title,
+        "title": f"{title} (logarithmic)" if logarithmic else title,
         "lines": [
             {
                 "label": s.label,

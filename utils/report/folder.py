@@ -18,6 +18,7 @@ from utils.runs.metadata import OF_THIS_MACHINE
 
 ANALYSIS = "report.json"
 _FIRST = 20  # classes that the page shows at once; the others are folded
+_LIKE_DEFAULT = {"task": "classification", "grad_accum": 1}  # saved in place of the default, which means the same
 
 
 def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def _analysis(path: Path, last: Mapping[str, Any]) -> dict[str, Any]:
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings that differ from their defaults, as text, without those of the machine."""
     usual = asdict(TrainConfig()) | {"format": 1, "best": values.get("best")}
-    values = {**values, "task": "auto"} if values.get("task") == "classification" else values
+    usual |= {name: value for name, value in _LIKE_DEFAULT.items() if values.get(name) == value}
     kept = {name: value for name, value in values.items() if name not in OF_THIS_MACHINE}
     return {name: _text(value) for name, value in without_places(kept).items() if value != usual.get(name, value)}
 

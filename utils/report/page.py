@@ -89,7 +89,7 @@ def settings_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]
 
 
 def metrics_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The metrics of each run's last evaluation, with their intervals."""
+    """The metrics of each run's last evaluation, with their intervals; a cell without a value has no interval."""
     words = {name: word for run in runs for name, word in _metrics_of(run).items()}
     hidden = {"step", "epoch", "seconds", "count", "left_out", "classes", "classes_evaluated", "time"}
     found = {
@@ -101,6 +101,7 @@ def metrics_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[st
     ordered = [*(name for name in words if name in found), *(name for name in found if name not in words)]
     rows = []
     for name in ordered:
-        cells = [{"value": run["evaluation"].get(name), "interval": run["intervals"].get(name)} for run in runs]
+        pairs = [(run["evaluation"].get(name), run["intervals"].get(name)) for run in runs]
+        cells = [{"value": value, "interval": None if value is None else bounds} for value, bounds in pairs]
         rows.append((found[name], cells))
     return rows

@@ -2,6 +2,7 @@
 
 import io
 import math
+import unicodedata
 from collections.abc import Sequence
 
 import torch
@@ -38,11 +39,21 @@ def picture(run: Run, batch: Batch) -> bytes:
     """The first images of a batch and their classes, as the bytes of a PNG file."""
     std, mean = (torch.tensor(values)[:, None, None] for values in (run.spec.std, run.spec.mean))
     pixels = (batch.images[:_MOST].detach().float().cpu() * std + mean).mul(255).round().clamp(0, 255).byte()
-    names = [printable(name) for name in run.data.class_names]  # a line break cannot be drawn
+    names = [drawable(name, number) for number, name in enumerate(run.data.class_names)]
     lines = [label_lines(label, names) for label in batch.labels[:_MOST].tolist()]
     file = io.BytesIO()
     grid(pixels, lines).save(file, "PNG", compress_level=1)
     return file.getvalue()
+
+
+def drawable(name: str, number: int) -> str:
+    """The name of class `number` on one line and without accents, or `class 3` if letters remain that are not ASCII.
+
+    Pillow's own font has no others.
+    """
+    parts = unicodedata.normalize("NFKD", printable(name))
+    plain = "".join(char for char in parts if not unicodedata.combining(char))
+    return plain if plain.isascii() else f"class {number}"
 
 
 def label_lines(label: int | Sequence[float], names: Sequence[str]) -> list[str]:
