@@ -256,6 +256,8 @@ def test_a_chart_has_each_point_at_its_place_and_leaves_infinite_ones_out():
     assert line_chart("loss", [Series("a", "c0", [])]) == {}
     many = line_chart("loss", [Series("a", "c0", [(x, x) for x in range(25_000)])])["lines"][0]
     assert many["path"].count("L") <= 1001 and many["last"] == "24,999"
+    close = line_chart("loss", [Series("a", "c0", [(0, 6.907), (1, 6.921)])])["rows"]
+    assert [text for _, text in close] == ["6.905", "6.91", "6.915", "6.92", "6.925"]
     for title, lowest in (("images/s", "0"), ("accuracy", "0.8")):  # rates start at 0
         assert line_chart(title, [Series("a", "c0", [(0, 0.8), (1, 0.9)])])["rows"][0][1] == lowest
 

@@ -57,7 +57,7 @@ def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), 
             }
             for s in lines
         ],
-        "rows": [(row(tick), _number(tick, unit)) for tick in ticks],
+        "rows": [(row(tick), _number(tick, unit, 6)) for tick in ticks],
         "columns": [(column(tick), f"{tick:,.0f}") for tick in nice_ticks(0, end) if tick == int(tick)],
         "marks": [(column(mark), mark) for mark in marks if mark <= end],
     }
@@ -103,5 +103,5 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
-def _number(value: float, unit: str) -> str:
-    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}".replace("e-0", "e-")) + unit
+def _number(value: float, unit: str, digits: int = 3) -> str:
+    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}".replace("e-0", "e-")) + unit
