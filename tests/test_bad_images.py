@@ -228,7 +228,8 @@ def _decodes(split, position):
     return True
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_resume_with_bad_images_left_out_ends_in_the_same_bits(skipped, processes):
     flags = [*SKIP, "--run_name", "run", "--max_steps", "5"]
     train_run(processes, "run", *flags)

@@ -230,6 +230,7 @@ def in_the_order_of_all_reduce(flags: list[str]) -> None:
     train.main(flags)
 
 
+@pytest.mark.full
 def test_with_an_all_reduce_instead_the_bits_differ():
     flags = [*SIZES, "--model", "mlp", "--microbatches", "4", "--run_name"]
     train_run(1, "one", *flags[:-1])

@@ -137,7 +137,8 @@ def test_going_back_to_an_older_checkpoint_forgets_the_later_ones():
     assert [record["step"] for record in records("run", "start")] == [0, 5]
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
 def test_the_history_of_evaluations_is_that_of_the_log_after_a_resume_too(processes):
     flags = (*FLAGS, "--eval_every", "3", "--save_every", "2", "--keep", "99", "--metrics")
     train_run(processes, "run", *flags, "--max_steps", "10")

@@ -167,7 +167,8 @@ def train_slowly(flags):
     return train.main(flags)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_ends_when_its_time_is_up_and_a_resumed_one_with_more_time_goes_on(processes):
     flags = ["--run_name", "run", *FLAGS, "--eval_every", "600", "--save_every", "600", "--resume", "auto"]
     outcomes = run_ranks(processes, train_slowly, [*flags, "--max_steps", "600", "--max_seconds", "1"])

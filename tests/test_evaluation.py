@@ -142,6 +142,7 @@ def test_eval_evaluates_the_training_split_too():
     assert (found["split"], found["count"]) == ("train", 1797 - 180)
 
 
+@pytest.mark.full
 def test_other_data_is_evaluated_whole_or_on_its_own_test_split():
     train_run(1, "run", "--data", "synthetic/3x32x90", "--model", "mlp", "--max_steps", "2")
     for folder, count in (("whole", 11), ("split/train", 12), ("split/test", 7)):

@@ -181,6 +181,7 @@ def of(home: Path, run: str) -> SavedRun:
     return read_checkpoint(find_checkpoint(home / "runs" / run))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("run", "form"), FOLDERS)
 def test_the_lines_on_the_card_predict_what_the_checkpoint_does_for_any_number_of_images(exported, run, form):
     out, saved = exported / f"{run}-{form}", of(exported, run)
@@ -192,12 +193,14 @@ def test_the_lines_on_the_card_predict_what_the_checkpoint_does_for_any_number_o
     assert np.ptp(reference(saved, inputs["n7"]), axis=0).max() > 1e-3  # the images make a difference
 
 
+@pytest.mark.full
 def test_the_code_in_the_documentation_is_that_of_a_card(exported):
     pattern = re.compile(r"```python\n(.*?)```", re.S)
     card = (exported / "grey-onnx/README.md").read_text()
     assert pattern.findall((ROOT / "docs/export.md").read_text()) == pattern.findall(card)
 
 
+@pytest.mark.full
 def test_the_lines_of_the_readme_print_the_predicted_classes(exported, tmp_path):
     (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (tmp_path / "model").symlink_to(exported / "grey-onnx")
@@ -215,6 +218,7 @@ def evaluated(home: Path, run: str) -> np.ndarray:
     return reference(saved, evaluated_pixels(saved)[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("run", "form"), FOLDERS)
 def test_files_are_predicted_as_in_evaluation_but_for_the_difference_on_the_card(exported, run, form):
     out, saved = exported / f"{run}-{form}", of(exported, run)
@@ -234,6 +238,7 @@ def test_files_are_predicted_as_in_evaluation_but_for_the_difference_on_the_card
         assert clear.any() and (found.argmax(1) == expected.argmax(1))[clear].all()
 
 
+@pytest.mark.full
 def test_the_card_prints_the_answer_for_a_photograph(exported):
     for run, form in FOLDERS:
         out, labels = exported / f"{run}-{form}", of(exported, run).class_names
@@ -247,6 +252,7 @@ def test_the_card_prints_the_answer_for_a_photograph(exported):
             assert lines == [f"{found[index]:.4f}  {labels[index]}" for index in order]
 
 
+@pytest.mark.full
 def test_config_and_card_have_the_classes_the_input_and_the_numbers_of_the_evaluation(exported):
     for run, form in FOLDERS:
         saved = of(exported, run)
@@ -305,6 +311,7 @@ def test_outputs_of_an_unknown_task_are_not_exported(monkeypatch):
         load(replace(saved, settings=replace(saved.settings, task="rated")))
 
 
+@pytest.mark.full
 def test_timm_resizes_photographs_to_the_same_size(exported):
     import timm
 
@@ -486,6 +493,7 @@ def test_a_model_that_cannot_be_written_or_loaded_is_one_line(run, monkeypatch):
         assert export_to("out", run) == line and not Path("out").exists()
 
 
+@pytest.mark.full
 def test_the_raw_weights_of_a_run_with_an_average_are_exported_without_its_numbers(run, exported):
     returned(1, export.main, ["--ckpt", str(run), "--to", "torch", "--out", "out", "--weights", "raw"])
     config, text = json.loads(Path("out/config.json").read_text()), Path("out/README.md").read_text()

@@ -131,6 +131,7 @@ def weights_at_the_start(flags: list[str], spoil: bool = False) -> dict:
     return found
 
 
+@pytest.mark.full
 def test_runs_begin_with_the_same_weights_on_any_topology_and_with_those_of_the_checkpoint_when_resumed():
     (one,) = returned(1, weights_at_the_start, [*RUN, "--threads", "2"])
     (plain,) = returned(1, weights_at_the_start, [*RUN, "--threads", "2"], True)

@@ -381,7 +381,8 @@ def _compiled(launcher, flags):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("launcher", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", [True, False])
 def test_a_model_is_compiled_once_for_each_batch_size_in_training_and_evaluation(launcher):
     flags = ["--model", "mlp", "--threads", "1", "--max_train_samples", "130", "--max_eval_samples", "90"]
     flags += ["--global_batch_size", "60", "--eval_batch_size", "50", "--epochs", "3"]

@@ -348,6 +348,7 @@ def test_the_published_head_is_kept_for_classes_that_the_weights_know(hub):
     assert rows == [] and not hasattr(model, "head_change")
 
 
+@pytest.mark.full
 def test_a_run_with_published_weights_resumes_without_them_and_passes_its_stem_on(hub):
     publish(hub, "resnet18")
     flags = ["--image_size", "32", "--max_train_samples", "32", "--max_eval_samples", "8", "--global_batch_size", "16"]

@@ -48,7 +48,8 @@ def train_with_adafactor(flags):
     train.main([*flags, "--optimizer", "adafactor"])
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
 def test_an_optimizer_whose_state_has_other_shapes_than_the_weights_resumes_bit_identical(processes):
     returned(processes, train_with_adafactor, ["--run_name", "whole", *FLAGS])
     for stop in ("3", "7"):

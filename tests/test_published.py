@@ -77,6 +77,7 @@ def check(found: list[dict], logits: torch.Tensor, labels: torch.Tensor) -> None
         assert record["top5"] == (ranked[:, :5] == labels[:, None]).sum().item() / 12
 
 
+@pytest.mark.full
 def test_weights_of_torchvision_are_evaluated_on_folders_named_by_synset_as_by_torchvision_alone():
     published = publish("resnet18")
     with torch.no_grad():

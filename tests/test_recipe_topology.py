@@ -64,6 +64,7 @@ def test_every_topology_has_the_losses_of_one_process_with_everything_on(process
     assert (plan["processes"], plan["grad_accum"]) == (processes, accum)
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_with_the_same_weights_with_everything_on(folder, monkeypatch):
     monkeypatch.chdir(folder)
     started = start_ranks(2, slow_train, EVERYTHING, 0.0, 11)

@@ -200,7 +200,8 @@ FLAGS += ["--lr", "0.01", "--threads", "1", "--log_every", "3", "--save_every", 
 FLAGS += ["--crop_padding", "1", "--eval_batch_size", "10", "--keep", "9"]
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_ends_with_the_same_weights_and_metrics_and_is_resumed_either_way(processes):
     for name in ("yes", "no"):
         train_run(processes, name, *FLAGS, "--data_on_device", name)

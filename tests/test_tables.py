@@ -205,6 +205,7 @@ def _train_with_own_sources(flags):
     train.main(flags)
 
 
+@pytest.mark.full
 def test_a_custom_suffix_and_a_custom_prefix_are_data_sets():
     image_folder("photos", {"cat": 20, "dog": 20})
     Path("photos/all.list").write_text("".join(f"{c}/{n:03}.png,{c}\n" for c in ("cat", "dog") for n in range(20)))

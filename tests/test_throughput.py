@@ -87,6 +87,7 @@ def test_the_speed_is_the_median_after_a_warm_up(monkeypatch):
     assert clock.passes == 2 + 5 * 25  # stretches of half a second
 
 
+@pytest.mark.full
 def test_the_record_and_the_table_have_the_speed_of_each_process_and_of_all():
     flags = ("--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--max_steps", "1")
     train_run(1, "run", *flags)

@@ -243,6 +243,7 @@ def test_training_loss_and_accuracy_are_means_over_all_samples_since_the_last_re
             assert record[key] == pytest.approx(mean, rel=1e-9)
 
 
+@pytest.mark.full
 def test_augmentation_and_dropout_do_not_depend_on_how_pieces_lie_on_ranks():
     flags = (*DIGITS, "--model", "mnist_cnn", "--crop_padding", "2", "--flip", "alternate", "--lr", "0.01")
     flags += ("--random_erasing", "0.5", "--cutout", "3", "--color_jitter", "0.3", "--max_steps", "8")
@@ -346,6 +347,7 @@ def test_throughput_and_seconds_in_the_log_fit_the_clock():
         assert 0 <= record["data_wait"] < 1
 
 
+@pytest.mark.full
 def test_settling_the_buckets_leaves_batch_statistics_as_they_were():
     flags = ("--data", "synthetic/3x32x96", "--model", "resnet18", "--global_batch_size", "16", "--max_steps", "1")
     train_run(2, "run", *flags, "--stem", "standard", "--max_eval_samples", "4")

@@ -103,6 +103,7 @@ def test_ranks_that_wait_for_a_slow_download_say_so_and_go_on_waiting():
     launch.finish()
 
 
+@pytest.mark.full
 def test_a_healthy_run_says_nothing():
     """A rank waits for two seconds before it reports it, which may happen on a busy machine."""
     outcomes = run_ranks(3, _start_and_longest_update, [*FLAGS, "--timeout", "20", "--max_steps", "200"])
