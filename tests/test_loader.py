@@ -1,5 +1,6 @@
 """What a loader's batches are: pixels scaled like torchvision's, uploads in order."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.make_data import CPU, encoded, pictures, smooth
+from helpers.ranks import run_ranks
 from helpers.training_runs import ROOT
 from helpers.waiting import lives, until
 from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
+from utils.data import worker_process
 from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages
 from utils.data.decode import decode, resize
@@ -86,3 +89,14 @@ def test_workers_end_with_a_rank_that_is_killed_even_if_nobody_reads_their_batch
         rank.kill()
     assert len(workers) == 3
     until(lambda: not any(lives(worker) for worker in workers))
+
+
+def errors_in_a_worker():
+    worker_process._leave_signals_to_parent(os.getppid(), 0)
+    for error in (ConnectionResetError("the rank is gone"), EOFError(), ValueError("a real error")):
+        sys.excepthook(type(error), error, None)
+
+
+def test_a_worker_does_not_print_that_its_rank_is_gone():
+    (outcome,) = run_ranks(1, errors_in_a_worker)
+    assert outcome.err.strip() == "ValueError: a real error"
