@@ -62,7 +62,7 @@ def test_names_with_line_breaks_and_bytes_that_are_not_utf_8_are_drawn():
     ("a\nb", "a b"),
     ("ﬁsh", "fish"),  # a ligature
     ("日本", "class 3"),
-    ("Łódź", "class 3"),  # the stroke of Ł is no accent
+    ("Łódź", "class 3"),  # the stroke of Ł is not an accent
     ("한국", "class 3"),
 ])  # fmt: skip
 def test_names_are_drawn_without_accents_and_as_numbers_if_the_font_lacks_a_letter(name, text):

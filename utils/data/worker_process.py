@@ -74,14 +74,14 @@ def _leave_signals_to_parent(parent: int, worker: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = _print_unless_rank_is_gone
+    sys.excepthook = _print_unless_disconnected
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_parents_sigterm, args=(parent,), daemon=True).start()
 
 
-def _print_unless_rank_is_gone(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error of a thread, but not a lost connection to the rank, which was stopped while it took a batch."""
+def _print_unless_disconnected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of a thread, except a lost connection: the rank was stopped while it was receiving a batch."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
 
