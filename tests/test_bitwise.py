@@ -1,5 +1,6 @@
 """With --microbatches, a run is the same bits on any number of processes: weights, buffers, optimizer and records."""
 
+import os
 import re
 import signal
 import sys
@@ -18,6 +19,7 @@ from torch import nn
 import replay
 import train
 from utils.data.order import fold_in
+from utils.models.small import MLP
 from utils.runs.manifest import checkpoints_of, sha256_of
 from utils.training import tree_sum
 
@@ -258,6 +260,26 @@ def test_settings_that_do_not_go_together_are_one_line(flags, line):
 def test_more_processes_than_microbatches_are_refused():
     line = refused(train.main, "--microbatches", "1", processes=2)
     assert "--microbatches 1 is less than the number of processes, 2; use fewer processes" in line
+
+
+class DrawnByRank(MLP):
+    """Its weights differ between ranks in the last bits, as if drawn on different processors."""
+
+    def __init__(self, spec, classes):
+        super().__init__(spec, classes)
+        next(self.parameters()).data.mul_(1 + int(os.environ["RANK"]) * 2**-23)
+
+
+def train_drawn_by_rank(flags: list[str]) -> None:
+    train.OWN_MODELS["drawn"] = DrawnByRank
+    train.main([*flags, "--model", "drawn", "--max_steps", "2"])
+
+
+def test_ranks_that_draw_different_weights_are_refused_as_no_ddp_makes_them_equal():
+    line = refused(train_drawn_by_rank, *SIZES, processes=2)
+    assert "rank 1 has different initial weights than rank 0; use the same kind of processor" in line
+    ordinary = [flag for flag in SIZES if flag not in ("--microbatches", "8")]
+    returned(2, train_drawn_by_rank, ordinary)  # DDP copies the weights of rank 0
 
 
 def test_a_resume_keeps_the_threads_and_the_microbatches():

@@ -19,7 +19,7 @@ from accelerate.commands import launch as accelerate_launch
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import ROOT, train_run
+from helpers.training_runs import ROOT, refused, train_run
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import DeviceType
@@ -30,12 +30,14 @@ from torch.utils._pytree import tree_leaves
 import doctor
 import train
 import utils.models.zoo
+from utils.config.advice import hint_for_gpus
 from utils.config.settings import TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
 from utils.data.mixing import Mix
+from utils.data.order import Plan
 from utils.data.spec import InputSpec
-from utils.errors import UserError
+from utils.errors import UserError, is_lost_rank
 from utils.launch import command as commands
 from utils.launch.devices import choose_device
 from utils.launch.environment import Topology
@@ -46,6 +48,8 @@ from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 from utils.tasks.classification import Classification
 from utils.training import profiling
+from utils.training import run as running
+from utils.training.gradients import TreeGradients
 from utils.training.meter import Meter
 
 CUDA = torch.device("cuda", 0)
@@ -141,7 +145,64 @@ def test_the_doctor_is_red_about_gpus_that_pytorch_cannot_use(two_gpus):
     assert outcome.code == 1 and "nvidia-smi lists 2 GPUs" in outcome.out
 
 
+@pytest.mark.parametrize(
+    ("capability", "built", "unknown"),
+    [
+        ((6, 1), ["sm_75", "sm_80", "compute_120"], True),
+        ((12, 0), ["sm_80", "sm_90"], True),  # a GPU that is newer than this build
+        ((8, 9), ["sm_75", "sm_80"], False),
+        ((13, 0), ["sm_80", "compute_120"], False),
+        ((9, 0), ["gfx90a"], False),  # of AMD
+    ],
+)
+def test_a_gpu_that_pytorch_is_not_built_for_is_refused_with_both_versions(capability, built, unknown, monkeypatch):
+    known = {"is_available": True, "device_count": 1, "set_device": None, "get_device_name": "Own GPU"}
+    for name, value in (known | {"get_device_capability": capability, "get_arch_list": built}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if not unknown:
+        assert choose_device(Topology(), cpu=False) == CUDA
+        return
+    own = ".".join(map(str, capability))
+    with pytest.raises(UserError, match=f"Own GPU has compute capability {own}, but torch .* is built for {built[0]}"):
+        choose_device(Topology(), cpu=False)
+
+
 # Errors and timeouts.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL Async Error: remote process exited or there was a network error \nNCCL Last Error: socketProgress",
+        "NCCL operation failed",
+        "NCCL communicator was aborted after a previous error",
+        "NCCL operation timed out",
+    ],
+)
+def test_the_messages_of_both_nccl_classes_are_recognised_as_a_lost_rank(text):
+    assert is_lost_rank(dist.DistBackendError(text))
+
+
+class Unordered(MLP):
+    """It has an operation without a deterministic kernel, as average pooling to 7x7 is on a GPU (vgg11)."""
+
+    def forward(self, images):
+        if self.training:
+            torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
+        return super().forward(images)
+
+
+def _train_unordered(flags):
+    utils.models.zoo.OWN_MODELS["unordered"] = Unordered
+    train.main([*flags, "--model", "unordered", "--max_steps", "1", "--threads", "1"])
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named_with_the_fix():
+    line = refused(_train_unordered, "--deterministic")
+    expected = "put_ does not have a deterministic implementation; use another model, or leave out --deterministic"
+    assert line.startswith(f"train.py: error: {expected}")
+
 
 FAILING = """
 import sys, threading, torch.distributed as dist
@@ -206,6 +267,21 @@ def test_tf32_is_off_with_deterministic_unless_it_is_asked_for(deterministic, as
     found = returned(1, chosen, CUDA)[0]
     assert found == ("high" if expected else "highest", expected, not deterministic)
     assert returned(1, chosen, torch.device("cpu"))[0][0] == "highest"
+
+
+def test_a_run_does_not_inherit_the_kernels_of_an_earlier_run_in_its_process():
+    def chosen(*runs):
+        for device, deterministic in runs:
+            wrapping.choose_kernels(device, deterministic, None)
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        assert not (filled and torch.are_deterministic_algorithms_enabled())  # it would take a kernel for each tensor
+        cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+        return torch.are_deterministic_algorithms_enabled(), filled, *cudnn, torch.get_float32_matmul_precision()
+
+    runs = [(device, fixed) for device in (CUDA, torch.device("cpu")) for fixed in (True, False)]
+    for last in runs:
+        for before in runs:
+            assert returned(1, chosen, before, last) == returned(1, chosen, last)
 
 
 # The launcher's command, what it exports, its config file, and whether someone has chosen.
@@ -391,6 +467,36 @@ def test_a_model_is_compiled_once_for_each_batch_size_in_training_and_evaluation
 
 
 # The work of an update besides the network.
+
+
+def _train_as_on_gpus(flags):
+    hint = running.hint_for_gpus
+    running.hint_for_gpus = lambda device, *numbers: hint("cuda", *numbers)
+    train.main(["--model", "mlp", "--max_steps", "1", "--threads", "1", *flags])
+
+
+def test_a_run_on_gpus_with_few_images_each_says_so():
+    line = "8 images of 8x8 per GPU are few to keep it busy: raise --global_batch_size, or use fewer GPUs"
+    assert line in run_ranks(2, _train_as_on_gpus, ["--data", "digits", "--global_batch_size", "16"])[0].out
+    assert not hint_for_gpus("cuda", 2, 16, (224, 224)) and not hint_for_gpus("cuda", 1, 8, (8, 8))
+    assert not hint_for_gpus("cpu", 2, 8, (8, 8))
+
+
+def _operations_of_an_update(layers):
+    """How many operations the buffers of so many layers take in an update of two microbatches."""
+    accelerator = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+    model = nn.Sequential(*(nn.BatchNorm1d(3, affine=False) for _ in range(layers)))
+    gradients = TreeGradients(model, model, accelerator, Plan(8, 8, 2, seed=0))
+    with Recorder() as recorder:
+        for number in range(2):
+            with gradients.microbatch(number, SimpleNamespace(images=[0], number=number)):
+                pass
+        gradients.finish()
+    return [name for name, _ in recorder.operations]
+
+
+def test_the_buffers_of_many_layers_take_as_many_operations_as_those_of_one():
+    assert _operations_of_an_update(layers=20) == _operations_of_an_update(layers=1)
 
 
 def test_synchronised_batch_statistics_copy_nothing_from_the_host():

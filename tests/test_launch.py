@@ -12,6 +12,7 @@ from helpers.waiting import error_lines
 
 from utils.config.settings import LaunchConfig
 from utils.launch.environment import Topology, read_topology, threads_per_process
+from utils.launch.rendezvous import Member, check_own_gpus
 from utils.ranks.ranks import Ranks
 
 FLAGS = ("--model", "mlp", "--max_steps", "3", "--log_every", "1", "--lr", "0.01", "--global_batch_size", "120")
@@ -130,6 +131,7 @@ def _device_of(topology: Topology, monkeypatch, gpus: int, **launch) -> tuple[st
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("utils.ranks.ranks.keep_freed_memory", lambda: None)  # for good, in the tests' own process
     ranks = Ranks(topology, LaunchConfig(threads=1, **launch))
     return str(ranks.device), ranks.backend
@@ -149,3 +151,12 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_its_task_sees(m
         _device_of(by_torchrun, monkeypatch, 1)
     with pytest.raises(ValueError, match="--backend nccl needs GPUs"):
         _device_of(by_torchrun, monkeypatch, 0, backend="nccl")
+    for visible in ("1", "MIG-3ca2a69a"):  # by a wrapper that gives each process its own
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        assert _device_of(by_torchrun, monkeypatch, 1, backend="gloo") == ("cuda:0", "gloo")
+
+
+def test_two_processes_on_one_visible_gpu_are_refused_when_they_meet():
+    members = [Member(rank, 2, "node1", 0, "", gpu="GPU-8932f937") for rank in range(2)]
+    with pytest.raises(ValueError, match="ranks 0 and 1 have the same GPU of node1; start no more processes than GPUs"):
+        check_own_gpus(members)

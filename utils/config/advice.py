@@ -5,6 +5,8 @@ from typing import Any
 
 from utils.config.settings import TrainConfig
 
+_BUSY = 400_000  # pixels of the images in a pass. With fewer, launching the kernels takes longer than computing them
+
 
 def advice(
     config: TrainConfig,
@@ -56,6 +58,15 @@ def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
     if config.pretrained or config.init_from or photographs >= 1000:
         return []
     return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
+
+
+def hint_for_gpus(device: str, processes: int, images: int, size: tuple[int, int]) -> list[str]:
+    """A line if several GPUs compute passes of so few `images`, of [height, width], that fewer GPUs are as fast."""
+    height, width = size
+    if device != "cuda" or processes == 1 or images * height * width >= _BUSY:
+        return []
+    fix = "raise --global_batch_size, or use fewer GPUs, which may be as fast"
+    return [f"{images} images of {height}x{width} per GPU are few to keep it busy: {fix}"]
 
 
 # What is done to gradients and weights in an update, for the start table.

@@ -29,8 +29,9 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
         _check_unusable_gpus()
         return torch.device("cpu")
     gpus, number = torch.cuda.device_count(), topology.local_rank
-    if gpus == 1 and topology.source in ("SLURM", "Open MPI", "MPICH"):
-        number = 0  # with --gpus-per-task, each task sees only its own GPU; NCCL refuses a shared one
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES") or topology.source in ("SLURM", "Open MPI", "MPICH")
+    if gpus == 1 and chosen:
+        number = 0  # a scheduler or a wrapper may show each process only its own GPU; NCCL refuses a shared one
     elif may_share_gpus():
         number %= gpus
     elif topology.local_world_size > gpus:
@@ -40,12 +41,26 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
         )
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)  # before any other CUDA call, or every rank would open a context on GPU 0
+    _check_capability(device)
     return device
 
 
 def may_share_gpus() -> bool:
     """Whether the user lets NCCL accept several ranks on one GPU, which is useful only for tests."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
+def _check_capability(device: torch.device) -> None:
+    """Raise UserError if PyTorch has no kernels for this GPU. Its own error would come with the first kernel."""
+    own, names = torch.cuda.get_device_capability(device), " ".join(torch.cuda.get_arch_list())
+    built = [(kind, divmod(int(number), 10)) for kind, number in re.findall(r"(sm|compute)_(\d+)", names)]
+    # Compiled kernels run on later GPUs of the same major version, and PTX ("compute") on all later GPUs.
+    if built and not any(of <= own and (of[0] == own[0] or kind == "compute") for kind, of in built):
+        raise UserError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}, but torch "
+            f"{torch.__version__} is built for {names}",
+            "install a build for this GPU from https://pytorch.org/get-started/locally, or use the CPU with --cpu",
+        )
 
 
 def _check_unusable_gpus() -> None:

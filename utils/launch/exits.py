@@ -18,7 +18,7 @@ from utils.launch.environment import claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
 
 _CLEAR_LINE = "\r\x1b[K"
-_KNOWN = {  # a part of PyTorch's message: problem and fix
+_KNOWN = {  # a part of PyTorch's message: problem, in which {} stands for the start of the message, and fix
     "Expected to have finished reduction": (
         "the model does not use all of its parameters",
         "use --find_unused_parameters, or --static_graph if it uses the same ones in each update",
@@ -26,6 +26,10 @@ _KNOWN = {  # a part of PyTorch's message: problem and fix
     "Expected more than 1 value per channel": (
         "batch normalisation got a single image, because the others in its batch cannot be read",
         "use larger batches, or fix the files and start a new run",
+    ),
+    "does not have a deterministic implementation": (
+        "{}",
+        "use another model, or leave out --deterministic and --microbatches",
     ),
     "training graph has changed": (
         "--static_graph is set, but the model no longer uses the same parameters as in its first pass",
@@ -111,7 +115,7 @@ def with_known_fix(error: Exception) -> Exception:
         return UserError(f"a loader process was killed ({text[:100]})", "if memory is short, lower --num_workers")
     for sign, (problem, fix) in _KNOWN.items():
         if isinstance(error, RuntimeError | ValueError) and sign in text:
-            return UserError(problem, fix)
+            return UserError(problem.format(text.split(",")[0]), fix)
     return error
 
 

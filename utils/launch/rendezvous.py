@@ -139,7 +139,7 @@ def check_own_gpus(members: list[Member]) -> None:
         if member.gpu and other != member.rank:
             raise UserError(
                 f"ranks {other} and {member.rank} have the same GPU of {member.host}",
-                "give each task its own (srun --gpus-per-task 1), or make all GPUs visible to all tasks",
+                "start no more processes than GPUs, and show each one its own (srun --gpus-per-task 1) or all GPUs",
             )
 
 

@@ -100,16 +100,20 @@ class _Wrapping(DistributedDataParallelKwargs):
 
 
 def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None) -> None:
-    """Set the precision of float32 products on GPUs (None: TF32 unless `deterministic`) and how kernels are chosen."""
-    if device.type == "cuda":  # not on CPUs, some of which it would make less precise
-        tf32 = not deterministic if tf32 is None else tf32
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = tf32
+    """Set the precision of float32 products on GPUs (None: TF32 unless `deterministic`) and how kernels are chosen.
+
+    It sets everything each time, because an earlier run in the same process may have had other settings.
+    """
+    tf32 = not deterministic if tf32 is None else tf32
+    tf32 = tf32 and device.type == "cuda"  # not on CPUs, some of which it would make less precise
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
-        torch.use_deterministic_algorithms(True)
-    else:
-        torch.backends.cudnn.benchmark = True  # image shapes do not change, so kernels are timed once
+    torch.use_deterministic_algorithms(deterministic)
+    # PyTorch would fill new tensors with NaN, to find programs that read them. That takes a kernel for each tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = not deterministic  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = not deterministic  # image shapes do not change, so kernels are timed once
 
 
 def compile_model(accelerator: Accelerator, module: nn.Module) -> None:

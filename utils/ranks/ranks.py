@@ -153,12 +153,12 @@ class Ranks:
         """Every rank's text, in the order of the ranks."""
         return [text] if self._group is None else self._group.exchange(text)
 
-    def check_same(self, text: str, what: str) -> None:
+    def check_same(self, text: str, what: str, fix: str = "give all ranks the same files") -> None:
         """Raise UserError on all ranks unless all have the same text; `what` describes the difference."""
         texts = self.gather_text(text)
         other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), None)
         if other is not None:
-            raise UserError(f"rank {other} has {what} than rank 0", "give all ranks the same files")
+            raise UserError(f"rank {other} has {what} than rank 0", fix)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

@@ -52,8 +52,10 @@ class TreeGradients(Gradients):
         self.steps = -(-plan.microbatches // processes)
         self.tree = TreeSum(plan.microbatches, processes, accelerator.process_index)
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.buffers = list(module.buffers())
-        self.start: list[Tensor] = []  # the buffers at the start of the update
+        buffers = list(module.buffers())
+        # Buffers of one type are joined to one vector: a network has hundreds of them, and each kernel takes time.
+        self.buffers = [[b for b in buffers if b.dtype == dtype] for dtype in {b.dtype: None for b in buffers}]
+        self.start: list[Tensor] = []  # the buffers of each type at the start of the update
         self.is_empty = False
         self.running: list[tuple[Tensor, Exchange]] = []
         self.overlaps = isinstance(model, DistributedDataParallel)
@@ -66,13 +68,13 @@ class TreeGradients(Gradients):
     @contextmanager
     def microbatch(self, step: int, batch: Batch) -> Iterator[None]:
         if not self.start:
-            self.start = [buffer.clone() for buffer in self.buffers]
+            self.start = [_joined(buffers) for buffers in self.buffers]
         else:
-            _copy(self.buffers, self.start)
+            self._set_buffers(self.start)
         self.is_empty = not len(batch.images)
         self.running = []  # `prepare_buckets` has begun some
         yield
-        changes = [_change(now, before) for now, before in zip(self.buffers, self.start, strict=True)]
+        changes = [_change(_joined(now), before) for now, before in zip(self.buffers, self.start, strict=True)]
         tensors = [*changes, torch.ones((), device=self.accelerator.device)]
         if not self.overlaps:
             tensors = [*(_gradient(parameter) for parameter in self.parameters), *tensors]
@@ -98,23 +100,32 @@ class TreeGradients(Gradients):
                 buffer.copy_(total)
         self.running = []
         sums = self.tree.total()
-        for place, parameter in enumerate(self.parameters):
+        gradients = sums[: len(self.parameters)]
+        if self.overlaps:
             # DDP's gradients are parts of a bucket. On a GPU, the bits of a norm depend on where its tensor begins.
-            parameter.grad = _gradient(parameter).clone() if self.overlaps else sums[place]
+            parts = [_gradient(parameter) for parameter in self.parameters]
+            gradients = [torch.empty_like(part) for part in parts]
+            torch._foreach_copy_(gradients, parts)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
         *changes, count = sums[-1 - len(self.buffers) :]
         means = [change / count.clamp(min=1) for change in changes]
-        _copy(self.buffers, [_changed(*pair) for pair in zip(self.start, means, strict=True)])
+        self._set_buffers([_changed(*pair) for pair in zip(self.start, means, strict=True)])
         self.start = []
 
+    @torch.no_grad()
+    def _set_buffers(self, joined: Sequence[Tensor]) -> None:
+        for buffers, values in zip(self.buffers, joined, strict=True):
+            parts = values.split([buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [part.view_as(to) for part, to in zip(parts, buffers, strict=True)])
 
-@torch.no_grad()
-def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    if buffers:
-        torch._foreach_copy_(list(buffers), list(values))
+
+def _joined(buffers: Sequence[Tensor]) -> Tensor:
+    return torch.cat([buffer.reshape(-1) for buffer in buffers])
 
 
 def _change(now: Tensor, before: Tensor) -> Tensor:
-    """The change of a buffer. For integers, such as a count of batches, and bools, it is a float."""
+    """The change of buffers. For integers, such as a count of batches, and bools, it is a float."""
     return now - before if now.is_floating_point() else (now.long() - before.long()).float()
 
 

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.advice import RECIPE, UPDATES, advice, changed, hint_for_few
+from utils.config.advice import RECIPE, UPDATES, advice, changed, hint_for_few, hint_for_gpus
 from utils.config.settings import TrainConfig, to_yaml
 from utils.console import table
 from utils.data.batches import Batches
@@ -133,6 +133,7 @@ def announce(run: Run) -> None:
         + still_bad(run.data, run.state.bad_images)
         + advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
     )
+    lines += hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size)
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"

@@ -1,5 +1,6 @@
 """The model that a run starts with."""
 
+import hashlib
 from collections.abc import Callable
 
 import torch
@@ -36,7 +37,18 @@ def start_model(
 
     torch.manual_seed(fold_in(config.seed, "weights"))
     module = ranks.run_on_all(build, main_first=True, place="building the model")
-    return ranks.run_on_all(prepare)
+    module = ranks.run_on_all(prepare)
+    if config.microbatches and ranks.topology.world_size > 1:  # otherwise DDP copies the weights of rank 0
+        fix = "use the same kind of processor, the same versions and the same files on all machines"
+        ranks.check_same(_hash(module), "different initial weights", fix)
+    return module
+
+
+def _hash(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for tensor in (*module.parameters(), *module.buffers()):
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def load_source(module: nn.Module, source: Source, class_names: list[str], name: str) -> None:
