@@ -68,7 +68,7 @@ from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
 from utils.training.saving import finish_save, save
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, reduce_on_plateau
-from utils.training.start_model import start_model
+from utils.training.start_model import check_same_weights, start_model
 from utils.training.synchronise import agree_on_bad, log_training, synchronise
 
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS  # of names
@@ -136,6 +136,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
     if start.saved:
         lines = resume_lines(start.saved, config, settings, plan, ranks)
         restore(start, module, optimizer, parts, lines, ranks)
+    check_same_weights(config, module, ranks)
     ranks.remember("started", "yes")
     make_log = partial(RunLog, run_folder.path, ranks.is_main, state, updates, task)
     log = ranks.run_on_all(lambda: make_log(TRACKERS.sinks(settings)))

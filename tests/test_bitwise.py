@@ -277,7 +277,7 @@ def train_drawn_by_rank(flags: list[str]) -> None:
 
 def test_ranks_that_draw_different_weights_are_refused_as_no_ddp_makes_them_equal():
     line = refused(train_drawn_by_rank, *SIZES, processes=2)
-    assert "rank 1 has different initial weights than rank 0; use the same kind of processor" in line
+    assert "rank 1 has different weights at the start than rank 0; use the same kind of processor" in line
     ordinary = [flag for flag in SIZES if flag not in ("--microbatches", "8")]
     returned(2, train_drawn_by_rank, ordinary)  # DDP copies the weights of rank 0
 

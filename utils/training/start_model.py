@@ -37,18 +37,18 @@ def start_model(
 
     torch.manual_seed(fold_in(config.seed, "weights"))
     module = ranks.run_on_all(build, main_first=True, place="building the model")
-    module = ranks.run_on_all(prepare)
-    if config.microbatches and ranks.topology.world_size > 1:  # otherwise DDP copies the weights of rank 0
-        fix = "use the same kind of processor, the same versions and the same files on all machines"
-        ranks.check_same(_hash(module), "different initial weights", fix)
-    return module
+    return ranks.run_on_all(prepare)
 
 
-def _hash(module: nn.Module) -> str:
+def check_same_weights(config: TrainConfig, module: nn.Module, ranks: Ranks) -> None:
+    """Raise UserError if ranks start with different weights, which only DDP would make equal; collective."""
+    if not config.microbatches or ranks.topology.world_size == 1:
+        return
     digest = hashlib.sha256()
     for tensor in (*module.parameters(), *module.buffers()):
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    fix = "use the same kind of processor, the same versions and the same files on all machines"
+    ranks.check_same(digest.hexdigest(), "different weights at the start", fix)
 
 
 def load_source(module: nn.Module, source: Source, class_names: list[str], name: str) -> None:
