@@ -12,7 +12,7 @@ from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.multi_hot import multi_hot
 from utils.data.sampling import to_weights, weight_column
-from utils.data.splits import Source, Split, fingerprint_of, split_that_defines_classes, whole_split
+from utils.data.splits import Source, Split, fingerprint_of, split_that_defines_classes, stamp_of, whole_split
 from utils.data.table_files import hide_bars_without_terminal
 from utils.errors import UserError, one_line
 
@@ -39,6 +39,14 @@ class Table:
                 raise ValueError(f"{value['path']} is missing or not a regular file")
             return Path(value["path"]).read_bytes()
         return value.get("bytes")
+
+    def files(self) -> list[str]:
+        """The files of the table, and those of images that it stores only as paths."""
+        from pyarrow.compute import struct_field
+
+        column = self.dataset.data.column(self.column)
+        paths = struct_field(column, "path").filter(struct_field(column, "bytes").is_null()).drop_null()
+        return [*(file["filename"] for file in self.dataset.cache_files), *paths.to_pylist()]
 
     def many(self, rows: Sequence[int]) -> list[bytes | None]:
         """Several rows at once, many times faster than one by one; None for images that are stored only as paths."""
@@ -79,7 +87,9 @@ def table_source(splits, config: TrainConfig) -> Source:
             problem = f"the labels of split {name!r} are {dataset.features[label_column]}"
             raise UserError(f"{problem}, unlike those of the training split", "choose another split")
         labels = _labels(name, _values(dataset, label_column), label_values, len(class_names))
-        split = whole_split(name, Table(dataset, image_column), labels, fingerprint_of(dataset._fingerprint))
+        images = Table(dataset, image_column)
+        stamps = [stamp_of(file) for file in images.files() if Path(file).is_file()]
+        split = whole_split(name, images, labels, fingerprint_of(dataset._fingerprint, *stamps))
         weight = weight_column(config)
         weights = to_weights(dataset[weight][:]) if weight in dataset.features else None
         return replace(split, notes=notes, weights=weights)
