@@ -191,19 +191,17 @@ def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, .
 
 
 def _labels(split: str, values, label_values: list | None, classes: int) -> np.ndarray:
-    """The labels as class indices, int64 [N], -1 for missing ones; those in lists as multi-hot rows.
+    """The labels as class indices, int64 [N], below 0 for negative ones; those in lists as multi-hot rows.
 
-    `label_values` are the values of class 0, 1, ...
+    `label_values` are the values of class 0, 1, ... Raises ValueError for a null label.
     """
     import pyarrow as pa
     from pyarrow import compute
 
+    _refuse_null(split, values, range(len(values)))
     if pa.types.is_nested(values.type):
-        if values.null_count:
-            row = compute.index(compute.is_null(values), True).as_py()
-            fix = "give an empty list if it has no label"
-            raise UserError(f"image {row} of split {split!r} has no list of labels", fix)
         counts, flat = compute.list_value_length(values).to_numpy(), compute.list_flatten(values)
+        _refuse_null(split, flat, np.repeat(np.arange(len(counts)), counts))
         return multi_hot(split, counts, _labels(split, flat, label_values, classes), classes)
     if label_values is not None:
         is_text = isinstance(label_values[0], str)
@@ -219,3 +217,15 @@ def _labels(split: str, values, label_values: list | None, classes: int) -> np.n
             )
         values = indices
     return values.cast(pa.int64()).fill_null(-1).to_numpy()
+
+
+def _refuse_null(split: str, values, rows: Sequence[int] | np.ndarray) -> None:
+    """Raise ValueError if one of these labels is null; `rows` are the rows of their images."""
+    from pyarrow import compute
+
+    if values.null_count:
+        row = rows[compute.index(compute.is_null(values), True).as_py()]
+        raise UserError(
+            f"image {row} of split {split!r} has a null label",
+            "fill it in (if a label is a list, an empty one stands for no label), or choose another split",
+        )
