@@ -33,6 +33,7 @@ from utils.data.order import BlockSampler
 from utils.data.pipeline import make_loader
 from utils.data.splits import Split, fingerprint_of
 from utils.data.workers import check_workers
+from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
 from utils.launch.exits import fix_for_memory
 from utils.models.views import Views
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if ranks.is_main:
             seconds = time.perf_counter() - start
             print(report(work, rows, seconds, (len(rows) - finished) / seconds))
+        ranks.run_on_main(lambda: check_any_read(rows))
     return {"count": len(work.split), "rows": rows}
 
 
@@ -232,6 +234,13 @@ def write(work: Work, rows: list[Row]) -> None:
     if flags.html:
         title = f"Predictions of {work.config.model}, update {work.saved.state.step}"
         write_output(expand(flags.html), page(title, rows, split))
+
+
+def check_any_read(rows: list[Row]) -> None:
+    """Raise ValueError if no image could be read."""
+    if all(row.error for row in rows):
+        problem = f"none of the {len(rows)} images can be read (the first: {rows[0].error})"
+        raise UserError(problem, "check that the paths name image files")
 
 
 def report(work: Work, rows: list[Row], seconds: float, speed: float) -> str:

@@ -24,6 +24,7 @@ from utils.data import cache
 from utils.data import pixels as cache_file
 from utils.data.cache import SharedImages, decode_all
 from utils.data.decode import BadImages
+from utils.data.selection import load_data
 from utils.data.splits import Files, hold_out, whole_split
 from utils.ranks.session import distributed_session
 
@@ -100,14 +101,56 @@ def test_a_changed_file_is_decoded_anew():
 def test_a_changed_table_is_decoded_anew():
     from datasets import Value
 
-    from utils.config.settings import TrainConfig
-    from utils.data.selection import load_data
-
     for seed in (1, 2):
         shutil.rmtree("tables", ignore_errors=True)
         table([0] * 9 + [1] * 9, Value("int64"), list(pictures(18, seed=seed))).save_to_disk("tables")
         split = load_data(TrainConfig(data="tables")).train
         assert (decode_all(split, 8, 8, 3, "cache", iter) == pictures(18, seed=seed)[split.rows]).all()
+
+
+@pytest.mark.parametrize("kind", ["parquet file", "parquet folder", "arrow file", "arrow folder", "saved"])
+def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_read_and_decoded_anew(kind):
+    from datasets import Value
+
+    def write(folder, pixels, labels):
+        data = table(labels, Value("int64"), list(pixels))
+        if kind == "saved":
+            data.save_to_disk(folder)
+            return
+        Path(folder).mkdir()
+        if kind.startswith("parquet"):
+            data.to_parquet(f"{folder}/train.parquet")
+        else:
+            data.save_to_disk("saved")
+            shutil.move("saved/data-00000-of-00001.arrow", f"{folder}/train.arrow")
+
+    pixels, labels = pictures(40), [0] * 20 + [1] * 20
+    for folder, start in (("tables", 0), ("others", 20)):  # the same rows, the other half first
+        write(folder, np.roll(pixels, start, 0), labels)
+    file, other = (next(Path(folder).glob("*.[pa]*r*")) for folder in ("tables", "others"))
+    other.write_bytes(other.read_bytes().ljust(file.stat().st_size, b"\0"))
+    config = TrainConfig(data=str(file if kind.endswith("file") else "tables"), cache_dir="cache")
+    for expected in (pixels, np.roll(pixels, 20, 0)):
+        split = load_data(config).train
+        found = np.asarray(decode_all(split, 8, 8, 3, "cache", iter))
+        assert (found == expected[split.rows]).all() and split.labels.tolist() == [labels[row] for row in split.rows]
+        status = file.stat()
+        os.replace(other, file)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert file.stat().st_mtime_ns == status.st_mtime_ns and file.stat().st_size == status.st_size
+        shutil.copy(file, other)
+
+
+def test_a_changed_image_to_which_a_table_refers_is_decoded_anew():
+    from datasets import Dataset
+
+    paths = image_folder("photos", {"a": 15, "b": 15})
+    data = {"image": [str(path.resolve()) for path in paths], "label": [0] * 15 + [1] * 15}
+    Dataset.from_dict(data).to_parquet("table.parquet")
+    for seed in (1, 2):
+        image_folder("photos", {"a": 15, "b": 15}, seed=seed)
+        split = load_data(TrainConfig(data="table.parquet", image_column="image", cache_dir="cache")).train
+        assert (decode_all(split, 8, 8, 3, "cache", iter) == pictures(30, seed=seed)[split.rows]).all()
 
 
 def test_a_subset_and_both_parts_of_a_hold_out_get_their_own_rows():

@@ -187,6 +187,27 @@ def test_a_file_that_cannot_be_right_is_refused_with_its_name_and_line(text, par
     assert found.startswith(str(Path("labels.csv").resolve())) and all(part in found for part in parts), found
 
 
+def test_an_image_that_is_listed_in_two_spellings_is_refused_as_in_one():
+    Path("real/a").mkdir(parents=True)
+    os.symlink("real", "linked")
+    os.symlink("real/a", "short")  # short/.. is real, and not this folder
+    first, found = "real/a/x.png", Path("real").resolve()
+    for second in (
+        "./real/a/x.png",
+        "real//a/x.png",
+        "real/./a/x.png",
+        "real/a/../a/x.png",
+        f"{found}/a/x.png",
+        f"{found}/../linked/a/x.png",
+        "short/x.png",
+        "short/../a/x.png",
+    ):
+        line = error(f"path,label,split\n{first},cat,train\ny.png,dog,train\n{second},dog,val\n")
+        assert f"labels.csv, line 4: {second} is also on line 2; list each image once" in line
+    text = "path,label\nx.png,cat\nshort/../x.png,dog\nreal/a/x.png,dog\nREAL/a/x.png,cat\nnone/../y.png,cat\n"
+    assert len(opened(write(text)).split("train")) == 5
+
+
 def test_a_column_of_a_flag_and_a_file_must_exist():
     assert "one column 'img'" in error("path,label\na.png,cat\n", image_column="img")
     with pytest.raises(ValueError, match=r"^--data nope\.csv: no such file"):

@@ -13,7 +13,8 @@ import torch
 import torchvision
 from helpers.make_data import encoded, image_folder, pictures, png_of_16_bits, smooth, table
 from helpers.ranks import returned
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from sklearn.datasets import load_sample_image
 from torchvision.transforms import InterpolationMode, v2
 
@@ -120,6 +121,34 @@ def test_exif_orientation_is_applied(kind, channels):
         assert np.abs(pixels_of(raw, channels) - upright[..., :channels]).max() <= 3, orientation
 
 
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="%d"/></x:xmpmeta>'
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_an_orientation_in_xmp_data_is_applied_as_pillow_does_where_exif_data_has_none(kind):
+    options = {"JPEG": {"quality": 100}, "WEBP": {"lossless": True}}.get(kind, {})
+    description = Image.Exif()
+    description[0x010E] = "EXIF data without an orientation"
+    for number in range(1, 9):
+        other = Image.Exif()
+        other[0x0112] = 9 - number
+        for exif in (None, description, other):
+            more = options | ({} if exif is None else {"exif": exif})
+            if kind == "PNG":
+                more["pnginfo"] = PngInfo()
+                more["pnginfo"].add_itxt("XML:com.adobe.xmp", (XMP % number).decode())
+            elif kind == "TIFF":
+                more["tiffinfo"] = {700: XMP % number} | dict(exif or {})
+                more.pop("exif", None)
+            else:
+                more["xmp"] = XMP % number
+            raw = encoded(PICTURE, kind, **more)
+            expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(raw)))).astype(int)
+            turned = number if exif is not other else 9 - number
+            assert (expected.shape[:2] == (40, 24)) == (turned > 4)  # Pillow reads it from this file
+            assert np.abs(pixels_of(raw, 3) - expected).max() <= 3, (number, exif)
+
+
 def large(raw):
     """The same JPEG image in a file so large that its size is looked at first."""
     return raw + bytes(LARGE)
@@ -172,12 +201,10 @@ def test_a_turned_jpeg_is_reduced_as_it_will_stand():
 
 
 @pytest.mark.parametrize("factor", [1, 2])
-def test_a_jpeg_is_turned_by_its_exif_data_alone_at_any_scale(factor):
-    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
-    raw = encoded(smooth(480, 640), "JPEG", xmp=xmp)
-    assert Image.open(io.BytesIO(raw)).getexif()[0x0112] == 6  # Pillow would turn it
+def test_a_large_jpeg_is_turned_by_its_xmp_data_at_any_scale_and_not_by_an_invalid_orientation(factor):
+    raw = encoded(smooth(480, 640), "JPEG", xmp=XMP % 6)
     pixels, sides = shrunk(large(raw), 3, factor)
-    assert sides == [(480, 640)] and pixels.shape == (480 // factor, 640 // factor, 3)
+    assert sides == [(640, 480)] and pixels.shape == (640 // factor, 480 // factor, 3)
     exif = Image.Exif()
     exif[0x0112] = 9  # not a valid orientation
     pixels, sides = shrunk(large(encoded(smooth(480, 640), "JPEG", exif=exif)), 3, factor)

@@ -57,7 +57,8 @@ def test_hidden_folders_are_neither_classes_nor_training_data(junk):
     Path("folder/train/cat/._000.png").write_bytes(b"a Mac's notes")
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 20)
-    assert data.train.images.left_out.hidden_folders == {junk: 3} and data.train.images.left_out.hidden_files == 1
+    left_out = data.train.images.scan.left_out
+    assert left_out.hidden_folders == {junk: 3} and left_out.hidden_files == 1
     note = f"folder/train: hidden files and folders are left out: files (1), {junk}/ (3)"
     assert data.train.notes == (note,)
 
@@ -201,8 +202,8 @@ def test_empty_class_folders_are_not_classes_and_are_reported():
     assert data.train.notes[0] == "folder/train: class folders without readable images are left out: emu, fox"
     assert data.train.notes[1] == "folder/train: files of unsupported types are left out: .txt (1), .heic (1)"
     assert data.evaluation.notes[0] == "folder/test: class folders without readable images are left out: gnu"
-    assert data.train.images.left_out.empty_classes == ["emu", "fox"]
-    assert data.train.images.left_out.not_images == {".txt": 1, ".heic": 1}
+    assert data.train.images.scan.left_out.empty_classes == ["emu", "fox"]
+    assert data.train.images.scan.left_out.not_images == {".txt": 1, ".heic": 1}
 
 
 def test_a_folder_of_images_of_unknown_types_is_refused_with_the_types_that_are_read():
@@ -325,7 +326,7 @@ def test_links_in_circles_are_left_out_and_no_image_is_counted_twice():
     data = load()
     files = [Path(path).resolve() for path in data.train.images.paths]
     assert data.class_names == ["cat", "dog"] and len(files) == len(set(files)) == 12
-    assert len(data.train.images.left_out.linked) == 4 and "folder/cat/top" in data.train.notes[0]
+    assert len(data.train.images.scan.left_out.linked) == 4 and "folder/cat/top" in data.train.notes[0]
 
 
 def test_an_image_with_two_classes_is_refused():
@@ -335,6 +336,26 @@ def test_an_image_with_two_classes_is_refused():
     os.unlink("folder/cat/dogs")
     os.symlink("dog", "folder/puppy")
     refused("folder/puppy: is also a folder of class dog", "remove the link")
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [("val", "train"), ("val", "train/inner"), ("val/cat", "../train/cat"), ("val/cat/more", "../../train/dog/deep")],
+)
+def test_an_evaluation_folder_that_links_to_training_images_is_refused(link, target):
+    if target == "train/inner":
+        image_folder("folder/train/inner", PETS)
+    image_folder("folder/train", PETS | {"dog/deep": 10})
+    image_folder("folder/test", PETS)
+    if link != "val":
+        image_folder("folder/val", {"dog": 3} if link == "val/cat" else PETS)
+    os.symlink(target, f"folder/{link}")
+    refused("folder/val: the folder of class cat is also used for training, in folder/train; remove the link (without")
+    assert load(eval_split="test").evaluation.name == "test"  # only the folders that are used are compared
+    assert load(eval_split="train").evaluation.name == "train"
+    os.unlink(f"folder/{link}")
+    os.symlink("test", "folder/valid")
+    assert load(eval_split="valid").evaluation.name == "valid"
 
 
 def test_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_evaluated_and_resumed():

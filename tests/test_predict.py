@@ -340,6 +340,18 @@ def test_images_of_all_kinds_and_names_are_predicted_and_others_keep_their_row_w
             assert row["probability_1"] == pytest.approx(expected.item(), rel=2e-5)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_prediction_without_a_readable_image_ends_with_one_line_after_its_rows_are_written(processes):
+    for number in range(5):
+        Path("bad").mkdir(exist_ok=True)
+        Path(f"bad/{number}.png").write_text("not an image")
+    flags = ("--ckpt", "runs/small", "--threads", "1", "--num_workers", "0", "--eval_batch_size", "2", "bad")
+    line = refused(predict.main, *flags, "--out", "bad.csv", processes=processes)
+    assert line.startswith("predict.py: error: none of the 5 images can be read (the first: not a readable image (")
+    assert [row["path"] for row in read_csv("bad.csv") if row["error"]] == [f"bad/{number}.png" for number in range(5)]
+    assert not Path("bad.csv.partial").exists()
+
+
 def test_files_folders_and_patterns_are_found_in_their_order_and_each_once():
     names = ["small/val/emu/004.png", "small/val/dög"]
     found = find_images([*names, "small/val/*/00[12].png", "small/val/emu/004.png"])

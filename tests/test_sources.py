@@ -433,7 +433,7 @@ def test_labels_outside_the_classes_are_refused_with_their_place():
     refused("unlabelled", "image 0 of split 'test' has the label -1, outside 0..2", "unlabelled", "--eval_split")
     holed = {"train": table([0, 1, None] * 5, Value("int64"))}
     DatasetDict(holed).save_to_disk("holed")
-    refused("holed", "image 2 of split 'train' has the label -1, outside 0..1")
+    refused("holed", "image 2 of split 'train' has a null label; fill it in")
     more = {"train": table([0, 1] * 5, Value("int64")), "test": table([0, 1, 2], Value("int64"))}
     DatasetDict(more).save_to_disk("more")
     refused("more", "image 2 of split 'test' has the label 2, outside 0..1")

@@ -433,7 +433,10 @@ def table_error(lists, **settings) -> str:
 
 def test_labels_that_do_not_suit_the_task_are_refused(own_folders):
     assert "no image of split 'train' has a label" in table_error([[]] * 30)
-    assert "image 1 of split 'train' has no list of labels" in table_error([[0], None] * 15)
+    assert "image 1 of split 'train' has a null label; fill it in (if a label is a list, an empty one stands" in (
+        table_error([[0], None] * 15)
+    )
+    assert "image 2 of split 'train' has a null label; fill it in" in table_error([[0, 1], [], [2, None]] * 9)
     assert "image 2 of split 'train' has the label -1, outside 0..3" in table_error([[0], [1], [2, -1]] * 9)
     assert "may have several labels; use other data, or train with --task multilabel" in table_error(
         [[0], [1, 2]] * 15, task="classification"

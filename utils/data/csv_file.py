@@ -5,7 +5,7 @@ import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +116,8 @@ def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:
     weight = weight_column(config)
     weight_at = lower.index(weight.lower()) if weight and weight.lower() in lower else None
     found: dict[str, _Rows] = {}
-    first: dict[str, int] = {}  # the line of each path
+    first: dict[str, int] = {}  # the line of each image, by a path that does not depend on the spelling
+    real_folder = cache(lambda folder: os.path.realpath(os.path.join(file.parent, folder)))
     for number, cells in lines:
         if len(cells) != len(header):
             problem = f"{len(cells)} columns, but the first line has {len(header)}"
@@ -128,8 +129,10 @@ def _read(file: Path, config: TrainConfig) -> dict[str, _Rows]:
         if len(path) > _LONGEST and len(os.fsencode(path)) > _LONGEST:
             problem = f"the path has {len(path):,} characters, and a file system allows {_LONGEST:,} bytes"
             raise UserError(f"{_place(file, number)}: {problem}", "check that it is a path")
-        if first.setdefault(path, number) != number:
-            problem = f"{printable(path)} is also on line {first[path]}"
+        name_at = path.rfind("/") + 1
+        line = first.setdefault(f"{real_folder(path[:name_at])}/{path[name_at:]}", number)
+        if line != number:
+            problem = f"{printable(path)} is also on line {line}"
             raise UserError(f"{_place(file, number)}: {problem}", "list each image once")
         rows = found.get(split) or found.setdefault(split, _Rows())
         rows.paths.append(path)

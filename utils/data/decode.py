@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from utils.errors import UserError, one_line
 EVAL_CROP = 0.875  # fraction of a photograph's shorter side that evaluation uses, as is common since AlexNet
 LARGE = 200_000  # bytes; for a larger file, reading the image's size first saves time
 BAD_IMAGE_FIX = "fix it, or leave it out with --bad_images skip"
-VERSION = 2  # of the decoded pixels; raise it when they change, so that old caches are not used
+VERSION = 3  # of the decoded pixels; raise it when they change, so that old caches are not used
 Shrink = Callable[[int, int], float]  # from an image's (height, width): how many times smaller it will become
 
 with warnings.catch_warnings():  # PyTorch warns not to write to such a tensor, and this code does not
@@ -50,8 +51,9 @@ class BadImages(UserError):
 def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None) -> Tensor:
     """Decode sample `position` to uint8 [H, W, C]. Raises ValueError, which names it, if it cannot be read.
 
-    `raw` is its encoded image, if that has already been read. The EXIF orientation is applied, and transparency is
-    dropped. If `shrink` returns at least 2, a large JPEG is decoded at 1/2, 1/4 or 1/8 of its sides, which is faster.
+    `raw` is its encoded image, if that has already been read. The orientation in its EXIF or XMP data is applied, and
+    transparency is dropped. If `shrink` returns at least 2, a large JPEG is decoded at 1/2, 1/4 or 1/8 of its sides,
+    which is faster.
     """
     try:
         return _pixels(split.images[int(split.rows[position])] if raw is None else raw, channels, shrink)
@@ -94,19 +96,17 @@ def _jpeg(raw: bytes, channels: int, shrink: Shrink | None) -> Tensor | Image.Im
     image = _reduced(raw, "L" if channels == 1 else "RGB", shrink) if shrink and len(raw) >= LARGE else None
     if image is not None:
         return image
-    data = torch.frombuffer(raw, dtype=torch.uint8)
-    try:
-        mode = "GRAY" if channels == 1 else "RGB"
-        return torchvision.io.decode_jpeg(data, mode, apply_exif_orientation=True).permute(1, 2, 0)
-    except RuntimeError:  # Pillow reads more files, and its errors are clearer
-        return Image.open(io.BytesIO(raw))
+    with suppress(RuntimeError):  # Pillow reads more files, and its errors are clearer
+        if not _turned_by_xmp(raw):
+            mode, data = "GRAY" if channels == 1 else "RGB", torch.frombuffer(raw, dtype=torch.uint8)
+            return torchvision.io.decode_jpeg(data, mode, apply_exif_orientation=True).permute(1, 2, 0)
+    return Image.open(io.BytesIO(raw))
 
 
 def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
     """A JPEG image set to be decoded at 1/2, 1/4 or 1/8 of its sides; None to decode it whole."""
     try:
         image = JpegImageFile(io.BytesIO(raw))
-        image.info.pop("xmp", None)  # Pillow would use it if there is no EXIF data; torchvision does not
         turned = int(image.getexif().get(ExifTags.Base.Orientation, 1)) in (5, 6, 7, 8)
     except Exception:  # damaged: decoding the whole image works, or raises a clear error
         return None
@@ -115,6 +115,16 @@ def _reduced(raw: bytes, mode: str, shrink: Shrink) -> Image.Image | None:
         return None
     image.draft(mode, (image.width // factor, image.height // factor))
     return image
+
+
+def _turned_by_xmp(raw: bytes) -> bool:
+    """Whether a JPEG has its orientation only in XMP data, which torchvision does not read."""
+    if b"http://ns.adobe.com/xap/1.0/\0" in raw and b"tiff:Orientation" in raw:
+        with suppress(Exception):  # torchvision ignores damaged EXIF data
+            exif = Image.Exif()  # of the EXIF data alone; `getexif` adds the orientation in the XMP data
+            exif.load(JpegImageFile(io.BytesIO(raw)).info.get("exif", b""))
+            return ExifTags.Base.Orientation not in exif
+    return False
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -213,7 +213,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
         raise _no_images(folder, scan.left_out)
     scan.count_beside_classes(folder)
     bad = {row: scan.bad[path] for row, path in enumerate(paths) if path in scan.bad} if scan.bad else {}
-    images = Files(paths, str(folder), scan.left_out)
+    images = Files(paths, str(folder), scan)
     split = whole_split(name, images, labels, fingerprint_of(folder.resolve()))
     return replace(split, bad=bad, notes=tuple(scan.left_out.notes(folder)))
 

@@ -54,6 +54,7 @@ class Scan:
     """One pass over all files of a split, given its folder and its class folders."""
 
     def __init__(self, folder: Path, children: list[os.DirEntry]):
+        self.folder = folder
         self.bad: dict[str, str] = {}  # paths with names of images that are not files, with the reason
         self.left_out = LeftOut()
         # The class of each folder that is entered, so that no image is read twice; "" for the split and its parents.

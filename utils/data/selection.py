@@ -114,7 +114,22 @@ def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Sp
         train, evaluation = hold_out(train, config.eval_fraction or 0.1, config.seed)
         return (train, whole), (evaluation, whole)
     eval_whole = source.split(eval_name)
+    if eval_whole is not whole:
+        _check_apart(whole, eval_whole)
     return (train, whole), (_readable_part(eval_whole, config), eval_whole)
+
+
+def _check_apart(train: Split, evaluation: Split) -> None:
+    """Raise ValueError if a link makes a folder of training images one of evaluation images, too."""
+    used, other = (getattr(split.images, "scan", None) for split in (train, evaluation))
+    if not (used and other):
+        return
+    for folder, name in other.class_of.items():
+        if name and used.class_of.get(folder):
+            raise UserError(
+                f"{other.folder}: the folder of class {join_names([name])} is also used for training, in {used.folder}",
+                "remove the link (without a split to evaluate on, a tenth of the training images is held out)",
+            )
 
 
 def _readable_part(split: Split, config: TrainConfig) -> Split:

@@ -13,7 +13,7 @@ import numpy as np
 
 from utils.console import join_names
 from utils.data.order import fold_in, permutation
-from utils.data.scan import LeftOut
+from utils.data.scan import Scan
 from utils.errors import UserError
 
 EVAL_NAMES = ("validation", "valid", "val", "eval", "test")  # tried in this order
@@ -132,9 +132,8 @@ class Files:
 
     missing = "the file is gone"  # why a file that a checkpoint records cannot be read if this split does not have it
 
-    def __init__(self, paths: list[str], root: str = "", left_out: LeftOut | None = None):
-        self.paths, self.root = paths, root
-        self.left_out = left_out  # for image folders
+    def __init__(self, paths: list[str], root: str = "", scan: Scan | None = None):
+        self.paths, self.root, self.scan = paths, root, scan  # `scan` is for image folders
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -150,12 +149,17 @@ class Files:
             return file.read()
 
     def stamp(self, row: int) -> tuple[int, int, int]:
-        """Size in bytes, modification and change time in ns. Raises OSError for a missing or special file."""
-        status = os.stat(self.paths[row])
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", self.paths[row])
-        # The change time changes even if a tool restores the size and the modification time.
-        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        """`stamp_of` the file of a row."""
+        return stamp_of(self.paths[row])
+
+
+def stamp_of(path: str | os.PathLike) -> tuple[int, int, int]:
+    """Size in bytes, modification and change time in ns. Raises OSError for a missing or special file."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    # The change time changes even if a tool restores the size and the modification time.
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 Opener = Callable[[], Split]

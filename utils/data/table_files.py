@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from utils.console import join_names
-from utils.data.splits import EVAL_NAMES
+from utils.data.splits import EVAL_NAMES, fingerprint_of, stamp_of
 from utils.errors import UserError, one_line
 
 TABLE_FILES = ("*.parquet", "*.arrow", "dataset_dict.json", "state.json")  # a folder with one of these holds tables
@@ -71,11 +71,12 @@ def _read(path: Path):
         return load_from_disk(str(path))
     if path.is_file() and path.suffix == ".arrow":
         return {"train": Dataset.from_file(str(path))}
-    if path.is_file():
-        return load_dataset("parquet", data_files={"train": str(path)})
-    parquet = _visible(path, "*.parquet")
+    parquet = [path] if path.is_file() else _visible(path, "*.parquet")
     files = parquet or _visible(path, "*.arrow")
-    return load_dataset("parquet" if parquet else "arrow", data_files=_files_by_split(files))
+    data_files = {"train": [str(path)]} if path.is_file() else _files_by_split(files)
+    # The cache of `datasets` compares only paths and modification times, which another file can have, too.
+    stamps = fingerprint_of(*map(stamp_of, files))
+    return load_dataset("parquet" if parquet else "arrow", stamps, data_files=data_files)
 
 
 def _check_files(path: Path) -> None:

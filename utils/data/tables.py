@@ -12,7 +12,7 @@ from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.multi_hot import multi_hot
 from utils.data.sampling import to_weights, weight_column
-from utils.data.splits import Source, Split, fingerprint_of, split_that_defines_classes, whole_split
+from utils.data.splits import Source, Split, fingerprint_of, split_that_defines_classes, stamp_of, whole_split
 from utils.data.table_files import hide_bars_without_terminal
 from utils.errors import UserError, one_line
 
@@ -39,6 +39,14 @@ class Table:
                 raise ValueError(f"{value['path']} is missing or not a regular file")
             return Path(value["path"]).read_bytes()
         return value.get("bytes")
+
+    def files(self) -> list[str]:
+        """The files of the table, and those of images that it stores only as paths."""
+        from pyarrow.compute import struct_field
+
+        column = self.dataset.data.column(self.column)
+        paths = struct_field(column, "path").filter(struct_field(column, "bytes").is_null()).drop_null()
+        return [*(file["filename"] for file in self.dataset.cache_files), *paths.to_pylist()]
 
     def many(self, rows: Sequence[int]) -> list[bytes | None]:
         """Several rows at once, many times faster than one by one; None for images that are stored only as paths."""
@@ -79,7 +87,9 @@ def table_source(splits, config: TrainConfig) -> Source:
             problem = f"the labels of split {name!r} are {dataset.features[label_column]}"
             raise UserError(f"{problem}, unlike those of the training split", "choose another split")
         labels = _labels(name, _values(dataset, label_column), label_values, len(class_names))
-        split = whole_split(name, Table(dataset, image_column), labels, fingerprint_of(dataset._fingerprint))
+        images = Table(dataset, image_column)
+        stamps = [stamp_of(file) for file in images.files() if Path(file).is_file()]
+        split = whole_split(name, images, labels, fingerprint_of(dataset._fingerprint, *stamps))
         weight = weight_column(config)
         weights = to_weights(dataset[weight][:]) if weight in dataset.features else None
         return replace(split, notes=notes, weights=weights)
@@ -181,19 +191,17 @@ def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, .
 
 
 def _labels(split: str, values, label_values: list | None, classes: int) -> np.ndarray:
-    """The labels as class indices, int64 [N], -1 for missing ones; those in lists as multi-hot rows.
+    """The labels as class indices, int64 [N], below 0 for negative ones; those in lists as multi-hot rows.
 
-    `label_values` are the values of class 0, 1, ...
+    `label_values` are the values of class 0, 1, ... Raises ValueError for a null label.
     """
     import pyarrow as pa
     from pyarrow import compute
 
+    _refuse_null(split, values, range(len(values)))
     if pa.types.is_nested(values.type):
-        if values.null_count:
-            row = compute.index(compute.is_null(values), True).as_py()
-            fix = "give an empty list if it has no label"
-            raise UserError(f"image {row} of split {split!r} has no list of labels", fix)
         counts, flat = compute.list_value_length(values).to_numpy(), compute.list_flatten(values)
+        _refuse_null(split, flat, np.repeat(np.arange(len(counts)), counts))
         return multi_hot(split, counts, _labels(split, flat, label_values, classes), classes)
     if label_values is not None:
         is_text = isinstance(label_values[0], str)
@@ -209,3 +217,15 @@ def _labels(split: str, values, label_values: list | None, classes: int) -> np.n
             )
         values = indices
     return values.cast(pa.int64()).fill_null(-1).to_numpy()
+
+
+def _refuse_null(split: str, values, rows: Sequence[int] | np.ndarray) -> None:
+    """Raise ValueError if one of these labels is null; `rows` are the rows of their images."""
+    from pyarrow import compute
+
+    if values.null_count:
+        row = rows[compute.index(compute.is_null(values), True).as_py()]
+        raise UserError(
+            f"image {row} of split {split!r} has a null label",
+            "fill it in (if a label is a list, an empty one stands for no label), or choose another split",
+        )
