@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         stopping.training_begins()
         with frozen_garbage(), run.profile:
             result = train(run)
-        report_training(run, result)
+        if result is None:  # else `evaluate` has written the page
+            report_training(run)
         stopped = close(run, result, command)
     if stopped:
         raise SystemExit(EXIT_RESUME)
@@ -284,6 +285,7 @@ def evaluate(run: Run) -> dict | None:
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
     state.evaluated(result, run.task.metric, run.task.higher_is_better)
     reduce_on_plateau(run.config, state, run.updates, run.log.say)
+    report_training(run, result)
     return result
 
 
