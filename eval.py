@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
                 write_files(flags, record, found, task, saved, split)
                 written = [path for path in (flags.json, flags.predictions) if path]
             finally:
-                more = list[tuple[str, str]]()
+                more = [("input", spec.describe_pixels())]
                 more += [("views", str(flags.tta))] if flags.tta else []
                 more += speed_rows(record["throughput"]) if flags.throughput else []
                 more += [("written", path) for path in written]
