@@ -50,7 +50,7 @@ from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
 from utils.training.evaluation import Evaluator
-from utils.training.predictions import Predictions, check_predictions
+from utils.training.predictions import Predictions, check_outputs, check_predictions
 from utils.training.throughput import size_of, speed_of, speed_rows
 
 
@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
                 write_files(flags, record, found, task, saved, split)
                 written = [path for path in (flags.json, flags.predictions) if path]
             finally:
-                more = [("views", str(flags.tta))] if flags.tta else []
+                more = [("input", spec.describe_pixels())]
+                more += [("views", str(flags.tta))] if flags.tta else []
                 more += speed_rows(record["throughput"]) if flags.throughput else []
                 more += [("written", path) for path in written]
                 print(task.report(record, f"Evaluation of {saved.path}", more))
@@ -169,6 +170,7 @@ def evaluate(
     evaluator = Evaluator(ranks, accelerator, whole, batches, task, config)
     result = evaluator.evaluate(keep=config.report or flags.predictions is not None)
     assert result is not None  # nothing stops it
+    check_outputs(result["loss"], saved.path)
     for reason in list(found_by_all(ranks, batches).values())[:10]:
         terminal.print(f"{reason}; left out")
     if flags.tta:

@@ -47,14 +47,13 @@ from utils.ranks.accelerator import check_precision, compile_model, make_acceler
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.runs.evaluated import evaluated_at, find_saved, given_settings, remarks
-from utils.runs.manifest import files_of
 from utils.runs.metadata import SavedRun
 from utils.runs.weights import find_checkpoints
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.bad_images import found_by_all
 from utils.training.evaluation import gather_rows, same_kernels
-from utils.training.predictions import check_predictions, most_likely
+from utils.training.predictions import check_outputs, check_predictions, most_likely
 
 BLOCKS = 8  # of each process between two additions to FILE.partial
 
@@ -143,11 +142,10 @@ def open_partial(work: Work) -> tuple[Partial | None, int]:
     """The file of finished rows (on the main process, with --out), and the number of these rows; collective."""
     flags, config, saved = work.flags, work.config, work.saved
     assert saved.weights is not None
-    files = [files_of(checkpoint) for checkpoint in saved.weights.checkpoints]
     precision = work.accelerator.mixed_precision
     about = {
         "images": work.split.fingerprint,
-        "weights": fingerprint_of(json.dumps(files), saved.weights.part),
+        "weights": fingerprint_of(json.dumps(saved.weights.manifests), saved.weights.part),
         "settings": f"{config.eval_batch_size} {flags.top} {flags.tta} {config.threshold} {precision}",
     }
     out = expand(flags.out) if flags.out else None
@@ -213,6 +211,7 @@ def gather(work: Work, parts: list[tuple[Tensor, ...]], bad: dict[int, str], beg
     own = [torch.cat(column).to(device) for column in zip(*parts, strict=True)]
     counts = [int(text) for text in ranks.gather_text(str(len(own[0])))]
     indices, top, scores = (gather_rows(work.accelerator, each, counts).cpu().numpy() for each in own)
+    check_outputs(scores, work.saved.path)
     if not ranks.is_main:
         return []
     made = make_rows(work.task, work.saved.class_names, top, scores, work.flags.top)

@@ -58,6 +58,7 @@ from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
 from utils.training.bad_images import without_bad
 from utils.training.building import check_settings, count_updates, wrap_model
+from utils.training.divergence import watch_evaluation
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
 from utils.training.first_batch import write_first_batch
@@ -92,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         stopping.training_begins()
         with frozen_garbage(), run.profile:
             result = train(run)
-        report_training(run, result)
+        if result is None:  # else `evaluate` has written the page
+            report_training(run)
         stopped = close(run, result, command)
     if stopped:
         raise SystemExit(EXIT_RESUME)
@@ -283,8 +285,11 @@ def evaluate(run: Run) -> dict | None:
             agree_on_bad(run, split, run.evaluator.batches)
         result = {"weights": weights, **metrics} if run.average else metrics
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
+        if weights == "raw":
+            watch_evaluation(run, metrics)
     state.evaluated(result, run.task.metric, run.task.higher_is_better)
     reduce_on_plateau(run.config, state, run.updates, run.log.say)
+    report_training(run, result)
     return result
 
 

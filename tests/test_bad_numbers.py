@@ -7,11 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.make_data import image_folder
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, train_run, weights
+from helpers.training_runs import MLP, records, refused, train_run, weights
+from safetensors.torch import save_file
 
+import eval
+import predict
 import train
 from utils.data.order import permutation
+from utils.runs.checkpoint import _write_manifest
 from utils.runs.manifest import newest_good
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "12", "--threads", "1", "--lr", "0.01", "--run_name", "run"]
@@ -87,3 +92,45 @@ def test_after_bad_numbers_the_run_goes_on_from_the_last_good_checkpoint():
     train_run(1, "whole", *FLAGS, "--run_name", "whole")
     assert [record["step"] for record in records("run", "start")] == [0, 4] and records("run", "bad_loss") == []
     assert all(torch.equal(weights("run")[name], tensor) for name, tensor in weights("whole").items())
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_evaluations_and_predictions_of_nan_weights_or_infinite_outputs_end_with_one_line(processes):
+    train_run(1, "run", *MLP, "--max_steps", "2")
+    checkpoint, tensors = Path("runs/run/checkpoints/step-00000002"), weights("run")
+    (image,) = image_folder("images", {"a": 1})
+    for change, problem in (
+        (lambda tensor: tensor.mul_(1e38), "outputs of the model are NaN or infinite"),
+        (lambda tensor: tensor.view(-1)[:1].fill_(torch.nan), "weights are NaN or infinite (output.bias)"),
+    ):
+        for name in ("output.bias",) if "bias" in problem else tensors:
+            change(tensors[name])
+        save_file(tensors, checkpoint / "model.safetensors")
+        (checkpoint / "manifest.json").unlink()
+        _write_manifest(checkpoint)
+        for script in (eval, predict):
+            more = [str(image)] if script is predict else []
+            line = refused(script.main, "--ckpt", "runs/run", *more, processes=processes)
+            assert f"runs/run/checkpoints/step-00000002: {problem}" in line and "another checkpoint" in line
+        if "bias" in problem:
+            line = refused(train.main, *MLP, "--init_from", "runs/run", processes=processes)
+            assert "step-00000002: output.bias is NaN or infinite; use other weights" in line
+
+
+def test_a_nan_evaluation_at_the_end_of_a_run_is_reported():
+    (outcome,) = run_ranks(1, _train_and_enlarge_weights, [*FLAGS, "--max_steps", "2"], 2)
+    assert outcome.code == 0
+    assert re.search(r"^update 2: the loss of the evaluation is (nan|inf); lower --lr", outcome.out, re.M)
+
+
+def _train_and_enlarge_weights(flags, step):
+    update = train.train_update
+
+    def enlarging(run, batches):
+        update(run, batches)
+        if run.state.step == step:
+            for parameter in run.module.parameters():
+                parameter.data.mul_(1e38)
+
+    train.train_update = enlarging
+    train.main(flags)

@@ -24,7 +24,7 @@ from utils.models.zoo import OWN_MODELS
 from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
-from utils.training.divergence import report_explosion
+from utils.training.divergence import watch_loss
 from utils.training.sameness import differences, has_dropout
 from utils.training.schedule import total_updates
 
@@ -174,11 +174,82 @@ def test_the_loss_of_guessing_is_that_of_equal_scores(loss, guessing):
     assert task.loss_of_guessing == pytest.approx(guessing)
     lines, state = [], TrainState(step=5)
     log = SimpleNamespace(say=lines.append)
+    run = SimpleNamespace(state=state, task=task, log=log, config=TrainConfig(lr=0.02))
     for mean in (math.nan, 9.9 * guessing, 10.1 * guessing, 99 * guessing):
-        report_explosion(log, state, mean, task.loss_of_guessing)
+        watch_loss(run, mean, count=100)
     assert len(lines) == 1 and f"is {10.1 * guessing:.4g}," in lines[0] and state.exploded
-    report_explosion(log, TrainState(), 1e30, Task.loss_of_guessing)  # of a task that does not define it
+    assert lines[0].endswith("; lower --lr, for example to 0.002, increase --warmup_steps or set --clip_norm")
+    watch_loss(
+        SimpleNamespace(**{**vars(run), "task": Task(), "state": TrainState()}), 1e30, count=100
+    )  # it does not define the loss
     assert len(lines) == 1
+    # once it has learned, 10 / sqrt(samples) above the loss of guessing are enough
+    for samples, factor, is_said in ((100, 1.9, False), (100, 2.1, True), (10_000, 1.05, False), (10_000, 1.15, True)):
+        run.state = TrainState()
+        lines.clear()
+        watch_loss(run, factor * guessing, samples)
+        watch_loss(run, 0.4 * guessing, samples)
+        assert not lines and run.state.learned
+        watch_loss(run, factor * guessing, samples)
+        assert bool(lines) == is_said
+
+
+DIGITS = ["--model", "mlp", "--threads", "1", "--lr", "0.05", "--lr_schedule", "constant"]
+DIGITS += ["--max_train_samples", "480", "--run_name", "run", "--resume", "auto", "--save_every", "1"]
+
+
+def _train_and_ruin(flags, step, kind):
+    """Train; after update `step` the weights change as `kind` says."""
+    update = train.train_update
+
+    def ruining(run, batches):
+        update(run, batches)
+        weight, bias = run.module.output.weight.data, run.module.output.bias.data
+        if run.state.step == step and kind == "swapped":
+            weight.copy_(weight.roll(1, 0))  # each class is taken for the next one
+        elif run.state.step == step:
+            weight.zero_()
+            bias.copy_(torch.arange(10) / 10)
+
+    train.train_update = ruining
+    train.main(flags)
+
+
+@pytest.mark.parametrize(("processes", "kind", "flags", "said"), [
+    (1, "swapped", ["--log_every", "5", "--eval_every", "99"],
+     r"update 45: the training loss is \d\.\d+, while the loss of guessing is 2.303; "),
+    (2, "swapped", ["--log_every", "39", "--eval_every", "20"],
+     r"update 40: accuracy has fallen to 0\.\d{4} from 0\.\d{4} in the first evaluation; "),
+    (2, "one class", ["--log_every", "39", "--eval_every", "40"],
+     r"update 40: the model predicts the same for all 180 samples, with a loss of 2\.\d+; "),
+])  # fmt: skip
+def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix(processes, kind, flags, said):
+    lines = []
+    for more in (["--max_steps", "50"], ["--max_steps", "52"]):
+        outcomes = run_ranks(processes, _train_and_ruin, [*DIGITS, *flags, *more], 40, kind)
+        assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].err
+        lines.append([line for outcome in outcomes for line in outcome.out.splitlines() if "lower --lr" in line])
+    assert len(lines[0]) == 1 and lines[1] == [], lines
+    assert re.match(f"{said}lower --lr, for example to 0.005, increase", lines[0][0])
+
+
+@pytest.mark.parametrize("flags", [
+    ["--model", "mnist_cnn", "--image_size", "12", "--mixup", "0.8", "--cutmix", "1.0", "--label_smoothing", "0.1",
+     "--warmup_steps", "20"],
+    ["--model", "mlp", "--loss", "focal", "--class_weights", "balanced", "--global_batch_size", "8",
+     "--ema_decay", "0.99"],
+    ["--model", "mlp", "--loss", "binary_cross_entropy", "--optimizer", "adamw", "--lr", "0.03",
+     "--sampler", "balanced"],
+    ["--model", "timm/test_resnet", "--image_size", "16", "--global_batch_size", "32", "--lr", "0.1"],
+    ["--data", "pairs", "--model", "mlp", "--task", "binary", "--pos_weight", "3", "--global_batch_size", "8"],
+])  # fmt: skip
+def test_healthy_runs_are_not_said_to_fall_apart(flags):
+    image_folder("pairs/train", {"a": 90, "b": 10})  # random pixels, which are learned by heart
+    image_folder("pairs/val", {"a": 36, "b": 4}, seed=1)
+    more = ["--max_steps", "120", "--log_every", "1", "--eval_every", "6", "--threads", "1", "--run_name", "run"]
+    (outcome,) = run_ranks(1, train.main, [*flags, *more])
+    assert outcome.code == 0, outcome.err
+    assert "lower --lr" not in outcome.out
 
 
 MASKS = "dropout masks (unless processes x accumulation is 6)"

@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from helpers.make_data import image_folder
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, train_run, weights
+from helpers.training_runs import records, refused, train_run, weights
 from sklearn.metrics import f1_score
 from torch.nn import functional as F
 
@@ -19,6 +21,7 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.selection import load_data
+from utils.runs.checkpoint import _remove
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 from utils.runs.resume import spec_of_start
@@ -134,6 +137,49 @@ def test_eval_takes_the_best_checkpoint_of_a_run_or_the_one_that_is_named():
     assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["step"] == best
     named = returned(1, eval.main, ["--ckpt", "runs/run/checkpoints/step-00000004"])[0]
     assert (named["step"], named["accuracy"]) == (4, evals[4])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("moment", ["config.yaml", "model.safetensors", "find_split"])
+def test_an_evaluation_beside_a_run_that_deletes_its_checkpoint_takes_the_next_one(processes, moment):
+    train_run(1, "run", *FLAGS, "--max_steps", "4", "--eval_every", "2", "--keep", "9", "--save_every", "2")
+    folder = Path("runs/run/checkpoints")
+    (folder / "best").write_text("step-00000002\n")
+    outcomes = run_ranks(processes, _evaluate_and_delete, moment, "runs/run")
+    assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].err
+    assert not (folder / "step-00000002").exists()
+    # once all of it is read, the checkpoint is not needed any more
+    expected = 2 if moment == "find_split" else 4
+    assert [outcome.value["step"] for outcome in outcomes] == [expected] * processes
+    accuracy = {record["step"]: record["accuracy"] for record in records("run", "eval")}
+    assert outcomes[0].value["accuracy"] == accuracy[expected]
+
+
+def test_a_checkpoint_that_is_named_and_deleted_meanwhile_is_an_error():
+    train_run(1, "run", *FLAGS, "--max_steps", "4", "--keep", "9", "--save_every", "2")
+    line = refused(partial(_evaluate_and_delete, "config.yaml"), "runs/run/checkpoints/step-00000002")
+    assert "step-00000002: no such checkpoint or run folder" in line
+
+
+def _evaluate_and_delete(moment, ckpt):
+    """Evaluate; at this moment `best` is moved to step 4, and step 2 is deleted."""
+    folder, find_split = Path("runs/run/checkpoints"), eval.find_split
+
+    def delete():
+        (folder / "best").write_text("step-00000004\n")
+        _remove(folder / "step-00000002")
+
+    def before_opening(event, arguments):
+        if event == "open" and str(arguments[0]).endswith(f"step-00000002/{moment}"):
+            delete()
+
+    def before_data(*arguments):
+        delete()
+        return find_split(*arguments)
+
+    sys.addaudithook(before_opening)
+    eval.find_split = before_data if moment == "find_split" else find_split
+    return eval.main(["--ckpt", *([ckpt] if isinstance(ckpt, str) else ckpt)])
 
 
 def test_eval_evaluates_the_training_split_too():

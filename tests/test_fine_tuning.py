@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.ops import StochasticDepth
 
+import eval
 import replay
 import train
 from utils.config.cli import parse_args
@@ -265,6 +266,31 @@ def test_sources_that_do_not_fit_are_one_line(folder, monkeypatch):
     assert "none of its tensors (" in line and "fits mlp, which has hidden.weight, hidden.bias" in line
     line = refused(train.main, *flags, "runs/source", "--pretrained")
     assert "--pretrained and --init_from exclude each other" in line
+
+
+@pytest.mark.parametrize("patterns", [["backbone"], ["layer1", "conv*"]])
+def test_a_new_layer_that_would_be_frozen_with_random_weights_is_refused(folder, monkeypatch, patterns):
+    monkeypatch.chdir(folder)
+    shutil.copy(next(Path("runs/source/checkpoints").glob("step-*/model.safetensors")), "colour.safetensors")
+    flags = ["--data", "first", *STILL, "--init_from", "colour.safetensors", "--run_name", patterns[0], "--channels"]
+    line = refused(train.main, *flags, "1", "--freeze", *patterns, processes=2)
+    assert f"--freeze {patterns[-1]}: conv1.0.weight would stay random (shape [" in line
+    assert "; freeze other layers, or set --model and --channels to those of --init_from" in line
+    (outcome,) = run_ranks(1, train.main, [*flags, "3", "--freeze", *patterns])
+    assert outcome.code == 0, outcome.err
+
+
+def test_the_start_table_the_page_and_the_evaluation_show_how_pixels_are_normalised(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    flags = ["--data", "first", *STILL, "--image_size", "112", "--mean", "0.4", "0.5", "0.6", "--run_name", "shown"]
+    text = "mean 0.4, 0.5, 0.6, standard deviation 0.5, 0.5, 0.5 of pixels in 0 to 1"
+    text += "; evaluation: sides resized to 128 (bilinear), centre cropped"
+    (trained,) = run_ranks(1, train.main, flags)
+    (evaluated,) = run_ranks(1, eval.main, ["--ckpt", "runs/shown"])
+    for outcome in (trained, evaluated):
+        assert outcome.code == 0, outcome.err
+        assert any(line.split(None, 1) == ["input", text] for line in outcome.out.splitlines())
+    assert text in Path("runs/shown/report.html").read_text()
 
 
 # -- frozen layers ---------------------------------------------------------------------------------------------------

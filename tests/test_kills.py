@@ -281,3 +281,37 @@ def _end_before_each_operation() -> int:
         + ended([1, 2], lambda: save(2, is_best=True), good=(2,))  # again, after an evaluation that was owed
         + ended([2, 3, 4, 5], lambda: delete_after(folder, 3, best_step=2), good=(3, 4, 5))
     )
+
+
+def test_a_run_killed_while_it_writes_its_analysis_shows_it_after_a_resume():
+    flags = [*MLP, "--max_steps", "8", "--save_every", "3", "--run_name", "run"]
+    killed = start_ranks(2, _train_until_the_analysis, flags, launcher=True)
+    assert -signal.SIGKILL in [outcome.code for outcome in killed.finish()]
+    assert Path("runs/run/.report.json.partial").exists()
+    train_run(2, "run", *flags, "--resume", "auto")
+    train_run(2, "whole", *flags, "--run_name", "whole")
+    found, expected = (json.loads(Path(f"runs/{name}/report.json").read_text()) for name in ("run", "whole"))
+    for analysis in (found, expected):
+        analysis["record"].pop("seconds")
+    assert found == expected and found["record"]["step"] == 8
+    assert "Confusion" in Path("runs/run/report.html").read_text()
+    assert list(Path("runs/run").glob(".*.partial")) == []
+    assert [record["step"] for record in records("run", "eval")] == [8]
+
+
+def _train_until_the_analysis(flags: list[str]) -> None:
+    def kill(event, arguments):
+        if event == "os.rename" and str(arguments[1]).endswith("report.json"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    train.main(flags)
+
+
+def test_a_resumed_run_deletes_what_a_kill_left_half_written():
+    flags = [*MLP, "--max_steps", "4", "--save_every", "2", "--report", "false"]
+    train_run(1, "run", *flags)
+    half = Path("runs/run/.report.html.partial")
+    half.write_text("half")
+    train_run(1, "run", *flags, "--resume", "auto")
+    assert not half.exists()

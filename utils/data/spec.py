@@ -65,6 +65,14 @@ class InputSpec:
         evaluated = f", evaluated at {other.height}x{other.width}" if other.size != self.size else ""
         return f"{self.height}x{self.width} {colours} images{evaluated}"
 
+    def describe_pixels(self) -> str:
+        """How pixels are normalised, and how photographs are resized."""
+        mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (self.mean, self.std))
+        text, other = f"mean {mean}, standard deviation {std} of pixels in 0 to 1", self.for_evaluation()
+        if other.resize is None:
+            return text
+        return f"{text}; evaluation: sides resized to {other.resize} ({other.interpolation}), centre cropped"
+
     @property
     def size(self) -> tuple[int, int]:
         return self.height, self.width

@@ -87,7 +87,6 @@ def data_name(loaded: Loaded) -> str:
 
 def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
     spec, settings = loaded.spec, loaded.saved.settings
-    mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (spec.mean, spec.std))
     change = getattr(loaded.model, "stem_change", "").partition(" (")[0]
     outputs = {
         "classification": "the probability of each class (softmax)",
@@ -96,7 +95,7 @@ def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
     }
     return [
         ("Architecture", f"{loaded.name} of {loaded.library}{f', with a {change}' if change else ''}"),
-        ("Input", f"{spec.describe()}, mean {mean}, standard deviation {std} of pixels in 0 to 1"),
+        ("Input", f"{spec.describe()}, {spec.describe_pixels()}"),
         ("Output", outputs[settings.task]),
         ("Classes", f"{len(loaded.saved.class_names)}: {join_names(loaded.saved.class_names)}"),
     ]

@@ -1,4 +1,6 @@
-"""Check a model by running it: the images that it accepts, and its output."""
+"""Check a model by running it: the images that it accepts, and its output. Find bad weights."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,11 @@ def check_output(
             raise UserError(f"{problem} ({one_line(error)[:100]})", "leave it out, or use another model") from error
         accept_empty_batches(model)
     model.train(training)
+
+
+def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of the tensors with a NaN or infinite value. Waits for the device."""
+    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
 
 
 def accept_empty_batches(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Layers that are not trained (--freeze)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -14,11 +14,12 @@ BACKBONE = "backbone"
 """The pattern that stands for all parameters but those of the head."""
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {}) -> None:
     """Freeze the parameters that match a pattern, and the batch statistics of layers whose parameters are all frozen.
 
     A pattern is `backbone`, or the name of a layer or parameter, with the wildcards of `fnmatch`. Raises UserError for
-    a pattern that matches nothing, and if no parameter is left to train.
+    a pattern that matches nothing or a parameter in `new`, and if no parameter is left to train. `new` has parameters
+    that --init_from did not set, with the reason; they would stay random.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
@@ -28,6 +29,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             fix = suggestion(pattern, [*layers, *parameters], f"use {BACKBONE}, or names such as {layers[0]}")
             raise UserError(f"--freeze {pattern}: no parameter has such a name", fix)
         for name in matching:
+            if name in new:
+                fix = "freeze other layers, or set --model and --channels to those of --init_from"
+                raise UserError(f"--freeze {pattern}: {name} would stay random ({new[name]})", fix)
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(f"--freeze {' '.join(patterns)}: no parameter is left to train", f"try {BACKBONE}")

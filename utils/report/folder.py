@@ -88,6 +88,7 @@ def _start(record: Mapping[str, Any]) -> dict[str, Any]:
         "step": record["step"],
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record["time"])),
         "topology": ", ".join([topology.format(**record), *more]),
+        "input": record.get("input", ""),
     }
 
 

@@ -33,8 +33,12 @@ class Evaluated:
     record: Mapping[str, Any]
 
 
-def report_training(run: Run, result: Mapping[str, Any] | None) -> None:
-    """Write the page of a run that is complete, on the main process; `result` is its last evaluation, if any."""
+def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
+    """Write the page of a run if it is complete, on the main process.
+
+    `result` is an evaluation that has just ended, if any. Call this before its checkpoint is saved: if the run is
+    killed meanwhile, it evaluates again when it is resumed.
+    """
     if not run.ranks.is_main or not run.config.report or not run.ended or run.state.owes_evaluation:
         return
     split, found = run.data.evaluation, run.evaluator.predictions if result else None

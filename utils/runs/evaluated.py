@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,25 @@ from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.runs.weights import choose_weights, find_checkpoints
 
 
-def find_saved(ckpt: str, average: int | None, kind: str | None, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt, with the weights that --average and --weights `kind` name; collective."""
+def find_saved(ckpt: str, average: int | None, kind: str | None, ranks: Ranks, tries: int = 10) -> SavedRun:
+    """The verified checkpoint of --ckpt, with the weights that --average and --weights `kind` name; collective.
+
+    Everything is read here. If a training run deletes the checkpoint meanwhile, the search begins anew.
+    """
 
     def find() -> str:
-        checkpoints = find_checkpoints(expand(ckpt), average)
-        for checkpoint in checkpoints:
-            verify(checkpoint, FOR_EVALUATION)
-        return json.dumps([str(checkpoint) for checkpoint in checkpoints])
+        return json.dumps([str(checkpoint) for checkpoint in find_checkpoints(expand(ckpt), average)])
 
     # Only the main process searches: a training run could move `best` between two searches.
-    own = ranks.run_on_main(find, main_first=True)
-    paths = [Path(path) for path in json.loads(ranks.broadcast_text(own or ""))]
-    weights = ranks.run_on_all(lambda: choose_weights(paths, kind))
-    return replace(ranks.run_on_all(lambda: read_checkpoint(paths[-1])), weights=weights)
+    paths = [Path(path) for path in json.loads(ranks.broadcast_text(ranks.run_on_main(find) or ""))]
+    try:
+        for path in paths:
+            ranks.run_on_main(partial(verify, path, FOR_EVALUATION), main_first=True)
+        return ranks.run_on_all(lambda: replace(read_checkpoint(paths[-1]), weights=choose_weights(paths, kind)))
+    except (ValueError, OSError):
+        if tries == 1 or not ranks.any_rank(not all(path.is_dir() for path in paths)):
+            raise
+    return find_saved(ckpt, average, kind, ranks, tries - 1)
 
 
 def evaluated_at(saved: SavedRun, spec: InputSpec) -> SavedRun:

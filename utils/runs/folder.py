@@ -131,6 +131,7 @@ def _open(path: Path, ranks: Ranks) -> RunFolder:
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path, lock(path, _ORPHANS_LEAVE_WITHIN))
     clean_up(folder.checkpoints)
+    clean_up(path)
     ranks.remember("run-folder", str(path.absolute()))
     return folder
 

@@ -15,18 +15,21 @@ from utils.runs.manifest import files_of
 from utils.runs.parts import LOSS_SCALE, Part
 
 
-def read_weights(checkpoint: Path, model: nn.Module, name: str = "model") -> dict[str, Tensor]:
-    """The checkpoint's weights, or those of its part `name`. Raises ValueError if they do not fit the model."""
+def read_weights(checkpoint: Path, name: str = "model") -> dict[str, Tensor]:
+    """The checkpoint's weights, or those of its part `name`."""
     path = checkpoint / f"{name}.safetensors"
     try:
-        tensors = load_file(path)
+        return load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path}: not readable ({one_line(error)})", "use another checkpoint") from error
+
+
+def check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raise ValueError if the weights of the checkpoint do not fit the model."""
     difference = _difference(_shapes(tensors), _shapes(model.state_dict()))
     if difference:
         problem = f"{checkpoint}: holds a different model ({difference} in this model)"
         raise UserError(problem, "use the same --model and --model_args")
-    return tensors
 
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

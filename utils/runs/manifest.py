@@ -43,7 +43,7 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
     for folder in (path / "checkpoints", path):
         if not folder.is_dir():
             continue
-        for name in prefer:
+        for name in [name for name in prefer for _ in range(2)]:  # a training run may move it and delete its checkpoint
             found = read_pointer(folder, name)
             if found is not None and found.is_dir():
                 return found

@@ -22,7 +22,7 @@ from utils.models.zoo import input_spec
 from utils.ranks.ranks import Ranks
 from utils.runs.checkpoint import delete_after
 from utils.runs.folder import Start
-from utils.runs.loading import load_optimizer, load_parts, read_weights
+from utils.runs.loading import check_fit, load_optimizer, load_parts, read_weights
 from utils.runs.metadata import OF_THIS_MACHINE, SavedRun
 from utils.runs.parts import Part
 from utils.runs.state import TrainState
@@ -183,7 +183,8 @@ def restore(
     def load() -> list[str]:
         # Check the weights first, because their error names the cause best. Load them after the optimizer's state,
         # because `load_optimizer` changes the weights.
-        weights = read_weights(saved.path, module)
+        weights = read_weights(saved.path)
+        check_fit(saved.path, weights, module)
         load_optimizer(saved.path, optimizer, module)
         module.load_state_dict(weights)
         return load_parts(saved.path, parts, saved.values)

@@ -39,7 +39,9 @@ class TrainState:
     evaluations: list[dict] = field(default_factory=list)
     """The step and the numbers of the last 1,000 evaluations, oldest first."""
     exploded: bool = False
-    """Whether the run has reported that its training loss exploded."""
+    """Whether the run has reported that its training falls apart."""
+    learned: bool = False
+    """Whether the first update or a train record had a loss below half of that of guessing."""
     best_value: float | None = None
     """The best value so far of the task's metric, even if its checkpoint was not saved. Unlike `best`, it is kept by a
     resume in a new run folder."""
@@ -118,7 +120,7 @@ _FORMAT_1 |= {"since_log", "owes_evaluation", "bad_images", "batch_size", "evalu
 
 def _is_valid(name: str, value) -> bool:
     """Whether this is a valid value of a field of TrainState."""
-    if name in ("owes_evaluation", "exploded"):
+    if name in ("owes_evaluation", "exploded", "learned"):
         return type(value) is bool
     if name == "bad_images":
         return isinstance(value, list) and all(_is_number(position, int) for position in value)

@@ -1,22 +1,30 @@
 """Report NaN or infinite losses and weights with the update, the rank and the samples, before a checkpoint is saved."""
 
 import json
+import math
 import shlex
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from utils.data.order import Plan, share
 from utils.data.splits import Split
 from utils.errors import UserError
 from utils.launch.command import script_command
+from utils.models.checking import bad_tensors
 from utils.ranks.ranks import Ranks
 from utils.runs.log import RunLog
-from utils.runs.state import TrainState
+from utils.training.run import Run
+from utils.training.schedule import count_of
 
-_FIX = "lower --lr, increase --warmup_steps or set --clip_norm"
+_ALSO = "increase --warmup_steps or set --clip_norm"
+_FIX = f"lower --lr, {_ALSO}"
 _EXPLODED = 10  # times the loss of guessing
+_NOISE = 10  # the mean loss of n samples differs by less than this / sqrt(n) times the loss of guessing
+_NEARLY = 0.95  # of the loss of guessing: that of predicting one class can be lower if its share is above 1 / classes
+_BEGINNING = 100  # updates after the warm-up, in which a network may predict one class for everything
 _SHOWN = 8  # samples in the message; the log has all
 
 
@@ -49,18 +57,50 @@ def samples_of(plan: Plan, step: int) -> np.ndarray:
     return plan.draws(epoch)[0][position : position + plan.update_size(position)]
 
 
-def report_explosion(log: RunLog, state: TrainState, loss: float, guessing: float) -> None:
-    """Report, once in a run, that the mean training loss since the last record is above 10 times that of guessing."""
-    if loss > _EXPLODED * guessing and not state.exploded:
-        state.exploded = True
-        problem = f"the training loss is {loss:.4g}, while the loss of guessing is {guessing:.4g}"
-        log.say(f"update {state.step}: {problem}; {_FIX}")
+def watch_loss(run: Run, loss: float, count: float) -> None:
+    """Report, once in a run, a mean training loss of `count` samples that shows that training falls apart.
+
+    It is above 10 times the loss of guessing or, once it was below half of that, above it by more than chance explains.
+    """
+    guessing, state = run.task.loss_of_guessing, run.state
+    limit = min(_EXPLODED, 1 + _NOISE / math.sqrt(count)) if state.learned else _EXPLODED
+    state.learned |= loss < guessing / 2
+    if loss > limit * guessing:
+        _report(run, f"the training loss is {loss:.4g}, while the loss of guessing is {guessing:.4g}")
+
+
+def watch_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
+    """Report, once in a run, an evaluation that shows that training falls apart.
+
+    Its loss is NaN, or nearly that of guessing or above, and one of these holds:
+
+    * The model predicts the same for all samples, and has learned or has had 100 updates after the warm-up.
+    * The model has learned, and the metric is below that of the first evaluation by more than chance explains.
+    """
+    state, loss, count = run.state, metrics["loss"], metrics["count"]
+    if loss < _NEARLY * run.task.loss_of_guessing:
+        return
+    name = type(run.task).metric  # higher is better, unlike with --best loss
+    first = state.evaluations[0].get(name) if state.evaluations else None
+    begun = state.learned or state.step >= count_of(run.config.warmup_steps or 0, run.updates) + _BEGINNING
+    if not math.isfinite(loss):
+        _report(run, f"the loss of the evaluation is {loss}")
+    elif run.evaluator.is_constant and begun:
+        _report(run, f"the model predicts the same for all {count} samples, with a loss of {loss:.4g}")
+    elif state.learned and first and first - metrics.get(name, first) > 2 / math.sqrt(count):
+        _report(run, f"{name} has fallen to {metrics[name]:.4f} from {first:.4f} in the first evaluation")
+
+
+def _report(run: Run, problem: str) -> None:
+    if not run.state.exploded:
+        run.state.exploded = True
+        fix = f"lower --lr, for example to {run.config.lr / 10:.2g}, {_ALSO}"
+        run.log.say(f"update {run.state.step}: {problem}; {fix}")
 
 
 def check_weights(module: nn.Module, plan: Plan, train: Split, step: int) -> None:
     """Raise ValueError if a weight is NaN or infinite after `step` updates, although all losses were finite."""
-    tensors = [tensor for tensor in module.state_dict().values() if tensor.is_floating_point()]
-    if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
+    if bad_tensors(module.state_dict()):
         samples = train.rows[samples_of(plan, step - 1)].tolist()
         shown = ", ".join(map(str, samples[:_SHOWN]))
         raise UserError(

@@ -19,6 +19,7 @@ from utils.launch.exits import fix_for_memory
 from utils.ranks.accelerator import sum_over_ranks
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
+from utils.tasks.multilabel import MultiLabel
 from utils.tasks.task import Task
 from utils.training.meter import Pace, rounded
 from utils.training.predictions import Predictions, has_predictions, in_order, predict
@@ -39,6 +40,7 @@ class Evaluator:
     task: Task
     config: TrainConfig
     predictions: Predictions | None = None  # of the last evaluation that was asked to keep them
+    is_constant: bool = False  # whether the last evaluation predicted the same for all samples
 
     @torch.no_grad()
     def evaluate(self, stopping: Stopping | None = None, keep: bool = False) -> dict | None:
@@ -61,7 +63,11 @@ class Evaluator:
         if stopped and stopping is not None:
             stopping.agreed = True
             return None
-        counts = [int(text) for text in self.ranks.gather_text(str(len(indices)))]
+        decided = predictions > self.task.cut if isinstance(self.task, MultiLabel) else predictions
+        kinds = decided[:1].tolist() if (decided == decided[:1]).all() else [0, 1]  # or any two
+        of_ranks = [json.loads(text) for text in self.ranks.gather_text(json.dumps([len(decided), kinds]))]
+        counts = [count for count, _ in of_ranks]
+        self.is_constant = len({str(kind) for _, kinds in of_ranks for kind in kinds}) == 1
         seen = gather_rows(self.accelerator, indices, counts).cpu().numpy()
         result = self._summary(sums, seen)
         if keep:

@@ -1,7 +1,8 @@
 """What a model predicts for each sample of a split, gathered from all ranks."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,6 +76,13 @@ def check_predictions(task: Task) -> None:
     if not has_predictions(task):
         problem = f"the outputs of {type(task).__name__} have no known meaning as predictions"
         raise UserError(problem, "add them to utils/training/predictions.py")
+
+
+def check_outputs(numbers: Any, checkpoint: Path) -> None:
+    """Raise UserError unless all of these numbers, which follow from the outputs of a model, are finite."""
+    if not np.isfinite(numbers).all():
+        fix = "try --mixed_precision no, or use another checkpoint"
+        raise UserError(f"{checkpoint}: outputs of the model are NaN or infinite", fix)
 
 
 def in_order(seen: np.ndarray, labels: np.ndarray, rows: Sequence[np.ndarray]) -> Predictions:

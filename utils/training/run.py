@@ -118,7 +118,7 @@ def announce(run: Run) -> None:
     config, ranks, folder = run.config, run.ranks, run.folder.path
     processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
-    numbers |= {"device": ranks.device.type}
+    numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
     if ranks.is_main:
         numbers |= {"init_weights": run.source.weights} if run.source else {}
         numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
@@ -162,6 +162,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("model", describe_model(run)),
+        ("input", run.spec.describe_pixels()),
         *([("init_from", run.source.describe())] if run.source else []),
         ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
         ("optimizer", describe_optimizer(run.config)),

@@ -10,6 +10,7 @@ from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.order import fold_in
 from utils.errors import UserError
+from utils.models.checking import bad_tensors
 from utils.models.freezing import freeze
 from utils.models.matching import copy_matching
 from utils.models.recomputing import checkpoint_blocks
@@ -30,7 +31,7 @@ def start_model(
         if source is not None:
             load_source(module, source, class_names, config.model)
         if config.freeze:
-            freeze(module, config.freeze)
+            freeze(module, config.freeze, source.match.new if source and source.match else {})
         if config.grad_checkpointing:
             checkpoint_blocks(module, config.model)
         return convert_batch_norm(module) if config.sync_batchnorm else module
@@ -54,10 +55,12 @@ def check_same_weights(config: TrainConfig, module: nn.Module, ranks: Ranks) -> 
 def load_source(module: nn.Module, source: Source, class_names: list[str], name: str) -> None:
     """Copy the weights that fit into the model, and note in `source` which they are.
 
-    Raises UserError if no parameter fits.
+    Raises UserError if no parameter fits, or if a copied tensor is NaN or infinite.
     """
     tensors = source.tensors()
     source.match = copy_matching(module, tensors, source.class_names, class_names)
+    if bad := bad_tensors(module.state_dict()):
+        raise UserError(f"--init_from {source.name}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
     if not {key for key, _ in module.named_parameters()} & set(source.match.kept):
         theirs, own = join_names(tensors, 3), join_names(module.state_dict(), 3)
         problem = f"--init_from {source.name}: none of its tensors ({theirs}) fits {name}, which has {own}"

@@ -7,7 +7,7 @@ from utils.data.batches import Batches
 from utils.data.splits import Split
 from utils.errors import UserError
 from utils.training.bad_images import found_by_all, write_list
-from utils.training.divergence import report_bad_loss, report_explosion
+from utils.training.divergence import report_bad_loss, watch_loss
 from utils.training.meter import Pace
 from utils.training.run import Run
 from utils.training.saving import finish_save
@@ -42,6 +42,8 @@ def synchronise(run: Run, pace: Pace) -> float:
         first = run.meter.first_bad()
         report = partial(report_bad_loss, run.ranks, run.log, run.plan, run.data.train, first)
         run.ranks.run_on_all(report)
+    if state.step == 1:  # the ranks always synchronise here, so this is the loss of the initial weights
+        state.learned = reduced.totals["loss"] / reduced.totals["count"] < run.task.loss_of_guessing / 2
     pace.synced(state.step, reduced.seconds)
     state.seconds += reduced.seconds
     state.since_log = reduced.totals
@@ -64,7 +66,7 @@ def log_training(run: Run) -> None:
         data_wait=totals["wait"] / processes / seconds,
         seconds=state.seconds,
     )
-    report_explosion(run.log, state, summary["loss"], run.task.loss_of_guessing)
+    watch_loss(run, summary["loss"], count)
     state.logged_seconds, state.since_log = state.seconds, {}
     run.meter.reset()
 
