@@ -207,6 +207,8 @@ def train(run: Run) -> dict | None:
     batches = iter(run.train_batches)
     run.model.train()
     if state.owes_evaluation:
+        last = learning_rate(config, state.step - 1, run.updates, state.lr_factor)
+        set_learning_rate(run.optimizer, last)  # which the checkpoint holds
         result = evaluate(run)
         save(run)
     run.meter.restart()

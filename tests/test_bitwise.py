@@ -137,16 +137,13 @@ def train_unusual(flags: list[str]) -> None:
     train.main(flags)
 
 
-@pytest.mark.parametrize(
-    "microbatches,unused",
-    [(2, "--find_unused_parameters"), pytest.param(4, "--static_graph", marks=pytest.mark.full)],
-)
-def test_unused_and_shared_parameters_and_buffers_of_any_type_give_the_same_bits(microbatches, unused):
+@pytest.mark.parametrize("microbatches", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_unused_and_shared_parameters_and_buffers_of_any_type_give_the_same_bits(microbatches):
     """Two topologies: the module itself adds up the gradients, or DDP does, as each process has one microbatch."""
     flags = [*SIZES, "--model", "unusual", "--max_steps", "4", "--microbatches", str(microbatches)]
     flags += ["--max_train_samples", "201"]  # the third update has one sample: the other microbatches are empty
     for processes in (1, microbatches):
-        returned(processes, train_unusual, [*flags, unused, "--run_name", f"on-{processes}"])
+        returned(processes, train_unusual, [*flags, "--find_unused_parameters", "--run_name", f"on-{processes}"])
     assert_same_run("on-1", f"on-{microbatches}")
     found = weights("on-1")
     assert (found["count"], found["byte"], found["ready"]) == (2**40 + 4 * 3, 200 - 4, True)

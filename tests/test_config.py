@@ -88,6 +88,12 @@ def test_a_file_saved_before_small_images_could_be_cropped_does_not_begin_to_cro
     assert parse("--config", "kept.yaml", "--min_scale", "0.08").min_scale == 0.08
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_a_file_with_the_earlier_setting_static_graph_allows_unused_parameters(value):
+    Path("kept.yaml").write_text(to_yaml(TrainConfig()) + f"static_graph: {str(value).lower()}\n")
+    assert read_config(Path("kept.yaml")) == TrainConfig(find_unused_parameters=value)
+
+
 def test_the_config_in_the_run_folder_repeats_the_run():
     flags = ("--model", "mlp", "--max_steps", "3", "--lr", "0.01", "--log_every", "1")
     first = train_run(1, "first", *flags)

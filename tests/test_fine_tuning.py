@@ -463,6 +463,18 @@ def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_sta
     assert all(torch.equal(one, other) for one, other in zip(gradients, same_gradients, strict=True))
 
 
+@pytest.mark.parametrize("rate", ["drop_path_rate", pytest.param("attn_drop_rate", marks=pytest.mark.full)])
+def test_checkpointed_blocks_with_random_layers_take_an_empty_batch_that_the_model_refuses(rate):
+    """The third update has one sample: three of four microbatches are empty, and one rank of two has none."""
+    flags = ["--data", "digits", "--model", "timm/test_vit", "--model_args", f"{{{rate}: 0.3}}", "--image_size", "32"]
+    flags += ["--global_batch_size", "6", "--max_train_samples", "13", "--max_eval_samples", "8", "--max_steps", "4"]
+    flags += ["--lr", "0.01", "--threads", "1", "--microbatches", "4"]
+    train_run(1, "plain", *flags)
+    for processes in (1, 2, 4):
+        train_run(processes, f"on-{processes}", *flags, "--grad_checkpointing")
+        assert same_tensors(weights("plain"), weights(f"on-{processes}"))
+
+
 @pytest.mark.parametrize("name", ["mlp", "mnist_cnn"])
 def test_models_without_blocks_are_refused(name):
     with pytest.raises(UserError, match=rf"--grad_checkpointing: {name} does not support it; use a model with blocks"):

@@ -15,6 +15,7 @@ from helpers.waiting import SOON, has_ended, has_logged, until
 from torch.distributed import TCPStore
 
 import train
+from utils.errors import is_lost_rank
 
 ENDLESS = [*FLAGS, "--max_steps", "1000000"]
 
@@ -47,6 +48,64 @@ def test_a_rank_that_dies_while_the_others_wait_for_its_download_ends_them_too(v
     survivor = launch.finish()[1 - victim]
     assert time.monotonic() - killed < SOON
     assert survivor.code == 2 and "another process of this run exited" in survivor.err
+
+
+def _serve() -> None:
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _tell_port(served.port)
+    time.sleep(600)
+
+
+def _tell_port(port: int | str) -> None:
+    Path("part").write_text(str(port))
+    Path("part").rename("port")
+
+
+def _store_of_rank_0() -> TCPStore:
+    until(Path("port").exists)
+    return TCPStore("127.0.0.1", int(Path("port").read_text()), is_master=False)
+
+
+def test_a_store_whose_process_was_killed_is_reported_as_a_lost_rank():
+    """Ranks that have not met all others yet wait in the store, which rank 0 may serve."""
+    launch = start_ranks(1, _serve)
+    found = _store_of_rank_0()
+    launch.kill()
+    launch.finish()
+    with pytest.raises(RuntimeError) as raised:
+        found.check(["session"])
+    assert is_lost_rank(raised.value)
+
+
+def _connect_late(late: str) -> None:
+    """Train; rank `late` connects only when the test says so."""
+    connect = torch.distributed.init_process_group
+
+    def slow(*arguments, **more):
+        if os.environ["RANK"] == late:
+            Path("met").touch()
+            until(Path("go").exists)
+        connect(*arguments, **more)
+
+    torch.distributed.init_process_group = slow
+    if os.environ["RANK"] == "0":
+        _tell_port(os.environ["MASTER_PORT"])
+    train.main([*FLAGS, "--timeout", "300"])
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_while_it_connects_ends_the_others_long_before_the_timeout():
+    """Otherwise gloo tries for a minute to connect to it."""
+    launch = start_ranks(3, _connect_late, "1")
+    until(Path("met").exists)
+    found = _store_of_rank_0()
+    session = found.get("session").decode()
+    until(lambda: found.check([f"{session}/group/0//cpu//0/2"]))  # where gloo publishes the address
+    os.kill(launch.pids[2], signal.SIGKILL)
+    Path("go").touch()
+    killed = time.monotonic()
+    outcomes = launch.finish()
+    assert time.monotonic() - killed < 50 and [outcome.code for outcome in outcomes[:2]] == [2, 2]
 
 
 def _load_slowly(victim):

@@ -105,6 +105,10 @@ def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run(proc
                        for log in (records("run"), whole))  # fmt: skip
     assert found == expected and [record["step"] for record in found] == [40, 50]
     assert Path("runs/run/checkpoints/best").read_text() == Path("runs/whole/checkpoints/best").read_text()
+    # The resumed run has saved update 40 again before it has trained.
+    groups, other = (torch.load(Path(f"runs/{run}/checkpoints/step-00000040/optimizer.bin"))["param_groups"]
+                     for run in ("run", "whole"))  # fmt: skip
+    assert groups == other
 
 
 def _train_and_evaluate_slowly(flags):

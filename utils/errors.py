@@ -4,7 +4,8 @@ import re
 
 _LOST_RANK = (
     *("closed by peer", "connection reset", "broken pipe", "timed out", "connectfullmesh", "socket closed"),
-    *("ncclremoteerror", "nccl communicator was aborted", "nccl operation failed", "remote process exited"),
+    *("likely closed", "ncclremoteerror", "nccl communicator was aborted", "nccl operation failed"),
+    "remote process exited",
 )
 USER_ERRORS = (ValueError, OSError, ImportError)  # caused by the input or the system; any other error is a bug
 

@@ -26,7 +26,6 @@ def advice(
         ("momentum", not has_momentum, f"{config.optimizer} has no momentum"),
         ("comm_hook", processes == 1, "a single process exchanges no gradients"),
         ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
-        ("static_graph", processes == 1, "a single process exchanges no gradients"),
         ("mix_prob", not config.mixes, "neither --mixup nor --cutmix is set"),
         ("mix_off_epoch", not config.mixes, "neither --mixup nor --cutmix is set"),
         ("num_workers", all_small and not by_loader, "small images are decoded once, before training"),

@@ -266,6 +266,8 @@ def _read_config_file(path: str, names: list[str]) -> dict:
     # default and had no effect on small images.
     if next(iter(values), "") == "cpu" and "profile" in values and values.get("min_scale") == 0.08:
         values["min_scale"] = None
+    if values.pop("static_graph", False):  # a setting of earlier versions
+        values["find_unused_parameters"] = True
     if values.pop("format", 1) != 1:
         raise UserError(f"{path}: was written by a newer version of Lockstep", "update Lockstep")
     for name in values:

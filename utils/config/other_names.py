@@ -39,6 +39,7 @@ _SETTINGS = {
     "lr_schedule_args": "min_lr lr_min",
     "clip_norm": "max_grad_norm gradient_clip_val",
     "ema_decay": "model_ema use_ema",
+    "find_unused_parameters": "static_graph",
     "mixed_precision": "amp fp16 bf16 amp_dtype",
     "run_name": "experiment",
     "output_dir": "default_root_dir",

@@ -232,8 +232,6 @@ class TrainConfig(LaunchConfig):
     """Compute batch statistics over all processes, which helps if each process has few samples; slower."""
     find_unused_parameters: bool = False
     """Allow a model that does not use all of its parameters in each forward pass; slower."""
-    static_graph: bool = False
-    """Promise that each forward pass uses the same parameters, so that DDP looks for unused ones only once."""
     seed: int = 0
     """Seed of the initial weights, sample order, augmentation, dropout and hold-out."""
     deterministic: bool = False
@@ -291,8 +289,6 @@ class TrainConfig(LaunchConfig):
         for flag in ("model_args", "optimizer_args", "lr_schedule_args", "loss_args", "auto_augment_args"):
             names = all(isinstance(name, str) for name in getattr(self, flag))
             require(names, f"--{flag} must map names to values", "write '{NAME: VALUE}'")
-        exclusive = self.static_graph and self.find_unused_parameters
-        require(not exclusive, "--static_graph and --find_unused_parameters exclude each other", "use only one")
         is_known = self.sampler in ("shuffle", "balanced") or re.fullmatch("weights:.+", self.sampler)
         require(bool(is_known), f"--sampler {self.sampler}: no such sampler", "use shuffle, balanced or weights:COLUMN")
         require(self.class_weights != "", "--class_weights is empty", "use balanced or give a file")

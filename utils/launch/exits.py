@@ -21,7 +21,7 @@ _CLEAR_LINE = "\r\x1b[K"
 _KNOWN = {  # a part of PyTorch's message: problem, in which {} stands for the start of the message, and fix
     "Expected to have finished reduction": (
         "the model does not use all of its parameters",
-        "use --find_unused_parameters, or --static_graph if it uses the same ones in each update",
+        "use --find_unused_parameters, or --freeze those that it never uses",
     ),
     "Expected more than 1 value per channel": (
         "batch normalisation got a single image, because the others in its batch cannot be read",
@@ -30,10 +30,6 @@ _KNOWN = {  # a part of PyTorch's message: problem, in which {} stands for the s
     "does not have a deterministic implementation": (
         "{}",
         "use another model, or leave out --deterministic and --microbatches",
-    ),
-    "training graph has changed": (
-        "--static_graph is set, but the model no longer uses the same parameters as in its first pass",
-        "use --find_unused_parameters instead",
     ),
 }
 

@@ -59,7 +59,8 @@ def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
 def accept_empty_batches(model: nn.Module) -> None:
     """Let the model compute an image of zeros instead of an empty batch, and return no row of its output.
 
-    All gradients are then zero. The model is in evaluation mode meanwhile, so batch statistics do not change.
+    The model is in evaluation mode meanwhile, so batch statistics do not change. The gradient of every parameter is
+    then zero. It is not computed through the layers: with --grad_checkpointing they would run again in training mode.
     """
     forward = model.forward
 
@@ -69,10 +70,13 @@ def accept_empty_batches(model: nn.Module) -> None:
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            return forward(images.new_zeros(1, *images.shape[1:]))[:0]
+            with torch.no_grad():
+                no_rows = forward(images.new_zeros(1, *images.shape[1:]))[:0]
         finally:
             for module, training in modes:
                 module.training = training
+        # DDP waits for the gradients of all parameters. No value of theirs, not even NaN, can reach a row.
+        return no_rows + sum(parameter.sum() for parameter in model.parameters())
 
     model.forward = accepting
 

@@ -73,7 +73,6 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         broadcast_buffers=False,
         comm_hook=DDPCommunicationHookType(getattr(config, "comm_hook", "no")),
         find_unused_parameters=getattr(config, "find_unused_parameters", False),
-        static_graph=getattr(config, "static_graph", False),
         batched_grad_copy=batched and ranks.device.type == "cuda",
     )
     accelerator = Accelerator(

@@ -15,7 +15,7 @@ from utils.waiting import call_with_timeout
 
 _PATIENCE = timedelta(days=1)  # for slow work on one rank, such as a download
 _NCCL_LATER = timedelta(seconds=30)  # more for NCCL, which prints a dump and aborts: the watch reports a timeout first
-_CONNECT = timedelta(seconds=12)  # for 32 ranks; gloo may try to connect for up to five times as long
+_CONNECT = 12.0  # seconds, for 32 ranks; gloo may try to connect for up to five times as long
 
 # Public since PyTorch 2.15.
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -31,8 +31,7 @@ class Group:
         self._watch, self._topology = watch, topology
         limit = timedelta(seconds=timeout)
         main_limit = limit + _NCCL_LATER if backend == "nccl" else limit
-        # Gloo waits five times as long for a connection. All ranks have met, so they connect immediately or never.
-        connecting = min(limit, _CONNECT * max(1.0, topology.world_size / 32))
+        connecting = timedelta(seconds=time_to_connect(topology.world_size, timeout))
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -102,6 +101,11 @@ class Group:
             return True
         except RuntimeError:
             return False
+
+
+def time_to_connect(world_size: int, timeout: float) -> float:
+    """The seconds that one group may take. The ranks have met, so they connect immediately, or one has died."""
+    return min(timeout, _CONNECT * max(1.0, world_size / 32))
 
 
 def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:

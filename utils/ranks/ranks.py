@@ -20,7 +20,7 @@ from utils.launch.environment import Topology, can_be_restarted, is_launched, th
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import Member, check_init_method, check_own_gpus, launcher_store, meet
 from utils.memory import keep_freed_memory
-from utils.ranks.group import Group
+from utils.ranks.group import Group, time_to_connect
 from utils.ranks.watch import Watch, print_error
 
 Result = TypeVar("Result")
@@ -93,12 +93,14 @@ class Ranks:
         self._watch = Watch(store, self.members, topology.rank, launch.timeout, self.prog)
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
-        self._watch.mark("connecting")
-        overdue = threading.Timer(launch.timeout + 1, give_up or self._give_up, [self._unconnected("no answer")])
+        self._watch.mark_waiting("connecting")
+        seconds = 1 + 2 * time_to_connect(topology.world_size, launch.timeout)
+        overdue = threading.Timer(seconds, give_up or self._give_up, [self._unconnected("no answer")])
         overdue.daemon = True
         overdue.start()
         try:
             self._group = Group(store, self._watch, topology, self.backend, launch.timeout)
+            self._watch.mark()
         except (RuntimeError, ValueError) as error:
             reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
             raise self._unconnected(reason[:160]) from error
@@ -113,7 +115,7 @@ class Ranks:
         )
 
     def _give_up(self, error: UserError) -> None:
-        if self.topology.local_rank == 0:
+        if self.topology.local_rank == 0 or not is_launched():  # without a launcher, that rank may be the lost one
             print_error(self.prog, f"error: {error}", last=True)
         time.sleep(0.5)  # when this rank exits, the launcher ends the others: wait for the one that reports
         os._exit(2)
