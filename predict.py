@@ -237,7 +237,7 @@ def write(work: Work, rows: list[Row]) -> None:
 
 def check_any_read(rows: list[Row]) -> None:
     """Raise ValueError if no image could be read."""
-    if all(row.error for row in rows):
+    if rows and all(row.error for row in rows):
         problem = f"none of the {len(rows)} images can be read (the first: {rows[0].error})"
         raise UserError(problem, "check that the paths name image files")
 

@@ -208,7 +208,7 @@ def train(run: Run) -> dict | None:
     run.model.train()
     if state.owes_evaluation:
         last = learning_rate(config, state.step - 1, run.updates, state.lr_factor)
-        set_learning_rate(run.optimizer, last)  # which the checkpoint holds
+        set_learning_rate(run.optimizer, last)  # the next checkpoint saves it
         result = evaluate(run)
         save(run)
     run.meter.restart()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, train_run
+from helpers.training_runs import records, train_run, weights
 from torch import nn
 
 import train
@@ -144,3 +144,27 @@ def test_unused_parameters_train_as_on_one_process(always, flag, accum, alone):
         returned(processes, train_changing, f"on-{processes}", always, *flags)
     alone, both = ([line["loss"] for line in records(f"on-{n}", "train")] for n in (1, 2))
     assert len(both) == 5 and both == pytest.approx(alone, rel=1e-5)
+
+
+class Refusing(Changing):
+    """It takes no empty batch, and weights that it does not use must not change."""
+
+    def forward(self, images):
+        if not len(images):
+            raise ValueError("no images")
+        return super().forward(images)
+
+
+def train_refusing(*flags: str) -> None:
+    utils.models.zoo.OWN_MODELS["mlp"] = Refusing
+    settings = ["--model", "mlp", "--threads", "1", "--lr", "0.01", "--weight_decay", "0.1", "--optimizer", "adamw"]
+    settings += ["--global_batch_size", "24", "--max_train_samples", "25", "--max_steps", "6"]
+    train.main([*settings, "--find_unused_parameters", *flags])
+
+
+def test_unused_parameters_do_not_change_if_a_rank_has_no_samples_and_the_model_refuses_an_empty_batch():
+    for processes in (1, 2):  # every second update has one sample
+        returned(processes, train_refusing, "--run_name", f"on-{processes}")
+    alone, both = weights("on-1"), weights("on-2")
+    assert torch.equal(alone["second.1.weight"], both["second.1.weight"])
+    assert torch.allclose(alone["first.weight"], both["first.weight"], atol=1e-5)

@@ -478,8 +478,8 @@ def _train_as_on_gpus(flags):
 def test_a_run_on_gpus_with_few_images_each_says_so():
     line = "8 images of 8x8 per GPU are few to keep it busy: raise --global_batch_size, or use fewer GPUs"
     assert line in run_ranks(2, _train_as_on_gpus, ["--data", "digits", "--global_batch_size", "16"])[0].out
-    assert not hint_for_gpus("cuda", 2, 16, (224, 224)) and not hint_for_gpus("cuda", 1, 8, (8, 8))
-    assert not hint_for_gpus("cpu", 2, 8, (8, 8))
+    assert not hint_for_gpus("cuda", 2, 16, (224, 224), 10**6) and not hint_for_gpus("cuda", 1, 8, (8, 8), 10**6)
+    assert not hint_for_gpus("cpu", 2, 8, (8, 8), 10**6) and not hint_for_gpus("cuda", 2, 4, (224, 224), 3 * 10**8)
 
 
 def _operations_of_an_update(layers):

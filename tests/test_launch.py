@@ -157,6 +157,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_its_task_sees(m
 
 
 def test_two_processes_on_one_visible_gpu_are_refused_when_they_meet():
+    # `Ranks.join` checks this for each backend.
     members = [Member(rank, 2, "node1", 0, "", gpu="GPU-8932f937") for rank in range(2)]
     with pytest.raises(ValueError, match="ranks 0 and 1 have the same GPU of node1; start no more processes than GPUs"):
         check_own_gpus(members)

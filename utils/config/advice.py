@@ -6,6 +6,7 @@ from typing import Any
 from utils.config.settings import TrainConfig
 
 _BUSY = 400_000  # pixels of the images in a pass. With fewer, launching the kernels takes longer than computing them
+_LARGE = 30_000_000  # parameters of a model to which this does not apply
 
 
 def advice(
@@ -59,12 +60,15 @@ def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
     return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
 
 
-def hint_for_gpus(device: str, processes: int, images: int, size: tuple[int, int]) -> list[str]:
-    """A line if several GPUs compute passes of so few `images`, of [height, width], that fewer GPUs are as fast."""
+def hint_for_gpus(device: str, processes: int, images: int, size: tuple[int, int], parameters: int) -> list[str]:
+    """A line if several GPUs compute passes of so few `images`, of [height, width], that fewer GPUs are as fast.
+
+    Models with many `parameters` keep a GPU busy with a few images.
+    """
     height, width = size
-    if device != "cuda" or processes == 1 or images * height * width >= _BUSY:
+    if device != "cuda" or processes == 1 or images * height * width >= _BUSY or parameters >= _LARGE:
         return []
-    fix = "raise --global_batch_size, or use fewer GPUs, which may be as fast"
+    fix = "raise --global_batch_size, or use fewer GPUs; they may be as fast"
     return [f"{images} images of {height}x{width} per GPU are few to keep it busy: {fix}"]
 
 

@@ -120,7 +120,7 @@ def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Sp
 
 
 def _check_apart(train: Split, evaluation: Split) -> None:
-    """Raise ValueError if a link makes a folder of training images one of evaluation images, too."""
+    """Raise ValueError if a link puts a folder of training images into the evaluation split."""
     used, other = (getattr(split.images, "scan", None) for split in (train, evaluation))
     if not (used and other):
         return

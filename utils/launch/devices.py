@@ -103,5 +103,11 @@ def choose_backend(topology: Topology, backend: str, device: torch.device) -> st
 
 
 def gpu_id(device: torch.device) -> str:
-    """The GPU's UUID, which does not depend on the order in which a process sees the GPUs; empty for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    """The GPU's UUID, which does not depend on the order in which a process sees the GPUs; empty for the CPU.
+
+    The instances of a GPU that is divided by MIG may all have its UUID, so they have the name that selects them.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if device.type != "cuda" or visible.startswith("MIG-"):
+        return visible if device.type == "cuda" else ""
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -9,6 +9,7 @@ from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.errors import UserError, one_line
 from utils.models.published import published_input
+from utils.models.recomputing import keep_activations
 
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28}  # smaller images are enlarged to it; 32 for other models
 ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
@@ -53,14 +54,16 @@ def check_output(
 
 def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors with a NaN or infinite value. Waits for the device."""
-    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    good = torch.stack([tensor.isfinite().all() for tensor in floats.values()]).tolist()  # waits only once
+    return [name for name, is_good in zip(floats, good, strict=True) if not is_good]
 
 
 def accept_empty_batches(model: nn.Module) -> None:
     """Let the model compute an image of zeros instead of an empty batch, and return no row of its output.
 
-    The model is in evaluation mode meanwhile, so batch statistics do not change. The gradient of every parameter is
-    then zero. It is not computed through the layers: with --grad_checkpointing they would run again in training mode.
+    All gradients are then zero. The model is in evaluation mode meanwhile, so batch statistics do not change. Blocks
+    keep their activations, because --grad_checkpointing would run them again later, in training mode.
     """
     forward = model.forward
 
@@ -70,13 +73,11 @@ def accept_empty_batches(model: nn.Module) -> None:
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            with torch.no_grad():
-                no_rows = forward(images.new_zeros(1, *images.shape[1:]))[:0]
+            with keep_activations(model):
+                return forward(images.new_zeros(1, *images.shape[1:]))[:0]
         finally:
             for module, training in modes:
                 module.training = training
-        # DDP waits for the gradients of all parameters. No value of theirs, not even NaN, can reach a row.
-        return no_rows + sum(parameter.sum() for parameter in model.parameters())
 
     model.forward = accepting
 

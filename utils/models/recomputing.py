@@ -1,6 +1,9 @@
 """Gradient checkpointing: blocks compute their activations again in the backward pass instead of keeping them."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,14 +23,14 @@ def checkpoint_blocks(model: Any, name: str) -> None:
     if hasattr(model, "set_grad_checkpointing"):
         try:
             model.set_grad_checkpointing(True)
-            blocks = [model]
+            blocks, model.switch_checkpointing = [model], model.set_grad_checkpointing
         except AssertionError:  # the model does not support it
             blocks = []
     else:
-        blocks = _blocks(model)
+        blocks, switch = _blocks(model), SimpleNamespace(on=True)
         for block in blocks:
-            # The second pass has the same dropout masks. Without gradients, there is no second pass.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(_run, switch, block.forward)
+        model.switch_checkpointing = partial(setattr, switch, "on")
     if not blocks:
         fix = "use a model with blocks, such as resnet50, convnext_tiny or timm/vit_small_patch16_224"
         raise UserError(f"--grad_checkpointing: {name} does not support it", fix)
@@ -35,6 +38,22 @@ def checkpoint_blocks(model: Any, name: str) -> None:
         if isinstance(layer, _BatchNorm):
             layer.register_forward_pre_hook(_use_copies)
             layer.register_forward_hook(_use_own, always_call=True)  # PyTorch ends the second pass by an exception
+
+
+@contextmanager
+def keep_activations(model: Any) -> Iterator[None]:
+    """Let the blocks of `checkpoint_blocks`, if any, keep their activations for a forward pass."""
+    switch = getattr(model, "switch_checkpointing", lambda on: None)
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
+def _run(switch: SimpleNamespace, forward: Callable, *inputs: Any) -> Any:
+    # The second pass has the same dropout masks. Without gradients, there is no second pass.
+    return checkpoint(forward, *inputs, use_reentrant=False) if switch.on else forward(*inputs)
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

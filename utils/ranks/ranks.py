@@ -88,13 +88,12 @@ class Ranks:
         store, self.members = meet(topology, launch.init_method, launch.timeout, launch.interface, gpu_id(self.device))
         # With several machines Accelerate requires an address, which it does not use.
         os.environ.setdefault("MASTER_ADDR", self.members[0].master)
-        if self.backend == "nccl":
-            check_own_gpus(self.members)
+        check_own_gpus(self.members)
         self._watch = Watch(store, self.members, topology.rank, launch.timeout, self.prog)
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
         self._watch.mark_waiting("connecting")
-        seconds = 1 + 2 * time_to_connect(topology.world_size, launch.timeout)
+        seconds = 1 + 3 * time_to_connect(topology.world_size, launch.timeout)
         overdue = threading.Timer(seconds, give_up or self._give_up, [self._unconnected("no answer")])
         overdue.daemon = True
         overdue.start()
@@ -115,7 +114,7 @@ class Ranks:
         )
 
     def _give_up(self, error: UserError) -> None:
-        if self.topology.local_rank == 0 or not is_launched():  # without a launcher, that rank may be the lost one
+        if self.topology.local_rank == 0 or not is_launched():  # or local rank 0 may be the lost one
             print_error(self.prog, f"error: {error}", last=True)
         time.sleep(0.5)  # when this rank exits, the launcher ends the others: wait for the one that reports
         os._exit(2)

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,17 @@ class Evaluated:
 
 
 def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
-    """Write the page of a run if it is complete, on the main process.
+    """Write the page of a run if it is complete; collective.
 
     `result` is an evaluation that has just ended, if any. Call this before its checkpoint is saved: if the run is
-    killed meanwhile, it evaluates again when it is resumed.
+    killed while it writes, the resumed run evaluates and writes again.
     """
-    if not run.ranks.is_main or not run.config.report or not run.ended or run.state.owes_evaluation:
-        return
+    if run.config.report and run.ended and not run.state.owes_evaluation:
+        run.ranks.mark("writing report.html")
+        run.ranks.run_on_main(partial(_report, run, result), main_first=True)  # the others wait as long as it takes
+
+
+def _report(run: Run, result: Mapping[str, Any] | None) -> None:
     split, found = run.data.evaluation, run.evaluator.predictions if result else None
     record = {**(result or {}), "step": run.state.step, "split": split.name}
     evaluated = Evaluated(run.config, run.task, run.data.class_names, split, found, record)

@@ -41,7 +41,11 @@ class TrainState:
     exploded: bool = False
     """Whether the run has reported that its training falls apart."""
     learned: bool = False
-    """Whether the first update or a train record had a loss below half of that of guessing."""
+    """Whether the first update or a train record had a loss below 0.8 times that of guessing."""
+    last_loss: float | None = None
+    """The mean training loss of the last train record."""
+    first_metric: float | None = None
+    """The task's metric of the first evaluation, of the weights without averaging."""
     best_value: float | None = None
     """The best value so far of the task's metric, even if its checkpoint was not saved. Unlike `best`, it is kept by a
     resume in a new run folder."""
@@ -129,9 +133,9 @@ def _is_valid(name: str, value) -> bool:
     if name == "since_log":
         fits = isinstance(value, dict) and (not value or value.keys() >= {"count", "wait", "loss"})
         return fits and all(_is_finite(total) for total in value.values())
-    if name in ("best", "best_step", "best_value") and value is None:
+    if name in ("best", "best_step", "best_value", "last_loss", "first_metric") and value is None:
         return True
-    if name in ("best", "best_value"):
+    if name in ("best", "best_value", "last_loss", "first_metric"):
         return _is_finite(value)
     is_real = name in ("seconds", "logged_seconds", "lr_factor")
     return _is_number(value, int, *(float,) * is_real) and (name != "batch_size" or value > 0)

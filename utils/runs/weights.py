@@ -17,10 +17,11 @@ from utils.runs.parts import EMA
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of an evaluation, from verified checkpoints, oldest first, which a training run may delete meanwhile.
+    """The weights of an evaluation, from verified checkpoints, oldest first.
 
-    `manifests` has what `files_of` returns for each. `part` is "model" or "ema". If `is_choice`, the newest checkpoint
-    has both. `tensors` has the weights, or their mean over several checkpoints.
+    They are read at once, because a training run may delete the checkpoints. `manifests` has what `files_of` returns
+    for each. `part` is "model" or "ema". If `is_choice`, the newest checkpoint has both. `tensors` has the weights, or
+    their mean over several checkpoints.
     """
 
     checkpoints: Sequence[Path]

@@ -91,6 +91,9 @@ class MultiLabel(Task):
         sums = self.training_sums(self.sum_of_losses(outputs, rows, None), outputs, labels)
         return torch.stack([value.double() for value in sums]), outputs
 
+    def decide(self, predictions: Tensor) -> Tensor:
+        return predictions > self.cut
+
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         means = {name: total / count for name, total in sums.items() if name not in _COUNTS}
         pairs = sums["predicted"] + sums["labelled"]

@@ -23,7 +23,9 @@ _ALSO = "increase --warmup_steps or set --clip_norm"
 _FIX = f"lower --lr, {_ALSO}"
 _EXPLODED = 10  # times the loss of guessing
 _NOISE = 10  # the mean loss of n samples differs by less than this / sqrt(n) times the loss of guessing
-_NEARLY = 0.95  # of the loss of guessing: that of predicting one class can be lower if its share is above 1 / classes
+LEARNED = 0.8  # of the loss of guessing: a run with a lower training loss has learned
+_NEARLY = 0.95  # of the loss of guessing: a model that predicts one class has a lower loss if that class is frequent
+_FEW = 20  # samples of an evaluation, with fewer of which it decides nothing
 _BEGINNING = 100  # updates after the warm-up, in which a network may predict one class for everything
 _SHOWN = 8  # samples in the message; the log has all
 
@@ -58,13 +60,14 @@ def samples_of(plan: Plan, step: int) -> np.ndarray:
 
 
 def watch_loss(run: Run, loss: float, count: float) -> None:
-    """Report, once in a run, a mean training loss of `count` samples that shows that training falls apart.
+    """Report, once in a run, that training falls apart: a train record of `count` samples has a high mean loss.
 
-    It is above 10 times the loss of guessing or, once it was below half of that, above it by more than chance explains.
+    The limit is 10 times the loss of guessing. After the run has learned, it is 1 + 10 / sqrt(count) times that loss.
     """
     guessing, state = run.task.loss_of_guessing, run.state
     limit = min(_EXPLODED, 1 + _NOISE / math.sqrt(count)) if state.learned else _EXPLODED
-    state.learned |= loss < guessing / 2
+    state.last_loss = loss
+    state.learned |= loss < LEARNED * guessing
     if loss > limit * guessing:
         _report(run, f"the training loss is {loss:.4g}, while the loss of guessing is {guessing:.4g}")
 
@@ -72,30 +75,41 @@ def watch_loss(run: Run, loss: float, count: float) -> None:
 def watch_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
     """Report, once in a run, an evaluation that shows that training falls apart.
 
-    Its loss is NaN, or nearly that of guessing or above, and one of these holds:
+    Its loss is NaN or infinite. Or it has at least 20 samples, a loss of at least 0.95 times that of guessing, and
 
-    * The model predicts the same for all samples, and has learned or has had 100 updates after the warm-up.
-    * The model has learned, and the metric is below that of the first evaluation by more than chance explains.
+    * the model predicts the same for all samples, although it has learned or has had 100 updates after the warm-up, or
+    * the model has learned, the last train record is not below the loss of guessing any more, and the metric is worse
+      than in the first evaluation by more than chance explains.
     """
-    state, loss, count = run.state, metrics["loss"], metrics["count"]
-    if loss < _NEARLY * run.task.loss_of_guessing:
-        return
-    name = type(run.task).metric  # higher is better, unlike with --best loss
-    first = state.evaluations[0].get(name) if state.evaluations else None
-    begun = state.learned or state.step >= count_of(run.config.warmup_steps or 0, run.updates) + _BEGINNING
+    task, state, loss, count = run.task, run.state, metrics["loss"], metrics["count"]
+    value = metrics.get(task.metric)
+    state.first_metric = value if state.first_metric is None else state.first_metric
     if not math.isfinite(loss):
-        _report(run, f"the loss of the evaluation is {loss}")
-    elif run.evaluator.is_constant and begun:
+        return _report(run, f"the loss of the evaluation is {loss}")
+    if loss < _NEARLY * task.loss_of_guessing or count < _FEW:
+        return
+    fall = 0.0 if value is None or state.first_metric is None else state.first_metric - value
+    forgets = state.learned and (state.last_loss or math.inf) >= LEARNED * task.loss_of_guessing
+    if run.evaluator.is_constant and (state.learned or state.step >= warmup_updates(run) + _BEGINNING):
         _report(run, f"the model predicts the same for all {count} samples, with a loss of {loss:.4g}")
-    elif state.learned and first and first - metrics.get(name, first) > 2 / math.sqrt(count):
-        _report(run, f"{name} has fallen to {metrics[name]:.4f} from {first:.4f} in the first evaluation")
+    elif forgets and (fall if task.higher_is_better else -fall) > 2 / math.sqrt(count):
+        _report(run, f"{task.metric} was {state.first_metric:.4f} in the first evaluation and is {value:.4f} now")
+
+
+def warmup_updates(run: Run) -> int:
+    """The updates in which the learning rate rises."""
+    steps, usual = run.config.warmup_steps, 0.3 if run.config.lr_schedule == "onecycle" else 0
+    return count_of(usual if steps is None else steps, run.updates)
 
 
 def _report(run: Run, problem: str) -> None:
-    if not run.state.exploded:
-        run.state.exploded = True
-        fix = f"lower --lr, for example to {run.config.lr / 10:.2g}, {_ALSO}"
-        run.log.say(f"update {run.state.step}: {problem}; {fix}")
+    if run.state.exploded:
+        return
+    run.state.exploded = True
+    fix = f"lower --lr (for example to {run.config.lr / 10:.2g}), {_ALSO}"
+    if not run.state.learned:
+        fix = f"{fix}; if the loss has hardly changed, raise --lr"
+    run.log.say(f"update {run.state.step}: {problem}; {fix}")
 
 
 def check_weights(module: nn.Module, plan: Plan, train: Split, step: int) -> None:

@@ -19,7 +19,6 @@ from utils.launch.exits import fix_for_memory
 from utils.ranks.accelerator import sum_over_ranks
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
-from utils.tasks.multilabel import MultiLabel
 from utils.tasks.task import Task
 from utils.training.meter import Pace, rounded
 from utils.training.predictions import Predictions, has_predictions, in_order, predict
@@ -63,7 +62,7 @@ class Evaluator:
         if stopped and stopping is not None:
             stopping.agreed = True
             return None
-        decided = predictions > self.task.cut if isinstance(self.task, MultiLabel) else predictions
+        decided = self.task.decide(predictions)
         kinds = decided[:1].tolist() if (decided == decided[:1]).all() else [0, 1]  # or any two
         of_ranks = [json.loads(text) for text in self.ranks.gather_text(json.dumps([len(decided), kinds]))]
         counts = [count for count, _ in of_ranks]

@@ -133,7 +133,8 @@ def announce(run: Run) -> None:
         + still_bad(run.data, run.state.bad_images)
         + advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
     )
-    lines += hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size)
+    parameters = sum(parameter.numel() for parameter in run.module.parameters())
+    lines += hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size, parameters)
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"

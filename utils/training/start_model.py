@@ -42,7 +42,7 @@ def start_model(
 
 
 def check_same_weights(config: TrainConfig, module: nn.Module, ranks: Ranks) -> None:
-    """Raise UserError if ranks start with different weights, which only DDP would make equal; collective."""
+    """Raise UserError if ranks start with different weights. Without DDP, nothing makes them equal. Collective."""
     if not config.microbatches or ranks.topology.world_size == 1:
         return
     digest = hashlib.sha256()

@@ -7,7 +7,7 @@ from utils.data.batches import Batches
 from utils.data.splits import Split
 from utils.errors import UserError
 from utils.training.bad_images import found_by_all, write_list
-from utils.training.divergence import report_bad_loss, watch_loss
+from utils.training.divergence import LEARNED, report_bad_loss, watch_loss
 from utils.training.meter import Pace
 from utils.training.run import Run
 from utils.training.saving import finish_save
@@ -43,7 +43,7 @@ def synchronise(run: Run, pace: Pace) -> float:
         report = partial(report_bad_loss, run.ranks, run.log, run.plan, run.data.train, first)
         run.ranks.run_on_all(report)
     if state.step == 1:  # the ranks always synchronise here, so this is the loss of the initial weights
-        state.learned = reduced.totals["loss"] / reduced.totals["count"] < run.task.loss_of_guessing / 2
+        state.learned = reduced.totals["loss"] / reduced.totals["count"] < LEARNED * run.task.loss_of_guessing
     pace.synced(state.step, reduced.seconds)
     state.seconds += reduced.seconds
     state.since_log = reduced.totals
