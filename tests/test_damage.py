@@ -693,7 +693,8 @@ def test_a_state_may_lack_fields_that_were_added_later_and_no_other():
     values = json.loads((NEWEST / "state.json").read_text())["state"]
     assert LaterState.from_dict(values) == LaterState(**values, patience=7)
     assert LaterState.from_dict(values | {"patience": 3}).patience == 3
-    added = {"exploded", "learned", "best_value", "evaluations_since_best", "lr_factor"}  # after format 1
+    added = {"exploded", "learned", "last_loss", "first_metric"}  # after format 1, as the next ones
+    added |= {"best_value", "evaluations_since_best", "lr_factor"}
     assert LaterState.from_dict({name: values[name] for name in values.keys() - added}).exploded is False
     for name in values.keys() - added:
         with pytest.raises(ValueError, match=f"'{name}' is missing or malformed"):
