@@ -82,10 +82,10 @@ def watch_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
       than in the first evaluation by more than chance explains.
     """
     task, state, loss, count = run.task, run.state, metrics["loss"], metrics["count"]
-    value = metrics.get(task.metric)
-    state.first_metric = value if state.first_metric is None else state.first_metric
     if not math.isfinite(loss):
         return _report(run, f"the loss of the evaluation is {loss}")
+    value = metrics.get(task.metric)
+    state.first_metric = value if state.first_metric is None else state.first_metric
     if loss < _NEARLY * task.loss_of_guessing or count < _FEW:
         return
     fall = 0.0 if value is None or state.first_metric is None else state.first_metric - value
