@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -31,7 +30,7 @@ from utils.config.settings import TrainConfig
 from utils.errors import AgreedError, UserError, is_lost_rank, one_line
 from utils.files import expand, write_output
 from utils.launch.environment import Topology, is_launched
-from utils.launch.exits import exit_with_error, inform_launcher, reports_for_machine
+from utils.launch.exits import exit_with_error, inform_launcher, let_others_print, reports_for_machine
 from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -43,25 +42,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Check this machine, then all processes together, and print the findings. Exits with code 1 if any is red."""
     guard_output()
     config = parse_args(DoctorConfig, "doctor.py", argv)
-    findings, topology, may_meet = check_machine(config)
-    if topology is None or not may_meet:
+    findings, topology, may_join = check_machine(config)
+    if topology is None or not may_join:
         report_alone(findings, topology, config)
         raise SystemExit(1)
     if topology.is_main and is_launched():  # if another rank exits, the launcher ends this one: print first
         signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(3))
 
-    def report_unmet(error: Exception) -> None:
-        report_alone([*findings, Finding.of("meeting", error)], topology, config)
+    def report_unconnected(error: Exception) -> None:
+        report_alone([*findings, Finding.of("connection", error)], topology, config)
 
     def give_up(error: UserError) -> None:  # while the main thread still tries to connect
-        report_unmet(error)
+        report_unconnected(error)
         os._exit(1)
 
     with distributed_session("doctor.py", config) as ranks:
         try:
             ranks.join(give_up)
         except (ValueError, RuntimeError, OSError) as error:
-            report_unmet(error)
+            report_unconnected(error)
             raise SystemExit(1) from None
         findings, broken = check_run(ranks, config, findings)
         if ranks.is_main:
@@ -107,14 +106,12 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     alone: list[Check] = [
         ("machines", lambda: processes.machines(facts)),
         ("threads", lambda: processes.threads(facts)),
-        ("cores", lambda: processes.cores(ranks)),
         ("versions", lambda: processes.versions(facts)),
         ("code", lambda: processes.code(facts)),
         ("folder", lambda: processes.folder(ranks, config)),
     ]
     several: list[Check] = [
         ("network", lambda: exchange_checks.network(ranks, facts)),
-        ("clocks", lambda: exchange_checks.clocks(ranks)),
         ("sums", lambda: exchange_checks.sums(ranks, accelerator())),
         ("all-reduce", lambda: exchange_checks.bandwidth(ranks, config)),
         ("links", lambda: exchange_checks.links(ranks, config, facts)),
@@ -142,11 +139,11 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
     rank = os.environ.get("RANK", "0") if topology is None else topology.rank
     if topology.local_rank == 0 if topology else reports_for_machine() or by_hand:
         file = config.json if topology is None or topology.is_main else None  # the disk may be shared
-        report(f"{socket.gethostname()}, rank {rank}; the processes did not meet", findings, file)
+        report(f"{socket.gethostname()}, rank {rank}; the processes are not connected", findings, file)
     elif by_hand:
         sys.stderr.write("".join(f"doctor.py: rank {rank}, {f.name}: {f.value}\n" for f in findings if f.red))
     else:
-        time.sleep(5)  # if this rank exits, the launcher ends the rank that prints: wait for it
+        let_others_print()
 
 
 def report(title: str, findings: Sequence[Finding], file: str | None) -> None:

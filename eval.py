@@ -13,11 +13,8 @@ from utils.output import guard_output  # the first import: see its docstring
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
@@ -32,23 +29,28 @@ from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
 from utils.data.workers import check_workers
 from utils.files import check_output_file, expand, write_output
-from utils.models.imagenet import CLASSES, check_classes, load_published, names_as_in, version_of
+from utils.models.imagenet import CLASSES, check_classes, names_as_in, version_of
 from utils.models.published import sized
-from utils.models.views import Views
-from utils.models.zoo import build_model, check_model, input_spec
+from utils.models.zoo import check_model, input_spec
 from utils.predictions.rows import columns_of_split
 from utils.predictions.tables import check_table_file, encode
-from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
+from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
-from utils.runs.evaluated import evaluated_at, find_saved, given_settings, remarks
-from utils.runs.metadata import SavedRun
+from utils.runs.inference import (
+    find_saved,
+    given_settings,
+    load_for_inference,
+    place_model,
+    remarks,
+    set_evaluation_input,
+)
+from utils.runs.metadata import SavedRun, SavedState
 from utils.runs.state import TrainState
 from utils.runs.weights import find_checkpoints
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
-from utils.training.bad_images import found_by_all
 from utils.training.evaluation import Evaluator
 from utils.training.predictions import Predictions, check_outputs, check_predictions
 from utils.training.throughput import size_of, speed_of, speed_rows
@@ -69,18 +71,19 @@ def main(argv: Sequence[str] | None = None) -> dict:
             check_table_file("--predictions", expand(flags.predictions))
         ranks.join()
         saved = find_run(flags, ranks)
-        config, own_data = ranks.run_on_all(lambda: settings_of(saved, flags))
-        ranks.run_on_all(lambda: check(config, ranks))
-        config, task = ranks.run_on_all(lambda: make_task(config, saved.class_names, None))
-        if flags.predictions:
-            check_predictions(task)
+        with ranks.agree():
+            config, own_data = settings_of(saved, flags)
+            check(config, ranks)
+            config, task = make_task(config, saved.class_names, None)
+            if flags.predictions:
+                check_predictions(task)
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
         for line in remarks(flags, config, spec):
             Terminal(ranks.is_main).print(line)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
         split = find_split(saved, known, flags, own_data, ranks)
-        saved = evaluated_at(saved, spec)
+        saved = set_evaluation_input(saved, spec)
         record, found = evaluate(saved, config, flags, task, split, ranks)
         if ranks.is_main:
             written = list[str]()
@@ -98,8 +101,9 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 def find_run(flags: EvalConfig, ranks: Ranks) -> SavedRun:
     """The verified checkpoint of --ckpt with the weights to evaluate, or published weights for --model; collective."""
-    if flags.ckpt is None:
-        return ranks.run_on_all(lambda: published_run(flags))
+    if not flags.ckpt:
+        with ranks.agree():
+            return published_run(flags)
     return find_saved(flags.ckpt, flags.average, flags.weights, ranks)
 
 
@@ -109,7 +113,8 @@ def published_run(flags: EvalConfig) -> SavedRun:
     config = TrainConfig(model=flags.model, pretrained=True, task="classification", report=False)
     check_model(config)
     check_classes(config)
-    return SavedRun(Path(flags.model), config, TrainState(), input_spec(config, 3, None), CLASSES, None, {})
+    values = SavedState(state=TrainState(), input=input_spec(config, 3, None))
+    return SavedRun(Path(flags.model), config, values, CLASSES, None)
 
 
 def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
@@ -139,8 +144,8 @@ def check(config: TrainConfig, ranks: Ranks) -> None:
 def find_split(saved: SavedRun, config: TrainConfig, flags: EvalConfig, own_data: bool, ranks: Ranks) -> Split:
     """The split to evaluate, the same on all ranks; collective."""
     terminal, names = Terminal(ranks.is_main), names_as_in if flags.model else saved.class_names
-    load = partial(load_split, config, flags.split, names, own_data, saved.record, terminal)
-    split = ranks.run_on_all(load, main_first=True, place="loading the data")
+    with ranks.local_main_first("loading the data"):
+        split = load_split(config, flags.split, names, own_data, saved.record, terminal)
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
@@ -154,30 +159,25 @@ def evaluate(
     """The metrics of one split, and its predictions for --predictions and the page; collective."""
     accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
     spec = saved.spec.for_evaluation()
-    make = partial(make_dataset, split, spec, config, False, terminal.progress("decoding"))
-    dataset = ranks.run_on_all(make, main_first=True)
-    model = ranks.run_on_all(lambda: build_model(config, saved.spec, task.outputs, load=False))
-    load = partial(load_weights, saved, config, model)
-    ranks.run_on_all(load, main_first=bool(flags.model), place="loading the weights")
+    with ranks.local_main_first("decoding images"):
+        dataset = make_dataset(split, spec, config, False, terminal.progress("decoding"))
+    model = load_for_inference(saved, config, task, ranks)
     blocks = BlockSampler(len(split), config.eval_batch_size)
     loader = make_loader(dataset, blocks, config, ranks.threads, ranks.device)
     loader = accelerator.prepare(loader)
-    whole = Views(model, flags.tta) if flags.tta else model
-    size = ranks.run_on_all(lambda: size_of(whole, spec)) if flags.throughput else {}
-    compile_model(accelerator, model)
-    whole.to(accelerator.device)  # without DDP: no gradients are exchanged
+    model = place_model(model, flags.tta, accelerator)
+    with ranks.agree():
+        size = size_of(model, spec) if flags.throughput else {}
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    evaluator = Evaluator(ranks, accelerator, whole, batches, task, config)
+    evaluator = Evaluator(ranks, accelerator, model, batches, task, config)
     result = evaluator.evaluate(keep=config.report or flags.predictions is not None)
     assert result is not None  # nothing stops it
     check_outputs(result["loss"], saved.path)
-    for reason in list(found_by_all(ranks, batches).values())[:10]:
-        terminal.print(f"{reason}; left out")
     if flags.tta:
         result["tta"] = flags.tta
     if flags.throughput:
         size["images_per_second"] = result["count"] / result["seconds"]
-        result["throughput"] = size | speed_of(whole, spec, config, accelerator, ranks)
+        result["throughput"] = size | speed_of(model, spec, config, accelerator, ranks)
     record = {
         "kind": "eval",
         **origin(saved, config, flags),
@@ -203,14 +203,6 @@ def write_files(
         path = expand(flags.predictions)
         columns = columns_of_split(task, saved.class_names, split, found)
         write_output(path, encode(columns, path))
-
-
-def load_weights(saved: SavedRun, config: TrainConfig, model: nn.Module) -> None:
-    """Load the weights to evaluate into the model."""
-    if saved.weights is None:
-        load_published(config, model)
-    else:
-        saved.weights.load(model)
 
 
 def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str, Any]:

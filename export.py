@@ -3,7 +3,7 @@
     python export.py --ckpt runs/NAME --to onnx --out models/NAME
     python export.py --ckpt runs/NAME --to timm --out models/NAME --push USER/NAME      and upload it to the Hub
 
-The exported model is loaded by the code on its card and compared with the checkpoint before the folder appears.
+The exported model is loaded and compared with the checkpoint before the folder appears.
 `python export.py --help` lists the settings.
 """
 
@@ -12,24 +12,22 @@ from utils.output import guard_output  # the first import: see its docstring
 # isort: split
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from utils.config.cli import parse_args
 from utils.config.scripts import ExportConfig
-from utils.console import printable, table
+from utils.console import table
 from utils.errors import UserError
 from utils.export.card import card, config_of, data_name, evaluation_of, split_name
-from utils.export.check import Compared, compare, refusing
-from utils.export.code import card_code, functions
+from utils.export.check import compare, refusing
 from utils.export.forms import FORMS, check_packages, read_config
 from utils.export.hub import check_name, push
 from utils.export.loaded import Loaded, load
 from utils.files import expand, new_folder, size_of
 from utils.memory import bytes_text
 from utils.ranks.session import distributed_session
-from utils.runs.evaluated import find_saved
+from utils.runs.inference import find_saved
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -45,26 +43,26 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         check_packages(flags.to)
         if flags.push is not None:
             check_name(flags.push)
-        loaded = load(find_saved(flags.ckpt, None, flags.weights, ranks))
-        found = write(loaded, flags.to, out)
-        print(report(loaded, flags.to, out, found))
+        loaded = load(find_saved(flags.ckpt, None, flags.weights, ranks), ranks)
+        difference = write(loaded, flags.to, out)
+        print(report(loaded, flags.to, out, difference))
         if flags.push is not None:
             print(f"uploaded to {push(out, flags.push)}")
-    return asdict(found)
+    return {"difference": difference}
 
 
-def write(loaded: Loaded, form: str, out: Path) -> Compared:
-    """Write the folder `out` if the exported model equals the checkpoint; returns how they compare."""
+def write(loaded: Loaded, form: str, out: Path) -> float:
+    """Write the folder `out` if the exported model equals the checkpoint; returns the result of `compare`."""
     with new_folder(out) as folder, refusing(loaded, form):
         code = FORMS[form](loaded, folder)
         config = config_of(loaded) | read_config(folder)
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        found = compare(loaded, form, *functions(card_code(loaded, code)[0], folder))
-        (folder / "README.md").write_text(card(loaded, code, found), encoding="utf-8")
-    return found
+        difference = compare(loaded, form, code.predict)
+        (folder / "README.md").write_text(card(loaded, code, difference), encoding="utf-8")
+    return difference
 
 
-def report(loaded: Loaded, form: str, out: Path, found: Compared) -> str:
+def report(loaded: Loaded, form: str, out: Path, difference: float) -> str:
     """The result as a table."""
     evaluation, metric = evaluation_of(loaded), loaded.task.metric
     measured = (
@@ -72,14 +70,12 @@ def report(loaded: Loaded, form: str, out: Path, found: Compared) -> str:
         if evaluation.get(metric) is not None
         else "no"
     )
-    same = f"{found.from_files:.1e} in probability, {found.same} of {found.files} predictions are the same"
     rows = [
         ("checkpoint", loaded.saved.path),
         ("model", f"{loaded.saved.settings.model}, {loaded.spec.describe()}, {len(loaded.saved.class_names)} classes"),
         ("evaluated", measured),
         ("weights", "average (ema)" if loaded.is_average else "raw"),
-        ("difference", f"{found.difference:.1e} in probability on the same pixels"),
-        ("from files", f"not measured: {printable(found.reason)}" if found.reason else same),
+        ("difference", f"{difference:.1e} in probability on the same pixels"),
         ("folder", f"{out}, {bytes_text(size_of(out))}"),
     ]
     return table(f"Exported to {form}", rows)

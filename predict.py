@@ -10,14 +10,13 @@ Images are decoded and resized as in an evaluation. `python predict.py --help` l
 from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -36,26 +35,30 @@ from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
 from utils.launch.exits import fix_for_memory
-from utils.models.views import Views
-from utils.models.zoo import build_model, check_model
+from utils.models.zoo import check_model
 from utils.predictions.gallery import page
-from utils.predictions.inputs import find_images
-from utils.predictions.partial import Partial
+from utils.predictions.inputs import check_all, find_images
 from utils.predictions.rows import Row, columns_of, make_rows, result_rows
 from utils.predictions.tables import check_table_file, encode
-from utils.ranks.accelerator import check_precision, compile_model, make_accelerator
+from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.runs.evaluated import evaluated_at, find_saved, given_settings, remarks
+from utils.runs.inference import (
+    find_saved,
+    given_settings,
+    load_for_inference,
+    place_model,
+    remarks,
+    set_evaluation_input,
+)
 from utils.runs.metadata import SavedRun
 from utils.runs.weights import find_checkpoints
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
-from utils.training.bad_images import found_by_all
 from utils.training.evaluation import gather_rows, same_kernels
 from utils.training.predictions import check_outputs, check_predictions, most_likely
 
-BLOCKS = 8  # of each process between two additions to FILE.partial
+BLOCKS = 8  # of each process between two synchronisations
 
 
 @dataclass(kw_only=True)
@@ -81,22 +84,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         work = prepare(flags, ranks)
         for line in [*remarks(flags, work.config, work.saved.spec), *map(printable, work.split.notes)]:
             Terminal(ranks.is_main).print(line)
-        kept, finished = open_partial(work)
-        start, rows = time.perf_counter(), kept.rows if kept else []
-        try:
-            for new in predict(work, finished):
-                ranks.run_on_main(partial(kept.append if kept else rows.extend, new))
-        except KeyboardInterrupt:
-            if kept:
-                print(f"{kept.path} keeps {len(rows)} of {len(work.split)} predictions; the same command goes on")
-            raise
-        ranks.run_on_main(lambda: write(work, rows))
-        if kept:
-            kept.delete()
+        start = time.perf_counter()
+        rows = predict(work)
+        with ranks.agree("writing the predictions"):
+            if ranks.is_main:
+                write(work, rows)
         if ranks.is_main:
-            seconds = time.perf_counter() - start
-            print(report(work, rows, seconds, (len(rows) - finished) / seconds))
-        ranks.run_on_main(lambda: check_any_read(rows))
+            print(report(work, rows, time.perf_counter() - start))
+        with ranks.agree():
+            if ranks.is_main:
+                check_any_read(rows)
     return {"count": len(work.split), "rows": rows}
 
 
@@ -115,18 +112,18 @@ def prepare(flags: PredictConfig, ranks: Ranks) -> Work:
     saved = find_saved(flags.ckpt, flags.average, flags.weights, ranks)
     config = replace(saved.settings, **given_settings(flags))
     spec = saved.spec.for_evaluation().cropped(config.eval_crop)
-    saved = evaluated_at(saved, spec)
-
-    def check() -> tuple[TrainConfig, Task]:
+    saved = set_evaluation_input(saved, spec)
+    with ranks.agree():
         check_precision(config, ranks)
         check_model(config)
-        resolved, task = make_task(config, saved.class_names, None)
+        config, task = make_task(config, saved.class_names, None)
         check_predictions(task)
-        return resolved, task
-
-    config, task = ranks.run_on_all(check)
-    split = ranks.run_on_all(lambda: find_images(flags.paths), main_first=True, place="listing the images")
-    ranks.check_same(split.fingerprint, "different images")
+    with ranks.local_main_first("listing the images"):
+        split = find_images(flags.paths)
+    with ranks.local_main_first("checking the images"):
+        split = check_all(split, config.cache_dir, Terminal(ranks.is_main).progress("checking images"))
+    same = fingerprint_of(split.fingerprint, split.content, *sorted(split.bad))
+    ranks.check_same(same, "different images")
     return Work(
         flags=flags,
         config=config,
@@ -138,58 +135,37 @@ def prepare(flags: PredictConfig, ranks: Ranks) -> Work:
     )
 
 
-def open_partial(work: Work) -> tuple[Partial | None, int]:
-    """The file of finished rows (on the main process, with --out), and the number of these rows; collective."""
-    flags, config, saved = work.flags, work.config, work.saved
-    assert saved.weights is not None
-    precision = work.accelerator.mixed_precision
-    about = {
-        "images": work.split.fingerprint,
-        "weights": fingerprint_of(json.dumps(saved.weights.manifests), saved.weights.part),
-        "settings": f"{config.eval_batch_size} {flags.top} {flags.tta} {config.threshold} {precision}",
-    }
-    out = expand(flags.out) if flags.out else None
-    kept = work.ranks.run_on_main(lambda: Partial(out, about)) if out else None
-    finished = int(work.ranks.broadcast_text(str(len(kept.rows)) if kept else "0"))
-    if kept and finished:
-        print(f"{kept.path}: {finished} of {len(work.split)} images are already predicted")
-    return kept, finished
-
-
 @torch.no_grad()
-def predict(work: Work, finished: int) -> Iterator[list[Row]]:
-    """The rows of the images from number `finished` on, several blocks at a time; empty on all ranks but rank 0.
+def predict(work: Work) -> list[Row]:
+    """The rows of all images, in their order; empty on all ranks but rank 0; collective.
 
-    A block has the same images on any number of processes, so its predictions are the same, too. Collective.
+    A block has the same images on any number of processes, so its predictions are the same, too.
     """
-    config, ranks, accelerator = work.config, work.ranks, work.accelerator
-    spec, block = work.saved.spec.for_evaluation(), config.eval_batch_size
-    blocks = BlockSampler(len(work.split), block, -(-finished // block))
-    if not len(blocks):
-        return
-    dataset = ImagesToPredict(work.split, spec, make_augmentation(config, spec, training=False))
+    config, ranks, accelerator, split = work.config, work.ranks, work.accelerator, work.split
+    spec = work.saved.spec.for_evaluation()
+    blocks = BlockSampler(len(split), config.eval_batch_size)
+    dataset = ImagesToPredict(split, spec, make_augmentation(config, spec, training=False))
     if len(blocks) == 1:  # a loader process decodes whole blocks, so it would save no time
         config = replace(config, num_workers=0)
     loader = accelerator.prepare(make_loader(dataset, blocks, config, ranks.threads, ranks.device))
     batches = Batches(loader, spec, config, accelerator.device, training=False)
-    model, together = load_model(work), BLOCKS * accelerator.num_processes
+    model = place_model(load_for_inference(work.saved, config, work.task, ranks), work.flags.tta, accelerator)
+    together, found = BLOCKS * accelerator.num_processes, list[tuple[int, Row]]()
     own = iter(Terminal(ranks.is_main).progress("predicting")(batches))
     with same_kernels(), fix_for_memory("lower --eval_batch_size"):
-        for begin in range(finished, len(work.split), together * block):
+        for begin in range(0, len(blocks), together):
             ranks.mark("predicting")
             parts = [predict_batch(work, model, batch) for batch in islice(own, BLOCKS)]
-            ranks.mark_waiting(f"the predictions from image {begin} on")
-            yield gather(work, parts, found_by_all(ranks, batches), begin)
-
-
-def load_model(work: Work) -> nn.Module:
-    """The model on the device, in evaluation mode; collective."""
-    saved, flags = work.saved, work.flags
-    model = work.ranks.run_on_all(lambda: build_model(work.config, saved.spec, work.task.outputs, load=False))
-    assert saved.weights is not None
-    work.ranks.run_on_all(partial(saved.weights.load, model), place="loading the weights")
-    compile_model(work.accelerator, model)
-    return (Views(model, flags.tta) if flags.tta else model).to(work.accelerator.device).eval()
+            ranks.mark_waiting(f"the predictions from block {begin} on")
+            with ranks.agree():
+                batches.check()
+            found += gather(work, parts)
+    if not ranks.is_main:
+        return []
+    if sorted(index for index, _ in found) != np.flatnonzero(split.readable).tolist():
+        raise RuntimeError("the images were not predicted once each; please report this")
+    rows = dict(found) | {row: Row(None, [], [], reason) for row, reason in split.bad.items()}
+    return [rows[position] for position in range(len(split))]
 
 
 def predict_batch(work: Work, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
@@ -199,27 +175,20 @@ def predict_batch(work: Work, model: nn.Module, batch: Batch) -> tuple[Tensor, .
     return batch.indices, *most_likely(work.task, outputs.float(), work.flags.top)
 
 
-def gather(work: Work, parts: list[tuple[Tensor, ...]], bad: dict[int, str], begin: int) -> list[Row]:
-    """The rows of all ranks' batches in the order of the images, on the main process; collective.
-
-    The images are consecutive from number `begin` on; those in `bad` have an error instead of a prediction.
-    """
+def gather(work: Work, parts: list[tuple[Tensor, ...]]) -> list[tuple[int, Row]]:
+    """The images of all ranks' batches and their rows, on the main process; collective."""
     device, ranks = work.accelerator.device, work.ranks
     # A rank without images needs the shapes and types, too.
     nothing = most_likely(work.task, torch.zeros(0, work.task.outputs, device=device), work.flags.top)
     parts = [(torch.zeros(0, dtype=torch.int64), *nothing), *parts]
     own = [torch.cat(column).to(device) for column in zip(*parts, strict=True)]
-    counts = [int(text) for text in ranks.gather_text(str(len(own[0])))]
+    counts = ranks.gather(len(own[0]))
     indices, top, scores = (gather_rows(work.accelerator, each, counts).cpu().numpy() for each in own)
     check_outputs(scores, work.saved.path)
     if not ranks.is_main:
         return []
-    made = make_rows(work.task, work.saved.class_names, top, scores, work.flags.top)
-    rows = dict(zip(indices.tolist(), made, strict=True))
-    rows |= {position: Row(None, [], [], reason) for position, reason in bad.items()}
-    if sorted(rows) != list(range(begin, begin + len(rows))) or len(rows) < len(indices) + len(bad):
-        raise RuntimeError(f"the images from number {begin} on were not predicted once each; please report this")
-    return [rows[position] for position in sorted(rows)]
+    rows = make_rows(work.task, work.saved.class_names, top, scores, work.flags.top)
+    return list(zip(indices.tolist(), rows, strict=True))
 
 
 def write(work: Work, rows: list[Row]) -> None:
@@ -242,10 +211,10 @@ def check_any_read(rows: list[Row]) -> None:
         raise UserError(problem, "check that the paths name image files")
 
 
-def report(work: Work, rows: list[Row], seconds: float, speed: float) -> str:
+def report(work: Work, rows: list[Row], seconds: float) -> str:
     """The result as a table: the first images, and the totals of all."""
     lines = result_rows(rows, work.split)
-    lines.append(("seconds", f"{seconds:.2f}, {speed:.1f} images/s"))
+    lines.append(("seconds", f"{seconds:.2f}, {len(rows) / seconds:.1f} images/s"))
     lines += [("written", path) for path in (work.flags.out, work.flags.html) if path]
     return table(f"Predictions of {work.saved.path}", lines)
 

@@ -14,7 +14,6 @@ import json
 import math
 import pdb
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     guard_output()
     flags = parse_args(ReplayConfig, "replay.py", argv)
     with (
-        ThreadPoolExecutor(1) as saver,
         TemporaryDirectory() as scratch,
         distributed_session("replay.py", flags) as ranks,
         Stopping(lambda: ranks.orphaned) as stopping,
@@ -64,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ranks.threads = config.threads or ranks.threads
         torch.set_num_threads(ranks.threads)
         ranks.join()
-        run = train.build(config, ranks, stopping, saver)
+        run = train.build(config, ranks, stopping)
         check_initial_weights(run, records)
         for name, there, largest in (
             ("update", "run", run.updates),
@@ -136,7 +134,7 @@ def recompute(run: Run, batches: Iterator[Batch], until: int, records: list[dict
 
     def count_evaluation() -> None:
         if record := evaluations.get(run.state.step):
-            run.state.evaluated(record, run.task.metric, run.task.higher_is_better)
+            run.state.add_evaluation(record, run.task.metric, run.task.higher_is_better)
             reduce_on_plateau(run.config, run.state, run.updates)
 
     if run.state.owes_evaluation:

@@ -13,17 +13,14 @@ from utils.output import guard_output  # the first import: see its docstring
 import math
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.auto_augment import AUTO_AUGMENTS
 from utils.data.batches import Batch, Batches
-from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in
+from utils.data.order import BlockSampler, UpdateSampler, fold_in
 from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
 from utils.data.resident import keep_on_device
 from utils.data.selection import load_data
@@ -33,31 +30,21 @@ from utils.data.splits import Data
 from utils.launch.command import typed_command
 from utils.memory import frozen_garbage
 from utils.models.zoo import OWN_MODELS, build_model, seed_layers
-from utils.ranks.accelerator import make_accelerator
+from utils.ranks.accelerator import compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
-from utils.runs.folder import Start, find_start, open_run_folder
+from utils.runs.checkpoint import CheckpointManager
 from utils.runs.log import RunLog
-from utils.runs.metadata import settings_to_save
+from utils.runs.metadata import SavedRun, settings_to_save
 from utils.runs.parts import make_parts
-from utils.runs.resume import (
-    plan_of_start,
-    restore,
-    restore_state,
-    resume_lines,
-    settings_of_start,
-    spec_of_start,
-    task_of_start,
-)
+from utils.runs.resume import resolve, resume_lines, settings_of_start
 from utils.runs.source import find_source
-from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
-from utils.training.bad_images import without_bad
-from utils.training.building import check_settings, count_updates, wrap_model
+from utils.training.building import check_settings, count_updates, prepare_gradients
 from utils.training.divergence import watch_evaluation
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
@@ -67,10 +54,9 @@ from utils.training.meter import Meter, Pace
 from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
 from utils.training.profiling import Profile
 from utils.training.run import Run, announce, close
-from utils.training.saving import finish_save, save
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, reduce_on_plateau
-from utils.training.start_model import check_same_weights, start_model
-from utils.training.synchronise import agree_on_bad, log_training, synchronise
+from utils.training.start_model import check_same_weights, prepare_start
+from utils.training.synchronise import log_training, save, synchronise
 
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS  # of names
 
@@ -80,13 +66,12 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     guard_output()
     config, command = parse_args(TrainConfig, "train.py", argv, TABLES), typed_command(argv)
     with (
-        ThreadPoolExecutor(1) as saver,  # outermost: an error is printed before the last save is completed
         distributed_session("train.py", config) as ranks,
         Stopping(lambda: ranks.orphaned) as stopping,
     ):
         check_settings(config, ranks)  # these errors are reported before the processes connect
         ranks.join()
-        run = build(trial(config), ranks, stopping, saver)
+        run = build(trial(config), ranks, stopping)
         announce(run)
         if config.dry_run:
             return dry_run(run, train_update)
@@ -101,57 +86,63 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     return result
 
 
-def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor) -> Run:
+def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
     """Load the data, build the model, and restore the checkpoint of a resumed run; collective."""
-    start, processes = find_start(config, ranks), ranks.topology.world_size
-    before = start.saved.settings.mixed_precision if start.saved else None
+    checkpoints, processes = CheckpointManager(config, ranks), ranks.topology.world_size
+    saved = checkpoints.newest()
+    before = saved.settings.mixed_precision if saved else None
     accelerator = make_accelerator(ranks, config, before)
-    config = ranks.run_on_all(lambda: settings_of_start(config, start.saved, processes))
-    config, source = find_source(config, start.saved, ranks)
-    data = find_data(config, start, ranks)
-    make_plan = partial(plan_of_start, config, start.saved, data.train, processes)
-    config, chosen, plan = ranks.run_on_all(make_plan)
-    data, state = find_state(config, start, plan, data, ranks)
-    config, more, spec = ranks.run_on_all(lambda: spec_of_start(config, start.saved, data.train))
+    with ranks.agree():
+        config = settings_of_start(config, saved, processes)
+    config, source = find_source(config, saved, ranks)
+    data = find_data(config, saved, ranks)
+    with ranks.agree("resolving the settings"):  # the only place where settings follow from the data
+        found = resolve(config, saved, checkpoints.folder, data, processes)
+    config, plan, spec, task, state = found.config, found.plan, found.spec, found.task, found.state
     train_set, eval_set = make_sets(config, data, spec, ranks)
 
-    config, task = ranks.run_on_all(lambda: task_of_start(config, data))
-    is_new = start.saved is None  # a resumed run needs no published weights
-    build = partial(build_model, config, spec, task.outputs, is_new, data.class_names, train_set)
-    module = start_model(build, config, data.class_names, source, ranks)
+    with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
+        module = build_model(config, spec, task.outputs, saved is None, data.class_names, train_set)
+    module = prepare_start(module, config, data.class_names, source, ranks)
     optimizer = build_optimizer(config, module)
     updates = count_updates(config, plan, module, ranks)
-    run_folder = open_run_folder(config, start, ranks)
+    run_folder = checkpoints.open_folder()
 
     # Accelerate assigns what a sampler emits to the ranks in turn.
     order = UpdateSampler(plan, processes, max(0, updates - state.step), state.place)
     blocks = BlockSampler(len(data.evaluation), config.eval_batch_size)
-    sets = {"training": (train_set, order), "evaluation": (eval_set, blocks)}
-    loaders = make_loaders(sets, config, ranks.threads, ranks.device)
-    model, gradients = wrap_model(config, spec, plan, module, accelerator)
-    wrapped, train_loader, eval_loader = accelerator.prepare(optimizer, *loaders)
+    loaders = make_loaders([(train_set, order), (eval_set, blocks)], config, ranks.threads, ranks.device)
+    compile_model(accelerator, module)
+    if config.microbatches in (None, processes):
+        model, wrapped, train_loader, eval_loader = accelerator.prepare(module, optimizer, *loaders)
+    else:  # DDP exchanges gradients in one backward pass of an update; TreeGradients adds up those of several
+        model = accelerator.prepare_model(module, evaluation_mode=True)
+        wrapped, train_loader, eval_loader = accelerator.prepare(optimizer, *loaders)
+    gradients = prepare_gradients(config, spec, plan, model, module, accelerator)
     optimizer = wrapped if accelerator.scaler else optimizer  # only fp16 needs the slower wrapper
     begin_momentum(optimizer)  # fused SGD fails if a parameter gets its first gradient late
 
-    settings = settings_to_save(config, plan, start.saved is not None, accelerator)
+    settings = settings_to_save(config, plan, saved is not None, accelerator)
     parts = make_parts(accelerator, module, config.ema_decay)
-    if start.saved:
-        lines = resume_lines(start.saved, config, settings, plan, ranks)
-        restore(start, module, optimizer, parts, lines, ranks)
+    if saved:
+        lines = resume_lines(saved, config, settings, plan, ranks)
+        checkpoints.load(saved, module, optimizer, parts, lines)
     check_same_weights(config, module, ranks)
-    ranks.remember("started", "yes")
-    make_log = partial(RunLog, run_folder.path, ranks.is_main, state, updates, task)
-    log = ranks.run_on_all(lambda: make_log(TRACKERS.sinks(settings)))
+    ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
     device = accelerator.device
+    with ranks.agree("opening the log"):
+        log = RunLog(run_folder.path, ranks.is_main, state, updates, task, TRACKERS.sinks(settings))
+        meter = Meter(task, device, state.since_log, ranks.is_main)
     eval_batches = Batches(eval_loader, spec.for_evaluation(), settings, device, training=False)
     return Run(
         config=settings,
-        chosen=chosen + more,
+        chosen=found.lines,
         ranks=ranks,
         stopping=stopping,
         accelerator=accelerator,
+        checkpoints=checkpoints,
         folder=run_folder,
-        resumed_from=start.saved.path if start.saved else None,
+        resumed_from=saved.path if saved else None,
         source=source,
         data=data,
         spec=spec,
@@ -166,29 +157,19 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, saver: Executor
         parts=parts,
         train_batches=Batches(train_loader, spec, settings, device, training=True, outputs=task.outputs),
         evaluator=Evaluator(ranks, accelerator, module, eval_batches, task, settings),
-        meter=ranks.run_on_all(lambda: Meter(task, device, state.since_log, ranks.is_main)),
+        meter=meter,
         log=log,
         profile=Profile(config.profile, run_folder.path, ranks.topology.rank, log.say),
-        saver=saver,
-        saved_best=(state.best, state.best_step),
     )
 
 
-def find_data(config: TrainConfig, start: Start, ranks: Ranks) -> Data:
+def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data:
     """Load and check the data. A resumed run keeps its original samples."""
-    record = start.saved.record if start.saved else None
-    load = partial(load_data, config, record, Terminal(ranks.is_main))
-    data = ranks.run_on_all(load, main_first=True, place="loading the data")
+    record = saved.record if saved else None
+    with ranks.local_main_first("loading the data"):
+        data = load_data(config, record, Terminal(ranks.is_main))
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
-
-
-def find_state(config: TrainConfig, start: Start, plan: Plan, data: Data, ranks: Ranks) -> tuple[Data, TrainState]:
-    """The data without unreadable images, and the training state."""
-    folder = start.folder.path if start.folder else None
-    state = ranks.run_on_all(lambda: restore_state(start.saved, folder, config, plan, data))
-    readable = ranks.run_on_all(lambda: without_bad(data.train, state.bad_images, config))
-    return replace(data, train=readable), state
 
 
 def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) -> list[ImageDataset]:
@@ -196,9 +177,10 @@ def make_sets(config: TrainConfig, data: Data, spec: InputSpec, ranks: Ranks) ->
     bar, made = Terminal(ranks.is_main).progress("decoding"), []
     parts = (data.train, spec, True), (data.evaluation, spec.for_evaluation(), False)
     for split, size, training in parts:
-        make = partial(make_dataset, split, size, config, training, bar)
-        made.append(ranks.run_on_all(make, main_first=True, place="decoding images"))
-    return ranks.run_on_all(lambda: keep_on_device(made, config, ranks.device))
+        with ranks.local_main_first("decoding images"):
+            made.append(make_dataset(split, size, config, training, bar))
+    with ranks.agree():
+        return keep_on_device(made, config, ranks.device)
 
 
 def train(run: Run) -> dict | None:
@@ -263,7 +245,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> None:
     run.optimizer.zero_grad()
     if run.average:
         run.average.update(state.step)
-    state.updated(plan)
+    state.count_update(plan)
 
 
 def evaluate(run: Run) -> dict | None:
@@ -275,7 +257,6 @@ def evaluate(run: Run) -> dict | None:
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
-    finish_save(run)
     run.ranks.mark(f"after update {state.step}, evaluating")
     for weights in ("raw", "ema") if run.average else ("raw",):
         with run.average.applied() if run.average and weights == "ema" else nullcontext():
@@ -283,13 +264,11 @@ def evaluate(run: Run) -> dict | None:
             metrics = run.evaluator.evaluate(run.stopping, keep=run.may_end)
         if metrics is None:
             return None
-        if "left_out" in metrics:
-            agree_on_bad(run, split, run.evaluator.batches)
         result = {"weights": weights, **metrics} if run.average else metrics
         run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
         if weights == "raw":
             watch_evaluation(run, metrics)
-    state.evaluated(result, run.task.metric, run.task.higher_is_better)
+    state.add_evaluation(result, run.task.metric, run.task.higher_is_better)
     reduce_on_plateau(run.config, state, run.updates, run.log.say)
     report_training(run, result)
     return result

@@ -21,9 +21,8 @@ from common import make_parser, report, spread
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
-from utils.files import sync, write_file
+from utils.files import put_in_place, sync, write_file
 from utils.models.zoo import build_model
-from utils.runs.checkpoint import _put_in_place, partial_of
 from utils.runs.manifest import MANIFEST, manifest_text, sha256_of
 from utils.training.optim import build_optimizer
 
@@ -51,14 +50,14 @@ def measure(name: str, optimizer_name: str, folder: Path, rounds: int) -> tuple[
     accelerator.prepare(module, optimizer)
     results: dict[str, list[float]] = {step: [] for step in STEPS}
     for step in range(rounds):
-        partial = partial_of(folder, step)
+        partial = folder / f".step-{step:08d}.partial"
         partial.mkdir()
         results["save_state"].append(seconds(accelerator.save_state, str(partial)))
         files = sorted(partial.iterdir())
         results["hash"].append(sum(seconds(sha256_of, path) for path in files))
         results["fsync"].append(sum(seconds(sync, path) for path in files))
         manifest = seconds(write_file, partial / MANIFEST, manifest_text({}))
-        renaming = seconds(_put_in_place, partial, folder / f"step-{step:08d}")
+        renaming = seconds(put_in_place, partial, folder / f"step-{step:08d}")
         results["rename"].append(manifest + renaming)
         size = sum(path.stat().st_size for path in (folder / f"step-{step:08d}").iterdir()) / 1e6
         shutil.rmtree(folder / f"step-{step:08d}")

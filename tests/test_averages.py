@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 import eval
 import train
 from utils.models.weight_average import WeightAverage
-from utils.runs.checkpoint import _write_manifest
-from utils.runs.manifest import checkpoints_of
+from utils.runs.manifest import checkpoints_of, write_manifest
 from utils.runs.weights import choose_weights
 from utils.tasks.classification import Classification
 
@@ -222,7 +221,7 @@ def test_the_mean_of_checkpoints_is_that_of_torch(in_folder):
         shutil.copytree(saved[-1], copy)
         save_file(mean, copy / file)
         (copy / "manifest.json").unlink()
-        _write_manifest(copy)
+        write_manifest(copy)
         expected = returned(1, eval.main, ["--ckpt", str(copy), *more])[0]
         found = returned(processes, eval.main, ["--ckpt", "runs/two", "--average", "3", *more])[0]
         assert found["averaged"] == steps and "averaged" not in expected
@@ -241,7 +240,7 @@ def test_the_mean_of_checkpoints_has_the_integers_of_the_newest(tmp_path):
         saved.append({name: tensor.clone() for name, tensor in layer.state_dict().items()})
         (tmp_path / str(place)).mkdir()
         save_file(saved[-1], tmp_path / str(place) / "model.safetensors")
-        _write_manifest(tmp_path / str(place))
+        write_manifest(tmp_path / str(place))
     choose_weights([tmp_path / str(place) for place in range(3)], None).load(layer)
     for name, tensor in layer.state_dict().items():
         mean = torch.stack([tensors[name].double() for tensors in saved]).mean(0).float()

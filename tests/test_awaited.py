@@ -20,10 +20,9 @@ import utils.data.datasets
 import utils.waiting
 from utils.data.order import permutation
 from utils.launch.exits import with_known_fix
-from utils.ranks import data_watch, stopping
-from utils.ranks.data_watch import DataWatch
+from utils.ranks import stopping, watch
 from utils.ranks.stopping import Stopping
-from utils.waiting import awaited
+from utils.waiting import DataWait, awaited
 
 FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
 FLAGS += ["--global_batch_size", "8", "--log_every", "1", "--max_steps", "100000", "--run_name", "run"]
@@ -46,11 +45,11 @@ def photos():
 
 
 class Clock:
-    """Replaces the watch's pauses: each look comes after some seconds, and may call a function first."""
+    """Replaces the watchdog's pauses: each look comes after some seconds, and may call a function first."""
 
     def __init__(self, monkeypatch, looks):
         self.now, self.looks = 0.0, iter(looks)
-        monkeypatch.setattr("utils.ranks.watch.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def wait(self, tick):
         step = next(self.looks, None)
@@ -64,26 +63,25 @@ class Clock:
 
 
 class Left(Exception):
-    """The watch has ended the process."""
+    """The watchdog has ended the process."""
 
 
 def watched(monkeypatch, looks, timeout=600.0, orphaned=lambda: False, what="a training batch", main=True):
-    """What the watch reported in these looks, and the text and code that it exited with, if it did."""
-    watch, said = DataWatch.__new__(DataWatch), []
-    launch = SimpleNamespace(timeout=timeout)
-    ranks = type("Fake", (), {"orphaned": property(lambda self: orphaned())})()
-    ranks.launch, ranks.prog, ranks.is_main = launch, "train.py", main
-    watch._ranks, watch._stop = ranks, Clock(monkeypatch, looks)
-    monkeypatch.setattr(data_watch, "print_error", lambda prog, text: said.append(text))
+    """What the watchdog reported in these looks, and the text and code that it exited with, if it did."""
+    said, dog = [], watch.Watch(0 if main else 1, timeout, "train.py", orphaned)
+    dog._stop = Clock(monkeypatch, looks)
+    monkeypatch.setattr(watch, "print_line", lambda prog, text: said.append(text))
 
-    def exit_with_error(text, code):
-        raise Left(text, code)
+    last = []
+    monkeypatch.setattr(watch, "print_last_line", lambda prog, text: last.append(text))
 
-    watch._exit = exit_with_error
-    monkeypatch.setattr(data_watch.CurrentWait, "what", what)
-    monkeypatch.setattr(data_watch.CurrentWait, "number", 1)
+    def leave(code):
+        raise Left(*last, code)
+
+    monkeypatch.setattr(watch, "exit_now", leave)
+    monkeypatch.setattr(DataWait, "current", DataWait(what) if what else None)
     try:
-        watch._run()
+        dog._run()
     except Left as left:
         return said, *left.args
     return said, None, None
@@ -92,7 +90,7 @@ def watched(monkeypatch, looks, timeout=600.0, orphaned=lambda: False, what="a t
 def test_waiting_is_reported_once_and_ends_after_the_timeout(monkeypatch):
     said, text, code = watched(monkeypatch, [0.5] * 1300)
     assert len(said) == 1 and said[0].startswith("has waited 60 s for a training batch")
-    assert code == 2 and text.startswith("error: a training batch has not arrived for 600 s; ") and "--timeout" in text
+    assert code == 2 and text.startswith("error: a training batch has not arrived for 600 s") and "--timeout" in text
     said, text, code = watched(monkeypatch, [0.5] * 1190)
     assert len(said) == 1 and text is code is None
     assert watched(monkeypatch, [0.5] * 200, main=False)[0] == []  # only the main rank reports it
@@ -100,7 +98,7 @@ def test_waiting_is_reported_once_and_ends_after_the_timeout(monkeypatch):
 
 def test_each_batch_has_the_whole_time(monkeypatch):
     def comes():
-        data_watch.CurrentWait.number += 1
+        DataWait.current = DataWait("a training batch")
 
     assert watched(monkeypatch, ([0.5] * 100 + [comes]) * 30) == ([], None, None)
 
@@ -139,17 +137,16 @@ def test_what_is_waited_for_is_known_only_while_it_is_waited_for():
 
     def items():
         for number in range(3):
-            seen.append((data_watch.CurrentWait.what, data_watch.CurrentWait.number))
+            seen.append(DataWait.current)
             yield number
-        seen.append((data_watch.CurrentWait.what, data_watch.CurrentWait.number))
+        seen.append(DataWait.current)
 
     got = []
     for number in awaited(items(), "a thing"):
         got.append(number)
-        assert data_watch.CurrentWait.what == ""
-    assert got == [0, 1, 2] and data_watch.CurrentWait.what == ""
-    names, numbers = zip(*seen, strict=True)
-    assert names == ("a thing",) * 4 and len(set(numbers)) == 4
+        assert DataWait.current is None
+    assert got == [0, 1, 2] and DataWait.current is None
+    assert [wait.what for wait in seen] == ["a thing"] * 4 and len(set(map(id, seen))) == 4
 
 
 @pytest.mark.parametrize("cause", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
@@ -167,7 +164,7 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
     monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=told))
     with pytest.raises(RuntimeError, match="killed by signal") as caught:
         list(awaited(broken(), "a batch"))
-    assert "/dev/shm" in str(with_known_fix(caught.value)) and data_watch.CurrentWait.what == ""
+    assert "/dev/shm" in str(with_known_fix(caught.value)) and DataWait.current is None
 
 
 # Real runs whose data comes from a dead disk: a pipe that nobody writes to
@@ -177,7 +174,7 @@ def _dead_disk(main, flags, where, dead):
     """Reading the `dead` samples never returns."""
     decode = where.decode
     sys.stderr = sys.__stderr__  # captured output is lost when the process exits
-    data_watch.PATIENCE = 0.5
+    watch.PATIENCE = 0.5
 
     def dying(split, position, *arguments):
         if position in dead:

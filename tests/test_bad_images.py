@@ -19,7 +19,6 @@ import eval
 import train
 from utils.config.settings import TrainConfig
 from utils.data.check import check_images
-from utils.data.decode import decode
 from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
 
@@ -163,7 +162,10 @@ def test_a_photograph_that_fails_in_training_ends_the_run_with_the_fixes():
 
 @pytest.fixture(scope="module")
 def skipping(tmp_path_factory):
-    """Runs on photographs of which two are cut short and three only look whole, on one to three processes."""
+    """Runs on photographs of which two are cut short and three only look whole, on one to three processes.
+
+    All five are found at the start.
+    """
     folder = tmp_path_factory.mktemp("skipping") / "work"
     with kept_in(folder):
         paths = photographs()
@@ -184,48 +186,19 @@ def skipped(own_folders, skipping, monkeypatch):
 
 def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_left_out(skipped):
     one = records("on1")
-    assert [r["left_out"] for r in one if r["kind"] == "eval"] == [1]
-    assert sum(r["count"] for r in one if r["kind"] == "eval") == 5
+    assert [(r["count"], "left_out" in r) for r in one if r["kind"] == "eval"] == [(6, False)]
     lists = [json.loads(Path(f"runs/on{n}/bad_images.json").read_text()) for n in (1, 2, 3)]
     assert len(lists[0]) == 5 and lists[1] == lists[2] == lists[0]
-    found = [image for r in records("on2", "bad_images") for image in r["images"]]
-    assert len(found) == len(set(found)) == 3  # each is reported once, though every epoch meets it again
     for name in ("on2", "on3"):
         assert losses(name) == pytest.approx(losses("on1"), rel=1e-5)
         assert [r["accuracy"] for r in records(name, "eval")] == [r["accuracy"] for r in records("on1", "eval")]
 
 
-def test_losses_are_those_of_a_plain_loop_over_the_images_that_can_be_read(skipped):
-    """What cannot be read adds nothing to the sum over the update, which is divided by its full size."""
-    from utils.data.order import fold_in, permutation
-    from utils.data.spec import InputSpec
-    from utils.models.small import MLP
-
-    data = load_data(TrainConfig(data="data", bad_images="skip"))
-    assert len(data.train) == 52  # 58 with whole ends, less a tenth
-    torch.manual_seed(fold_in(0, "weights"))
-    model = MLP(InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3), 2, hidden=4)
-    order = permutation(52, 0, 0)[:12]
-    readable = [position for position in order if _decodes(data.train, position)]
-    assert records("on1", "train")[0]["step"] == 1 and 10 <= len(readable) <= 12
-    from utils.data.order import Microbatch
-    from utils.data.pipeline import make_dataset
-
-    spec = InputSpec(SIDE, SIDE, 3, [0.5] * 3, [0.5] * 3)
-    dataset = make_dataset(data.train, spec, TrainConfig(), True, iter)
-    batch = dataset.__getitems__(Microbatch(0, 0, 0, np.asarray(readable)))
-    images = (batch["images"].float() / 255 - 0.5) / 0.5
-    logits = model(images.permute(0, 3, 1, 2))
-    loss = torch.nn.functional.cross_entropy(logits, batch["labels"])
-    assert losses("on1")[0] == pytest.approx(loss.item(), rel=1e-4)
-
-
-def _decodes(split, position):
-    try:
-        decode(split, int(position), 3)
-    except ValueError:
-        return False
-    return True
+def test_losses_are_those_of_a_run_without_the_files_that_cannot_be_read(skipped):
+    for name in json.loads(Path("runs/on1/bad_images.json").read_text()):
+        Path(name).unlink()
+    train_run(1, "run", *FLAGS)
+    assert losses("run") == losses("on1")
 
 
 @pytest.mark.full
@@ -241,95 +214,50 @@ def test_a_resume_with_bad_images_left_out_ends_in_the_same_bits(skipped, proces
 
 def test_a_file_that_was_deleted_keeps_its_place_in_the_order_of_a_resumed_run(skipped):
     train_run(1, "run", *SKIP, "--max_steps", "4")
-    bad = json.loads(Path("runs/run/bad_images.json").read_text())
-    Path(next(name for name in bad if Path(name).read_bytes().endswith(b"IEND\xaeB`\x82"))).unlink()
+    data = load_data(TrainConfig(data="data", bad_images="skip"))
+    for name in (data.train.describe(7), data.evaluation.describe(1)):
+        Path(name).unlink()
     line = refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto")
     assert "(the file is gone)" in line and "--bad_images skip" in line
+    shutil.copytree("runs/run", "runs/two")
     train_run(1, "run", *SKIP, "--resume", "auto")
-    assert losses("run") == losses("on1")
+    train_run(2, "two", *SKIP, "--resume", "auto")
+    assert losses("run") == pytest.approx(losses("two"), rel=1e-5) and len(losses("run")) == 9
+    assert losses("run")[:4] == losses("on1")[:4] and losses("run")[4:] != losses("on1")[4:]
+    last = [records(name, "eval")[-1] for name in ("run", "two")]
+    assert [(record["count"], record["left_out"]) for record in last] == [(5, 1)] * 2
 
 
 def test_files_that_were_repaired_stay_left_out_of_the_run(skipped):
     train_run(1, "run", *SKIP, "--max_steps", "4")
     for name in json.loads(Path("runs/run/bad_images.json").read_text()):
         Image.fromarray(smooth(SIDE, SIDE)).save(name)
-    assert "changed: " in refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto")
     (outcome,) = run_ranks(1, train.main, [*SKIP, "--run_name", "run", "--resume", "auto"])
-    assert outcome.code == 0 and "(changed since the run started)" in outcome.out
+    assert outcome.code == 0 and "has new files since training, which are left out" in outcome.out
     assert losses("run") == losses("on1")
-
-
-@pytest.mark.full
-def test_images_that_are_restored_stay_left_out_of_the_run(skipped):
-    """Their ends do not show the change; the checkpoint lists them."""
-    train_run(1, "run", *SKIP, "--max_steps", "4")
-    images = iter(pictures(60, (SIDE, SIDE)))
-    for path in (f"data/{name}/{number:03}.png" for name in ("cat", "dog") for number in range(30)):
-        image = next(images)
-        if Path(path).read_bytes().endswith(b"IEND\xaeB`\x82"):  # the others were cut before the run began
-            Image.fromarray(image).save(path)
-    train_run(1, "run", *SKIP, "--resume", "auto")
-    seen = [r for r in records("run", "bad_images") if r["split"] == "train"]
-    assert seen and losses("run")[4:] == losses("on1")[4:]
 
 
 def test_nothing_is_trained_when_no_image_is_left(skipped):
     for path in Path("data").rglob("*.png"):
         Image.fromarray(smooth(SIDE, SIDE)).save(path)
     line = refused(train.main, *SKIP, "--run_name", "on1", "--resume", "auto", "--max_steps", "12")
-    assert "no image of split 'train' can be used (52 checked)" in line
+    assert "no image of split 'train' can be used (49 checked)" in line
 
 
-def test_an_evaluation_counts_what_it_left_out(skipped):
-    assert "not a readable image" in refused(eval.main, "--ckpt", "runs/on1", "--bad_images", "refuse")
+def test_an_evaluation_leaves_out_and_names_what_can_no_longer_be_read(skipped):
+    data = load_data(TrainConfig(data="data", bad_images="skip"))
+    spoil(Path(data.evaluation.describe(1)))
+    line = refused(eval.main, "--ckpt", "runs/on1", "--bad_images", "error")
+    assert "not a readable image" in line and "--bad_images skip" in line
     (one,) = run_ranks(1, eval.main, ["--ckpt", "runs/on1", "--eval_batch_size", "2"])
     two = run_ranks(2, eval.main, ["--ckpt", "runs/on1", "--eval_batch_size", "2"])
     assert [outcome.code for outcome in (one, *two)] == [0, 0, 0]
-    assert (one.value["count"], one.value["left_out"]) == (5, 1)
+    assert one.value["count"] == 5
     assert {k: v for k, v in two[0].value.items() if k != "seconds"} == {
         k: v for k, v in one.value.items() if k != "seconds"
     }
-
-
-def test_an_evaluation_names_what_it_left_out(skipped):
-    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/on1"])
-    assert "left out" in outcome.out and "1 images that cannot be read" in outcome.out
-    assert "not a readable image (broken data stream when reading image file); left out" in outcome.out
-
-
-def test_each_bad_image_of_the_evaluation_split_is_logged_once(skipped):
-    train_run(1, "run", *SKIP, "--eval_every", "3")
-    assert [len(r["images"]) for r in records("run", "bad_images") if r["split"] != "train"] == [1]
-    assert all(r["images"] for r in records("run", "bad_images"))
-
-
-@pytest.mark.full
-def test_an_image_that_can_be_read_again_stays_left_out_as_after_a_resume(skipped):
-    train_run(1, "run", *SKIP, "--max_steps", "12")
-    shutil.rmtree("runs/run")
-    run_ranks(1, _train_and_repair, [*SKIP, "--run_name", "run", "--max_steps", "12"])
-    train_run(1, "whole", *SKIP, "--max_steps", "12")
-    assert losses("run") == losses("whole")
-
-
-def _train_and_repair(flags):
-    """Train; after the first epoch, all images that looked whole are whole."""
-    whole = list(zip(sorted(Path("data").rglob("*.png")), pictures(60, (SIDE, SIDE)), strict=True))
-    update = train.train_update
-
-    def repaired(run, batches):
-        update(run, batches)
-        if run.state.step == 6:
-            for path, image in whole:
-                if path.read_bytes().endswith(b"IEND\xaeB`\x82"):
-                    Image.fromarray(image).save("whole.png")
-                    os.replace("whole.png", path)  # a loader may be reading it
-
-    train.train_update = repaired
-    train.main(flags)
-    for path, _ in whole:  # as they were, for the run to compare with
-        if str(path) in json.loads(Path("runs/run/bad_images.json").read_text()):
-            spoil(path)
+    assert "1 of 6 images of split 'hold-out of train' cannot be used and will be left out" in one.out
+    assert f"{data.evaluation.describe(1)} (" in one.out
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])

@@ -16,8 +16,7 @@ import eval
 import predict
 import train
 from utils.data.order import permutation
-from utils.runs.checkpoint import _write_manifest
-from utils.runs.manifest import newest_good
+from utils.runs.manifest import newest_good, write_manifest
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "12", "--threads", "1", "--lr", "0.01", "--run_name", "run"]
 FLAGS += ["--max_train_samples", "48", "--save_every", "2", "--max_steps", "9", "--eval_every", "99"]
@@ -107,7 +106,7 @@ def test_evaluations_and_predictions_of_nan_weights_or_infinite_outputs_end_with
             change(tensors[name])
         save_file(tensors, checkpoint / "model.safetensors")
         (checkpoint / "manifest.json").unlink()
-        _write_manifest(checkpoint)
+        write_manifest(checkpoint)
         for script in (eval, predict):
             more = [str(image)] if script is predict else []
             line = refused(script.main, "--ckpt", "runs/run", *more, processes=processes)

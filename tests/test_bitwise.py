@@ -164,7 +164,7 @@ def collectives(flags: list[str]) -> int:
     closing, entered = train.close, []
 
     def close(run, *given):
-        entered.append(run.ranks._watch.entered)
+        entered.append(run.ranks.watch.entered)
         return closing(run, *given)
 
     train.close = close
@@ -242,11 +242,11 @@ def test_with_an_all_reduce_instead_the_bits_differ():
 @pytest.mark.parametrize(
     "flags,line",
     [
-        (["--microbatches", "6"], "--microbatches must be a power of two, got 6; use 4 or 8"),
-        (["--microbatches", "8", "--grad_accum", "2"], "--grad_accum cannot be used with --microbatches"),
-        (["--microbatches", "8", "--batch_size", "2"], "--batch_size cannot be used with --microbatches"),
-        (["--microbatches", "8", "--sync_batchnorm"], "--sync_batchnorm cannot be used with --microbatches"),
-        (["--microbatches", "8", "--comm_hook", "bf16"], "--comm_hook bf16 cannot be used with --microbatches"),
+        (["--microbatches", "6"], "--microbatches must be a power of two, got 6"),
+        (["--microbatches", "8", "--grad_accum", "2"], "--microbatches and --grad_accum exclude each other"),
+        (["--microbatches", "8", "--batch_size", "2"], "--microbatches and --batch_size exclude each other"),
+        (["--microbatches", "8", "--sync_batchnorm"], "--microbatches and --sync_batchnorm exclude each other"),
+        (["--microbatches", "8", "--comm_hook", "bf16"], "--microbatches and --comm_hook exclude each other"),
         (["--microbatches", "8", "--global_batch_size", "4"], "cannot be divided into 8 microbatches"),
     ],
 )

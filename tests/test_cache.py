@@ -424,7 +424,8 @@ def decode_on_each_rank(split, expected):
     """Both ranks of a launch, one after the other, as train.py lets them."""
     with distributed_session("train.py", TrainConfig(cpu=True)) as ranks:
         ranks.join()
-        pixels = ranks.run_on_all(lambda: decode_all(split, 8, 8, 3, "cache", iter), main_first=True)
+        with ranks.local_main_first():
+            pixels = decode_all(split, 8, 8, 3, "cache", iter)
     return bool((pixels == expected).all()), isinstance(pixels, np.memmap)
 
 

@@ -19,6 +19,7 @@ from utils import version
 from utils.config.cli import read_config
 from utils.runs.manifest import find_checkpoint
 from utils.runs.state import TrainState
+from utils.runs.typed_json import parse
 from utils.version import VERSION
 
 FLAGS = ("--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "1", "--global_batch_size", "120")
@@ -33,7 +34,7 @@ def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_pat
     train_run(2, "run", *FLAGS)
     checkpoint = find_checkpoint(Path("runs/run"))
     assert {path.name for path in checkpoint.iterdir()} == {
-        "model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl",
+        "model.safetensors", "optimizer.bin",
         "state.json", "config.yaml", "labels.json", "samples.json.gz", "manifest.json",
     }  # fmt: skip
     assert json.loads((checkpoint / "labels.json").read_text()) == [str(i) for i in range(10)]
@@ -157,11 +158,11 @@ def test_a_history_of_evaluations_stays_small_and_has_no_infinity():
     state = TrainState()
     for state.step in range(1001):
         result = {"loss": float("inf"), "accuracy": 0.5, "per_class": [1.0], "split": "test"}
-        state.evaluated(result, "accuracy", True)
+        state.add_evaluation(result, "accuracy", True)
     assert len(state.evaluations) == 1000
     assert state.evaluations[-1] == {"step": 1000, "loss": None, "accuracy": 0.5}
     saved = json.dumps(asdict(replace(state, batch_size=1)))
-    assert TrainState.from_dict(json.loads(saved)).evaluations[0]["step"] == 1
+    assert parse(TrainState, json.loads(saved), "state").evaluations[0]["step"] == 1
 
 
 def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_reported():
@@ -189,8 +190,8 @@ def _momentum_after_training(flags):
 def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
     train_run(1, "run", *FLAGS, "--max_steps", "2")
     for flags, text in (
-        (("--optimizer", "adamw"), "was trained with an optimizer of sgd, not adamw"),
-        (("--model", "mlp"), "was trained with a model of mnist_cnn, not mlp"),
+        (("--optimizer", "adamw"), "was trained with a --optimizer of sgd, not adamw"),
+        (("--model", "mlp"), "was trained with a --model of mnist_cnn, not mlp"),
         (("--seed", "1"), "was trained with a seed of 0, not 1"),
         (("--global_batch_size", "60"), "was trained with a global batch size of 120, not 60"),
         (("--max_train_samples", "400"), "was trained with training samples of 480, not 400"),

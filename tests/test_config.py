@@ -72,28 +72,6 @@ def test_settings_survive_saving_and_a_saved_file_is_a_config_file():
     assert parse("--config", "saved.yaml") == config
 
 
-def test_a_file_saved_before_small_images_could_be_cropped_does_not_begin_to_crop_them():
-    def old(config):  # without a format, in the order of the fields
-        return to_yaml(config).replace("format: 1\n", "")
-
-    for text, expected in (
-        (old(TrainConfig(min_scale=0.08)), None),  # the default of then, without effect on small images
-        (old(TrainConfig(min_scale=0.35)), 0.35),
-        (to_yaml(TrainConfig(min_scale=0.08)), 0.08),
-        ("min_scale: 0.08\nprofile: true\n", 0.08),  # written by hand
-    ):
-        Path("kept.yaml").write_text(text)
-        assert read_config(Path("kept.yaml")).min_scale == parse("--config", "kept.yaml").min_scale == expected
-    Path("kept.yaml").write_text(old(TrainConfig(min_scale=0.08)))
-    assert parse("--config", "kept.yaml", "--min_scale", "0.08").min_scale == 0.08
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_a_file_with_the_earlier_setting_static_graph_allows_unused_parameters(value):
-    Path("kept.yaml").write_text(to_yaml(TrainConfig()) + f"static_graph: {str(value).lower()}\n")
-    assert read_config(Path("kept.yaml")) == TrainConfig(find_unused_parameters=value)
-
-
 def test_the_config_in_the_run_folder_repeats_the_run():
     flags = ("--model", "mlp", "--max_steps", "3", "--lr", "0.01", "--log_every", "1")
     first = train_run(1, "first", *flags)
@@ -146,7 +124,6 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_numbers_that_work(flags
                                    "lr_schedule_args: {class_path: CLASS}", "data: {class_path: CLASS}",
                                    "mean: {class_path: CLASS}"])  # fmt: skip
 def test_settings_from_a_stranger_import_and_execute_nothing(place, monkeypatch):
-    """jsonargparse makes an object of a class_path wherever the type of a setting allows any."""
     Path("trap.py").write_text(
         "import os\nos.mkdir('imported')\nclass Trap:\n    def __init__(self): os.mkdir('made')\n"
     )
@@ -194,7 +171,7 @@ def test_words_and_numbers_of_a_config_file_are_what_they_look_like(text, name, 
 
 def test_a_word_that_is_not_a_choice_is_quoted_as_written(capsys):
     Path("recipe.yaml").write_text("mixed_precision: off\n")
-    assert "['no', 'bf16', 'fp16', 'auto'], got off" in refusal(capsys, "--config", "recipe.yaml")
+    assert "no, bf16, fp16 or auto, got off" in refusal(capsys, "--config", "recipe.yaml")
 
 
 @pytest.mark.parametrize("text", ["lr: 1\nepochs: 3\nlr: 2\n", "seed: 1\n\nmodel_args: {hidden: 3, hidden: 4}\n"])
@@ -232,7 +209,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (BOMB.replace("a:", "data:", 1), "aliases (*) are not allowed"),
         (f"model_args: {{{BOMB.strip().replace(chr(10), ', ')}}}\n", "aliases (*) are not allowed"),
-        ("data: " + "[" * 3000, "nested more than 40 levels deep"),
+        ("data: " + "[" * 3000, "maximum recursion depth"),
         ("# a comment\n" * 20_000, "larger than 128 KiB"),
         ("lr: 1" + "0" * 5000, "Exceeds the limit"),
         ("data: caf\xe9", "not valid UTF-8"),
@@ -250,9 +227,7 @@ def test_a_bomb_in_a_string_of_a_config_file_is_not_read_as_yaml():
     inner = BOMB.strip().replace("\n", ", ")
     Path("recipe.yaml").write_text(f"model_args: '{{{inner}}}'\n")
     (outcome,) = run_ranks(1, train.main, ["--config", "recipe.yaml"], seconds=20)
-    assert (
-        outcome.code == 2 and "--model_args: expected '{NAME: VALUE}'" in outcome.err and outcome.err.count("\n") == 1
-    )
+    assert outcome.code == 2 and "--model_args must be '{NAME: VALUE}'" in outcome.err and outcome.err.count("\n") == 1
 
 
 def test_only_a_regular_file_is_read_as_settings():
@@ -270,10 +245,10 @@ def test_only_a_regular_file_is_read_as_settings():
 
 @pytest.mark.parametrize("name", ["..", ".", ".hidden", "-x", "a/b", "/a", "a\nb", "a\0b", "a" * 256, "é" * 128, ""])
 def test_a_run_name_that_cannot_name_a_folder_is_refused(name, capsys):
-    assert "--run_name" in (line := refusal(capsys, f"--run_name={name}")) and "use a plain name" in line
+    assert "--run_name" in (line := refusal(capsys, f"--run_name={name}")) and "must be a plain name" in line
     Path("recipe.yaml").write_text(dump_yaml({"run_name": name}))
-    assert "use a plain name" in refusal(capsys, "--config", "recipe.yaml")
-    with pytest.raises(ValueError, match="use a plain name"):
+    assert "must be a plain name" in refusal(capsys, "--config", "recipe.yaml")
+    with pytest.raises(ValueError, match="must be a plain name"):
         TrainConfig(run_name=name)
 
 
@@ -298,7 +273,7 @@ def test_a_list_may_be_given_as_numbers_after_its_flag(flags, expected):
 
 
 def test_a_value_that_is_not_a_list_is_refused_with_an_example(capsys):
-    assert "--mean: expected numbers, such as 0.5 0.5 0.5, got half" in refusal(capsys, "--mean", "half")
+    assert "--mean must be numbers, such as 0.5 0.5 0.5, got half" in refusal(capsys, "--mean", "half")
 
 
 HUGE = "1" + "0" * 26
@@ -311,14 +286,14 @@ HUGE = "1" + "0" * 26
             ((f"--{name}", HUGE), f"--{name} must be at most 2147483647, got {HUGE}")
             for name in ("max_steps", "epochs", "save_every", "keep", "log_every", "eval_batch_size", "warmup_steps")
         ),
-        (("--max_steps", "1" + "0" * 400), "got an integer of 401 digits"),
+        (("--max_steps", "1" + "0" * 400), f"got 1{'0' * 79}\n"),
         (("--seed", HUGE), "--seed must be at most 9223372036854775807"),
         (("--crop_padding", "5000"), "--crop_padding must be at most 1024"),
         (("--grad_accum", "70000"), "--grad_accum must be at most 65536"),
         (("--global_batch_size", "20000000"), "--global_batch_size must be at most 16777216"),
         (("--image_size", "65536"), "--image_size must be at most 65535"),
-        (("--timeout", "1e300"), "--timeout must be at most 604800 seconds (a week)"),
-        (("--mean", "[.inf]"), "--mean must be a finite number"),
+        (("--timeout", "1e300"), "--timeout must be at most 604800"),
+        (("--mean", "[.inf]"), "--mean must be a finite number, got [inf]"),
     ],
 )
 def test_numbers_above_a_limit_are_refused_with_the_limit(flags, text, capsys):

@@ -12,22 +12,22 @@ import pickle
 import random
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, same_tensors, train_run, weights
+from helpers.training_runs import records, train_run, weights
 
 import eval
 import train
 from utils.config.settings import TrainConfig
-from utils.runs.checkpoint import _write_manifest
-from utils.runs.manifest import damage_of, newest_good
+from utils.runs.manifest import damage_of, newest_good, write_manifest
 from utils.runs.metadata import read_settings
 from utils.runs.state import TrainState
+from utils.runs.typed_json import parse
 
 FLAGS = ("--data", "digits", "--model", "mlp", "--model_args", "{hidden: 16}", "--threads", "1", "--keep", "9")
 FLAGS += ("--lr_schedule", "constant", "--save_every", "2", "--eval_every", "99")
@@ -195,7 +195,7 @@ def test_each_change_of_one_byte_of_a_manifest_is_seen(tmp_path):
     checkpoint = tmp_path / "step-00000001"
     checkpoint.mkdir()
     (checkpoint / "a").write_text("a")
-    _write_manifest(checkpoint)
+    write_manifest(checkpoint)
     assert damage_of(checkpoint, needed=["a"]) is None
     path, manifest = checkpoint / "manifest.json", (checkpoint / "manifest.json").read_bytes()
     for position, byte in enumerate(manifest):
@@ -325,7 +325,7 @@ def test_all_is_verified_before_anything_is_loaded():
 
 def _order_of_events(main, flags):
     """What main verifies, reads and loads, in that order."""
-    from utils.runs import checkpoint, loading, manifest
+    from utils.runs import loading, manifest, writing
 
     events = []
 
@@ -339,7 +339,7 @@ def _order_of_events(main, flags):
 
         setattr(owner, name, watched)
 
-    for module in (manifest, checkpoint):  # to find a checkpoint, and to put damaged ones aside
+    for module in (manifest, writing):  # to find a checkpoint, and to put damaged ones aside
         watch(module, "damage_of", lambda folder, damage: ("verified", folder, damage is None))
     watch(loading, "load_file", lambda path, _: ("read", path))
     watch(torch, "load", lambda path, _: ("read", path))
@@ -384,7 +384,7 @@ def _without_privileges(main, flags):
     "name",
     [
         "model.safetensors",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("random_states_0.pkl", "manifest.json")),
+        pytest.param("manifest.json", marks=pytest.mark.full),
         "",
     ],
 )
@@ -460,7 +460,7 @@ PICKLES = [as_torch_writes_it, as_torch_wrote_it_once, as_pickle_writes_it, as_p
 CODES = {  # of train.py and of eval.py when a file is something else than it should be
     "model.safetensors": (2, 2),
     "optimizer.bin": (2, 0),
-    "random_states_0.pkl": (0, 0),
+    "random_states_0.pkl": (0, 0),  # of Accelerate, for its load_state
     "state.json": (2, 2),
     "config.yaml": (2, 2),
     "labels.json": (2, 2),
@@ -480,7 +480,7 @@ def both(train_code, eval_code):
     They are given the newest checkpoint, under a manifest that is made to match.
     """
     (NEWEST / "manifest.json").unlink()
-    _write_manifest(NEWEST)
+    write_manifest(NEWEST)
     before = contents(RUN)
     for main, flags, code in ((eval.main, ("--ckpt", str(NEWEST)), eval_code), (train.main, RESUME, train_code)):
         (outcome,) = run_ranks(1, main, flags)
@@ -586,51 +586,35 @@ def test_a_setting_of_the_wrong_kind_is_named_in_one_line_where_it_matters(setti
     both(None, eval_code)
 
 
-WRONG = [  # in state.json: what train.py goes on from
-    *(("state", value) for value in (None, [], {}, "x")),
-    *(("state.step", value) for value in (-1, 10**18, None, "x", 7, 1.5, True, 10**30)),
-    *(("state.epoch", value) for value in (None, -1, 10**9)),
-    *(("state.position", value) for value in ("x", -1, 7, 10**9, 1e300)),
-    *(("state.seconds", value) for value in ([], math.nan, math.inf, -1, 10**400)),
-    *(("state.images", value) for value in ("x", -1)),
+WRONG = [  # in state.json: one for each kind of check
+    *(("state", value) for value in (None, [], {})),
+    *(("state.step", value) for value in (-1, 10**18, "x", 7, 1.5, True, 10**30)),
+    *(("state.position", value) for value in (-1, 7, 1e300)),
+    *(("state.seconds", value) for value in (math.nan, math.inf, -1, 10**400)),
     *(("state.best", value) for value in ("x", math.nan)),
-    *(("state.best_step", value) for value in ("x", 1.5, -1)),
-    *(("state.logged_seconds", value) for value in (None, math.nan)),
-    *(("state.since_log", value) for value in ({"speed": 1}, {"loss": "x"}, {"loss": math.nan}, {"count": None}, [])),
-    *(("state.owes_evaluation", value) for value in (None, 1)),
-    *(("format", value) for value in (0, -1, 1.5, "1", None, True, [])),
-    *(("state.evaluations", value) for value in (None, {}, [1], [{}], [{"step": "x"}])),
-    ("state.evaluations", [{"step": 1, "loss": math.nan}]),
-    *(("state.batch_size", value) for value in (0, -120, "x", 1.5)),
-    *(("global_batch_size", value) for value in (0, "x", -120, None, 1.5, 10**30, [120])),
-    *((name, value) for name in ("samples", "labels", "seed") for value in (None, "x", [], -1, math.nan)),
+    *(("state.since_log", value) for value in ({"speed": 1}, {"loss": "x"}, [])),
+    ("state.owes_evaluation", 1),
+    *(("state.evaluations", value) for value in ([1], [{}], [{"step": "x"}], [{"step": 1, "loss": math.nan}])),
+    ("state.batch_size", 0),
+    *(("format", value) for value in (0, "1", None)),
+    *(("global_batch_size", value) for value in (0, 10**30)),
+    *(("labels", value) for value in (None, 1)),
+    ("versions", []),
+    ("device", 3),
+    *(("input", value) for value in ({}, None, {"height": 8})),
+    *(("input.height", value) for value in (0, 8.5, 10**12)),
+    *(("input.std", value) for value in ("x", [0.0], [0.5, 0.5], [math.nan])),
 ]
-WRONG_INPUT = [  # what eval.py feeds the model
-    *(("input", value) for value in ({}, None, [], "x", {"height": 8})),
-    *(("input.height", value) for value in (-1, 0, "x", None, 8.5, 10**12)),
-    *(("input.channels", value) for value in (-1, 0, 2, "x")),
-    *((f"input.{name}", value) for name in ("mean", "std") for value in ("x", [], None, ["x"], [0.5, 0.5], [math.nan])),
-    ("input.std", [0.0]),
-]
-UNUSED = [("processes", "x"), ("threads", None), ("versions", []), ("device", 3), ("scaler", "x")]
-QUICK_WRONG = ["state None", "state.step -1", "state.since_log {'speed': 1}", "format 0", "input.height -1"]
+QUICK_WRONG = ["state None", "state.step -1", "state.since_log {'speed': 1}", "format 0", "input.height 0"]
 QUICK_WRONG += [f"global_batch_size {10**30}"]
-FULL_WRONG = [f"state.step {10**18}", "state.position x", "state.position -1", "state.seconds []", "state.batch_size 0"]
-FULL_WRONG += ["state.evaluations [1]", "global_batch_size 0", "global_batch_size x", "input {}"]
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "codes"),
-    by_time(
-        [(*c, (2, None)) for c in WRONG]
-        + [(*c, (None, 2)) for c in WRONG_INPUT]
-        + [(*c, (None, None)) for c in UNUSED],
-        lambda key, value, _: f"{key} {value}" in QUICK_WRONG,
-        lambda key, value, _: f"{key} {value}" in FULL_WRONG,
-    ),
+    ("key", "value"),
+    by_time(WRONG, lambda key, value: f"{key} {value}" in QUICK_WRONG, lambda *_: True),
     ids=lambda part: repr(part)[:30],
 )
-def test_a_value_of_the_wrong_kind_is_one_line(key, value, codes):
+def test_a_value_of_the_wrong_kind_is_one_line(key, value):
     path = NEWEST / "state.json"
     saved = json.loads(path.read_text())
     *folders, last = key.split(".")
@@ -639,7 +623,7 @@ def test_a_value_of_the_wrong_kind_is_one_line(key, value, codes):
         place = place[name]
     place[last] = value
     path.write_text(json.dumps(saved))
-    both(*codes)
+    both(2, None)  # eval.py uses no plan, which some of the values contradict
 
 
 def change_state(change, checkpoint=NEWEST):
@@ -649,7 +633,7 @@ def change_state(change, checkpoint=NEWEST):
     change(values)
     path.write_text(json.dumps(values))
     (checkpoint / "manifest.json").unlink()
-    _write_manifest(checkpoint)
+    write_manifest(checkpoint)
 
 
 def test_a_newer_format_is_refused_with_the_version_that_wrote_it():
@@ -665,40 +649,20 @@ def test_a_newer_format_is_refused_with_the_version_that_wrote_it():
         assert contents(RUN) == before
 
 
-def test_a_checkpoint_from_before_there_was_a_format_resumes_bit_identical():
-    def older(values):
-        del values["format"], values["state"]["evaluations"], values["state"]["bad_images"]
-        values["scaler"] = None
-        state = values["state"]
-        state["best_accuracy"] = state.pop("best")
-        state["since_log"] = {"loss": 0.0, "correct": 0.0, "count": 0.0, "wait": 0.0}
-
-    change_state(older)
-    (evaluated,) = run_ranks(1, eval.main, ("--ckpt", str(NEWEST)))
-    assert evaluated.code == 0 and evaluated.value["step"] == 8, evaluated.err
-    (outcome,) = run_ranks(1, train.main, RESUME)
-    assert outcome.code == 0 and f"resuming from {NEWEST}\n" in outcome.out, outcome.err
-    assert same_tensors(weights("run"), weights("whole"))
-    assert json.loads((CHECKPOINTS / "step-00000010/state.json").read_text())["format"] == 1
-
-
 @dataclass
 class LaterState(TrainState):
     """The training state with a field that a later version has added to format 1."""
 
-    patience: int = 7
+    patience: int = field(default=7, metadata={"optional": True})
 
 
 def test_a_state_may_lack_fields_that_were_added_later_and_no_other():
     values = json.loads((NEWEST / "state.json").read_text())["state"]
-    assert LaterState.from_dict(values) == LaterState(**values, patience=7)
-    assert LaterState.from_dict(values | {"patience": 3}).patience == 3
-    added = {"exploded", "learned", "last_loss", "first_metric"}  # after format 1, as the next ones
-    added |= {"best_value", "evaluations_since_best", "lr_factor"}
-    assert LaterState.from_dict({name: values[name] for name in values.keys() - added}).exploded is False
-    for name in values.keys() - added:
+    assert parse(LaterState, values, "state") == LaterState(**values, patience=7)
+    assert parse(LaterState, values | {"patience": 3}, "state").patience == 3
+    for name in values:
         with pytest.raises(ValueError, match=f"'{name}' is missing or malformed"):
-            LaterState.from_dict({key: value for key, value in values.items() if key != name})
+            parse(LaterState, {key: value for key, value in values.items() if key != name}, "state")
 
 
 def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint():
@@ -721,7 +685,7 @@ def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint():
 def test_two_processes_say_once_that_a_file_is_malformed():
     (NEWEST / "state.json").write_text("{}")
     (NEWEST / "manifest.json").unlink()
-    _write_manifest(NEWEST)
+    write_manifest(NEWEST)
     for main, flags in ((eval.main, ("--ckpt", str(NEWEST))), (train.main, RESUME)):
         first, second = run_ranks(2, main, flags)
         refused(first, f"{NEWEST}/state.json")
@@ -762,7 +726,7 @@ def test_a_file_that_would_take_all_time_or_memory_is_refused(name, content, wha
     else:
         (NEWEST / name).write_bytes(content)
     (NEWEST / "manifest.json").unlink()
-    _write_manifest(NEWEST)
+    write_manifest(NEWEST)
     for main, flags in ((eval.main, ("--ckpt", str(NEWEST))), (train.main, RESUME)):
         (outcome,) = run_ranks(1, main, flags, seconds=40)
         refused(outcome, f"{NEWEST}/{what}")
@@ -815,7 +779,7 @@ def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
     mine |= {"data": "synthetic/10x8x100", "image_size": 8}
     (NEWEST / "config.yaml").write_text(yaml.safe_dump(mine))
     (NEWEST / "manifest.json").unlink()
-    _write_manifest(NEWEST)
+    write_manifest(NEWEST)
     read = read_settings(NEWEST)
     assert read.model_args == {"hidden": 16}
     for name in settings:
@@ -834,6 +798,6 @@ def test_a_model_that_would_be_fetched_from_a_stranger_is_refused():
     for model in ("timm/hf-hub:stranger/model", "hf-hub:stranger/model"):
         put("config.yaml", f"model: '{model}'".encode())
         (NEWEST / "manifest.json").unlink()
-        _write_manifest(NEWEST)
+        write_manifest(NEWEST)
         (outcome,) = run_ranks(1, eval.main, ("--ckpt", str(NEWEST)))
         assert outcome.code == 2 and f"--model {model}: " in outcome.err and outcome.err.count("\n") == 1, outcome.err

@@ -15,8 +15,9 @@ from helpers.training_runs import records, train_run
 from torch import nn
 
 import train
+from utils.config import defaults
 from utils.config.batch import resolve_batch
-from utils.config.defaults import NAMES, choose_images, choose_sizes
+from utils.config.defaults import choose_images, choose_sizes
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
@@ -28,6 +29,8 @@ from utils.training.divergence import watch_evaluation, watch_loss
 from utils.training.sameness import differences, has_dropout
 from utils.training.schedule import total_updates
 
+NAMES = ("global_batch_size", "drop_last", "log_every", "lr", "weight_decay", "model", "flip")
+
 
 def chosen(samples, processes=1, **settings):
     return choose_sizes(TrainConfig(**settings), samples, processes)[0]
@@ -36,6 +39,7 @@ def chosen(samples, processes=1, **settings):
 @pytest.mark.parametrize("samples", [1437, 1617, 50_000, 60_000, 1_281_167])
 def test_data_sets_of_many_small_images_keep_their_values(samples):
     config, _ = choose_images(chosen(samples), small=True, small_input=True)
+    assert set(NAMES) == set(defaults.NAMES)
     values = [getattr(config, name) for name in NAMES]
     assert values == [128, False, 50, 0.05, 5e-4, "mnist_cnn", False]
 
@@ -131,14 +135,15 @@ def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
     outcomes = [run_ranks(n, train.main, [*flags, "--run_name", f"on-{n}"]) for n in (1, 2)]
     assert [outcome.code for run in outcomes for outcome in run] == [0, 0, 0], outcomes[0][0].err
     (alone,), (main, other) = outcomes
-    expected = dict(zip(NAMES, (8, True, 1, 0.003125, 5e-4, "mlp", True), strict=True))
+    expected = {"global_batch_size": 8, "drop_last": True, "log_every": 1, "lr": 0.003125, "weight_decay": 5e-4}
+    expected |= {"model": "mlp", "flip": True}
     assert saved_settings("on-1") == saved_settings("on-2") == expected
-    found = [re.search(r"^chosen .*\n(?: .*\n)*", outcome.out, re.M)[0] for outcome in (alone, main)]
-    rows = [[line.removeprefix("chosen").strip() for line in text.splitlines()] for text in found]
+    found = [re.search(r"^defaults .*\n(?: .*\n)*", outcome.out, re.M)[0] for outcome in (alone, main)]
+    rows = [[line.removeprefix("defaults").strip() for line in text.splitlines()] for text in found]
     assert rows[0] == rows[1] and len(rows[0]) == 3, rows
     assert rows[0][0].startswith("global batch 8 (25 training images: 3 updates per epoch), drop_last (")
     assert rows[0][1].startswith("lr 0.00313 (sgd, new model: 0.05 for batch 128), weight decay 0.0005")
-    assert rows[0][2] == "flip (photographs)" and "chosen" not in other.out
+    assert rows[0][2] == "flip (photographs)" and "defaults  " not in other.out
 
 
 def test_a_resumed_run_keeps_the_settings_of_its_checkpoint_unless_they_are_given():
@@ -159,19 +164,20 @@ def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_
     for number in ("8", "12"):
         (outcome,) = run_ranks(1, train.main, [*flags, "--lr", "3", "--max_steps", number, "--resume", "auto"])
         assert outcome.code == 0, outcome.err
-        said.append([line for line in outcome.out.splitlines() if "the loss of guessing" in line])
+        said.append([line for line in outcome.out.splitlines() if "the loss of uniform predictions" in line])
     losses = [record["loss"] for record in records("run", "train")]
     step = next(step for step, loss in enumerate(losses, 1) if loss > 10 * math.log(4))
     assert step <= 8 and max(losses[8:]) > 10 * math.log(4)
     assert len(said[0]) == 1 and said[1] == []
-    expected = f"update {step}: the training loss is {losses[step - 1]:.4g}, while the loss of guessing is 1.386; lower"
-    assert said[0][0].startswith(f"{expected} --lr") and "--clip_norm" in said[0][0]
+    uniform = "while the loss of uniform predictions is 1.386"
+    expected = f"update {step}: the training loss is {losses[step - 1]:.4g}, {uniform}; lower --lr"
+    assert said[0][0].startswith(expected) and "--clip_norm" in said[0][0]
 
 
 @pytest.mark.parametrize(("loss", "guessing"), [("cross_entropy", math.log(7)), ("binary_cross_entropy", math.log(2))])
-def test_the_loss_of_guessing_is_that_of_equal_scores(loss, guessing):
+def test_the_uniform_loss_is_that_of_equal_scores(loss, guessing):
     task = Classification(TrainConfig(loss=loss), list("abcdefg"))
-    assert task.loss_of_guessing == pytest.approx(guessing)
+    assert task.uniform_loss == pytest.approx(guessing)
     lines, state = [], TrainState(step=5)
     log = SimpleNamespace(say=lines.append)
     run = SimpleNamespace(state=state, task=task, log=log, config=TrainConfig(lr=0.02))
@@ -184,7 +190,7 @@ def test_the_loss_of_guessing_is_that_of_equal_scores(loss, guessing):
         SimpleNamespace(**{**vars(run), "task": Task(), "state": TrainState()}), 1e30, count=100
     )  # it does not define the loss
     assert len(lines) == 1
-    # once it has learned, 10 / sqrt(samples) above the loss of guessing are enough
+    # once it has learned, 10 / sqrt(samples) above the loss of uniform predictions are enough
     for samples, factor, is_said in ((100, 1.9, False), (100, 2.1, True), (10_000, 1.05, False), (10_000, 1.15, True)):
         run.state = TrainState()
         lines.clear()
@@ -218,7 +224,7 @@ def _train_and_ruin(flags, step, kind):
 
 @pytest.mark.parametrize(("processes", "kind", "flags", "said"), [
     (2, "swapped", ["--log_every", "5", "--eval_every", "99"],
-     r"update 45: the training loss is \d\.\d+, while the loss of guessing is 2.303; "),
+     r"update 45: the training loss is \d\.\d+, while the loss of uniform predictions is 2.303; "),
     (2, "one class", ["--log_every", "39", "--eval_every", "40"],
      r"update 40: the model predicts the same for all 180 samples, with a loss of 2\.\d+; "),
 ])  # fmt: skip
@@ -329,8 +335,8 @@ def test_the_start_table_names_what_differs_and_the_end_counts_equal_bests():
     flags = ["--data", "synthetic/3x8x64", "--threads", "1", "--max_steps", "2", "--eval_every", "1", "--lr", "1e-9"]
     (dropping,) = run_ranks(1, train.main, flags)
     (plain,) = run_ranks(1, train.main, [*flags, "--model", "mlp", "--sync_batchnorm"])
-    row = r"^differs +on another number of processes, besides rounding: dropout masks \(unless processes x acc"
+    row = r"^depends on topology +on another number of processes, besides rounding: dropout masks \(unless processes x"
     assert re.search(row, dropping.out, re.M)
-    assert "differs" not in plain.out
+    assert "depends on topology" not in plain.out
     assert re.search(r"^best +0\.\d{4} at update 1, the first of 2 equal evaluations$", plain.out, re.M)
     assert "--sync_batchnorm is slower on one process" in plain.out and "has no effect" not in plain.out

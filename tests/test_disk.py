@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers.make_data import image_folder
 from helpers.ranks import Outcome, returned, run_ranks, start_ranks
 from helpers.training_runs import await_save, hold, records, slow_train, train_run, weights
@@ -27,12 +28,12 @@ from safetensors.torch import load_file
 import train
 import utils.files
 import utils.runs.folder
-from utils.runs.checkpoint import update_pointers
-from utils.runs.manifest import verify
+from utils.errors import one_line
+from utils.runs.manifest import FOR_EVALUATION, newest_good, verify
+from utils.runs.writing import publish, update_pointers, write_partial
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--max_train_samples", "480"]
 FLAGS += ["--max_steps", "12", "--save_every", "3", "--eval_every", "6", "--log_every", "2", "--keep", "9"]
-GO_ON = [*FLAGS, "--if_save_fails", "continue"]
 SMALL = 4096  # bytes: more than the log of these runs, less than any checkpoint's part that a rank writes
 CHECKPOINTS = Path("runs/run/checkpoints")
 
@@ -94,11 +95,6 @@ def check_failed(outcomes: list[Outcome], *texts: str) -> None:
     assert all(text in error for text in texts), error
 
 
-def unsaved(outcome: Outcome) -> list[str]:
-    """The lines of a run that went on, one for each save that failed."""
-    return [line for line in outcome.out.splitlines() if "could not be saved: " in line]
-
-
 def check_intact(expected: Path, *steps: int, run=CHECKPOINTS) -> None:
     """These checkpoints, and no others nor parts of them, are there with the weights of the uninterrupted run."""
     folders = [f"step-{step:08d}" for step in steps]
@@ -120,47 +116,16 @@ def check_log(expected: Path, run=Path("runs/run")) -> None:
 # A full disk, which a limit on the size of files stands for
 
 
-@pytest.mark.parametrize(
-    ("processes", "rank"),
-    [pytest.param(1, 0, marks=pytest.mark.full), pytest.param(2, 0, marks=pytest.mark.full), (2, 1)],
-)
-def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(processes, rank, whole, capfd):
-    outcomes = run_ranks(processes, train_with, {4: limit_files(SMALL, rank)}, FLAGS)
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(processes, whole, capfd):
+    outcomes = run_ranks(processes, train_with, {4: limit_files(SMALL, 0)}, FLAGS)
     check_failed(outcomes, str(CHECKPOINTS), "full?")
-    assert ("rank 1: " in outcomes[0].err) == (rank == 1)
     said = capfd.readouterr().err.splitlines()  # c10d writes about its connections past Python; that is not tested here
     assert [line for line in said if not re.match(r"\[[WE]\d+ .*(socket|TCPStore|ProcessGroup)", line)] == []
     check_intact(whole(processes), 3)
     train_run(processes, "run", *FLAGS, "--resume", "auto")
     check_intact(whole(processes), 3, 6, 9, 12)
     check_log(whole(processes))
-
-
-@pytest.mark.parametrize(
-    ("processes", "rank"),
-    [pytest.param(1, 0, marks=pytest.mark.full), (2, 0), pytest.param(2, 1, marks=pytest.mark.full)],
-)
-def test_a_run_told_to_continue_says_what_it_could_not_save_and_saves_again_when_it_can(processes, rank, whole):
-    outcomes = run_ranks(processes, train_with, {4: limit_files(SMALL, rank), 10: limit_files()}, GO_ON)
-    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
-    said = unsaved(outcomes[0])
-    assert [line.split(" could")[0] for line in said] == ["update 6", "update 9"]
-    assert all(str(CHECKPOINTS) in line for line in said)
-    assert all(outcome.out == "" for outcome in outcomes[1:])
-    check_intact(whole(processes), 3, 12)
-    check_log(whole(processes))
-
-
-def test_the_best_checkpoint_is_the_best_of_those_that_could_be_saved():
-    flags = [*GO_ON, "--eval_every", "1", "--save_every", "4", "--keep", "1"]
-    run_ranks(1, train_with, {5: limit_files(SMALL), 11: limit_files()}, flags)
-    accuracy = {f"step-{r['step']:08d}": r["accuracy"] for r in records("run", "eval")}
-    there = [name for name in names() if name.startswith("step")]
-    assert there[-1] == "step-00000012" and not {f"step-{step:08d}" for step in range(6, 12)} & set(there)
-    best = (CHECKPOINTS / "best").read_text().strip()
-    assert best == max(there, key=accuracy.get) > "step-00000005"
-    train_run(1, "run", *flags, "--resume", "auto", "--max_steps", "13", "--eval_every", "99")
-    assert (CHECKPOINTS / "best").read_text().strip() in (best, "step-00000013")
 
 
 def limit_log(run):
@@ -184,25 +149,6 @@ def test_a_log_that_cannot_be_written_ends_the_run_by_its_name(processes, update
     check_log(whole(processes))
 
 
-def test_a_run_told_to_continue_catches_up_with_its_log(whole):
-    (outcome,) = run_ranks(1, train_with, {4: limit_log, 10: limit_files()}, GO_ON)
-    said = unsaved(outcome)
-    assert outcome.code == 0 and [line.split()[1] for line in said] == ["6", "9"]
-    assert all(line.endswith("runs/run/log.jsonl: File too large") for line in said)
-    check_intact(whole(1), 3, 12)
-    check_log(whole(1))
-
-
-def test_no_checkpoint_is_newer_than_the_log_so_that_a_resumed_log_has_no_hole(whole):
-    (outcome,) = run_ranks(1, train_with, {4: limit_log}, GO_ON)
-    assert [line.split()[1] for line in unsaved(outcome)] == ["6", "9"]
-    check_failed([outcome], "runs/run/log.jsonl: File too large")  # at the end there is nothing left to go on with
-    check_intact(whole(1), 3)
-    train_run(1, "run", *FLAGS, "--resume", "auto")
-    check_intact(whole(1), 3, 6, 9, 12)
-    check_log(whole(1))
-
-
 @pytest.mark.parametrize(
     ("processes", "cause"),
     [
@@ -214,8 +160,8 @@ def test_no_checkpoint_is_newer_than_the_log_so_that_a_resumed_log_has_no_hole(w
 )
 def test_a_stop_while_nothing_can_be_saved_leaves_all_the_same(processes, cause, whole):
     trouble = limit_files(SMALL) if cause == "full" else on_main(lambda: shutil.rmtree("runs/run"))
-    told = {7: lambda run: run.ranks.topology.rank == processes - 1 and os.kill(os.getpid(), signal.SIGTERM)}
-    outcomes = run_ranks(processes, train_with, {4: trouble, **told}, GO_ON)
+    told = {5: lambda run: run.ranks.topology.rank == processes - 1 and os.kill(os.getpid(), signal.SIGTERM)}
+    outcomes = run_ranks(processes, train_with, {4: trouble, **told}, FLAGS)
     check_failed(outcomes, "runs/run/checkpoints")  # what was trained since is lost: no code that says to go on
     if cause == "full":
         check_intact(whole(processes), 3)
@@ -259,43 +205,38 @@ def leave_pages(pages):
 
 
 def test_wherever_the_disk_gets_full_a_checkpoint_is_whole_or_not_there(disk):
-    """An update after another finds one more page free, from none to enough for a whole checkpoint."""
+    """Each save finds one more page free, from none to enough for a whole checkpoint."""
     disk(Path("runs"), "-t", "tmpfs", "-o", "size=4m", "lockstep-test")
-    flags = [*GO_ON, "--model_args", "{hidden: 16}", "--save_every", "1", "--log_every", "5"]
-    flags += ["--max_steps", "26", "--eval_every", "99", "--keep", "2"]
-    good = []
+    errors = returned(1, _save_with_ever_more_room)[0]
+    assert 8 < len(errors) < 40, errors  # too little room at first, then enough
+    assert all("runs/run/" in line and ("full?" in line or "No space" in line) for line in errors), errors
 
-    def look(run):
-        good.append([path.name for path in sorted(CHECKPOINTS.glob("step-*"))])
-        assert not list(CHECKPOINTS.glob(".step-*"))
-        for name in good[-1]:
-            verify(CHECKPOINTS / name)
-            torch.load(CHECKPOINTS / name / "optimizer.bin")
-        assert (CHECKPOINTS / "latest").read_text().strip() in good[-1]
 
-    def look_and_leave(pages):
-        return lambda run: (look(run), leave_pages(pages))
+def _save_with_ever_more_room() -> list[str]:
+    """The errors of the saves before the first that succeeds."""
+    accelerator, layer, errors = Accelerator(cpu=True), torch.nn.Linear(50, 50), []
+    accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    CHECKPOINTS.mkdir(parents=True)
 
-    def train_and_return():
-        train_with({step: look_and_leave(step - 2) for step in range(2, 25)} | {25: enough}, flags)
-        return good
+    def save(step):
+        write_partial(CHECKPOINTS, step, accelerator, {}, dict.fromkeys(FOR_EVALUATION[1:], b"{}"))
+        publish(CHECKPOINTS, step)
+        update_pointers(CHECKPOINTS, step, best_step=1, keep=2)
 
-    def enough(run):
-        look(run)
-        Path("runs/filler").unlink()
-
-    (outcome,) = run_ranks(1, train_and_return)
-    assert outcome.code == 0 and outcome.err == "", outcome.err
-    said = unsaved(outcome)
-    assert 8 < len(said) < 23, said  # too little room at first, then enough
-    assert [line.split()[1] for line in said] == [str(step) for step in range(3, 3 + len(said))]
-    assert all("runs/run/" in line and ("full?" in line or "No space" in line) for line in said), said
-    assert all(there[:2] == ["step-00000001", "step-00000002"] for there in outcome.value[: len(said) + 1])
-    assert outcome.value[-1] == ["step-00000024", "step-00000025"]
-    assert [r["step"] for r in records("run", "train")] == [5, 10, 15, 20, 25, 26]
-    train_run(1, "whole", *flags)
-    mine, theirs = weights("run"), weights("whole")
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    for step in (1, 2):
+        save(step)
+    while True:
+        leave_pages(len(errors))
+        try:
+            save(3)
+            assert names() == ["best", "latest", "step-00000001", "step-00000002", "step-00000003"]
+            assert newest_good(CHECKPOINTS, FOR_EVALUATION) == (CHECKPOINTS / "step-00000003", [])
+            return errors
+        except OSError as error:
+            errors.append(one_line(error))
+        newest, damages = newest_good(CHECKPOINTS, FOR_EVALUATION)
+        assert newest.name in ("step-00000002", "step-00000003") and damages == [], (newest, damages)
+        assert not [name for name in names() if name.startswith(".step")]
 
 
 def test_a_full_disk_ends_a_run_with_one_line_and_is_said_at_the_next_start(disk, whole):
@@ -315,21 +256,18 @@ def test_a_full_disk_ends_a_run_with_one_line_and_is_said_at_the_next_start(disk
 
 def test_a_folder_that_becomes_read_only_and_writable_again(disk, whole):
     def remount(how):
-        command = ["mount", "-o", f"remount,bind,{how}", str(CHECKPOINTS.resolve())]
-        return on_main(lambda: subprocess.run(command, check=True))
+        subprocess.run(["mount", "-o", f"remount,bind,{how}", str(CHECKPOINTS.resolve())], check=True)
 
     disk(CHECKPOINTS, "--bind", str(CHECKPOINTS.resolve()))
-    outcomes = run_ranks(1, train_with, {4: remount("ro"), 10: remount("rw")}, [*GO_ON, "--resume", "auto"])
-    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * 1
-    said = unsaved(outcomes[0])
-    assert [line.split()[1] for line in said] == ["6", "9"] and all("Read-only file system" in line for line in said)
-    check_intact(whole(1), 3, 12)
-    check_log(whole(1))
-    flags = [*FLAGS, "--max_steps", "20", "--resume", "auto"]
-    check_failed(run_ranks(1, train_with, {13: remount("ro")}, flags), str(CHECKPOINTS), "Read-only file system")
-    check_intact(whole(1), 3, 12)
-    (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *FLAGS, "--resume", "auto"])
+    flags = [*FLAGS, "--resume", "auto"]
+    check_failed(run_ranks(1, train_with, {4: on_main(lambda: remount("ro"))}, flags), "Read-only file system")
+    check_intact(whole(1), 3)
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags])
     check_failed([outcome], str(CHECKPOINTS), "Read-only file system")
+    remount("rw")
+    train_run(1, "run", *flags)
+    check_intact(whole(1), 3, 6, 9, 12)
+    check_log(whole(1))
 
 
 def test_a_disk_that_is_away_for_a_while_is_written_to_when_it_is_back(disk, whole):
@@ -337,12 +275,11 @@ def test_a_disk_that_is_away_for_a_while_is_written_to_when_it_is_back(disk, who
     runs, there = Path("runs").resolve(), Path("disk").resolve()
     disk(runs, "--bind", str(there))
     away = on_main(lambda: subprocess.run(["umount", "-l", str(runs)], check=True))
-    back = on_main(lambda: subprocess.run(["mount", "--bind", str(there), str(runs)], check=True))
-    outcomes = run_ranks(2, train_with, {4: away, 10: back}, GO_ON)
-    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * 2
-    said = unsaved(outcomes[0])
-    assert [line.split()[1] for line in said] == ["6", "9"] and all("no longer exists" in line for line in said)
-    check_intact(whole(2), 3, 12)
+    check_failed(run_ranks(2, train_with, {4: away}, FLAGS), f"{CHECKPOINTS} no longer exists")
+    assert not list(Path("runs").iterdir())
+    subprocess.run(["mount", "--bind", str(there), str(runs)], check=True)
+    train_run(2, "run", *FLAGS, "--resume", "auto")
+    check_intact(whole(2), 3, 6, 9, 12)
     check_log(whole(2))
 
 
@@ -372,17 +309,13 @@ def as_nobody(function, *arguments):
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_folder_whose_rights_change_while_a_run_trains(processes, anyones_folder, whole):
-    lock, unlock = (on_main(lambda mode=mode: CHECKPOINTS.chmod(mode)) for mode in (0o555, 0o755))
-    outcomes = run_ranks(processes, as_nobody, train_with, {4: lock, 10: unlock}, GO_ON)
-    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
-    said = unsaved(outcomes[0])
-    assert [line.split()[1] for line in said] == ["6", "9"]
-    assert all(f"{CHECKPOINTS}/.step-" in line and "Permission denied" in line for line in said)
-    check_intact(whole(processes), 3, 12)
-    flags = [*FLAGS, "--max_steps", "20", "--resume", "auto"]
-    outcomes = run_ranks(processes, as_nobody, train_with, {13: lock}, flags)
-    check_failed(outcomes, str(CHECKPOINTS), "Permission denied")
-    check_intact(whole(processes), 3, 12)
+    lock = on_main(lambda: CHECKPOINTS.chmod(0o555))
+    outcomes = run_ranks(processes, as_nobody, train_with, {4: lock}, FLAGS)
+    check_failed(outcomes, f"{CHECKPOINTS}/.step-", "Permission denied")
+    check_intact(whole(processes), 3)
+    CHECKPOINTS.chmod(0o755)
+    returned(processes, as_nobody, train_with, {}, [*FLAGS, "--resume", "auto"])
+    check_intact(whole(processes), 3, 6, 9, 12)
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(anyones_folder):
@@ -415,24 +348,17 @@ def test_a_vanished_folder_is_said_and_not_made_again(folder, processes):
     gone = {4: on_main(lambda: shutil.rmtree(folder))}
     check_failed(run_ranks(processes, train_with, gone, FLAGS), f"{CHECKPOINTS} no longer exists")
     assert not Path(folder).exists()
-    shutil.rmtree("runs", ignore_errors=True)
-    outcomes = run_ranks(processes, train_with, gone, GO_ON)
-    check_failed(outcomes, f"{CHECKPOINTS} no longer exists")  # the last save, after which the run ends
-    said = unsaved(outcomes[0])
-    assert [line.split()[1] for line in said] == ["6", "9"] and all("no longer exists" in line for line in said)
-    assert not Path(folder).exists()
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_run_whose_folder_was_deleted_leaves_a_new_run_of_that_name_alone(processes, whole):
-    old = start_ranks(processes, train_with, {4: hold}, [*GO_ON, "--seed", "1"])
+    old = start_ranks(processes, train_with, {4: hold}, [*FLAGS, "--seed", "1"])
     until(Path("held-0").exists)
     shutil.rmtree("runs/run")
     train_run(processes, "run", *FLAGS)
     Path("go").touch()
     outcomes = old.finish()
     check_failed(outcomes, "runs/run was deleted and now belongs to another run")
-    assert [line.split()[1] for line in unsaved(outcomes[0])] == ["6", "9"]
     check_intact(whole(processes), 3, 6, 9, 12)
     check_log(whole(processes))
 
@@ -549,15 +475,15 @@ def test_of_two_starts_of_one_name_at_the_same_time_exactly_one_gets_the_folder(
 
 def _train_when_both_are_ready(flags):
     """Both have found no such folder when the first makes it."""
-    name = "find_start" if "auto" in flags else "open_run_folder"
-    take = getattr(train, name)
+    name = "newest" if "auto" in flags else "open_folder"
+    take = getattr(train.CheckpointManager, name)
 
     def together(*arguments):
         Path(f"ready-{os.getpid()}").touch()
         until(lambda: len(list(Path().glob("ready-*"))) == 2)
         return take(*arguments)
 
-    setattr(train, name, together)
+    setattr(train.CheckpointManager, name, together)
     utils.runs.folder._ORPHANS_LEAVE_WITHIN = 0.3
     slow_train(flags, 0.0, 5)
 
@@ -584,45 +510,6 @@ def block(name):
         (CHECKPOINTS / name / "x").mkdir(parents=True)
 
     return on_main(stand_there)
-
-
-def unblock(name):
-    return on_main(lambda: shutil.rmtree(CHECKPOINTS / name))
-
-
-@pytest.mark.parametrize(
-    ("processes", "name"), [pytest.param(1, "latest", marks=pytest.mark.full), (2, "latest"), (1, "best")]
-)
-def test_a_pointer_that_cannot_be_moved_costs_no_checkpoint_and_lets_none_pile_up(processes, name):
-    flags = [*GO_ON, "--keep", "2", "--save_every", "1", "--eval_every", "1", "--lr", "0.05"]
-    seen = []
-
-    def look(run):
-        seen.append([path for path in names() if path.startswith("step")])
-
-    events = {4: block(name), **{step: on_main(lambda: look(None)) for step in range(5, 11)}, 11: unblock(name)}
-    outcomes = run_ranks(processes, train_and_tell, events, flags, seen)
-    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
-    said = [
-        line for line in outcomes[0].out.splitlines() if "was saved, but `latest` or `best` was not updated: " in line
-    ]
-    assert said and all(f"{CHECKPOINTS / name}: exists and is not a regular file" in line for line in said)
-    if name == "latest":
-        assert [line.split()[1] for line in said] == [str(step) for step in range(5, 12)]
-    accuracy = {r["step"]: r["accuracy"] for r in records("run", "eval")}
-    for step, there in zip(range(5, 11), outcomes[0].value, strict=True):
-        best = max(range(1, step + 1), key=lambda n: (accuracy[n], -n))
-        wanted = {f"step-{n:08d}" for n in (step - 1, step, best)}
-        assert wanted <= set(there) and len(there) <= 4, (step, there)  # and at most the one that `best` still names
-    best = max(accuracy, key=lambda n: (accuracy[n], -n))
-    assert (CHECKPOINTS / "latest").read_text() == "step-00000012\n"
-    assert (CHECKPOINTS / "best").read_text() == f"step-{best:08d}\n"
-    assert names() == sorted({"best", "latest", "step-00000011", "step-00000012", f"step-{best:08d}"})
-
-
-def train_and_tell(events, flags, seen):
-    train_with(events, flags)
-    return seen
 
 
 def test_a_pointer_that_cannot_be_moved_ends_a_run_that_is_to_stop_with_the_checkpoint_in_place(whole):

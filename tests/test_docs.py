@@ -244,7 +244,7 @@ PROVOKED = {
     "did not connect to": lambda: error_of(1, by_hand, [], free_port()),
     "no answer from": lambda: error_of(1, by_hand, [], free_port(), "1"),
     "is taken on": taken_port,
-    "met but could not connect": lambda: error_of(2, without_connection, MLP),
+    "found each other but could not connect": lambda: error_of(2, without_connection, MLP),
     "--interface NAME": lambda: error_of(2, train.main, [*MLP, "--interface", "eth99"]),
     "another process of this run": killed_rank,
     "does not use all": lambda: error_of(1, known_error, f"{UNUSED} before starting a new one. This error ..."),

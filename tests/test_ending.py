@@ -139,7 +139,7 @@ def test_reductions_are_those_of_torch_on_random_evaluations(mode):
         for state.step in range(1, 1200 if seed == 0 else 200):  # the first has more than the history holds
             value = chance.choice([chance.randrange(9) / 8 + state.step / 300, float("nan")])
             value = value if mode == "max" else -value
-            state.evaluated({"m": value}, "m", mode == "max")
+            state.add_evaluation({"m": value}, "m", mode == "max")
             before, said = state.lr_factor, list[str]()
             reduce_on_plateau(config, state, 9999, said.append)
             assert len(said) == (state.lr_factor < before)  # silent at the lowest rate

@@ -21,10 +21,10 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.selection import load_data
-from utils.runs.checkpoint import _remove
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
-from utils.runs.resume import spec_of_start
+from utils.runs.resume import resolve_input
+from utils.runs.writing import _remove
 from utils.tasks.classification import Classification
 from utils.tasks.metrics import label_metrics
 from utils.training import evaluation
@@ -256,8 +256,8 @@ def test_photographs_are_evaluated_with_the_share_that_the_run_or_the_flag_says(
     saved, other = (read_checkpoint(find_checkpoint(Path("runs", name))) for name in ("usual", "half"))
     changed = replace(saved.settings, eval_crop=0.5)  # as in a resumed run with another flag
     images = load_data(changed).train
-    assert spec_of_start(changed, saved, images)[-1] == other.spec != saved.spec
-    assert spec_of_start(saved.settings, saved, images)[-1] is saved.spec
+    assert resolve_input(changed, saved, images)[-1] == other.spec != saved.spec
+    assert resolve_input(saved.settings, saved, images)[-1] is saved.spec
 
 
 def test_flags_of_eval_py_without_effect_are_reported():

@@ -31,7 +31,7 @@ import doctor
 import train
 import utils.models.zoo
 from utils.config.advice import hint_for_gpus
-from utils.config.settings import TrainConfig
+from utils.config.settings import LaunchConfig, TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
 from utils.data.mixing import Mix
@@ -43,7 +43,7 @@ from utils.launch.devices import choose_device
 from utils.launch.environment import Topology
 from utils.models.small import MLP
 from utils.ranks import accelerator as wrapping
-from utils.ranks import group as groups
+from utils.ranks import ranks
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 from utils.tasks.classification import Classification
@@ -211,11 +211,11 @@ from pathlib import Path
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
 from utils.ranks.session import distributed_session
-with ThreadPoolExecutor(1) as saver, distributed_session("train.py", TrainConfig(threads=1, cpu=True)):
+with distributed_session("train.py", TrainConfig(threads=1, cpu=True)):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.get_backend = lambda: "nccl"
     dist.destroy_process_group = lambda: threading.Event().wait()  # for the other ranks, forever
-    saver.submit(lambda: Path("saved").touch())
+    ThreadPoolExecutor(1).submit(lambda: Path("saved").touch())
     print("out", end="")
     raise {error}
 """
@@ -245,9 +245,13 @@ def test_after_an_error_a_rank_does_not_wait_for_nccl_and_its_output_is_complete
 def test_nccl_ends_a_rank_only_after_the_watch_has_said_who_is_missing(backend, seconds, monkeypatch):
     limits = {}
     monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout, **__: limits.update(connecting=timeout))
-    monkeypatch.setattr(groups, "_gloo_group", lambda _: "gloo")
-    monkeypatch.setattr(groups, "_set_timeout", lambda limit, group: limits.setdefault(group, limit))
-    groups.Group(dist.HashStore(), None, Topology(0, 2, 0, 2), backend, 60)
+    monkeypatch.setattr(dist, "new_group", lambda **_: "gloo")
+    monkeypatch.setattr(ranks, "_set_timeout", lambda limit, group: limits.setdefault(group, limit))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(ranks, "keep_freed_memory", lambda: None)  # for good, in the tests' own process
+    own = ranks.Ranks(Topology(0, 2, 0, 2), LaunchConfig(cpu=True, threads=1, timeout=60))
+    own.backend = backend
+    own.connect(dist.HashStore())
     assert limits[None] == timedelta(seconds=seconds) and limits["gloo"] == timedelta(seconds=60)
     assert limits["connecting"] == timedelta(seconds=90 if backend == "nccl" else 12)
 
@@ -532,12 +536,12 @@ def test_sums_are_added_in_float64_in_the_order_of_the_batches():
             meter.add(loss, outputs, labels, 0.0, (part, number))
             total += loss.double()
             right += int((outputs.argmax(1) == labels).sum())
-        totals = meter.reduce(accelerator, False, False, 0).totals
+        totals = meter.reduce(accelerator, False, False).totals
         assert totals["loss"] == total.item() and totals["accuracy"] == right
         assert totals["count"] == 350 * (part + 1)
     meter.add(torch.tensor(float("inf")), outputs, labels, 0.0, (3, 1))
     meter.add(torch.tensor(float("nan")), outputs, labels, 0.0, (4, 0))
-    meter.reduce(accelerator, False, False, 0)
+    meter.reduce(accelerator, False, False)
     assert meter.first_bad() == (3, 1)
 
 

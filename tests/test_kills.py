@@ -32,19 +32,8 @@ from helpers.training_runs import (
 from helpers.waiting import SOON, has_logged, records_so_far, until
 
 import train
-from utils.config.settings import LaunchConfig
-from utils.launch.environment import Topology
-from utils.ranks.ranks import Ranks
-from utils.runs.checkpoint import (
-    clean_up,
-    delete_after,
-    partial_of,
-    prune,
-    publish,
-    update_pointers,
-    write_checkpoint,
-)
 from utils.runs.manifest import FOR_EVALUATION, newest_good, step_of
+from utils.runs.writing import clean_up, delete_after, prune, publish, update_pointers, write_partial
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}  # of the disk, as audited
 SAVE_EVERY = 3
@@ -227,11 +216,7 @@ def test_a_kill_between_any_two_file_operations_leaves_a_good_checkpoint():
 
 def _end_before_each_operation() -> int:
     """Returns how many processes were ended; fails where one left no good checkpoint, or a mess that stays."""
-    folder, ranks, accelerator = (
-        Path("checkpoints"),
-        Ranks(Topology(), LaunchConfig(threads=1)),
-        Accelerator(cpu=True),
-    )
+    folder, accelerator = Path("checkpoints"), Accelerator(cpu=True)
     layer = torch.nn.Linear(3, 3)
     accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     parts = {"average": Average(layer)}
@@ -244,9 +229,8 @@ def _end_before_each_operation() -> int:
             before_end[0] -= 1
 
     def save(step, is_best=False):
-        partial = partial_of(folder, step)
-        write_checkpoint(ranks, accelerator, partial, dict.fromkeys(FOR_EVALUATION[1:], "{}"), parts)
-        publish(partial)
+        write_partial(folder, step, accelerator, parts, dict.fromkeys(FOR_EVALUATION[1:], b"{}"))
+        publish(folder, step)
         update_pointers(folder, step, best_step=step if is_best else None, keep=9)
 
     def ended(existing, action, good):

@@ -1,4 +1,4 @@
-"""Splits, classes and images in folders as users have them; missing shards and labels; colour."""
+"""Splits, classes and images in folders as users have them; missing shards and labels; notes."""
 
 import json
 import os
@@ -12,15 +12,12 @@ from datasets import ClassLabel, DatasetDict, Value
 from helpers.make_data import encoded, image_folder, parquet, pictures, table
 from helpers.ranks import run_ranks
 from helpers.training_runs import records
-from PIL import Image as PillowImage
 
 import eval
 import train
 from utils.config.settings import TrainConfig
 from utils.console import printable
 from utils.data.class_counts import absent_classes, classes_row, few_images
-from utils.data.colour import colour_lost
-from utils.data.decode import peek
 from utils.data.selection import load_data, load_split
 from utils.data.sources import check_source
 from utils.data.splits import Data, whole_split
@@ -490,62 +487,16 @@ def test_string_labels_may_hold_newlines_and_must_be_utf8():
     refused("--label_column label: a label is not UTF-8 text", data="bad")
 
 
-# -- colour among grey -----------------------------------------------------------------------------------------------
+# -- lines at the start of a run -------------------------------------------------------------------------------------
 
 
-def grey_folder(name, count=300):
-    """Two classes of grey images."""
-    for number, pixels in enumerate(pictures(count, channels=1)):
-        path = Path(name) / "ab"[number % 2] / f"{number:03}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        PillowImage.fromarray(pixels).save(path)
-
-
-def test_colour_images_among_grey_ones_are_reported_with_the_flag_that_keeps_the_colour():
-    grey_folder("folder")
-    paths = load(eval_fraction=0.01).train.images.paths
-    for kind, path in (("PNG", paths[103]), ("JPEG", paths[202])):
-        Path(path).write_bytes(encoded(np.full((8, 8, 3), (200, 10, 10), np.uint8), kind))
-    assert peek(load(eval_fraction=0.01).train)[0] == 1
+def test_notes_about_the_data_are_printed_once():
+    image_folder("folder", {"a": 30, "b": 30})
     Path("folder/c").mkdir()
-    outcomes = run_ranks(2, train.main, ["--data", "folder", *SHORT, "--eval_fraction", "0.01"])
+    outcomes = run_ranks(2, train.main, ["--data", "folder", *SHORT, "--eval_fraction", "0.1"])
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    assert outcomes[0].out.count("of train will be converted from colour to grey, such as ") == 1
-    assert "\n2 of 297 images of train" in outcomes[0].out and f"{paths[103]}; --channels 3" in outcomes[0].out
     assert outcomes[0].out.count("class folders without readable images are left out: c") == 1
     assert outcomes[1].out == ""
-    chosen = run_ranks(1, train.main, ["--data", "folder", *SHORT, "--channels", "1"])[0]
-    assert chosen.code == 0 and "colour to grey" not in chosen.out
-
-
-def test_colour_is_looked_for_in_tables_and_not_in_grey_pixels_stored_as_colour():
-    grey = [np.stack([image] * 3, -1) for image in pictures(300, channels=1)]
-    data = load(parquet("folder", train=table([0, 1, 2] * 100, NAMED, grey)))
-    assert peek(data.train)[0] == 1 and colour_lost(data.train) is None
-    mixed = [image[..., 0] for image in grey]
-    mixed[100] = pictures(1)[0]
-    data = load(parquet("mixed", train=table([0, 1, 2] * 100, NAMED, mixed)), eval_fraction=0.01)
-    assert colour_lost(data.train) == (
-        f"1 of {len(data.train)} images of train will be converted from colour to grey, such as image 100 of split "
-        "'train'; --channels 3 keeps the colour"
-    )
-    assert colour_lost(load("digits").train) is None
-
-
-def test_of_a_large_data_set_4096_headers_are_read():
-    class Counted(list):
-        def many(self, rows):
-            read.extend(rows)
-            return [self[row] for row in rows]
-
-        def __getitem__(self, row):
-            return super().__getitem__(row % 2)
-
-    read, grey = [], encoded(pictures(1, channels=1)[0], "PNG")
-    split = whole_split("train", Counted([grey, grey]), np.zeros(10**5), "made")
-    assert colour_lost(split) is None and len(set(read)) == len(read) == 4096 and max(read) == 10**5 - 1
-    split.images[1] = encoded(pictures(1)[0], "PNG")
-    assert colour_lost(split).startswith("at least 64 of 4096 images of train")
 
 
 def test_a_name_with_escape_codes_is_printed_without_them():

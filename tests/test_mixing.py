@@ -40,10 +40,9 @@ class Emitted(list):
     largest = 40
 
 
-def read(dataset, microbatches, spec=SPEC, agreed_bad=(), **settings):
+def read(dataset, microbatches, spec=SPEC, **settings):
     config, microbatches = TrainConfig(seed=5, num_workers=0, **settings), Emitted(microbatches)
     batches = Batches(make_loader(dataset, microbatches, config, 1, CPU.device), spec, config, CPU.device, True, 7)
-    batches.agreed_bad |= set(agreed_bad)
     return list(batches)
 
 
@@ -220,46 +219,41 @@ NINE = [microbatch(range(9))]
 
 @pytest.mark.parametrize("bad", [0, 3, 8])
 def test_an_unreadable_small_image_leaves_its_partner_unmixed_and_moves_no_pair(bad):
-    """Whether it is known beforehand, or agreed on by the ranks and readable again."""
     pixels, labels = pictures(9, (10, 12)), LABELS[:9]
     (whole,) = read(DecodedImages(pixels, labels), NINE, **BOTH)
     (plain,) = read(DecodedImages(pixels, labels), NINE)
     (known,) = read(DecodedImages(pixels, labels, np.arange(9) != bad), NINE, **BOTH)
-    (agreed,) = read(DecodedImages(pixels, labels), NINE, agreed_bad=[bad], **BOTH)
-    check_without(bad, whole, plain, known, agreed)
+    check_without(bad, whole, plain, known)
 
 
 @pytest.mark.parametrize("bad", [0, 3, 8])
 def test_an_unreadable_photograph_leaves_its_partner_unmixed_and_moves_no_pair(bad):
-    """Whether it is known beforehand, found now, or agreed on by the ranks and readable again."""
     files = [encoded(image, "png") for image in pictures(9, (10, 12))]
     spec = InputSpec(100, 100, 3, SPEC.mean, SPEC.std)
     readable = Split("train", files, LABELS[:9], np.arange(9), "")
     damaged = replace(readable, images=[*files[:bad], b"no image", *files[bad + 1 :]])
 
-    def read_split(split, agreed_bad=(), **settings):
+    def read_split(split, **settings):
         augmentation = make_augmentation(TrainConfig(seed=5, **settings), spec, True)
-        dataset = EncodedImages(split, spec, augmentation, skip=True)
-        return read(dataset, NINE, spec, agreed_bad, **settings)[0]
+        dataset = EncodedImages(split, spec, augmentation)
+        return read(dataset, NINE, spec, **settings)[0]
 
     whole, plain = read_split(readable, **BOTH), read_split(readable)
-    known, found = read_split(replace(damaged, bad={bad: "no image"}), **BOTH), read_split(damaged, **BOTH)
-    check_without(bad, whole, plain, known, found, read_split(readable, [bad], **BOTH))
+    check_without(bad, whole, plain, read_split(replace(damaged, bad={bad: "no image"}), **BOTH))
 
 
-def check_without(bad, whole, plain, *found):
+def check_without(bad, whole, plain, batch):
     """All but the bad image are mixed as in `whole`, and its partner as in `plain`, where nothing is mixed."""
     partner = bad + 1 - 2 * (bad % 2) if bad < 8 else None
-    for batch in found:
-        kept = [i for i in range(9) if i != bad]
-        assert batch.indices.tolist() == kept
-        for place, sample in enumerate(kept):
-            if sample == partner:
-                assert torch.equal(batch.images[place], plain.images[sample])
-                assert batch.labels[place].tolist() == np.eye(7)[LABELS[sample]].tolist()
-            else:
-                assert torch.equal(batch.images[place], whole.images[sample])
-                assert torch.equal(batch.labels[place], whole.labels[sample])
+    kept = [i for i in range(9) if i != bad]
+    assert batch.indices.tolist() == kept
+    for place, sample in enumerate(kept):
+        if sample == partner:
+            assert torch.equal(batch.images[place], plain.images[sample])
+            assert batch.labels[place].tolist() == np.eye(7)[LABELS[sample]].tolist()
+        else:
+            assert torch.equal(batch.images[place], whole.images[sample])
+            assert torch.equal(batch.labels[place], whole.labels[sample])
 
 
 def test_training_accuracy_is_against_the_dominant_label():

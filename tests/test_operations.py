@@ -327,7 +327,7 @@ def test_each_operation_has_streams_of_its_own():
             "magnitude must be between",
         ),
         (["--auto_augment", "trivialaugment", "--auto_augment_args", "{num_ops: 3}"], "unknown argument num_ops"),
-        (["--flip", "often"], "--flip: expected true, alternate or false, got often"),
+        (["--flip", "often"], "--flip must be true, false or alternate, got often"),
         (["--random_erasing", "1.5"], "--random_erasing must be at most 1"),
         (["--color_jitter", "-1"], "--color_jitter must be at least 0"),
     ],

@@ -20,8 +20,6 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.models.small import MnistCNN
-from utils.runs.checkpoint import _write_manifest
-from utils.runs.manifest import MANIFEST
 from utils.training.gradients import clip_gradients
 from utils.training.groups import hidden_matrices, layer_numbers, layer_scales, names_without_decay, parameter_groups
 from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
@@ -263,7 +261,8 @@ def test_values_are_clipped_before_the_norm_and_fp16_is_unscaled_once():
 
 RUN = ["--model", "mnist_cnn", "--model_args", "{dropout: 0}", "--image_size", "12", "--threads", "1"]
 RUN += ["--max_train_samples", "480", "--global_batch_size", "120", "--log_every", "1", "--save_every", "3"]
-RUN += ["--lr", "0.002", "--lr_per", "240", "--lr_schedule", "constant", "--warmup_steps", "2", "--layer_decay", "0.7"]
+RUN += ["--lr", "0.002", "--lr_base_batch", "240", "--lr_schedule", "constant", "--warmup_steps", "2"]
+RUN += ["--layer_decay", "0.7"]
 RUN += ["--clip_value", "0.02", "--clip_norm", "0.5", "--eval_every", "8", "--keep", "9", "--max_steps", "8"]
 RATES = [0.0005, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001]
 
@@ -300,42 +299,17 @@ def test_runs_on_one_two_and_three_processes_agree_and_a_resumed_one_ends_with_t
 
 def test_a_resumed_run_keeps_the_learning_rate_for_its_samples():
     train_run(1, "run", *RUN, "--max_steps", "3")
-    flags = [word for flag, value in zip(RUN[::2], RUN[1::2], strict=True) if flag not in ("--lr", "--lr_per")
+    flags = [word for flag, value in zip(RUN[::2], RUN[1::2], strict=True) if flag not in ("--lr", "--lr_base_batch")
              for word in (flag, value)]  # fmt: skip
     (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags, "--max_steps", "5", "--resume", "auto"])
     assert re.search(
-        r"^optimizer +sgd, lr 0.001 \(0.002 x global batch 120 / 240\), weight decay 0.0005, constant, warmup_steps 2,",
+        r"^optimizer +sgd, lr 0.001 \(0.002 x global batch 120 / 240\), weight decay 0.0005, constant, "
+        r"layer_decay 0.7, warmup_steps 2,",
         outcome.out,
         re.M,
     ), outcome.out
     assert [record["lr"] for record in records("run", "train")] == pytest.approx(RATES[:5])
-    assert "--lr_per needs --lr; give the learning rate too" in refused(train.main, "--lr_per", "256")
-
-
-def test_a_checkpoint_from_before_groups_had_names_resumes_to_the_same_bits():
-    model_args = "{img_size: 16, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2}"
-    flags = ["--model", "timm/vit_tiny_patch16_224", "--model_args", model_args, "--image_size", "16", "--threads", "1"]
-    flags += ["--optimizer", "adamw", "--lr", "0.01", "--lr_schedule", "constant", "--global_batch_size", "120"]
-    train_run(1, "run", *flags, "--max_steps", "3")
-    checkpoint = Path("runs/run/checkpoints/step-00000003")
-    train_run(1, "new", *flags, "--max_steps", "5", "--resume", str(checkpoint))
-
-    saved = torch.load(checkpoint / "optimizer.bin", weights_only=True)
-    numbers = {n: i for g in saved["param_groups"] for n, i in zip(g["param_names"], g["params"], strict=True)}
-    model = timm.create_model("vit_tiny_patch16_224", in_chans=1, num_classes=10, img_size=16, patch_size=8,
-                              embed_dim=12, depth=1, num_heads=2)  # fmt: skip
-    named = list(model.named_parameters())
-    order = [name for name, p in named if p.ndim > 1] + [name for name, p in named if p.ndim <= 1]
-    assert [numbers[name] for name in order] != sorted(numbers.values())
-    matrices = sum(p.ndim > 1 for _, p in named)
-    old = [{k: v for k, v in g.items() if k != "param_names"} for g in saved["param_groups"]]
-    old[0]["params"], old[1]["params"] = list(range(matrices)), list(range(matrices, len(order)))
-    state = {number: saved["state"][numbers[name]] for number, name in enumerate(order)}
-    torch.save({"state": state, "param_groups": old}, checkpoint / "optimizer.bin")
-    (checkpoint / MANIFEST).unlink()
-    _write_manifest(checkpoint)
-    train_run(1, "old", *flags, "--max_steps", "5", "--resume", str(checkpoint))
-    assert same_tensors(weights("old"), weights("new"))
+    assert "--lr_base_batch needs --lr; give the learning rate too" in refused(train.main, "--lr_base_batch", "256")
 
 
 # What is refused or reported

@@ -1,7 +1,6 @@
 """Which sample is next: the same global batches on every topology, each sample once an epoch."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +22,7 @@ def drawn_indices(*flags):
     config = parse_args(TrainConfig, "train.py", ["--model", "mlp", *flags])
     with distributed_session("train.py", config) as ranks:
         ranks.join()
-        run = train.build(config, ranks, Stopping(lambda: False), ThreadPoolExecutor(1))
+        run = train.build(config, ranks, Stopping(lambda: False))
         return [(batch.update, batch.number, batch.indices.tolist()) for batch in run.train_batches]
 
 

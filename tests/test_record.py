@@ -19,7 +19,7 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.record import FILE, make_record, match_files, read_record
 from utils.data.splits import Files, whole_split
-from utils.runs.checkpoint import _write_manifest
+from utils.runs.manifest import write_manifest
 
 FLAGS = ("--data", "data", "--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size")
 FLAGS += ("12", "--lr", "0.01", "--lr_schedule", "constant", "--log_every", "1", "--eval_every", "9", "--save_every")
@@ -247,19 +247,6 @@ def _train_in_a_folder_of_its_own(flags):
     train.main(flags)
 
 
-def test_a_checkpoint_from_before_there_were_records_is_still_evaluated_and_resumed(trained):
-    before, _ = evaluated()
-    (checkpoint() / FILE).unlink()
-    state = json.loads((checkpoint() / "state.json").read_text())
-    del state["format"], state["state"]["bad_images"]
-    (checkpoint() / "state.json").write_text(json.dumps(state))
-    (checkpoint() / "manifest.json").unlink()
-    _write_manifest(checkpoint())
-    assert numbers(evaluated()[0]) == numbers(before)
-    train_run(1, "run", *MORE)
-    assert read_record(Path("runs/run/checkpoints/step-00000009") / FILE).train.count == 54
-
-
 HOSTILE = {
     "not gzip": b"names",
     "not JSON": gzip.compress(b"{"),
@@ -291,7 +278,7 @@ def test_a_stranger_s_record_is_refused_in_one_line(trained, name):
     data = HOSTILE.get(name, gzip.compress(json.dumps(values).encode()))
     path.write_bytes(gzip.compress(b" " * (2**30 + 2), 1) if name == "bomb" else data)
     (checkpoint() / "manifest.json").unlink()
-    _write_manifest(checkpoint())
+    write_manifest(checkpoint())
     line = refused(eval.main, "--ckpt", "runs/run")
     assert f"{FILE}: damaged" in line
 
@@ -303,7 +290,7 @@ def test_names_in_a_stranger_s_record_open_no_file_outside_the_data(trained):
     values["evaluation"]["names"][0] = "../secret.bmp"
     path.write_bytes(gzip.compress(json.dumps(values).encode()))
     (checkpoint() / "manifest.json").unlink()
-    _write_manifest(checkpoint())
+    write_manifest(checkpoint())
     assert "../secret.bmp (the file is gone)" in refused(eval.main, "--ckpt", "runs/run")
     assert evaluated("--bad_images", "skip")[0]["count"] == 5
 

@@ -377,7 +377,8 @@ def made_up(folder: Path, classes: int = 10, names: list[str] | None = None, sam
     config = TrainConfig(data="/home/someone/flowers", lr=0.1, **settings)
     (folder / "config.yaml").write_text(to_yaml(config))
     start = {"kind": "start", "step": 0, "processes": 2, "batch_size": 64, "grad_accum": 1, "global_batch_size": 128}
-    start |= {"threads": 1, "precision": "no", "time": 0, "versions": {"torch": "2.0", "commit": "abcdef" * 7}}
+    start |= {"threads": 1, "precision": "no", "device": "cpu", "input": "mean 0.5, standard deviation 0.5", "time": 0}
+    start |= {"versions": {"torch": "2.0", "commit": "abcdef" * 7}}
     log = [start, start | {"step": 40}]
     for step in range(10, 110, 10):
         rates = {"lr": 0.1, "images_per_second": 100.0, "data_wait": 0.01, "seconds": step}

@@ -42,15 +42,14 @@ def read(dataset, microbatches=MICROBATCHES, training=True, device=CPU.device, *
 
 def assert_same(dataset, **settings):
     """The batches of a data set, which are the same if it is on the device."""
-    expected, by_loader = read(dataset, **settings)
-    found, drawn = read(ResidentImages(dataset, CPU.device), **settings)
+    expected, _ = read(dataset, **settings)
+    found, _ = read(ResidentImages(dataset, CPU.device), **settings)
     assert len(found) == len(expected) == len(MICROBATCHES)
     for one, other in zip(found, expected, strict=True):
         assert one[3:] == other[3:]
         for mine, theirs in zip(one[:3], other[:3], strict=True):
             assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
         assert one.images.is_contiguous(memory_format=torch.channels_last)
-    assert drawn.left_out == by_loader.left_out
     return expected
 
 
@@ -142,15 +141,6 @@ def test_no_value_is_read_from_the_device(images):
     assert all(batch.images.device == batch.labels.device == meta for batch in batches)
     with pytest.raises((RuntimeError, NotImplementedError)):
         batches[0].labels.sum().item()
-
-
-def test_no_image_is_copied_if_none_of_its_batch_is_left_out(images):
-    """Choosing images would wait for the GPU in each update of a run that has found an unreadable image."""
-    (batch, *_), batches = read(images)
-    batches.agreed_bad = {int(ORDER[0])}
-    kept = batch._replace(indices=torch.from_numpy(ORDER[1:8].copy()))
-    assert batches._without_agreed_bad(kept).images is batch.images
-    assert len(batches._without_agreed_bad(batch).images) == len(batch.images) - 1
 
 
 @pytest.mark.parametrize(

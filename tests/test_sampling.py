@@ -188,7 +188,7 @@ def test_settings_that_do_not_fit_are_one_line():
         with pytest.raises(ValueError, match=f"^--sampler weights:w: {text}"):
             draw_weights(TrainConfig(sampler="weights:w"), split_of(labels.labels, given))
     for value in ("random", "weights", "weights:", ""):
-        with pytest.raises(ValueError, match=f"^--sampler {value}: no such sampler; use shuffle, balanced or weights"):
+        with pytest.raises(ValueError, match=f"^--sampler must be shuffle, balanced or weights:COLUMN, got {value}"):
             TrainConfig(sampler=value)
     for flag, value in (("repeats", 0), ("mixup", -1.0), ("mix_prob", 1.5), ("mix_off_epoch", -1)):
         with pytest.raises(ValueError, match=f"^--{flag} must be at "):

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,8 @@ from helpers.training_runs import await_save, records, same_tensors, train_run, 
 from helpers.waiting import has_logged, until
 
 import train
-from utils.runs import checkpoint
+from utils.runs import checkpoint, writing
 from utils.runs.manifest import newest_good, verify
-from utils.training import saving
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--max_train_samples", "480"]
 FLAGS += ["--lr_schedule", "constant", "--max_steps", "9", "--keep", "9"]
@@ -28,8 +28,8 @@ def names():
 
 
 def train_with(publish=None, before=None, always_synchronise=False, flags=RUN):
-    """Train; `publish(partial, real)` takes the place of the thread's first action, `before(run)` precedes updates."""
-    real, update = saving.publish, train.train_update
+    """Train; `publish(step, real)` takes the place of the thread's first action, `before(run)` precedes updates."""
+    real, update = checkpoint.publish, train.train_update
 
     def eventful(run, batches):
         if before is not None:
@@ -37,39 +37,31 @@ def train_with(publish=None, before=None, always_synchronise=False, flags=RUN):
         update(run, batches)
 
     if publish is not None:
-        saving.publish = lambda partial: publish(partial, real)
+        checkpoint.publish = lambda folder, step: publish(step, partial(real, folder, step))
     if always_synchronise:
         train.Pace.due = lambda pace, step: True
     train.train_update = eventful
     train.main(flags)
 
 
-def publish_after_go(partial, real):
+def publish_after_go(step, real):
     until(Path("go").exists)
-    real(partial)
+    real()
 
 
 def fails_at(*steps):
     """A disk that is full when the checkpoint of one of these updates is completed."""
 
-    def publish(partial, real):
-        put = checkpoint._put_in_place
-        if step_of(partial) in steps:
-            checkpoint._put_in_place = no_space
-        try:
-            real(partial)
-        finally:
-            checkpoint._put_in_place = put
+    def publish(step, real):
+        if step in steps:
+            writing.put_in_place = no_space
+        real()
 
     return publish
 
 
 def no_space(partial, final):
     raise OSError(errno.ENOSPC, "No space left on device", str(partial))
-
-
-def step_of(partial):
-    return int(partial.name.split(".")[1][len("step-") :])
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -92,28 +84,28 @@ def test_checkpoints_are_completed_one_at_a_time():
     (outcome,) = run_ranks(1, _order_of_saves)
     expected = [(what, step) for step in (3, 6, 9) for what in ("write", "publish", "published")]
     assert [event for event in outcome.value if event[0] != "wait"] == expected
-    assert outcome.value.index(("wait", 6)) < outcome.value.index(("published", 3))
+    assert outcome.value.index(("wait", 1)) < outcome.value.index(("published", 3))
 
 
 def _order_of_saves():
     """What happens to which checkpoint; the first is completed only after the next save has begun."""
-    events, write, finish = [], saving.write_checkpoint, saving.finish_save
+    events, write, wait = [], checkpoint.write_partial, checkpoint.CheckpointManager.wait
 
-    def noted_write(ranks, accelerator, partial, *more):
-        events.append(("write", step_of(partial)))
-        write(ranks, accelerator, partial, *more)
+    def noted_write(folder, step, *more):
+        events.append(("write", step))
+        write(folder, step, *more)
 
-    def noted_finish(run, *more, **named):
-        events.append(("wait", run.state.step))
-        finish(run, *more, **named)
+    def noted_wait(manager):
+        events.append(("wait", len([event for event in events if event[0] == "write"])))
+        wait(manager)
 
-    def publish(partial, real):
-        events.append(("publish", step_of(partial)))
-        until(lambda: ("wait", 6) in events)
-        real(partial)
-        events.append(("published", step_of(partial)))
+    def publish(step, real):
+        events.append(("publish", step))
+        until(lambda: ("wait", 1) in events)
+        real()
+        events.append(("published", step))
 
-    saving.write_checkpoint, saving.finish_save = noted_write, noted_finish
+    checkpoint.write_partial, checkpoint.CheckpointManager.wait = noted_write, noted_wait
     train_with(publish)
     return events
 
@@ -128,46 +120,9 @@ def test_an_error_of_the_thread_ends_all_ranks_when_they_next_synchronise(proces
     assert names() == []
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_run_told_to_continue_says_what_the_thread_could_not_save_and_saves_again(processes):
-    flags = [*RUN, "--if_save_fails", "continue"]
-    outcomes = run_ranks(processes, train_with, fails_at(3, 6), None, False, flags)
-    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * processes
-    said = [line for line in outcomes[0].out.splitlines() if "could not be saved" in line]
-    assert [line.split()[1] for line in said] == ["3", "6"]
-    assert names() == ["best", "latest", "step-00000009"]
-
-
-def test_a_full_disk_that_keeps_log_and_checkpoint_from_being_written_does_not_end_a_run_told_to_continue():
-    def fill_the_log_too(run):
-        await_save(run)
-        if run.state.step == 4:
-            run.log.error = OSError(errno.ENOSPC, "No space left on device")
-
-    flags = [*RUN, "--if_save_fails", "continue", "--log_every", "9"]
-    (outcome,) = run_ranks(1, train_with, fails_at(3), fill_the_log_too, True, flags)
-    assert (outcome.code, outcome.err) == (0, "") and "update 3 could not be saved" in outcome.out
-    assert names() == ["best", "latest", "step-00000006", "step-00000009"]
-
-
-def test_the_last_checkpoint_must_be_completed_even_if_the_run_continues_after_others():
-    (outcome,) = run_ranks(1, train_with, fails_at(9), None, False, [*RUN, "--if_save_fails", "continue"])
-    assert outcome.code == 2 and "step-00000009.partial: No space left" in outcome.err
-    assert names() == ["latest", "step-00000003", "step-00000006"]
-
-
-def test_the_best_checkpoint_is_the_best_of_those_that_the_thread_could_complete():
-    flags = [*RUN, "--if_save_fails", "continue", "--eval_every", "1", "--save_every", "4", "--lr", "0.05"]
-    run_ranks(1, train_with, fails_at(*range(5, 9)), None, False, flags)
-    accuracy = {f"step-{r['step']:08d}": r["accuracy"] for r in records("run", "eval")}
-    there = [name for name in names() if name.startswith("step")]
-    assert not {f"step-{step:08d}" for step in range(5, 9)} & set(there) and "step-00000009" in there
-    assert (CHECKPOINTS / "best").read_text().strip() == max(there, key=accuracy.get)
-
-
-def publish_after_the_error(partial, real):
+def publish_after_the_error(step, real):
     until(lambda: "a disk with data is gone" in sys.stderr.getvalue())
-    real(partial)
+    real()
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])

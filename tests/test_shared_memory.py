@@ -17,7 +17,7 @@ from helpers.waiting import has_logged, until
 import eval
 import train
 from utils.data import workers
-from utils.data.workers import AHEAD, bytes_needed, choose_workers
+from utils.data.workers import bytes_needed, choose_workers
 from utils.launch.exits import with_known_fix
 
 MB = 2**20
@@ -37,40 +37,34 @@ def photos():
 @pytest.mark.parametrize(
     ("sizes", "free", "expected"),
     [
-        ([MB], 60, [(8, 4)]),
-        ([MB], 30, [(8, 3)]),
-        ([MB], 12, [(8, 1)]),
-        ([MB], 9, [(6, 1)]),
-        ([MB], 4, [(1, 1)]),
-        ([MB], 3, [(0, 0)]),
-        ([MB, 2 * MB], 120, [(8, 4), (8, 4)]),
-        ([MB, 2 * MB], 60, [(8, 2), (8, 2)]),
-        ([MB, 2 * MB], 12, [(1, 1), (1, 1)]),
-        ([MB, 2 * MB], 8, [(5, 1), (0, 0)]),
-        ([MB, 2 * MB], 0, [(0, 0), (0, 0)]),
+        ([MB], 60, (8, 4)),
+        ([MB], 30, (8, 1)),
+        ([MB], 9, (6, 1)),
+        ([MB], 3, (0, 1)),
+        ([MB, 2 * MB], 120, (8, 4)),
+        ([MB, 2 * MB], 12, (1, 1)),
+        ([MB, 2 * MB], 0, (0, 1)),
+        ([], 0, (8, 4)),
     ],
 )
-def test_first_fewer_batches_in_advance_then_fewer_workers_then_none(sizes, free, expected):
-    assert choose_workers(sizes, 8, AHEAD, free * MB) == expected
-    assert bytes_needed(sizes, expected) <= free * MB
+def test_first_one_batch_in_advance_then_fewer_workers_then_none(sizes, free, expected, monkeypatch):
+    monkeypatch.setattr(workers, "_USABLE", 1)
+    monkeypatch.setattr(workers, "shm_space", lambda: (free * MB, 200 * MB))
+    assert choose_workers(sizes, 8) == expected
+    assert bytes_needed(sizes, *expected) <= free * MB
 
 
-def test_a_rank_without_workers_needs_no_shared_memory():
-    assert choose_workers([MB], 0, AHEAD, 0) == [(0, 0)]
-    assert bytes_needed([MB, MB], [(0, 4), (0, 4)]) == 0
-
-
-def test_loaders_need_room_for_each_batch_in_advance_and_those_in_use():
-    assert (8 * 4 + 2) * 10 * MB < bytes_needed([10 * MB], [(8, 4)]) < 35 * 10 * MB
+def test_a_rank_without_workers_needs_no_shared_memory(monkeypatch):
+    monkeypatch.setattr(workers, "shm_space", lambda: (0, 0))
+    assert choose_workers([MB], 0)[0] == 0 and bytes_needed([MB, MB], 0, 4) == 0
 
 
 def test_all_ranks_of_a_machine_share_its_room(monkeypatch):
     monkeypatch.setattr(workers, "shm_space", lambda: (100 * MB, 200 * MB))
-    assert 80 * MB < workers.usable_shm() < 100 * MB
-    alone = workers.usable_shm()
+    assert choose_workers([2 * MB], 8) == (8, 4)
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert workers.usable_shm() == alone / 4
+    assert choose_workers([2 * MB], 8) == (8, 1)
 
 
 # A /dev/shm of its own
@@ -113,8 +107,7 @@ def test_a_small_shared_memory_trains_on_the_same_samples_with_fewer_workers_and
     said = [line for outcome in outcomes for line in outcome.out.splitlines() if "/dev/shm" in line]
     assert len(said) == 1 and said[0] in outcomes[0].out
     assert said[0].startswith("/dev/shm: 17 of 17 MB free, ") and "--shm-size=8g or --ipc=host" in said[0]
-    assert "2 loader processes with 4 batches in advance" in said[0] and "instead, which is slower" in said[0]
-    assert ("in each of 2 ranks" in said[0]) == (processes == 2)
+    assert "needed for --num_workers 2; using " in said[0] and "instead, which is slower" in said[0]
     assert not any("shared memory" in outcome.err for outcome in outcomes)
     (whole,) = _train(1, "--run_name", "whole", "--num_workers", "0")
     assert whole.code == 0 and "/dev/shm" not in whole.out
@@ -127,7 +120,7 @@ def test_evaluation_alone_may_use_all_of_it(photos):
     assert trained.code == 0, trained.err
     (outcome,) = in_small_shm(16, run_ranks, 1, eval.main, ["--ckpt", "runs/run", "--num_workers", "2"])
     assert outcome.code == 0 and outcome.value["count"] == 140, outcome.err
-    assert "using 2 loader processes with 4 batches" not in outcome.out and "no loader process" not in outcome.out
+    assert "using " not in outcome.out
 
 
 def _fill(launch_flags, processes, name):
@@ -147,6 +140,7 @@ def _fill(launch_flags, processes, name):
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_shared_memory_that_fills_up_later_ends_the_run_within_a_minute_with_one_line(photos, processes):
     flags = ["--max_steps", "100000", "--eval_every", "100000", "--save_every", "100000", "--num_workers", "1"]
+    flags += ["--eval_batch_size", "16"]
     outcomes, seconds = in_small_shm(24, _fill, flags, processes, "run")
     assert [outcome.code for outcome in outcomes] == [2] * processes, [outcome.err for outcome in outcomes]
     errors = [line for line in outcomes[0].err.splitlines() if line.startswith("train.py: error: ")]
@@ -186,9 +180,9 @@ def test_a_bus_error_of_a_worker_is_explained_by_shared_memory(photos):
 
 def _one_dead_worker_after_the_other(flags):
     """While the death of the training loader's is explained, that of the evaluation's dies."""
-    from utils.ranks import session
+    from utils.ranks import failure
 
-    with_known_fix = session.with_known_fix
+    with_known_fix = failure.with_known_fix
 
     def interrupted(error):
         others = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
@@ -198,7 +192,7 @@ def _one_dead_worker_after_the_other(flags):
         until(lambda: all(worker.status() == psutil.STATUS_ZOMBIE for worker in others))
         return with_known_fix(error)
 
-    session.with_known_fix = interrupted
+    failure.with_known_fix = interrupted
     update = train.train_update
 
     def killing(run, batches):

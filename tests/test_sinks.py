@@ -140,11 +140,14 @@ class Kept:
         raise OSError(errno.EIO, "Input/output error")
 
 
-def test_records_reach_the_sinks_once_they_are_written_in_their_order(monkeypatch, capsys, tmp_path):
+def test_records_reach_the_sinks_after_they_are_written_and_none_follows_an_error(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(SINKS, "first", Kept)
     monkeypatch.setitem(SINKS, "second", Kept)
     log, write = RunLog(tmp_path, True, TrainState(), 9, TASK), os.write
     log.write("note", step=1)
+    log.write("eval", step=2, split="test", accuracy=0.5, top5=1.0, loss=float("inf"), count=4, seconds=1.0)
+    line = "update 2  eval (test)  accuracy 0.5000  top-5 1.0000  loss inf  (4 samples, 1.0 s)\n"
+    assert capsys.readouterr().out == line
 
     def full(file, data):
         if len(data) < 10:
@@ -152,20 +155,15 @@ def test_records_reach_the_sinks_once_they_are_written_in_their_order(monkeypatc
         return write(file, data[:10])
 
     monkeypatch.setattr(os, "write", full)
-    log.write("eval", step=2, split="test", accuracy=0.5, top5=1.0, loss=float("inf"), count=4, seconds=1.0)
     log.write("note", step=3)
-    assert log.error is not None
-    assert [record["step"] for record in log.sinks["second"].records] == [1] and capsys.readouterr().out == ""
     monkeypatch.undo()
     log.write("note", step=4)
+    with pytest.raises(OSError, match=r"log\.jsonl"):
+        log.check()
     for name in ("first", "second"):
-        assert [record["step"] for record in log.sinks[name].records] == [1, 2, 3, 4]
+        assert [record["step"] for record in log.sinks[name].records] == [1, 2]
         assert log.sinks[name].records[1]["loss"] == float("inf")
-    assert [(r["step"], r.get("loss")) for r in records_so_far(tmp_path / "log.jsonl")] == [
-        (n, None) for n in range(1, 5)
-    ]
-    line = "update 2  eval (test)  accuracy 0.5000  top-5 1.0000  loss inf  (4 samples, 1.0 s)\n"
-    assert capsys.readouterr().out == line
+    assert [(r["step"], r.get("loss")) for r in records_so_far(tmp_path / "log.jsonl")] == [(1, None), (2, None)]
     log.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines == [

@@ -165,7 +165,7 @@ def test_custom_entries_are_used_with_their_arguments_and_evaluation_needs_no_ta
     (result,) = returned(1, eval.main, ["--ckpt", "runs/run"])
     assert result["accuracy"] == records("run", "eval")[-1]["accuracy"]
     refusal = refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto", "--max_steps", "13")
-    assert "was trained with an optimizer of sign, not sgd" in refusal
+    assert "was trained with a --optimizer of sign, not sgd" in refusal
 
     returned(1, _train_with_own_entries, [*flags, "--run_name", "one", "--max_steps", "1", "--warmup_steps", "0"])
     returned(1, _train_with_own_entries, [*flags, "--run_name", "two", "--max_steps", "2", "--warmup_steps", "0"])

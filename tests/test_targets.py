@@ -1,4 +1,4 @@
-"""Multi-label and binary tasks, the focal loss and --best, against PyTorch, torchvision and scikit-learn."""
+"""Multi-label and binary tasks, the focal loss and --best_metric, against PyTorch, torchvision and scikit-learn."""
 
 import json
 import math
@@ -20,7 +20,6 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, renumber, whole_split
-from utils.runs.checkpoint import _write_manifest
 from utils.runs.sinks import ProgressBar
 from utils.runs.state import TrainState
 from utils.tasks.binary import Binary
@@ -75,7 +74,7 @@ def made(tmp_path_factory):
         train_run(1, "table", "--data", "table", *FLAGS)
         train_run(1, "list", "--data", "list.csv", *FLAGS)
         train_run(2, "two", "--data", "list.csv", *FLAGS)
-        train_run(2, "binary", "--data", "pairs.csv", "--task", "binary", *FLAGS, "--best", "auc")
+        train_run(2, "binary", "--data", "pairs.csv", "--task", "binary", *FLAGS, "--best_metric", "auc")
         for run in ("two", "binary"):
             for processes in (1, 2):
                 flags = ["--ckpt", f"runs/{run}/checkpoints/step-00000008", "--json", f"{run}{processes}.json"]
@@ -225,11 +224,12 @@ def test_a_resumed_run_has_the_same_bits_keeps_its_best_metric_and_refuses_anoth
     assert same_tensors(weights("again"), before)
     assert records("again", "eval")[-1]["mAP"] == records("two", "eval")[-1]["mAP"]
     more = ["--run_name", "binary", "--resume", "auto", "--data", "pairs.csv", *FLAGS, "--max_steps", "9"]
-    error = refused(train.main, *more, "--best", "loss")
-    assert "its best checkpoint is by auc, not loss; use the same --best, or give another --run_name" in error
-    assert "trained with a task of binary, not classification" in refused(train.main, *more, "--task", "classification")
+    error = refused(train.main, *more, "--best_metric", "loss")
+    assert "its best checkpoint is by auc, not loss; use the same --best_metric, or give another --run_name" in error
+    error = refused(train.main, *more, "--task", "classification")
+    assert "trained with a --task of binary, not classification" in error
     returned(1, train.main, more)
-    assert "best: auc" in Path("runs/binary/config.yaml").read_text()
+    assert "best_metric: auc" in Path("runs/binary/config.yaml").read_text()
     (last,) = [record for record in records("binary", "eval") if record["step"] == 9]
     assert last["auc"] <= 1
 
@@ -243,20 +243,6 @@ def test_a_run_on_a_list_is_resumed_with_its_labels_only(runs):
     assert "1 of 50 images of 'train' changed class" in error and "'bird|cat" in error and "now 'cat" in error
     Path("list.csv").write_text(text)
     returned(1, train.main, flags)
-
-
-def test_a_checkpoint_from_before_tasks_is_evaluated_and_resumed(own_folders):
-    flags = ["--run_name", "run", "--model", "mlp", "--threads", "1", "--max_train_samples", "60", "--max_steps"]
-    returned(1, train.main, [*flags, "2"])
-    file = Path("runs/run/checkpoints/step-00000002/config.yaml")
-    names = ("task:", "best:", "loss_args:", "pos_weight:", "threshold:")
-    lines = [line for line in file.read_text().splitlines() if not line.startswith(names)]
-    assert len(lines) == len(file.read_text().splitlines()) - len(names)
-    file.write_text("\n".join(lines) + "\n")
-    file.with_name("manifest.json").unlink()
-    _write_manifest(file.parent)
-    assert returned(1, eval.main, ["--ckpt", "runs/run"])[0]["accuracy"] >= 0
-    returned(1, train.main, [*flags, "3", "--resume", "auto", "--best", "accuracy"])
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
@@ -332,10 +318,10 @@ def test_balanced_weights_are_negatives_per_positive_of_the_training_split():
     expected = [*((50 - positives[:2]) / positives[:2]), 1 / 50, 50]
     assert task.pos_weight.tolist() == pytest.approx(expected)
     binary = Binary(TrainConfig(pos_weight="balanced"), ["no", "yes"], np.array([0, 1, 0, 0]))
-    assert binary.pos_weight.tolist() == [3] and binary.loss_of_guessing == pytest.approx(3 * math.log(2))
+    assert binary.pos_weight.tolist() == [3] and binary.uniform_loss == pytest.approx(3 * math.log(2))
 
 
-# -- metrics, --best and labels --------------------------------------------------------------------------------------
+# -- metrics, --best_metric and labels -------------------------------------------------------------------------------
 
 
 def test_metrics_of_scores_with_ties_are_those_of_scikit_learn_and_undefined_ones_are_left_out():
@@ -351,29 +337,29 @@ def test_metrics_of_scores_with_ties_are_those_of_scikit_learn_and_undefined_one
     scores[3, 2] = np.nan
     assert class_metrics(scores, labels, 0.0) == {} == area_under_curve(scores[:, 0], np.zeros(90))
     state = TrainState(step=1)
-    state.evaluated({"loss": 1.0}, "mAP", True)
+    state.add_evaluation({"loss": 1.0}, "mAP", True)
     assert state.best is None and not state.owes_evaluation
 
 
 def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():
     expected = {"loss": False, "accuracy": True, "top5": True, "macro_f1": True}
     for name, higher in expected.items():
-        config, task = make_task(TrainConfig(best=name), list("abcdefg"), np.arange(7))
-        assert (task.metric, task.higher_is_better, config.best) == (name, higher, name)
+        config, task = make_task(TrainConfig(best_metric=name), list("abcdefg"), np.arange(7))
+        assert (task.metric, task.higher_is_better, config.best_metric) == (name, higher, name)
         state = TrainState()
         for step, value in enumerate((0.5, 0.4, 0.6, 0.6, 0.4), 1):
             state.step = step
-            state.evaluated({name: value}, task.metric, task.higher_is_better)
+            state.add_evaluation({name: value}, task.metric, task.higher_is_better)
         assert (state.best, state.best_step) == ((0.6, 3) if higher else (0.4, 2))  # the earliest of equal ones
-    with pytest.raises(ValueError, match=r"^--best f1: no such metric; use one of loss, accuracy, macro_f1, macro_pre"):
-        make_task(TrainConfig(best="f1"), list("abc"), np.arange(3))
+    with pytest.raises(ValueError, match=r"^--best_metric f1: no such metric; use one of loss, accuracy, macro_f1"):
+        make_task(TrainConfig(best_metric="f1"), list("abc"), np.arange(3))
     assert make_task(TrainConfig(), ["a", "b"], multi_hot_rows(range(3)))[0].task == "multilabel"
 
 
 def test_a_run_keeps_the_checkpoint_of_lowest_loss_or_of_highest_macro_f1(own_folders):
     flags = ["--model", "mlp", "--max_train_samples", "96", "--lr", "1", "--max_steps", "6", "--eval_every", "1"]
     for name, choose in (("loss", min), ("macro_f1", max)):
-        train_run(1, name, *flags, "--best", name)
+        train_run(1, name, *flags, "--best_metric", name)
         log = records(name, "eval")
         best = choose(log, key=lambda record, name=name: record[name])
         assert len(log) == 6 and Path(f"runs/{name}/checkpoints/best").read_text().strip() == f"step-{best['step']:08d}"
@@ -456,15 +442,21 @@ FOCAL = ["--loss", "focal", "--loss_args"]
         (["--task", "binary"], "--task binary: --data digits has 10 classes, not two; use classification"),
         (["--task", "multi"], "--task multi: no such task; did you mean multilabel?"),
         (["--pos_weight", "-1"], "--pos_weight must be above 0, got -1"),
-        (["--pos_weight", "[1, 0]"], "--pos_weight must be above 0, got 0"),
-        (["--pos_weight", "balance"], "--pos_weight: expected"),
-        (["--pos_weight", "1", "0", "2"], "--pos_weight must be above 0, got 0"),
+        (["--pos_weight", "[1, 0]"], "--pos_weight must be above 0, got [1, 0]"),
+        (
+            ["--pos_weight", "balance"],
+            "--pos_weight must be a number, numbers, such as 0.5 0.5 0.5 or balanced, got balance",
+        ),
+        (["--pos_weight", "1", "0", "2"], "--pos_weight must be above 0, got [1, 0, 2]"),
         (["--threshold", "1"], "--threshold must be below 1, got 1"),
         ([*FOCAL, "{gamma: -1}"], "--loss_args for focal: gamma must be at least 0, got -1"),
         ([*FOCAL, "{gamma: high}"], "--loss_args for focal: gamma must be a value such as 2.0, got high"),
         ([*FOCAL, "{alpha: 1}"], "--loss_args for focal: unknown argument alpha; use gamma"),
         (["--loss_args", "{gamma: 1}"], "--loss_args for cross_entropy: unknown argument gamma; remove it"),
-        (["--best", "mAP"], "--best mAP: no such metric; use one of loss, accuracy, top5, macro_f1, macro_p"),
+        (
+            ["--best_metric", "mAP"],
+            "--best_metric mAP: no such metric; use one of loss, accuracy, top5, macro_f1",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_on_one_line(flags, error):
@@ -480,7 +472,7 @@ def test_a_list_of_weights_has_one_for_each_output():
 @pytest.mark.parametrize("task", ["multilabel", "binary"])
 def test_the_terminal_shows_the_records_of_each_task(task):
     names = ["cat", "dog"]
-    given = TrainConfig(task=task, best="f1" if task == "binary" else "mAP", pos_weight=2.0)
+    given = TrainConfig(task=task, best_metric="f1" if task == "binary" else "mAP", pos_weight=2.0)
     config, found = make_task(
         given, names, np.array([0, 1, 1]) if task == "binary" else multi_hot_rows(range(3))[:, :2]
     )

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import eval
 import train
+import utils.runs.resume
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.errors import UserError
@@ -63,11 +64,11 @@ def test_top5_is_a_metric_of_more_than_five_classes(classes, top5):
 
 
 def make_value(config, class_names, labels):
-    return replace(config, task="value", best=Value.metric), Value(config, class_names)
+    return replace(config, task="value", best_metric=Value.metric), Value(config, class_names)
 
 
 def _train(flags):
-    train.task_of_start = lambda config, data: make_value(config, data.class_names, data.train.labels)
+    utils.runs.resume.make_task = lambda config, names, labels, _: make_value(config, names, labels)
     return train.main(flags)
 
 

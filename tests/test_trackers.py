@@ -168,21 +168,6 @@ def test_a_resumed_run_gives_a_tracker_the_kept_records_again_and_no_others(open
     assert Fake.made == {"one": [SETTINGS, (1, SENT), (2, SENT), (3, SENT)]}
 
 
-def test_records_that_the_disk_took_late_reach_a_tracker_once(opened, monkeypatch):
-    log = opened("one")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        write_start(log, 0)
-        log.write("train", step=1, **TRAIN)
-    assert Fake.made == {"one": []}
-    log.write("train", step=2, **TRAIN)
-    assert Fake.made == {"one": [SETTINGS, (1, SENT), (2, SENT)]}
-
-
 def test_a_tracker_that_fails_stops_neither_the_run_nor_another_tracker(opened, capsys):
     log = opened("failing", "other")
     write_start(log, 0)

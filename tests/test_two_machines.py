@@ -208,7 +208,9 @@ def test_a_firewall_that_passes_the_master_port_only_is_said(machines):
     began, jobs = time.monotonic(), start(machines, *SHORT, "--timeout", str(SOON))
     seconds = ended(jobs, 2, began)
     report("only the master port is open", seconds, *(error_of(job) for job in jobs))
-    assert "met but could not connect over gloo, from 10.77.0.1 on interface eth0 of ls-a" in error_of(jobs[0])
+    assert "found each other but could not connect over gloo, from 10.77.0.1 on interface eth0 of ls-a" in error_of(
+        jobs[0]
+    )
     assert "whether a firewall is between the machines" in error_of(jobs[1])
 
 

@@ -138,8 +138,8 @@ def held(flags):
             until(Path("go").exists)
         update(run, batches)
 
-    def counted(watch, listen):
-        exchange(watch, listen)
+    def counted(watch, store, listen):
+        exchange(watch, store, listen)
         if listen:
             with Path("looks").open("a") as file:
                 file.write("x")

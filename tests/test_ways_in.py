@@ -115,7 +115,7 @@ def test_a_file_of_something_else_is_no_place_to_meet(tmp_path):
     (tmp_path / "notes").write_text("not a meeting\n")
     begun = time.monotonic()
     for done in by_hand("--init_method", f"file://{tmp_path}/notes"):
-        assert done.code == 2 and "notes: is not a meeting file of PyTorch; delete it" in done.err
+        assert done.code == 2 and "notes: was not written by PyTorch; delete it" in done.err
     assert time.monotonic() - begun < PATIENCE / 2 and (tmp_path / "notes").read_text() == "not a meeting\n"
 
 

@@ -57,8 +57,10 @@ def is_lost_rank(error: BaseException) -> bool:
     return any(sign in text for sign in _LOST_RANK)
 
 
-def lost_rank_text(error: BaseException, place: str = "", waited_for: str = "") -> str:
-    """The problem of a `LostRank`: the error, the place of this rank, and the rank that it waited for, if known."""
+def as_lost_rank(error: BaseException, place: str, waited_for: str) -> BaseException:
+    """A `LostRank` with the place of this rank and the rank that it waited for, if known; other errors unchanged."""
+    if not is_lost_rank(error):
+        return error
     what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]  # gloo puts its source file first
     where = f", at: {place}; waited for {waited_for}" if waited_for else f", at: {place}" if place else ""
-    return f"another process of this run exited or stopped answering ({what[:160]}){where}"
+    return LostRank(f"another process of this run exited or stopped answering ({what[:160]}){where}")

@@ -1,4 +1,4 @@
-"""Small files that are written completely or not at all, and a lock on a folder."""
+"""Files and folders that are written completely or not at all, and a lock on a folder."""
 
 import errno
 import fcntl
@@ -15,6 +15,7 @@ from typing import TextIO
 
 from utils.errors import UserError, one_line
 
+LOCK = ".lock"  # in a locked folder
 _MAX_JSON = 2**23  # bytes; the names of a hundred thousand classes need four million
 
 
@@ -87,31 +88,41 @@ def new_folder(path: Path) -> Iterator[Path]:
     writing it.
     """
     path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.mkdir(exist_ok=True)
-    held = os.open(partial, os.O_RDONLY)  # locked while this process writes
-    try:
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"{path}: another process is writing it", "wait for it, or give another path") from None
+    partial.mkdir(parents=True, exist_ok=True)
+    with lock(partial, 0.0, "wait for it, or give another path"):
         try:
             for leftover in partial.iterdir():
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                if leftover.name != LOCK:
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             yield partial
-            for file in partial.rglob("*"):
-                sync(file)
-            sync(partial)
-            if path.exists():  # since the caller checked it; renaming would replace an empty folder
+            (partial / LOCK).unlink()
+            if path.exists():  # since the caller checked it
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-            partial.rename(path)
-            sync(path.parent)
+            put_in_place(partial, path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Flush a finished folder to the disk and rename it to `final`, which may exist.
+
+    After a kill between the two renames the older folder has the name .NAME.old.
+    """
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    try:
+        partial.rename(final)
+        sync(final.parent)
     finally:
-        os.close(held)
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            old.rename(final)
 
 
 def size_of(folder: Path) -> int:
@@ -133,12 +144,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(folder: Path, patience: float) -> TextIO:
+def lock(folder: Path, patience: float, fix: str = "stop it, or choose another --run_name") -> TextIO:
     """Lock `folder` until the returned file is closed or this process exits, even if it is killed.
 
-    Waits up to `patience` seconds if another process holds it, then raises UserError with its host and process ID.
+    Waits up to `patience` seconds if another process holds it, then raises UserError with its host, process ID and
+    `fix`.
     """
-    file = (folder / ".lock").open("a+")
+    file = (folder / LOCK).open("a+")
     deadline, printed = time.monotonic() + patience, False
     while True:
         try:
@@ -152,12 +164,12 @@ def lock(folder: Path, patience: float) -> TextIO:
         file.seek(0)
         holder = file.read().strip() or "another process"
         if time.monotonic() > deadline:
-            raise UserError(f"{folder} is in use by {holder}", "stop it, or choose another --run_name")
-        if not printed:
+            raise UserError(f"{folder} is in use by {holder}", fix)
+        if patience and not printed:
             print(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to exit")
             printed = True
         time.sleep(0.1)
-    with naming_file(folder / ".lock"):
+    with naming_file(folder / LOCK):
         file.truncate(0)
         file.write(holder_text())
         file.flush()
@@ -168,14 +180,6 @@ def lock(folder: Path, patience: float) -> TextIO:
 def holder_text() -> str:
     """The contents of a lock file that this process holds."""
     return f"process {os.getpid()} on {socket.gethostname()}\n"
-
-
-def is_taken_over(folder: Path, held: TextIO) -> bool:
-    """Whether the locked folder was deleted and another run has created a new one."""
-    try:
-        return (folder / ".lock").stat().st_ino != os.fstat(held.fileno()).st_ino
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def expand(path: str) -> Path:

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -63,33 +62,6 @@ def usable_physical_cores() -> int:
     """The number of physical cores among them, if every core has the same number of hardware threads."""
     threads = psutil.cpu_count() or 1
     return max(1, len(usable_cores()) * (psutil.cpu_count(logical=False) or threads) // threads)
-
-
-def _seconds() -> tuple[float, float, float]:
-    """In seconds: the time, the processor time of all programs on the usable cores, and that of this process.
-
-    The last includes child processes that have ended. Programs with a lower priority (nice) are not counted.
-    All three are zero if the system does not report them, as in a sandbox without /proc/stat.
-    """
-    mine = usable_cores()
-    try:
-        used = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in mine]
-    except OSError:
-        return 0.0, 0.0, 0.0
-    return time.monotonic(), sum(times.user + times.system for times in used), sum(os.times()[:4])
-
-
-_AT_IMPORT = os.getpid(), _seconds()
-
-
-def used_cores() -> tuple[float, float]:
-    """How many of the usable cores all programs, and this process alone, have used on average since the import.
-
-    Zero in a process that was forked after the import, as from a notebook, because its own time starts at the fork.
-    """
-    process, before = _AT_IMPORT
-    seconds, everyone, own = (b - a for a, b in zip(before, _seconds(), strict=True))
-    return (everyone / seconds, own / seconds) if process == os.getpid() and seconds > 0 else (0.0, 0.0)
 
 
 def shm_space() -> tuple[int, int] | None:

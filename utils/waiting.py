@@ -4,7 +4,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 from utils.errors import UserError, one_line
 
@@ -14,21 +16,21 @@ Result = TypeVar("Result")
 _SECONDS_TO_END = 2.0  # after this time, a worker that lost its connection has exited
 
 
-class CurrentWait:
-    """What the main thread is waiting for (empty if nothing), and the number of waits so far."""
+@dataclass(eq=False)
+class DataWait:
+    """A wait of the main thread for data: `what` names it, and `current` is the wait of this moment, if any."""
 
-    what = ""
-    number = 0
+    what: str
+    current: ClassVar["DataWait | None"] = None
 
 
 def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
-    """Yield the items while `DataWatch` measures how long each takes to arrive. `what` names an item."""
+    """Yield the items while the watchdog measures how long each takes to arrive. `what` names an item."""
     iterator = None
     while True:
-        CurrentWait.number += 1
-        CurrentWait.what = what
+        DataWait.current = DataWait(what)
         try:
-            iterator = _started(items) if iterator is None else iterator
+            iterator = _start(items) if iterator is None else iterator
             item = next(iterator)
         except StopIteration:
             return
@@ -37,11 +39,11 @@ def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
             problem = f"a loader process exited while it was sending {what} ({one_line(error)})"
             raise UserError(problem, "if memory ran out, lower --num_workers") from error
         finally:
-            CurrentWait.what = ""
+            DataWait.current = None
         yield item
 
 
-def _started(items: Iterable[Item]) -> Iterator[Item]:
+def _start(items: Iterable[Item]) -> Iterator[Item]:
     """The iterator of the items. Its workers start with SIGTERM blocked, so that only their own rank can stop them.
 
     A worker already has threads when our code starts in it, and any of them could receive the signal.
@@ -53,22 +55,23 @@ def _started(items: Iterable[Item]) -> Iterator[Item]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
-    """Return the result of `action`, or raise RuntimeError after `seconds`: a store may wait forever."""
-    results: list[Result] = []
-    errors: list[Exception] = []
+def in_background(action: Callable[[], Result]) -> "Future[Result]":
+    """Run `action` in a thread that does not keep the process alive: a store may let it wait forever."""
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            results.append(action())
+            future.set_result(action())
         except Exception as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise RuntimeError(f"no answer within {seconds:.0f} s")
-    return results[0]
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
+    """Return the result of `action`, or raise RuntimeError after `seconds`."""
+    try:
+        return in_background(action).result(seconds)
+    except TimeoutError:
+        raise RuntimeError(f"no answer within {seconds:.0f} s") from None

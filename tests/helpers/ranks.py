@@ -3,15 +3,18 @@
 import contextlib
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,6 +27,13 @@ from helpers.waiting import PATIENCE
 # the first backward pass has to come before them.
 torch.ones(1, requires_grad=True).backward()
 
+ALONE: Any = SimpleNamespace(
+    agree=lambda place="": contextlib.nullcontext(),
+    local_main_first=lambda place="": contextlib.nullcontext(),
+    from_main=lambda action, place="", patient=False: action(),
+    check_same=lambda text, what: None,
+    is_main=True,
+)  # the ranks of a run with a single process
 _HELD: deque[socket.socket] = deque()  # ports, see free_port
 _RUNNING: list["Launch"] = []
 
@@ -101,9 +111,12 @@ class Launch:
 
 
 def end_leftovers() -> None:
-    """End the ranks that nobody has waited for, so that they disturb no other test."""
+    """End the ranks and loader processes that nobody has waited for, so that they disturb no other test."""
     while _RUNNING:
         _RUNNING.pop().end()
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
 
 
 def _processes(pids: list[int]) -> list[psutil.Process]:
@@ -194,6 +207,7 @@ def _fork(rank: int, processes: int, port: int, pipes: list, function: Callable,
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)
             except BaseException:
                 traceback.print_exc()
+            threading._shutdown()  # Python waits for threads before it exits; os._exit does not
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(pickle.dumps((value, code, out.getvalue(), err.getvalue())))
     finally:

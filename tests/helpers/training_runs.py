@@ -125,8 +125,8 @@ def train_with_average(flags: list[str]) -> None:
 
 def await_save(run) -> None:
     """Wait until the main process's thread has completed the last save, or failed. Not collective."""
-    if run.saving is not None and run.ranks.is_main:
-        run.saving.pointers_updated.exception()
+    if run.checkpoints._saving is not None:
+        run.checkpoints._saving.exception()
 
 
 def hold(run) -> None:

@@ -3,7 +3,6 @@
 All public functions are collective and must be called by all ranks or none.
 """
 
-import json
 import math
 import statistics
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -27,20 +27,12 @@ from utils.ranks.ranks import Ranks
 
 _SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes of the tensors that are summed
 _SECONDS = 1.5  # for all sizes together
-_CLOCKS = 1.0  # seconds by which the clocks may differ
 
 
-def network(ranks: Ranks, facts: Sequence[dict]) -> list[Finding]:
-    """The backend and interfaces of the processes, and how long the store takes to answer."""
+def network(ranks: Ranks, facts: Sequence[dict]) -> Finding:
+    """The backend and interfaces of the processes."""
     places = dict.fromkeys(f"{fact['interface']} ({fact['address']})" for fact in facts)
-    begun = time.perf_counter()
-    for _ in range(10):
-        ranks.ping_store()
-    slowest = max(map(float, ranks.gather_text(str((time.perf_counter() - begun) / 20))))
-    return [
-        Finding("network", f"{ranks.backend} over {', '.join(places)}"),
-        Finding("store", f"answers in {1000 * slowest:.2f} ms", numbers={"seconds": slowest}),
-    ]
+    return Finding("network", f"{ranks.backend} over {', '.join(places)}")
 
 
 def sums(ranks: Ranks, accelerator: Accelerator) -> Finding:
@@ -51,7 +43,7 @@ def sums(ranks: Ranks, accelerator: Accelerator) -> Finding:
         total = sum_over_ranks(accelerator, values * (ranks.topology.rank + 1))
         bad = (total != values * (count * (count + 1) // 2)).sum().item()
         wrong = wrong or (f"{bad} of 1000 sums of {str(dtype).removeprefix('torch.')} are wrong" if bad else "")
-    text = named_ranks(ranks.gather_text(wrong))
+    text = named_ranks(ranks.gather(wrong))
     fix = f"gradients would be wrong too; try another --backend, or another version of torch or {ranks.backend}"
     return Finding("sums", text or "3000 integers of each rank are summed exactly", not text, fix)
 
@@ -64,13 +56,13 @@ def bandwidth(ranks: Ranks, config: DoctorConfig) -> Finding:
         values = torch.zeros(size // 4, device=ranks.device)
         rounds = 3 if size > 2**20 else 10
         begun = _now(ranks)
-        ranks.all_reduce(values)  # the first call creates buffers and connections
+        dist.all_reduce(values)  # the first call creates buffers and connections
         first = _now(ranks) - begun
         begun = _now(ranks)
         for _ in range(rounds):
-            ranks.all_reduce(values)
+            dist.all_reduce(values)
         took = (_now(ranks) - begun) / rounds
-        seconds, spent = json.loads(ranks.broadcast_text(json.dumps([took, first + took * rounds])))
+        seconds, spent = ranks.gather((took, first + took * rounds))[0]
         numbers[size] = 2 * (count - 1) / count * size / seconds / GB
         left -= spent
         if left < 4 * spent:  # the next size may take that long; all ranks use the time of the main process
@@ -93,7 +85,7 @@ def links(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding 
         seconds = min(_link(ranks, values, source, target) for _ in range(3))
         if ranks.topology.rank == source:
             mine[target] = 4 * len(values) / seconds / GB
-    rates = [{int(target): rate for target, rate in json.loads(t).items()} for t in ranks.gather_text(json.dumps(mine))]
+    rates = ranks.gather(mine)
     far = [rates[a][b] for a, b in permutations(range(count), 2) if facts[a]["host"] != facts[b]["host"]]
     # A connection at a tenth of the usual speed is slow too: it may have a bad cable.
     limit = max(config.slow, statistics.median(far) / 10) if far else config.slow
@@ -126,29 +118,6 @@ def _bytes(size: int) -> str:
     return f"{size // 2**20} MB" if size >= 2**20 else f"{size // 2**10} KB"
 
 
-def clocks(ranks: Ranks) -> Finding:
-    """Measure how far the clocks of the ranks differ: each sends its time when the main process asks for it."""
-    rank, offsets = ranks.topology.rank, [(0.0, 0.0)]
-    for other in range(1, ranks.topology.world_size):
-        best = (0.0, float("inf"))
-        for _ in range(5):
-            stamp, begun = torch.zeros(1, dtype=torch.float64), time.time()
-            ranks.send_recv(stamp, 0, other)
-            if rank == other:
-                stamp.fill_(time.time())
-            ranks.send_recv(stamp, other, 0)
-            ended = time.time()
-            best = min(best, (stamp.item() - (begun + ended) / 2, (ended - begun) / 2), key=lambda pair: pair[1])
-        offsets.append(best)
-    offsets = json.loads(ranks.broadcast_text(json.dumps(offsets)))
-    apart, within = max(o for o, _ in offsets) - min(o for o, _ in offsets), max(u for _, u in offsets)
-    far = [f"{o:+.3f} s" if abs(o) > _CLOCKS / 2 else "" for o, _ in offsets]
-    value = f"{1000 * apart:.1f} ms apart, measured to within {1000 * within:.1f} ms"
-    fix = f"relative to rank 0: {named_ranks(far)}; times in logs and of shared files are wrong; run "
-    fix += "`timedatectl set-ntp true` on every machine"
-    return Finding("clocks", value, apart <= _CLOCKS, fix, {"seconds": apart})
-
-
 class _Indices(Dataset):
     """Returns the requested indices."""
 
@@ -163,7 +132,7 @@ def shards(ranks: Ranks, accelerator: Accelerator) -> Finding:
     sampler: Any = UpdateSampler(plan, count, plan.updates_per_epoch)  # DataLoader's type hint requires lists
     loader = accelerator.prepare(DataLoader(_Indices(), batch_sampler=sampler, collate_fn=torch.as_tensor))
     mine = [index for batch in loader for index in batch.tolist()]
-    given = [index for text in ranks.gather_text(json.dumps(mine)) for index in json.loads(text)]
+    given = [index for theirs in ranks.gather(mine) for index in theirs]
     missing, repeated = len(set(range(plan.samples)) - set(given)), len(given) - len(set(given))
     value = f"{plan.samples}, each given to one rank once"
     if missing or repeated:
@@ -191,7 +160,7 @@ def gradients(ranks: Ranks, accelerator: Accelerator) -> Finding:
     ((model(mine) - wanted) ** 2).sum().mul(count / len(samples)).backward()  # DDP averages, see train.py
     pairs = zip(single.parameters(), module.parameters(), strict=True)
     error = max(_difference(a.grad, b.grad) for a, b in pairs)
-    worst = max(map(float, ranks.gather_text(str(error if math.isfinite(error) else math.inf))))
+    worst = max(ranks.gather(error if math.isfinite(error) else math.inf))
     fix = "training would differ from that on one process; check the lines `sums`, `versions` and `code`"
     value = f"differ from those of one process by {worst:.0e}"
     if worst < 1e-9:

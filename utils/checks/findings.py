@@ -49,11 +49,10 @@ def red(findings: Sequence[Finding]) -> bool:
 
 def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
     """The main process's findings, and the red findings of other ranks that it lacks; collective."""
-    texts = ranks.gather_text(json.dumps([socket.gethostname(), [asdict(finding) for finding in findings]]))
     result: list[Finding] = []
     known: set[tuple[str, str, str]] = set()
-    for rank, (host, values) in enumerate(map(json.loads, texts)):
-        for finding in (Finding(**value) for value in values):
+    for rank, (host, found) in enumerate(ranks.gather((socket.gethostname(), findings))):
+        for finding in found:
             if rank and (not finding.red or (host, finding.name, finding.value) in known):
                 continue
             known.add((host, finding.name, finding.value))

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import shutil
 import socket
 import time
@@ -21,7 +20,7 @@ from utils.files import expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.environment import Topology, is_launched, read_topology, threads_per_process
 from utils.launch.network import address_of, is_own_address, port_owner, set_interface, system_text
-from utils.launch.rendezvous import launcher_serves, leads_to_this_machine
+from utils.launch.rendezvous import launcher_serves, leads_to_this_machine, store_address
 from utils.memory import SHM, SHM_FIX, free_memory
 from utils.ranks.ranks import Ranks
 
@@ -36,19 +35,17 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
     """
     launch, topology = check_launch(config)
     if topology is None:
-        first = [check_host_name(), check_leftovers(), check_open_files(1), check_memory(1), check_disk(config)]
+        first = [check_leftovers(), check_memory(1), check_disk(config)]
         return [launch, *first], None, False
     threads, on_machine = config.threads or threads_per_process(topology), topology.local_world_size
     needed = [launch]
     if not launch.red:
-        found = check_meeting_point(config, topology), check_interface(config, topology)
+        found = check_rendezvous(config, topology), check_interface(config, topology)
         needed += [finding for finding in found if finding is not None]
     others: list[Finding] = []
     if topology.local_rank == 0:
         others = [
-            check_host_name(),
             check_leftovers(),
-            check_open_files(topology.world_size),
             check_shared_memory(threads, on_machine),
             check_memory(on_machine),
             check_disk(config),
@@ -74,26 +71,13 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
     return Finding("launch", value, True), topology
 
 
-def check_host_name() -> Finding:
-    """Check that the name of this machine has an address of this machine."""
-    name = socket.gethostname()
-    fix = f"other machines and libraries find this machine by its name; enter `ADDRESS {name}` in /etc/hosts"
-    try:
-        address = _address(name)
-    except (OSError, UnicodeError) as error:
-        return Finding("host name", f"{name} has no address ({system_text(error)})", False, fix)
-    if not is_own_address(address):
-        return Finding("host name", f"{name} is {address}, which is not an address of this machine", False, fix)
-    return Finding("host name", f"{name} is {address}", True)
-
-
 def _address(name: str) -> str:
     return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
-def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | None:
-    """Check that the meeting point of the processes has an address and, on rank 0's machine, a free port."""
-    kind, name = urlparse(config.init_method), "meeting point"
+def check_rendezvous(config: DoctorConfig, topology: Topology) -> Finding | None:
+    """Check that the processes can find each other: an address and, on rank 0's machine, a free port; or a file."""
+    kind, name = urlparse(config.init_method), "rendezvous"
     if topology.world_size == 1:
         return None
     if kind.scheme == "file":
@@ -102,9 +86,7 @@ def check_meeting_point(config: DoctorConfig, topology: Topology) -> Finding | N
         value = "in a folder that does not exist" if not there else "" if usable else "where this user cannot write"
         fix = "name a file in a folder that all machines share and where this user can write"
         return Finding(name, ", ".join(filter(None, [kind.path, value])), there and usable, fix)
-    address, port = topology.address, topology.port
-    if kind.scheme == "tcp":
-        address, port = kind.hostname or "", kind.port or 0
+    address, port = store_address(topology, config.init_method)
     try:
         found = _address(address)
     except (OSError, UnicodeError) as error:
@@ -175,25 +157,14 @@ def _gpu_memory() -> dict[int, int]:
     return memory
 
 
-def check_open_files(processes: int) -> Finding:
-    """Check that a process may open enough files, for its connections and the batches of its loaders."""
-    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = 512 + 4 * processes
-    if limit == resource.RLIM_INFINITY or limit >= need:
-        return Finding("open files", f"{'unlimited' if limit < 0 else limit} for each process", True)
-    fix = f"connections and loaders would fail with `Too many open files`; run `ulimit -n {need}` before the launch"
-    fix += f", which root must allow (the hard limit is {hard})" if 0 <= hard < need else ""
-    return Finding("open files", f"{limit} for each process, {need} needed", False, fix)
-
-
 def check_shared_memory(threads: int, processes: int) -> Finding:
     """Check that /dev/shm is large enough for the loaders of photographs."""
     with suppress(OSError):
         free = shutil.disk_usage(SHM).free
-        loaders = [(default_workers(threads, processes), AHEAD)] * 2  # for training and evaluation
-        need = processes * bytes_needed([_BATCH] * 2, loaders)
+        # for training and evaluation
+        need = processes * bytes_needed([_BATCH] * 2, default_workers(threads, processes), AHEAD)
         value = f"{free / GB:.2f} GB free, loaders of photographs need {need / GB:.2f} GB"
-        fix = f"loading would be slower, with fewer loader processes and fewer batches in advance; {SHM_FIX} "
+        fix = f"loading would be slower, with fewer loader processes or none; {SHM_FIX} "
         fix += "(small images need no loaders)"
         return Finding(SHM, value, free >= need, fix)
     return Finding(SHM, "does not exist")

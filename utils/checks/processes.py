@@ -4,7 +4,6 @@ The functions that take `ranks` are collective and must be called by all ranks o
 """
 
 import hashlib
-import json
 import os
 import platform
 import socket
@@ -24,7 +23,6 @@ from utils.files import expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.network import address_of
 from utils.memory import free_memory, usable_cores
-from utils.ranks.cores import taken_cores
 from utils.ranks.ranks import Ranks
 
 _PATIENCE = 5.0  # seconds until a new file must be visible; NFS caches the list of a folder for a few seconds
@@ -66,7 +64,7 @@ def facts_of_all(ranks: Ranks) -> list[dict]:
         "versions": versions,
         "code": code_hash(),
     }
-    return [json.loads(text) for text in ranks.gather_text(json.dumps(facts))]
+    return ranks.gather(facts)
 
 
 def code_hash() -> str:
@@ -121,11 +119,6 @@ def threads(facts: Sequence[dict]) -> Finding:
     return Finding("threads", "; ".join(short[:4] or dict.fromkeys(values)), not short, fix)
 
 
-def cores(ranks: Ranks) -> Finding:
-    """Report processor cores that other programs use; collective."""
-    return Finding("cores", "\n".join(taken_cores(ranks)) or "hardly used by other programs")
-
-
 def versions(facts: Sequence[dict]) -> Finding:
     """Check that all ranks have the same torch and accelerate. Other differences are listed, but not red."""
     texts = [", ".join(f"{name} {version}" for name, version in fact["versions"].items()) for fact in facts]
@@ -145,17 +138,17 @@ def code(facts: Sequence[dict]) -> Finding:
 
 def folder(ranks: Ranks, config: DoctorConfig) -> Finding:
     """Check that every rank can write to the output folder and sees the files of the other ranks there."""
-    token, path = ranks.broadcast_text(uuid.uuid4().hex), expand(config.output_dir)
+    token, path = ranks.gather(uuid.uuid4().hex)[0], expand(config.output_dir)
     made = [place for place in (path, *path.absolute().parents) if not os.path.exists(place)]
     own = path / f".doctor-{token}-{ranks.topology.rank}"
     try:
-        errors = ranks.gather_text(_write(own))
+        errors = ranks.gather(_write(own))
         writers = [rank for rank, error in enumerate(errors) if not error]
-        unseen = ranks.gather_text(_unseen(path, token, writers) if all(not error for error in errors) else "")
+        unseen = ranks.gather(_unseen(path, token, writers) if all(not error for error in errors) else "")
     finally:
         with suppress(OSError):
             own.unlink(missing_ok=True)
-        ranks.gather_text("")  # after this, all ranks have deleted their files
+        ranks.gather("")  # after this, all ranks have deleted their files
         for place in made:
             with suppress(OSError):
                 place.rmdir()

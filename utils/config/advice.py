@@ -1,9 +1,9 @@
 """Lines about settings that have no effect or do not suit the data, and the changed settings for the start table."""
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields
 
-from utils.config.settings import TrainConfig
+from utils.config.defaults import NAMES
+from utils.config.settings import KEPT, TrainConfig
 
 _BUSY = 400_000  # pixels of the images in a pass. With fewer, launching the kernels takes longer than computing them
 _LARGE = 30_000_000  # parameters of a model to which this does not apply
@@ -22,24 +22,21 @@ def advice(
     `small`: whether training and evaluation use small images. With `by_loader`, loader processes augment them.
     `has_momentum`: whether --momentum applies to the optimizer.
     """
-    all_small, any_small = all(small), any(small)
+    alone, targets = processes == 1, config.task == "classification"
     unused = (
         ("momentum", not has_momentum, f"{config.optimizer} has no momentum"),
-        ("comm_hook", processes == 1, "a single process exchanges no gradients"),
-        ("find_unused_parameters", processes == 1, "a single process exchanges no gradients"),
-        ("mix_prob", not config.mixes, "neither --mixup nor --cutmix is set"),
-        ("mix_off_epoch", not config.mixes, "neither --mixup nor --cutmix is set"),
-        ("num_workers", all_small and not by_loader, "small images are decoded once, before training"),
-        ("data_on_device", not any_small, "only small images are decoded before training"),
+        ("comm_hook find_unused_parameters", alone, "a single process exchanges no gradients"),
+        ("mix_prob mix_off_epoch", not config.mixes, "neither --mixup nor --cutmix is set"),
+        ("num_workers", all(small) and not by_loader, "small images are decoded once, before training"),
+        ("data_on_device", not any(small), "only small images are decoded before training"),
         ("eval_crop", small[1], "small images are evaluated whole"),
-        ("pos_weight", config.task == "classification", "only --task multilabel and binary have it"),
-        ("threshold", config.task == "classification", "only --task multilabel and binary have it"),
-        ("image_column", not has_columns, f"{config.data} has no columns"),
-        ("label_column", not has_columns, f"{config.data} has no columns"),
+        ("pos_weight threshold", targets, "only --task multilabel and binary have it"),
+        ("image_column label_column", not has_columns, f"{config.data} has no columns"),
     )
     lines = [
         f"--{name} has no effect: {reason}"
-        for name, applies, reason in unused
+        for names, applies, reason in unused
+        for name in names.split()
         if applies and getattr(config, name) != getattr(TrainConfig, name)
     ]
     if config.data_on_device == "yes" and small[0] and by_loader:
@@ -72,19 +69,8 @@ def hint_for_gpus(device: str, processes: int, images: int, size: tuple[int, int
     return [f"{images} images of {height}x{width} per GPU are few to keep it busy: {fix}"]
 
 
-# What is done to gradients and weights in an update, for the start table.
-UPDATES = (
-    *("momentum", "warmup_steps", "cooldown_steps", "layer_decay", "clip_value", "clip_norm", "ema_decay", "freeze"),
-    *("drop_path",),
-)
-# What is done to images, samples and targets in training, for the start table.
-RECIPE = (
-    *("crop_padding", "min_scale", "auto_augment", "color_jitter", "random_erasing", "cutout", "mixup", "cutmix"),
-    *("mix_prob", "repeats", "sampler", "class_weights", "loss", "label_smoothing"),
-)
-
-
-def changed(config: TrainConfig, names: Sequence[str]) -> list[tuple[str, Any]]:
-    """The names and values of those of these settings that do not have their defaults."""
-    values = [(name, getattr(config, name)) for name in names]
-    return [(name, value) for name, value in values if value != getattr(TrainConfig, name, [])]  # [] of lists
+def changed(config: TrainConfig, group: type) -> list[str]:
+    """The names and values of those settings of a group that do not have their defaults, for the start table."""
+    usual = {**vars(TrainConfig()), **{name: getattr(config, name) for name in (*NAMES, *KEPT)}}
+    values = [(setting.name, getattr(config, setting.name)) for setting in fields(group)]
+    return [f"{name} {value}" for name, value in values if value != usual[name]]

@@ -4,10 +4,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from utils.config.batch import LARGEST_BATCH, resolve_batch
+from utils.config.bounds import Chosen, marked
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
 
-NAMES = ("global_batch_size", "drop_last", "log_every", "lr", "weight_decay", "model", "flip")
+NAMES = marked(TrainConfig, Chosen)
 """The settings that `choose_sizes` and `choose_images` fill."""
 
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics

@@ -6,7 +6,7 @@ from utils.config.table import suggestion
 
 # Our name, and its names in timm, torchvision's references, the Hugging Face examples and Lightning. Names that
 # `suggestion` finds are not listed.
-_SETTINGS = {
+OTHER_NAMES = {
     "data": "data_path train_dir dataset dataset_name train_data",
     "eval_split": "validation_dir",
     "eval_fraction": "train_val_split",
@@ -18,7 +18,7 @@ _SETTINGS = {
     "random_erasing": "reprob",
     "repeats": "ra_sampler ra_reps",
     "loss": "criterion",
-    "best": "eval_metric metric_for_best_model monitor",
+    "best_metric": "metric_for_best_model monitor",
     "model": "arch model_name model_name_or_path",
     "model_args": "drop",
     "init_from": "initial_checkpoint start_checkpoint load_from finetune",
@@ -33,7 +33,7 @@ _SETTINGS = {
     "optimizer": "opt optim",
     "optimizer_args": "opt_betas opt_eps opt_kwargs adam_beta1 adam_beta2 adam_epsilon",
     "lr": "learning_rate base_lr lr_base",
-    "lr_per": "lr_base_size",
+    "lr_base_batch": "lr_base_size lr_per",
     "weight_decay": "wd",
     "lr_schedule": "sched lr_scheduler lr_scheduler_type",
     "lr_schedule_args": "min_lr lr_min",
@@ -52,9 +52,13 @@ _SETTINGS = {
     "num_workers": "j",
     "init_method": "dist_url",
     "cpu": "device no_cuda",
+    # eval.py, predict.py and export.py
+    "ckpt": "checkpoint checkpoint_path model_path model_dir model weights_path",
+    "to": "format",
+    "out": "output output_file",
 }
 # What to do instead, where no single setting does it.
-_ADVICE = {
+ADVICE = {
     "warmup_epochs lr_warmup_epochs": "use --warmup_steps, which counts updates or, below 1, is a fraction of the run",
     "cooldown_epochs": "use --cooldown_steps, which counts updates or, below 1, is a fraction of the run",
     "lr_step_size lr_gamma lr_steps decay_epochs decay_rate decay_milestones lr_power": "use --lr_schedule_args",
@@ -74,23 +78,15 @@ _ADVICE = {
     "launch --num_processes N train.py",
     "num_classes nb_classes": "leave it out: the classes are those of the data",
 }
-# The same for eval.py, predict.py and export.py.
-_SCRIPTS = {
-    "ckpt": "checkpoint checkpoint_path model_path model_dir model weights_path ckpt_path",
-    "to": "format",
-    "out": "output output_file",
-}
-OTHER_NAMES = {theirs: ours for ours, names in _SETTINGS.items() for theirs in names.split()}
-ADVICE = {theirs: text for names, text in _ADVICE.items() for theirs in names.split()}
-OF_SCRIPTS = {theirs: ours for ours, names in _SCRIPTS.items() for theirs in names.split()}
 
 
 def fix_for_unknown(name: str, names: Sequence[str], prefix: str = "") -> str:
     """The fix for a setting that is not one of `names`; `prefix` is written before a name that it suggests."""
     theirs = name.lower().replace("-", "_")
-    for ours in (OTHER_NAMES.get(theirs), OF_SCRIPTS.get(theirs)):
-        if ours in names:
+    for ours, others in OTHER_NAMES.items():
+        if ours in names and theirs in others.split():
             return f"use {prefix}{ours}"
     if theirs in ("input", "images", "image") and "html" in names:
         return "name the images without a flag: predict.py --ckpt RUN PATH..."
-    return ADVICE.get(theirs) or suggestion(name, names, "--help lists all", prefix)
+    advice = next((text for others, text in ADVICE.items() if theirs in others.split()), "")
+    return advice or suggestion(name, names, "--help lists all", prefix)

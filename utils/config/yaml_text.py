@@ -10,23 +10,24 @@ from utils.errors import UserError, one_line
 from utils.files import read_text
 
 _MAX_BYTES = 2**17  # a settings file usually has two or three thousand
-_MAX_DEPTH = 40
 
 
 def read_yaml(path: Path, most_bytes: int = _MAX_BYTES) -> Any:
     """The value in a settings file. Raises UserError, which names the file, if it is not valid or too large."""
+    text = read_text(path, most_bytes)
     try:
-        return load_yaml(read_text(path, most_bytes))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML ({one_line(error)})") from None
+        return load_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid YAML ({error})") from None
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError if the text is not valid."""
+    """The value of a YAML text. Raises ValueError if the text is not valid."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except (ValueError, LookupError, AttributeError) as error:  # `!!bool x`, `!!timestamp x`, a number that is too long
-        raise yaml.YAMLError(one_line(error)) from None
+    # The others are raised for `!!bool x`, `!!timestamp x`, a number that is too long, and too deep nesting.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(one_line(error)) from None
 
 
 def dump_yaml(values: dict) -> str:
@@ -38,15 +39,10 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012  as in PyYAML's classes; filled below
 
     def compose_node(self, parent, index):
-        """Reject aliases, which can expand to more values than fit in memory, and nesting too deep for recursion."""
+        """Reject aliases, which can expand to more values than fit in memory."""
         if self.check_event(yaml.AliasEvent):
             raise _error("aliases (*) are not allowed; write the value out", self.peek_event())
-        self._depth = getattr(self, "_depth", 0) + 1
-        if self._depth > _MAX_DEPTH:
-            raise _error(f"nested more than {_MAX_DEPTH} levels deep", self.peek_event())
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         """Reject duplicate keys, of which PyYAML would use the last value."""

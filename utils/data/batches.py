@@ -36,9 +36,8 @@ class Batch(NamedTuple):
 class Batches:
     """The batches of a prepared loader as the model's float input on the device, augmented in training.
 
-    `error` is set if this rank could not read its samples. `left_out` is the number of unreadable samples in the last
-    pass. `bad` maps the positions of those found in this run to the reasons. `agreed_bad` has the positions that all
-    ranks have agreed to leave out. `outputs`, the length of a mixed target, is only needed with Mixup or CutMix.
+    Samples that were found to be unreadable at the start are left out. `error` is set if this rank could not read
+    another one. `outputs`, the length of a mixed target, is only needed with Mixup or CutMix.
     """
 
     def __init__(
@@ -51,10 +50,8 @@ class Batches:
         outputs: int = 0,
     ):
         self.loader: Any = loader  # as Accelerate wraps it
-        self.device, self.left_out = device, 0
+        self.device = device
         self.error: Exception | None = None
-        self.bad: dict[int, str] = {}
-        self.agreed_bad: set[int] = set()
         self.what = "a training batch" if training else "an evaluation batch"
         self.dataset: Any = self.loader.dataset
         self.resident = self.dataset if isinstance(self.dataset, ResidentImages) else None
@@ -81,19 +78,21 @@ class Batches:
         """The labels of the whole split, as in Split."""
         return self.dataset.labels
 
+    @property
+    def readable(self) -> np.ndarray:
+        """bool [N]: False for each sample of the split that is left out."""
+        return self.dataset.readable
+
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.left_out = 0
         loaded, resident = awaited(self.loader, self.what), self.resident
         for batch in self._streamed(loaded) if resident is None else self._drawn(loaded, resident):
             self.error = batch.get("error", self.error)
-            self.left_out += batch["left_out"]
-            self.bad |= batch.get("bad", {})
             mix = None
             if self.mixing and "error" not in batch:
-                mix = self.mixing.draw(batch["microbatch"], self.agreed_bad)
+                mix = self.mixing.draw(batch["microbatch"])
             if self.mixing and mix:
                 mix = Mix(**_to(mix._asdict(), self.device))
                 batch["labels"] = mix.targets(batch["labels"], self.mixing.outputs)
@@ -101,7 +100,7 @@ class Batches:
             if batch["labels"].ndim == 2:  # copied to the device as bytes
                 batch["labels"] = batch["labels"].float()
             rest = [batch[name] for name in Batch._fields[1:]]
-            yield self._without_agreed_bad(Batch(self._normalised(batch["images"], mix), *rest))
+            yield Batch(self._normalised(batch["images"], mix), *rest)
 
     def _streamed(self, loaded: Iterator[dict]) -> Iterator[dict]:
         """Batches on the device from batches of pixels, augmented."""
@@ -122,16 +121,6 @@ class Batches:
             cuts = zip(images.split(sizes), labels.split(sizes), strict=True)
             for part, (pixels, classes) in zip(group["parts"], cuts, strict=True):
                 yield part | {"images": pixels, "labels": classes}
-
-    def _without_agreed_bad(self, batch: Batch) -> Batch:
-        """Leave out the images of `agreed_bad` even if they can be read again, as a resumed run would."""
-        if not self.agreed_bad:
-            return batch
-        kept = ~torch.isin(batch.indices, torch.tensor(sorted(self.agreed_bad)))  # on the host
-        if kept.all():  # nearly always; choosing images would wait for the GPU
-            return batch
-        self.left_out += int((~kept).sum())
-        return batch._replace(images=batch.images[kept], labels=batch.labels[kept], indices=batch.indices[kept])
 
     def _prepared(self, batch: dict) -> dict:
         """The batch with what the host computes for its augmentation."""

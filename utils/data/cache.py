@@ -14,7 +14,7 @@ from utils.data.pixels import damage, open_pixels, remove_leftovers, write_pixel
 from utils.data.spec import SMALL
 from utils.data.splits import Split, whole_split
 from utils.data.worker_process import move_to_shared_memory, worker_processes
-from utils.data.workers import choose_workers, usable_shm
+from utils.data.workers import choose_workers
 from utils.errors import UserError, one_line
 from utils.files import expand
 from utils.launch.environment import local_rank_and_size, print_for_machine
@@ -131,7 +131,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     # block a process forever if its rank has exited.
     workers = min(len(usable_cores()), _MOST, len(split) // _LEAST)
     chunks, bad = _Chunks(split, shape), dict[int, str]()
-    [(workers, ahead)] = choose_workers([chunks.size * math.prod(shape)], workers, 2, usable_shm())
+    workers, ahead = choose_workers([chunks.size * math.prod(shape)], workers)
     processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
     loader = DataLoader(chunks, batch_size=None, collate_fn=move_to_shared_memory, **processes)
     for chunk in awaited(progress(loader), "a decoded image"):

@@ -17,6 +17,12 @@ def classes_row(data: Data) -> str:
     return f"{len(names)}{several}, each with {counts}"
 
 
+def remarks(data: Data) -> list[str]:
+    """Lines to print about the data at the start of a run."""
+    lines = [*data.train.notes, *data.evaluation.notes, *absent_classes(data), *few_images(data)]
+    return [printable(line) for line in dict.fromkeys(lines)]
+
+
 def absent_classes(data: Data) -> list[str]:
     """A line for each of the two splits that lacks a class."""
     lines = []

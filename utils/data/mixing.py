@@ -3,7 +3,6 @@
 Mixup: Zhang et al., 2017. CutMix: Yun et al., 2019.
 """
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -62,19 +61,16 @@ class Mixing:
         self.off_epoch, self.seed, self.outputs = config.mix_off_epoch, config.seed, outputs
         self.height, self.width = spec.height, spec.width
 
-    def draw(self, microbatch: Microbatch, left_out: Collection[int] = ()) -> Mix | None:
+    def draw(self, microbatch: Microbatch) -> Mix | None:
         """How to mix a microbatch, on the host; None if nothing is mixed in its epoch.
 
-        A sample is not mixed if its partner is missing, is in `left_out`, or is the same sample.
+        A sample is not mixed if its partner is missing or is the same sample.
         """
         if self.off_epoch is not None and microbatch.epoch >= self.off_epoch:
             return None
         places, indices, occurrences = microbatch.places, microbatch.indices, microbatch.occurrences
         assert places is not None, "the plan is not in pairs"
         is_pair = (places[:-1] % 2 == 0) & (np.diff(places) == 1) & (np.diff(indices) != 0)
-        if left_out:
-            kept = ~np.isin(indices, list(left_out))
-            is_pair &= kept[:-1] & kept[1:]
         first = np.flatnonzero(is_pair)  # its draws are those of the pair
         draws = Draws(self.seed, microbatch.epoch, indices[first], None if occurrences is None else occurrences[first])
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")

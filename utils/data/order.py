@@ -214,19 +214,19 @@ class UpdateSampler(MicrobatchSampler):
 
 
 class BlockSampler(MicrobatchSampler):
-    """Emits 0 .. samples - 1 in blocks of `block_size`, for evaluation; with `first`, only from that block on.
+    """Emits 0 .. samples - 1 in blocks of `block_size`, for evaluation.
 
     A sample is in the same block on every topology, so its logits are the same too.
     """
 
-    def __init__(self, samples: int, block_size: int, first: int = 0):
-        self.samples, self.block_size, self.first = samples, block_size, first
+    def __init__(self, samples: int, block_size: int):
+        self.samples, self.block_size = samples, block_size
         self.largest = min(samples, block_size)
 
     def __len__(self) -> int:
-        return -(-self.samples // self.block_size) - self.first
+        return -(-self.samples // self.block_size)
 
     def __iter__(self) -> Iterator:
-        for number in range(self.first, self.first + len(self)):
+        for number in range(len(self)):
             start = number * self.block_size
             yield Microbatch(0, 0, number, np.arange(start, min(start + self.block_size, self.samples)))

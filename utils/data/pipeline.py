@@ -1,6 +1,6 @@
 """From a split to the loader of its microbatches, for train.py and eval.py."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.data import DataLoader
@@ -14,7 +14,7 @@ from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.data.worker_process import move_to_shared_memory, worker_processes
-from utils.data.workers import AHEAD, default_workers, most_workers, workers_that_fit
+from utils.data.workers import default_workers, most_workers, workers_that_fit
 from utils.launch.environment import local_rank_and_size
 
 ImageDataset = DecodedImages | EncodedImages
@@ -28,33 +28,30 @@ def make_dataset(
     if spec.small:
         pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
         return DecodedImages(pixels, split.labels, split.readable, None if augmentation.batched else augmentation)
-    return EncodedImages(split, spec, augmentation, config.bad_images == "skip")
+    return EncodedImages(split, spec, augmentation)
 
 
 def make_loader(
     dataset: ImageDataset, sampler: MicrobatchSampler, config: TrainConfig, threads: int, device: torch.device
 ) -> DataLoader:
     """`make_loaders` for a single loader."""
-    return make_loaders({"its batches": (dataset, sampler)}, config, threads, device)[0]
+    return make_loaders([(dataset, sampler)], config, threads, device)[0]
 
 
 def make_loaders(
-    parts: Mapping[str, tuple[ImageDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
+    parts: Sequence[tuple[ImageDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
 ) -> list[DataLoader]:
     """The loaders of a rank, for `Accelerator.prepare`. They are created together, because they share /dev/shm."""
     wanted = config.num_workers
     if wanted is None:
         wanted = default_workers(threads, local_rank_and_size()[1])
     wanted = min(wanted, most_workers())  # the settings may come from a larger machine
-    sizes = {}  # bytes of the images in the largest batch, by name of the loader
-    for name, (dataset, sampler) in parts.items():
-        # Else a batch is one copy of small images, which is faster than passing it between processes.
-        if dataset.augmentation is not None:
-            sizes[name] = sampler.largest * dataset.image_bytes
-    choices = dict(zip(sizes, workers_that_fit(sizes, wanted), strict=True))
+    # Without an augmentation, a batch is one copy of small images, which is faster than passing it between processes.
+    sizes = [each.largest * dataset.image_bytes for dataset, each in parts if dataset.augmentation is not None]
+    workers_each, ahead = workers_that_fit(sizes, wanted)
     loaders = []
-    for name, (dataset, sampler) in parts.items():
-        workers, ahead = choices.get(name, (0, AHEAD))
+    for dataset, sampler in parts:
+        workers = workers_each if dataset.augmentation is not None else 0
         loader = DataLoader(
             dataset,
             batch_sampler=sampler,

@@ -37,7 +37,6 @@ class ResidentImages(DecodedImages):
     def __getitems__(self, microbatch: Microbatch) -> dict:
         readable = self.readable_part(microbatch)
         return {
-            "left_out": len(microbatch.indices) - len(readable.indices),
             "indices": readable.indices,
             "update": readable.update,
             "number": readable.number,

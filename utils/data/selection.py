@@ -9,12 +9,10 @@ import numpy as np
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names
 from utils.data.check import check_images, refuse_bad
-from utils.data.decode import peek
 from utils.data.multi_hot import check_kind
 from utils.data.record import Record, differences, is_same, make_record, match_files, table_changes
 from utils.data.sampling import class_weights
 from utils.data.sources import open_source
-from utils.data.spec import SMALL, sides
 from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset, renumber
 from utils.errors import UserError
 
@@ -93,15 +91,8 @@ def _open_checked(config: TrainConfig, terminal: Terminal) -> Source:
 
 def _checked(split: Split, config: TrainConfig, progress: Callable) -> Split:
     """Check all images of a split according to --check_images and --bad_images."""
-    check = partial(check_images, split, cache_dir=config.cache_dir, progress=progress)
-    checked = check(full=config.check_images == "full")
-    is_quick = config.check_images != "full" and checked.ends is not None
-    if config.bad_images == "skip" and is_quick and checked.readable.any():
-        # All small images are decoded before training. Unreadable ones must be known before samples are counted.
-        size = sides(config.image_size) if config.image_size else peek(checked, skip=True)[1] or (SMALL + 1,)
-        largest = min(max(size), max(sides(config.eval_size or SMALL + 1)))
-        return check(full=True) if largest <= SMALL else checked
-    return checked
+    full = config.check_images == "full" or config.bad_images == "skip"  # all must be known before samples are counted
+    return check_images(split, full, config.cache_dir, progress)
 
 
 def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
@@ -133,8 +124,8 @@ def _check_apart(train: Split, evaluation: Split) -> None:
 
 
 def _readable_part(split: Split, config: TrainConfig) -> Split:
-    """The split without unreadable images. With --bad_images refuse, raises ValueError, which names them."""
-    if config.bad_images == "refuse":
+    """The split without unreadable images. With --bad_images error, raises ValueError, which names them."""
+    if config.bad_images == "error":
         refuse_bad(split)
     if split.readable.all():
         return split

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 from utils.errors import UserError
 from utils.launch.environment import local_rank_and_size, print_for_machine
-from utils.memory import MB, SHM, SHM_FIX, shm_space, usable_physical_cores
+from utils.memory import MB, SHM, SHM_FIX, describe_shm, shm_space, usable_physical_cores
 
 AHEAD = 4  # batches that each worker prepares in advance
 _IN_USE = 2  # batches that the rank holds: the current one, and the next one, which Accelerate reads ahead
 _SMALL = 2**16  # bytes of a batch besides its images: labels, indices, and rounding to pages
 _USABLE = 0.9  # fraction of the free space to use; other programs need some too
 _PER_CORE = 8  # most loader processes per core of a machine, far more than is useful
-
-Choice = tuple[int, int]  # worker processes of a loader, and batches that each prepares in advance
 
 
 def check_workers(count: int | None) -> None:
@@ -42,56 +40,30 @@ def most_workers() -> int:
     return max(1, _PER_CORE * (os.cpu_count() or 1) // local_rank_and_size()[1])
 
 
-def bytes_needed(sizes: Sequence[int], choices: Sequence[Choice]) -> int:
+def bytes_needed(sizes: Sequence[int], workers: int, ahead: int) -> int:
     """The most bytes of /dev/shm that a rank's loaders use, with batches of `sizes` bytes."""
-    pairs = zip(sizes, choices, strict=True)
-    return sum((size + _SMALL) * (workers * ahead + _IN_USE) for size, (workers, ahead) in pairs if workers)
+    return sum(size + _SMALL for size in sizes) * (workers * ahead + _IN_USE) if workers else 0
 
 
-def choose_workers(sizes: Sequence[int], workers: int, ahead: int, free: float) -> list[Choice]:
-    """Choose the workers, and the batches in advance, of each loader of a rank so that they fit into `free` bytes.
+def choose_workers(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
+    """How many workers each loader of a rank has, and how many batches each worker prepares in advance.
 
-    The batches in advance are reduced first, then the workers. If one worker per loader does not fit, the last loader
-    gets none, and the rank decodes its images in its own process.
-    """
-    options = [(workers, fewer) for fewer in range(ahead, 0, -1)] + [(fewer, 1) for fewer in range(workers - 1, 0, -1)]
-    for option in options if workers else ():
-        if bytes_needed(sizes, [option] * len(sizes)) <= free:
-            return [option] * len(sizes)
-    return [*choose_workers(sizes[:-1], workers, ahead, free), (0, 0)] if sizes else []
-
-
-def usable_shm() -> float:
-    """Bytes of /dev/shm that each rank of this machine may use."""
-    space = shm_space()
-    return math.inf if space is None else _USABLE * space[0] / local_rank_and_size()[1]
-
-
-def workers_that_fit(sizes: dict[str, int], wanted: int) -> list[Choice]:
-    """`choose_workers` for this machine's /dev/shm. The machine's first rank prints a line if fewer than `wanted` fit.
-
-    `sizes` maps the name of each loader to the bytes of its batches.
+    `sizes` has the bytes of each loader's batches. If the wanted workers do not fit into this machine's /dev/shm, there
+    are fewer or none, and each prepares one batch.
     """
     space, (_, processes) = shm_space(), local_rank_and_size()
-    if space is None or not sizes:
-        return [(wanted, AHEAD)] * len(sizes)
-    free, size = space
-    choices = choose_workers(list(sizes.values()), wanted, AHEAD, usable_shm())
-    if any(choice != (wanted, AHEAD) for choice in choices) and wanted:
-        used = ", ".join(f"{_describe(*choice)} for {name}" for name, choice in zip(sizes, choices, strict=True))
-        if len(set(choices)) == 1:
-            used = _describe(*choices[0])
-        need = processes * bytes_needed(list(sizes.values()), [(wanted, AHEAD)] * len(sizes))
-        ranks = f" in each of {processes} ranks" if processes > 1 else ""
-        print_for_machine(
-            f"{SHM}: {free / MB:.0f} of {size / MB:.0f} MB free, {need / MB:.0f} MB needed for "
-            f"{_describe(wanted, AHEAD)}{ranks}; using {used} instead, which is slower; {SHM_FIX}"
-        )
-    return choices
+    free = math.inf if space is None else _USABLE * space[0] / processes
+    if bytes_needed(sizes, wanted, AHEAD) <= free:
+        return wanted, AHEAD
+    fitting = int(free // sum(size + _SMALL for size in sizes)) - _IN_USE
+    return max(0, min(wanted, fitting)), 1
 
 
-def _describe(workers: int, ahead: int) -> str:
-    if not workers:
-        return "no loader process"
-    processes = f"{workers} loader process{'es' * (workers > 1)}"
-    return f"{processes} with {ahead} batch{'es' * (ahead > 1)} in advance"
+def workers_that_fit(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
+    """`choose_workers`. The machine's first rank prints a line if fewer than `wanted` fit."""
+    workers, ahead = choose_workers(sizes, wanted)
+    if (workers, ahead) != (wanted, AHEAD):
+        need = local_rank_and_size()[1] * bytes_needed(sizes, wanted, AHEAD) / MB
+        problem = f"{SHM}: {describe_shm()}, {need:.0f} MB needed for --num_workers {wanted}"
+        print_for_machine(f"{problem}; using {workers} instead, which is slower; {SHM_FIX}")
+    return workers, ahead

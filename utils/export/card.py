@@ -3,7 +3,6 @@
 from typing import Any
 
 from utils.console import join_names, printable
-from utils.export.check import Compared
 from utils.export.code import Code, card_code
 from utils.export.loaded import Loaded
 from utils.files import expand
@@ -37,8 +36,11 @@ def config_of(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def card(loaded: Loaded, code: Code, found: Compared) -> str:
-    """README.md: what the model is, its measured numbers, and the code that uses it."""
+def card(loaded: Loaded, code: Code, difference: float) -> str:
+    """README.md: what the model is, its measured numbers, and the code that uses it.
+
+    `difference` is the result of `compare`.
+    """
     saved, title = loaded.saved, f"{loaded.name} trained on {data_name(loaded)}"
     weights = "the moving average of its weights" if loaded.is_average else "the model"
     defining, using = card_code(loaded, code)
@@ -71,7 +73,8 @@ pip install {" ".join(code.install)}
 ```python
 {defining}{using}```
 
-{_compared(found)}
+On the same pixels (random ones), the probabilities are those of the checkpoint in float32;
+the largest difference found was {difference:.1e}.
 
 ## Licence
 
@@ -133,17 +136,3 @@ def _measured(loaded: Loaded) -> str:
     where = f"`{data_name(loaded)}`, split `{split_name(loaded)}`, {found['count']} images, each counted once"
     where += f", in {precision}" if precision in ("bf16", "fp16") else ""
     return f"On {where}:\n\n| | |\n| --- | --- |\n{rows}"
-
-
-def _compared(found: Compared) -> str:
-    """The result of `compare`."""
-    pixels = f"random ones and those of {found.images} evaluation images" if found.images else "random ones"
-    same = f"On the same pixels ({pixels}), the probabilities are those of the checkpoint in float32;"
-    same += f"\nthe largest difference found was {found.difference:.1e}.\n"
-    if found.reason:
-        return f"{same}The effect of decoding image files with the code above on predictions was not measured."
-    return (
-        f"{same}With {found.files} evaluation images decoded by the code above, the\n"
-        f"largest difference in a probability was {found.from_files:.1e}, and {found.same} of {found.files}\n"
-        f"predictions were the same."
-    )

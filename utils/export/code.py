@@ -1,15 +1,14 @@
-"""The Python code of a model card, which uses an exported folder without Lockstep. Exporting runs it as a check."""
+"""The Python code of a model card, which uses an exported folder without Lockstep."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from utils.data.decode import EVAL_CROP
 from utils.data.spec import InputSpec
 from utils.export.loaded import Loaded
 
-_FOLDER = 'folder = "."  # with the files of this model'
 _DEMONSTRATION = """
 
 probabilities = predict(preprocess("photo.jpg")[None])[0]
@@ -32,12 +31,16 @@ print(f"{probabilities[0]:.4f}  {labels[1]}")
 
 @dataclass(frozen=True)
 class Code:
-    """How to use a form: packages to install, imports, lines that load the model, and the body of `predict`."""
+    """How to use a form: packages to install, imports, lines that load the model, and the body of `predict`.
+
+    `predict` does the same as these lines: from uint8 images [n, H, W, C] to probabilities, float32 [n, outputs].
+    """
 
     install: list[str]
     imports: list[str]
     loading: list[str]
     predicting: list[str]
+    predict: Callable[[np.ndarray], np.ndarray]
 
 
 def card_code(loaded: Loaded, code: Code) -> tuple[str, str]:
@@ -49,7 +52,7 @@ def card_code(loaded: Loaded, code: Code) -> tuple[str, str]:
         "",
         *sorted(imports, key=lambda line: (line.startswith("from"), line)),
         "",
-        _FOLDER,
+        'folder = "."  # with the files of this model',
         'labels = json.load(open(f"{folder}/config.json"))["labels"]',
         *code.loading,
         "",
@@ -92,14 +95,3 @@ def preprocessing(spec: InputSpec) -> str:
         f"return np.array(image.crop(box)).reshape({height}, {width}, {spec.channels})",
     ]
     return "\n".join(["def preprocess(file):", *(f"    {line}" for line in body), ""])
-
-
-def functions(code: str, folder: Path) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Run the card's code on the files in `folder`; returns its functions `preprocess` and `predict`.
-
-    The code is Lockstep's own text. Values from the checkpoint are inserted as literals only.
-    """
-    assert _FOLDER in code
-    names: dict[str, Any] = {}
-    exec(code.replace(_FOLDER, f"folder = {str(folder)!r}"), names)
-    return names["preprocess"], names["predict"]

@@ -10,17 +10,21 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import torchvision
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.export.code import Code
-from utils.export.loaded import Loaded, Probabilities
+from utils.export.loaded import Loaded, Probabilities, probabilities
 from utils.models.zoo import STEM_POOLS
 
 NEEDED = {"timm": ["timm"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
@@ -42,24 +46,31 @@ def write_safetensors(loaded: Loaded, folder: Path) -> Code:
     _save_weights(loaded.model, folder)
     arguments: dict[str, Any] = {"num_classes": loaded.task.outputs}
     if loaded.library == "timm":
+        import timm
+
         arguments |= {"in_chans": loaded.spec.channels}
-        build = "timm.create_model"
+        build, build_text = timm.create_model, "timm.create_model"
     else:
         arguments |= _of_torchvision(loaded)
-        build = "torchvision.models.get_model"
-    arguments |= loaded.saved.settings.model_args
-    texts = [f"{name}={value!r}" for name, value in arguments.items() if name.isidentifier()]
-    stem = _changed_layers(loaded.model) if getattr(loaded.model, "stem_change", "") else []
+        build, build_text = torchvision.models.get_model, "torchvision.models.get_model"
+    arguments |= {name: value for name, value in loaded.saved.settings.model_args.items() if name.isidentifier()}
+    changes = _changed_layers(loaded.model) if getattr(loaded.model, "stem_change", "") else {}
+    model = build(loaded.name, **arguments)
+    for name in changes:
+        model.set_submodule(name, deepcopy(loaded.model.get_submodule(name)))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    texts = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return Code(
         install=["torch", loaded.library, "safetensors", "numpy", "pillow"],
         imports=["import torch", f"import {loaded.library}", "from safetensors.torch import load_file"],
         loading=[
-            f"model = {build}({loaded.name!r}, {', '.join(texts)})",
-            *stem,
+            f"model = {build_text}({loaded.name!r}, {texts})",
+            *(f"model.set_submodule({name!r}, {text})" for name, text in changes.items()),
             'model.load_state_dict(load_file(f"{folder}/model.safetensors"))',
             "model.eval()",
         ],
         predicting=_in_pytorch(loaded),
+        predict=partial(probabilities, replace(loaded, model=model.eval())),
     )
 
 
@@ -92,11 +103,13 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     }
     more = {"label_names": loaded.saved.class_names, "pretrained_cfg": shown}
     timm.models.save_for_hf(model, str(folder), more, model_args=arguments, safe_serialization=True)
+    written = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     return Code(
         install=["timm", "numpy", "pillow"],
         imports=["import torch", "import timm"],
         loading=['model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()'],
         predicting=_in_pytorch(loaded),
+        predict=partial(probabilities, replace(loaded, model=written)),
     )
 
 
@@ -104,26 +117,32 @@ def write_torch(loaded: Loaded, folder: Path) -> Code:
     """The program of torch.export, `model.pt2`, from uint8 images to probabilities, for any number of images."""
     with _quiet():
         torch.export.save(_program(loaded), folder / "model.pt2")
+    model = torch.export.load(folder / "model.pt2").module()
     return Code(
         install=[f"'torch>={torch.__version__.partition('+')[0]}'", "numpy", "pillow"],
         imports=["import torch"],
         loading=['model = torch.export.load(f"{folder}/model.pt2").module()'],
         predicting=["return model(torch.from_numpy(images)).numpy()"],
+        predict=lambda images: model(torch.from_numpy(images)).numpy(),
     )
 
 
 def write_onnx(loaded: Loaded, folder: Path) -> Code:
     """The program of `write_torch` in the ONNX format, `model.onnx`."""
+    import onnxruntime
+
     with _quiet():
         names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
         program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)
         assert program is not None
         program.save(folder / "model.onnx", external_data=False)
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     return Code(
         install=["onnxruntime", "numpy", "pillow"],
         imports=["import onnxruntime"],
         loading=['session = onnxruntime.InferenceSession(f"{folder}/model.onnx", providers=["CPUExecutionProvider"])'],
         predicting=['return session.run(None, {"images": images})[0]'],
+        predict=lambda images: session.run(None, {"images": images})[0],
     )
 
 
@@ -179,16 +198,15 @@ def _of_torchvision(loaded: Loaded) -> dict[str, Any]:
     return {"image_size": loaded.saved.spec.height} if name.startswith("vit_") else {}
 
 
-def _changed_layers(model: nn.Module) -> list[str]:
-    """The lines that change torchvision's stem as `build_model` did."""
+def _changed_layers(model: nn.Module) -> dict[str, str]:
+    """The layers of torchvision's stem that `build_model` has replaced, and the code of the new ones."""
     modules = dict(model.named_modules())
     name, conv = next((name, module) for name, module in modules.items() if isinstance(module, nn.Conv2d))
     given = {key: getattr(conv, key) for key in ("kernel_size", "stride", "padding")} | {"bias": conv.bias is not None}
     texts = ", ".join(f"{key}={value!r}" for key, value in given.items())
-    lines = [f"stem = torch.nn.Conv2d({conv.in_channels}, {conv.out_channels}, {texts})"]
-    lines += [f"model.set_submodule({name!r}, stem)"]
+    layers = {name: f"torch.nn.Conv2d({conv.in_channels}, {conv.out_channels}, {texts})"}
     pools = [pool for pool in STEM_POOLS if isinstance(modules.get(pool), nn.Identity)]
-    return lines + [f"model.set_submodule({pool!r}, torch.nn.Identity())" for pool in pools]
+    return layers | dict.fromkeys(pools, "torch.nn.Identity()")
 
 
 def _crop_share(spec: InputSpec) -> float:

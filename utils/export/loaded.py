@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from utils.data.spec import InputSpec
 from utils.errors import UserError
-from utils.models.zoo import OWN_MODELS, build_model
+from utils.models.zoo import OWN_MODELS
+from utils.ranks.ranks import Ranks
+from utils.runs.inference import load_for_inference
 from utils.runs.metadata import SavedRun
 from utils.runs.parts import EMA
 from utils.tasks.table import make_task
@@ -67,14 +70,18 @@ class Probabilities(nn.Module):
         return logits.softmax(1) if self.activation == "softmax" else logits.sigmoid()
 
 
-def load(saved: SavedRun) -> Loaded:
+def probabilities(loaded: Loaded, images: np.ndarray) -> np.ndarray:
+    """The model's probabilities, float32 [n, outputs], of uint8 images [n, H, W, C]."""
+    with torch.inference_mode():
+        return Probabilities(loaded)(torch.from_numpy(images)).numpy()
+
+
+def load(saved: SavedRun, ranks: Ranks) -> Loaded:
     """The model of a verified checkpoint, with its chosen weights. Raises ValueError if they do not fit."""
     config, task = make_task(saved.settings, saved.class_names, None)
     if config.task not in _ACTIVATIONS:
         problem = f"{saved.path}: export.py does not know the outputs of --task {config.task}"
         raise UserError(problem, f"add them to utils/export, which knows {', '.join(_ACTIVATIONS)}")
-    model = build_model(config, saved.spec, task.outputs, load=False)
-    assert saved.weights
-    saved.weights.load(model)
-    model.eval().requires_grad_(False).to(memory_format=torch.contiguous_format)
+    model = load_for_inference(saved, config, task, ranks)
+    model.requires_grad_(False).to(memory_format=torch.contiguous_format)
     return Loaded(saved, task, saved.spec.for_evaluation(), model)

@@ -31,20 +31,9 @@ def script_command(script: str) -> list[str]:
 
 
 def _shell_name(program: str) -> str:
-    """The name by which a shell in this folder finds a program: its name if it is on PATH, else its path."""
-    if os.sep not in program:
-        return program
-    for name in ("python", Path(program).name) if program == sys.executable else (Path(program).name,):
-        found = shutil.which(name)
-        # Comparing the files is not enough: the Pythons of two environments may be links to the same file.
-        if found and _same_file(found, program) and _same_file(os.path.dirname(found), os.path.dirname(program)):
-            return name
-    inside = os.path.relpath(program)
-    return program if inside.startswith(os.pardir) else os.path.join("" if os.sep in inside else os.curdir, inside)
-
-
-def _same_file(one: str, other: str) -> bool:
-    return os.path.exists(other) and os.path.samefile(one, other)
+    """The name by which a shell finds a program: its own if it is on PATH, else its path."""
+    name = Path(program).name
+    return name if shutil.which(name) == program else program
 
 
 def _command_of(process: int) -> list[str]:
@@ -76,18 +65,18 @@ def precision_is_chosen() -> bool:
     Accelerate's launcher exports `no` if the user has not.
     """
     exported, command = os.environ.get("ACCELERATE_MIXED_PRECISION"), _command_of(os.getppid())
-    if exported != "no" or not any(Path(word).name.startswith("accelerate") for word in command[:3]):
+    start = next((i for i, word in enumerate(command[:3], 1) if Path(word).name.startswith("accelerate")), None)
+    if exported != "no" or start is None:
         return exported is not None
-    script = next((i for i, word in enumerate(command) if Path(word).name == Path(sys.argv[0]).name), len(command))
-    words = [part for word in command[:script] for part in word.split("=", 1)]
-    flags = [word.replace("-", "_") for word in words]
-    if "__mixed_precision" in flags:
-        return True
     from accelerate.commands.config.config_args import default_config_file
+    from accelerate.commands.launch import launch_command_parser
 
-    file = words[flags.index("__config_file") + 1] if "__config_file" in flags else default_config_file
+    flags = launch_command_parser().parse_args([word for word in command[start:] if word != "launch"])
+    file = Path(flags.config_file or default_config_file)
+    if flags.mixed_precision is not None:
+        return True
     with suppress(OSError, yaml.YAMLError):
-        return "mixed_precision" in (yaml.safe_load(Path(file).read_text()) or {})
+        return "mixed_precision" in (yaml.safe_load(file.read_text()) or {})
     return False
 
 

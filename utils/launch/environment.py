@@ -70,7 +70,7 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
     for name, engine in _ENGINES.items():
         if env.get(name, "").lower() in ("1", "true", "yes"):
             raise UserError(f"{engine} is not supported", "use a file of accelerate_configs/")
-    source = next((name for name in _SOURCES if _describes_rank(env, name)), None)
+    source = _source(env)
     if source is None:
         # Accelerate's single-process launcher exports an address only if it was asked to start several processes.
         if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
@@ -96,26 +96,29 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
         raise UserError(problem, "ranks start at 0 and are below their world size")
     if source == "the environment":
         _check_against_slurm(env, rank, world_size)
-    if world_size == 1 or init_method != "env://":
-        return Topology(rank, world_size, local_rank, local_world_size, source=source)
-    address, port = _address_of_rank_0(env, source, local_world_size == world_size)
+    address, port = "", 0
+    if world_size > 1 and init_method == "env://":
+        address, port = _address_of_rank_0(env, source, local_world_size == world_size)
     return Topology(rank, world_size, local_rank, local_world_size, address, port, source)
 
 
 def claimed_ranks() -> tuple[str | None, str | None]:
     """The launcher's values of rank and local rank, which may be invalid; None for a value that is not set."""
-    names = next((names for source, names in _SOURCES.items() if _describes_rank(os.environ, source)), ("", "", ""))
-    return os.environ.get(names[0]), os.environ.get(names[2])
+    rank, _, local_rank, _ = _SOURCES[_source(os.environ) or "the environment"]
+    return os.environ.get(rank), os.environ.get(local_rank)
 
 
-def _describes_rank(env: Mapping[str, str], source: str) -> bool:
-    """Whether the variables of this launcher define the rank of this process."""
-    rank, world_size, local_rank, _ = _SOURCES[source]
-    if source == "the environment":
-        return rank in env or world_size in env or local_rank in env
-    if source == "SLURM":  # in a batch script and in a shell of one task, SLURM_PROCID is 0 but not a rank
-        return rank in env and env.get(world_size, "1") != "1"
-    return rank in env and local_rank in env  # srun may set PMI_RANK without the others
+def _source(env: Mapping[str, str]) -> str | None:
+    """The launcher whose variables define the rank of this process."""
+    for source, (rank, world_size, local_rank, _) in _SOURCES.items():
+        found = rank in env and local_rank in env  # srun may set PMI_RANK without the others
+        if source == "the environment":
+            found = rank in env or world_size in env or local_rank in env
+        elif source == "SLURM":  # in a batch script and in a shell of one task, SLURM_PROCID is 0 but not a rank
+            found = rank in env and env.get(world_size, "1") != "1"
+        if found:
+            return source
+    return None
 
 
 def _size_of_one_machine(env: Mapping[str, str], source: str, world_size: int, init_method: str) -> int:

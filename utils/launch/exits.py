@@ -1,6 +1,7 @@
 """How a process exits after an error: one rank prints the problem and the fix on one line; the exit code is 2."""
 
 import json
+import multiprocessing
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ from utils.errors import LostRank, UserError, fix_of, one_line, problem_of
 from utils.files import write_file
 from utils.launch.environment import claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
+from utils.waiting import call_with_timeout
 
 _CLEAR_LINE = "\r\x1b[K"
 _KNOWN = {  # a part of PyTorch's message: problem, in which {} stands for the start of the message, and fix
@@ -34,20 +36,53 @@ _KNOWN = {  # a part of PyTorch's message: problem, in which {} stands for the s
 }
 
 
-def exit_with_error(error: BaseException, prog: str, show: bool = True, show_traceback: bool = False) -> NoReturn:
-    """Print the error as one line, after its traceback if `show_traceback`, and exit with code 2."""
-    if show and show_traceback:
-        traceback.print_exception(error)
-    if show:
-        # One write, so that the lines of several processes do not mix. It replaces a progress bar. `tqdm.write` would
-        # wait for a lock, which another thread, or after a fork another rank, may never release.
-        text = f"{prog}: error: {one_line(error)}"
-        sys.stderr.write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{text}\n")
-        sys.stderr.flush()
-        inform_launcher(text, is_cause=not isinstance(error, LostRank))
-    else:  # when this rank exits, a launcher ends the others: wait for the rank that prints the error
-        time.sleep(5 if is_launched() else 0.5)
+def print_line(prog: str, text: str) -> None:
+    """Print a line to stderr. It replaces a progress bar.
+
+    One write, so that the lines of several processes do not mix. `tqdm.write` would wait for a lock, which another
+    thread, or after a fork another rank, may never release.
+    """
+    sys.stderr.write(f"{_CLEAR_LINE if sys.stderr.isatty() else ''}{prog}: {text}\n")
+    sys.stderr.flush()
+
+
+def print_last_line(prog: str, text: str, is_cause: bool = True) -> None:
+    """Print the line with which this process exits, also in the launcher's table (see `inform_launcher`)."""
+    print_line(prog, text)
+    inform_launcher(f"{prog}: {text}", is_cause)
+
+
+def exit_with_error(error: BaseException, prog: str, prints: bool = True, show_traceback: bool = False) -> NoReturn:
+    """Exit with code 2. If `prints`, print the error as one line first, after its traceback if `show_traceback`."""
+    if not prints:
+        let_others_print()
+    else:
+        if show_traceback:
+            traceback.print_exception(error)
+        print_last_line(prog, f"error: {one_line(error)}", is_cause=not isinstance(error, LostRank))
     raise SystemExit(2)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit from a thread although the main thread is blocked where no exception can reach it.
+
+    Loader processes are killed, because they may be blocked as well.
+    """
+    with suppress(RuntimeError):  # the program that reads the output may be suspended
+        call_with_timeout(sys.stdout.flush, 1.0)
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    os._exit(code)
+
+
+def how_to_resume(prog: str) -> str:
+    """What to do after train.py has exited without saving, to append to its last line."""
+    return "; resume from the last checkpoint with --run_name NAME --resume auto" * (prog == "train.py")
+
+
+def let_others_print() -> None:
+    """Wait before this process exits: a launcher then ends the others, one of which prints the error."""
+    time.sleep(5 if is_launched() else 0.5)
 
 
 def inform_launcher(text: str, is_cause: bool = True) -> None:
@@ -72,7 +107,7 @@ def reports_for_machine() -> bool:
 
 
 def with_rank(error: Exception) -> Exception:
-    """An error from before the processes have met, with its rank and machine unless it is from rank 0."""
+    """An error from before the processes are connected, with its rank and machine unless it is from rank 0."""
     rank, _ = claimed_ranks()
     if rank in ("0", None):
         return error

@@ -27,7 +27,8 @@ from utils.launch.environment import Topology, restart_count
 from utils.launch.network import address_of, free_port, is_own_address, outward_address, port_owner, resolve
 from utils.waiting import call_with_timeout
 
-_POLL = 0.02, 0.25  # seconds between two reads of the store, initial and maximum
+_POLL = 0.05  # seconds between two reads of the store
+_OTHER_FILE = "delete it, or name another"
 _OTHER_PORT = "choose another MASTER_PORT (--main_process_port, --master_port)"
 
 
@@ -42,28 +43,32 @@ class Member:
     nonce: str
     master: str = ""  # the IP address of MASTER_ADDR on this machine
     gpu: str = ""  # the UUID of its GPU, if it has one
-    endpoint: str = ""  # of rank 0 after meeting in a file: address and port of the store to use next
+    endpoint: tuple[str, int] = "", 0  # of rank 0 after a rendezvous in a file: the store to use next
 
 
-def meet(
+def rendezvous(
     topology: Topology, init_method: str, timeout: float, interface: str | None, gpu: str = ""
 ) -> tuple[dist.Store, list[Member]]:
-    """Connect to the other processes; returns (the store of this session, its members in the order of the ranks).
+    """Find the other processes; returns (the store of this session, its members in the order of the ranks).
 
     Raises UserError if they do not join within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    kind = urlparse(init_method)
     me = Member(topology.rank, topology.world_size, socket.gethostname(), os.getpid(), uuid.uuid4().hex, gpu=gpu)
-    if kind.scheme == "file":
-        return _meet_in_file(Path(kind.path), topology, me, deadline, interface)
-    address, port = topology.address, topology.port
-    if kind.scheme == "tcp":
-        address, port = kind.hostname or "", kind.port or 0
-    me.master = resolve(address)
-    store = _tcp_store(topology, address, port, deadline)
-    session, members = _session(store, me, deadline, f"{address}:{port}")
+    if init_method.startswith("file:"):
+        session, store, members = _rendezvous_in_file(init_method, topology, me, deadline, interface)
+    else:
+        address, port = store_address(topology, init_method)
+        me.master = resolve(address)
+        store = _tcp_store(topology, address, port, deadline)
+        session, members = _session(store, me, deadline, f"{address}:{port}")
     return dist.PrefixStore(session, store), members
+
+
+def store_address(topology: Topology, init_method: str) -> tuple[str, int]:
+    """The address and port of the store, which the launcher sets unless --init_method is tcp://HOST:PORT."""
+    kind = urlparse(init_method)
+    return (kind.hostname or "", kind.port or 0) if kind.scheme == "tcp" else (topology.address, topology.port)
 
 
 def check_init_method(init_method: str) -> None:
@@ -79,54 +84,52 @@ def check_init_method(init_method: str) -> None:
 
 def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[Member]]:
     """Open a session as rank 0, or join the open one; returns its name and its members in the order of the ranks."""
-    if me.rank == 0:
-        session = uuid.uuid4().hex
-        store.set("session", session)
-        others = [f"{session}/{rank}" for rank in range(1, me.world_size)]
-        if not _wait(lambda: not others or store.check(others), deadline):
-            missing = [key.split("/")[1] for key in others if not store.check([key])]
-            raise UserError(
-                f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not connect to {where} in time, "
-                f"{me.world_size - len(missing)} of {me.world_size} did",
-                "check that all were started with that address and can reach it",
-            )
-        answers = [json.dumps(asdict(me)), *(store.get(key).decode() for key in others)]
-        store.set(f"{session}/all", json.dumps(answers))
-        return session, _members(answers)
-
-    joined: list[str] = []
-
-    def join() -> bool:
-        if not store.check(["session"]):
-            return False
-        session = store.get("session").decode()
-        if session not in joined:
-            if restart_count() and store.check([f"{session}/all"]):  # ranks of the earlier attempt may still be waiting
-                store.set(f"{session}/ended", f"rank {me.rank} was killed, and its launcher restarted it")
-            store.set(f"{session}/{me.rank}", json.dumps(asdict(me)))
-            joined.append(session)
-        # The list of an earlier attempt has the nonces of that attempt.
-        return store.check([f"{session}/all"]) and me.nonce in store.get(f"{session}/all").decode()
-
-    if not _wait(join, deadline):
-        raise UserError(
-            f"rank 0 did not open a session at {where} in time, or not all ranks joined it",
-            f"read the output of rank 0, and check that only one process is rank {me.rank}",
-        )
-    return joined[-1], _members(json.loads(store.get(f"{joined[-1]}/all")))
-
-
-def _members(answers: list[str]) -> list[Member]:
+    session, answers = (_open if me.rank == 0 else _join)(store, me, deadline, where)
     members = [Member(**json.loads(answer)) for answer in answers]
     for member in members:
         if member.world_size != len(members):
-            if members[0].process == os.getpid():
+            if me.rank == 0:
                 time.sleep(1)  # the others read the same list from the store, which rank 0 may serve
             raise UserError(
                 f"rank 0 was started with {len(members)} processes, rank {member.rank} with {member.world_size}",
                 "start all with the same WORLD_SIZE (--num_processes)",
             )
-    return members
+    return session, members
+
+
+def _open(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[str]]:
+    session = uuid.uuid4().hex
+    store.set("session", session)
+    others = [f"{session}/{rank}" for rank in range(1, me.world_size)]
+    if not _wait(lambda: not others or store.check(others), deadline):
+        missing = [key.split("/")[1] for key in others if not store.check([key])]
+        raise UserError(
+            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not connect to {where} in time, "
+            f"{me.world_size - len(missing)} of {me.world_size} did",
+            "check that all were started with that address and can reach it",
+        )
+    answers = [json.dumps(asdict(me)), *(store.get(key).decode() for key in others)]
+    store.set(f"{session}/all", json.dumps(answers))
+    return session, answers
+
+
+def _join(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[str]]:
+    joined = ""
+    while time.monotonic() < deadline:
+        session = store.get("session").decode() if store.check(["session"]) else ""
+        if session != joined:
+            if restart_count() and store.check([f"{session}/all"]):  # ranks of the earlier attempt may still be waiting
+                store.set(f"{session}/ended", f"rank {me.rank} was killed, and its launcher restarted it")
+            store.set(f"{session}/{me.rank}", json.dumps(asdict(me)))
+            joined = session
+        answers = store.get(f"{session}/all").decode() if session and store.check([f"{session}/all"]) else ""
+        if me.nonce in answers:  # the list of an earlier attempt has the nonces of that attempt
+            return session, json.loads(answers)
+        time.sleep(_POLL)
+    raise UserError(
+        f"rank 0 did not open a session at {where} in time, or not all ranks joined it",
+        f"read the output of rank 0, and check that only one process is rank {me.rank}",
+    )
 
 
 def check_own_gpus(members: list[Member]) -> None:
@@ -145,33 +148,32 @@ def check_own_gpus(members: list[Member]) -> None:
 
 def _wait(condition: Callable[[], bool], deadline: float) -> bool:
     """Wait until the condition is true; False if it is not before the deadline."""
-    pause, longest = _POLL
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(pause)
-        pause = min(longest, pause * 1.2)
+        time.sleep(_POLL)
     return True
 
 
 def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> dist.TCPStore:
     """The store at an address. Rank 0 serves it, unless its launcher does."""
-    serves = topology.is_main and not launcher_serves(address, port)
-    if serves and not leads_to_this_machine(address, port):
-        raise UserError(
-            f"{address} does not lead to {socket.gethostname()}, where rank 0 was started",
-            "MASTER_ADDR or --init_method must name the machine of rank 0",
-        )
-    if not serves:
+    if not topology.is_main or launcher_serves(address, port):
         return _reach(address, port, deadline)
+    host = socket.gethostname()
+    if not leads_to_this_machine(address, port):
+        fix = "MASTER_ADDR or --init_method must name the machine of rank 0"
+        raise UserError(f"{address} does not lead to {host}, where rank 0 was started", fix)
     try:
-        return dist.TCPStore(address, port, topology.world_size, True, wait_for_workers=False, multi_tenant=True)
+        return _serve(address, port, topology.world_size)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
-            problem = f"port {port} of {socket.gethostname()} cannot be used ({one_line(error)[:160]})"
-            raise UserError(problem, _OTHER_PORT) from error
-        problem = f"port {port} is taken on {socket.gethostname()}{port_owner(port)}"
-        raise UserError(problem, f"{_OTHER_PORT}, or stop the process that uses it") from error
+            raise UserError(f"port {port} of {host} cannot be used ({one_line(error)[:160]})", _OTHER_PORT) from error
+        fix = f"{_OTHER_PORT}, or stop the process that uses it"
+        raise UserError(f"port {port} is taken on {host}{port_owner(port)}", fix) from error
+
+
+def _serve(address: str, port: int, world_size: int) -> dist.TCPStore:
+    return dist.TCPStore(address, port, world_size, True, wait_for_workers=False, multi_tenant=True)
 
 
 def leads_to_this_machine(address: str, port: int) -> bool:
@@ -221,36 +223,39 @@ def launcher_serves(address: str, port: int | str) -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == (address, str(port))
 
 
-def _check_meeting_file(path: Path) -> None:
-    """Raise UserError for a file that PyTorch did not write; its store would read such a file forever."""
-    with path.open("rb") as file:
-        start = file.read(4)  # the length of a key
-    if start and not 0 < int.from_bytes(start, sys.byteorder) < 2**12:
-        raise UserError(f"--init_method file://{path}: is not a meeting file of PyTorch", "delete it, or name another")
-
-
-def _meet_in_file(path: Path, topology: Topology, me: Member, deadline: float, interface: str | None):
-    """Meet in a file on a shared disk, then delete the file and use a store that rank 0 serves."""
+def _rendezvous_in_file(
+    init_method: str, topology: Topology, me: Member, deadline: float, interface: str | None
+) -> tuple[str, dist.Store, list[Member]]:
+    """Find the other processes in a file on a shared disk, then delete it and use a store that rank 0 serves."""
+    path = Path(urlparse(init_method).path)
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"--init_method file://{path}: must name a file in a folder that exists on all machines")
-    with suppress(FileNotFoundError):
-        _check_meeting_file(path)
+        raise UserError(f"--init_method {init_method}: must name a file in a folder that exists on all machines")
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        start = file.read(4)  # the length of a key
+        if start and not 0 < int.from_bytes(start, sys.byteorder) < 2**12:  # the store would read this file forever
+            raise UserError(f"--init_method {init_method}: was not written by PyTorch", _OTHER_FILE)
     if topology.is_main:
         one_machine = topology.local_world_size == topology.world_size
         address = "127.0.0.1" if one_machine else address_of(interface) if interface else outward_address()
-        port = free_port()
-        served = dist.TCPStore(address, port, topology.world_size, True, wait_for_workers=False, multi_tenant=True)
-        me.endpoint, me.master = f"{address}:{port}", address
+        me.endpoint, me.master = (address, free_port()), address
+        store = _serve(*me.endpoint, topology.world_size)
     try:
         session, members = _session(dist.FileStore(str(path), -1), me, deadline, str(path))
     except RuntimeError as error:
-        problem = f"--init_method file://{path}: {one_line(error)[:160]}"
-        raise UserError(problem, "delete it, or name another") from error
+        raise UserError(f"--init_method {init_method}: {one_line(error)[:160]}", _OTHER_FILE) from error
     if not topology.is_main:
-        address, _, digits = members[0].endpoint.rpartition(":")
-        served = _tcp_store(topology, address, int(digits), deadline)
-    served.add(f"{session}-arrived", 1)
+        store = _reach(*members[0].endpoint, deadline)
+    store.add(f"{session}-arrived", 1)
     if topology.is_main:
-        _wait(lambda: served.add(f"{session}-arrived", 0) == topology.world_size, deadline)
+        _wait(lambda: store.add(f"{session}-arrived", 0) == topology.world_size, deadline)
         path.unlink(missing_ok=True)
-    return dist.PrefixStore(session, served), members
+    return session, store, members
+
+
+def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Wait until the store has the keys; False if it does not within `seconds`, or cannot be reached."""
+    try:
+        call_with_timeout(lambda: store.wait(keys, timedelta(seconds=seconds)), seconds + 1)
+        return True
+    except RuntimeError:
+        return False

@@ -81,5 +81,5 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 def some_images(dataset: ImageDataset) -> np.ndarray:
     """Evenly spaced training images to initialise the network with, uint8 [n, H, W, C]; the same on every rank."""
     assert isinstance(dataset, DecodedImages)  # the network takes small images only
-    samples = np.arange(len(dataset)) if dataset.readable is None else np.flatnonzero(dataset.readable)
+    samples = np.flatnonzero(dataset.readable)
     return dataset.pixels[samples[:: -(-len(samples) // _IMAGES)]]

@@ -12,6 +12,7 @@ from torch import nn
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
+from utils.data.order import fold_in
 from utils.data.pipeline import ImageDataset
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
@@ -123,11 +124,13 @@ def build_model(
 ) -> nn.Module:
     """The model, from images [n, C, H, W] to logits [n, classes].
 
-    Its weights are random. With --pretrained they are the published ones, unless `load` is False. If these know all of
-    the classes `names`, their head is kept. The first layer of fastnet is computed from `images`, the training images.
-    Raises ValueError if --model_args are invalid or the model does not accept the images of training or evaluation.
+    Its weights are random, drawn with --seed. With --pretrained they are the published ones, unless `load` is False. If
+    these know all of the classes `names`, their head is kept. The first layer of fastnet is computed from the training
+    `images`. Raises ValueError if --model_args are invalid or the model does not accept the images of training or
+    evaluation.
     """
     check_model(config)  # again: the data may have chosen the model
+    torch.manual_seed(fold_in(config.seed, "weights"))
     name = config.model
     try:
         if name in OWN_MODELS:

@@ -2,12 +2,14 @@
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from utils.console import join_names
+from utils.data.check import check_images
 from utils.data.scan import Scan
 from utils.data.splits import Files, Split, fingerprint_of
 from utils.errors import UserError
@@ -16,8 +18,8 @@ from utils.errors import UserError
 def find_images(given: Sequence[str]) -> Split:
     """The images at these paths, in this order, each once; those of a folder or a pattern are sorted by name.
 
-    The labels of the split have no meaning. `bad` has the paths that are not regular files. The fingerprint depends on
-    the paths, sizes and times of the files. Raises UserError if a path does not exist or if there is no image.
+    The labels of the split have no meaning. `bad` has the paths that are not regular files. Raises UserError if a path
+    does not exist or if there is no image.
     """
     found: dict[str, str] = {}  # the path of each image, and why it cannot be read
     notes: list[str] = []
@@ -33,9 +35,15 @@ def find_images(given: Sequence[str]) -> Split:
         raise UserError(f"{join_names(given)}: no images", "name image files, or folders with images in them")
     rows, labels = np.arange(len(found)), np.zeros(len(found), np.int64)
     bad = {row: reason for row, reason in enumerate(found.values()) if reason}
-    paths = list(found)
-    stamps = [f"{os.fsencode(path)!r} {_stamp(path)}" for path in paths]
-    return Split("images", Files(paths), labels, rows, fingerprint_of(*stamps), bad=bad, notes=tuple(notes))
+    fingerprint = fingerprint_of(*map(os.fsencode, found))
+    return Split("images", Files(list(found)), labels, rows, fingerprint, bad=bad, notes=tuple(notes))
+
+
+def check_all(split: Split, cache_dir: str, progress: Callable) -> Split:
+    """The split with the errors of all images that cannot be decoded; they keep their positions."""
+    checked = check_images(split, True, cache_dir, progress)
+    found = {row: split.bad.get(row, f"not a readable image ({reason})") for row, reason in checked.bad.items()}
+    return replace(checked, bad=found)
 
 
 def _matches(given: Sequence[str]) -> list[str]:
@@ -51,11 +59,3 @@ def _matches(given: Sequence[str]) -> list[str]:
             raise UserError(f"{join_names([path])}: {what}", "correct the path")
         matches += found
     return matches
-
-
-def _stamp(path: str) -> str:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ""
-    return f"{status.st_size} {status.st_mtime_ns}"

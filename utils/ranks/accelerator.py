@@ -49,10 +49,11 @@ def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, before: str
     precision: str | None = config.mixed_precision
     if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():
         precision = before or "auto"
-    precision = ranks.broadcast_text(precision or "")  # each machine may have its own accelerate config
+    precision = ranks.gather(precision)[0]  # each machine may have its own accelerate config
     if precision == "auto":
         precision = "no" if ranks.any_rank(not has_native_bf16(ranks.device)) else "bf16"
-    return ranks.run_on_all(lambda: _accelerator(ranks, config, precision or None))
+    with ranks.agree():
+        return _accelerator(ranks, config, precision)
 
 
 def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None) -> Accelerator:

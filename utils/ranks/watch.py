@@ -1,25 +1,27 @@
-"""Report which rank keeps the others waiting. Each rank records what it does, and a rank that waits long reports it."""
+"""The watchdog: report waits for other ranks and for data that last long, and end those that last too long."""
 
 import json
-import os
-import socket
-import sys
+import multiprocessing
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
+import psutil
 import torch.distributed as dist
 
-from utils.launch.exits import inform_launcher
+from utils.launch.exits import exit_now, how_to_resume, inform_launcher, print_last_line, print_line
 from utils.launch.rendezvous import Member
-from utils.ranks.stopping import EXIT_RESUME
-from utils.waiting import call_with_timeout
+from utils.ranks.stopping import EXIT_RESUME, Stopping
+from utils.waiting import DataWait, call_with_timeout, in_background
 
-TICK = 0.5  # seconds between two checks of a watching thread
-_LATE = 1.0  # seconds that a tick may be late; if it is later, the process was paused
+PATIENCE = 10.0  # seconds in which data must arrive after a request to stop
+_TICK = 0.5  # seconds between two looks
+_LATE = 1.0  # seconds that a look may be late; if it is later, the process was paused
 _ANSWER = 3.0  # seconds that the store may take to answer
 _SILENT = 5.0  # seconds without a heartbeat after which a rank is reported as silent
 _LATER = 3.0  # seconds after the timeout, because at the timeout gloo raises an error in the main thread
@@ -27,57 +29,60 @@ _GRACE = 5.0  # seconds that the main thread has to notice that another rank has
 _STOPPED = "stopped: "  # the start of the message of a rank that was asked to stop and exited without the others
 
 
-class RunningClock:
-    """The seconds that this process has run, without pauses. `tick` must be called every TICK seconds.
+class _Stretch:
+    """For how long a value has been the same, and whether this has been reported."""
 
-    If all ranks are paused (SIGSTOP, a suspended job), this does not count as waiting for each other.
-    """
+    def __init__(self) -> None:
+        self._value, self._began, self.reported = None, 0.0, False
 
-    def __init__(self):
-        self._ticked = 0.0, time.monotonic()  # seconds until the last tick, and the time of that tick
-
-    def __call__(self) -> float:
-        seconds, last = self._ticked
-        return seconds + min(time.monotonic() - last, TICK + _LATE)
-
-    def tick(self) -> None:
-        self._ticked = self(), time.monotonic()
-
-    def tick_until(self, stop: threading.Event) -> None:
-        while not stop.wait(TICK):
-            self.tick()
-
-
-@dataclass
-class Heartbeat:
-    """The last state that a rank wrote: how many collectives it has entered, its place, and a growing counter."""
-
-    entered: int
-    place: str
-    tick: int
+    def seconds(self, value: Any, now: float) -> float:
+        if value != self._value:
+            self._value, self._began, self.reported = value, now, False
+        return now - self._began
 
 
 class Watch:
-    """A thread that publishes what this rank is doing, and reports which ranks keep it waiting.
+    """A thread that watches what the main thread waits for.
 
-    A rank waits for the ranks that have entered fewer collectives. After a tenth of the timeout, one of the waiting
-    ranks reports them. After the whole timeout, the waiting ranks exit. A rank that exits with an error writes it to
-    the store, so that the others exit even if no launcher stops them.
+    It reports a wait after a tenth of the timeout, and exits this process after the whole timeout, because the main
+    thread may be blocked where no exception can reach it. There are two kinds of wait:
+
+    * For other ranks, in a collective: for those that have entered fewer collectives. Each rank writes what it does to
+      the store as a heartbeat. One of the waiting ranks reports the ranks that are late.
+    * For data (`DataWait`), as from a dead disk. After a request to stop, or if the launcher has exited, the process
+      exits within `PATIENCE` with code 75, since nothing can be saved; after the timeout it exits with code 2.
+
+    A rank that exits with an error writes it to the store, so that the others exit even if no launcher stops them.
     """
 
-    def __init__(self, store: dist.Store, members: list[Member], rank: int, timeout: float, prog: str):
-        self.members, self.rank, self.timeout, self.prog = members, rank, timeout, prog
-        self.entered, self.place, self.waiting, self.patient = 0, "starting", False, False
+    def __init__(self, rank: int, timeout: float, prog: str, is_orphan: Callable[[], bool]):
+        self.rank, self.timeout, self.prog, self._is_orphan = rank, timeout, prog, is_orphan
+        self.entered, self.place, self.waiting, self.patient = 0, "", False, False
+        self.if_unconnected: Callable[[], None] | None = None  # called if connecting takes longer than the next line
+        self.time_to_connect = timeout
         self.store_lost = False  # whether the store cannot be reached
-        self._store, self._tick = store.clone(), 0
-        self._store.set_timeout(timedelta(seconds=_ANSWER))
-        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # each rank's last heartbeat, and when it arrived
+        self._patience = min(60.0, max(2.0, timeout / 10))
+        self._store: dist.Store | None = None
+        self._members: list[Member] = []
+        self._answer: Future | None = None  # of the store
+        self._written = 0.0  # when the last heartbeat was written
+        # Each rank's last heartbeat, and when it arrived: the collectives it has entered, its place, a growing number.
+        self._heard: dict[int, tuple[list, float]] = {}
         self._ended: tuple[float, str] | None = None  # when another rank exited, and why
+        self._now, self._ticks = 0.0, 0  # the seconds that this process has run, without pauses
+        self._connecting, self._data, self._asked, self._ranks = (_Stretch() for _ in range(4))
         self._stop = threading.Event()
-        self._clock = RunningClock()  # in a separate thread, because the watch's thread may wait for the store
-        threading.Thread(target=self._clock.tick_until, args=[self._stop], name="clock", daemon=True).start()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Start watching."""
         self._thread.start()
+
+    def connect(self, store: dist.Store, members: list[Member]) -> None:
+        """From now on, exchange heartbeats with the other ranks."""
+        own = store.clone()
+        own.set_timeout(timedelta(seconds=_ANSWER))
+        self._members, self._store = members, own
 
     def mark(self, place: str = "") -> None:
         """Record that this rank is working, and on what; the default is what it did before."""
@@ -91,130 +96,158 @@ class Watch:
     def end(self, text: str = "") -> None:
         """Stop watching; with a text, also inform the other ranks that this rank exits, and why."""
         self._stop.set()
-        self._thread.join(2 * _ANSWER)
-        if text and not self.store_lost and not self._thread.is_alive():
+        if self._thread.is_alive():
+            self._thread.join(2 * _ANSWER)
+        if text and self._store is not None and not self.store_lost:
+            self._inform_others(text)
+            if self.rank == 0:  # it may serve the store: give the others time to read it
+                time.sleep(1.5 * _TICK)
+
+    def _inform_others(self, text: str, stopped: bool = False) -> bool:
+        """Write to the store that this rank exits, and why; returns whether it is the first that exits."""
+        mine = f"{_STOPPED * stopped}rank {self.rank} ended: {text}"
+        if self._store is not None:
             with suppress(RuntimeError):
-                self._store.set("ended", f"rank {self.rank} ended: {text}")
-                if self.rank == 0:  # it may serve the store: give the others time to read it
-                    time.sleep(1.5 * TICK)
+                return call_with_timeout(partial(self._store.compare_set, "ended", "", mine), _ANSWER).decode() == mine
+        return True
 
-    def announce_exit(self, text: str, code: int) -> bool:
-        """Inform the other ranks, from another thread, that this rank exits; returns whether it is the first to exit.
+    def _exit(self, text: str, code: int = 2) -> None:
+        """Exit this process; the first rank that exits prints the text."""
+        if self._inform_others(text, stopped=code == EXIT_RESUME):
+            print_last_line(self.prog, text)
+        else:
+            inform_launcher(f"{self.prog}: {text}", is_cause=False)
+        if self._store is not None:  # connections break when this rank exits: let the others read it first
+            time.sleep(4 * _TICK)
+        exit_now(code)
 
-        Returns after the others have had time to read it, because their connections break when this rank exits.
-        """
-        mine = f"{_STOPPED * (code == EXIT_RESUME)}rank {self.rank} ended: {text}"
-        first = mine
-        with suppress(RuntimeError):
-            first = call_with_timeout(lambda: self._store.compare_set("ended", "", mine), _ANSWER).decode()
-        time.sleep(4 * TICK)
-        return first == mine
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stop.wait(_TICK):
+            # If all ranks are paused (SIGSTOP, a suspended job), this does not count as waiting for each other.
+            self._now += min(time.monotonic() - last, _TICK + _LATE)
+            last = time.monotonic()
+            self._look_at_connecting()
+            self._look_at_data()
+            if self._store is not None:
+                self._look_at_ranks(self._store)
 
-    def waiting_for(self, silence: float = _SILENT) -> str:
+    def _look_at_connecting(self) -> None:
+        give_up = self.if_unconnected
+        if self._connecting.seconds(give_up, self._now) > self.time_to_connect and give_up is not None:
+            give_up()
+
+    def _look_at_data(self) -> None:
+        """End a wait for data that does not arrive."""
+        wait = DataWait.current
+        waited, reason = self._data.seconds(wait, self._now), self._reason_to_stop()
+        asked = self._asked.seconds(wait if reason else None, self._now)
+        if wait is None:
+            return
+        if reason and asked >= PATIENCE:
+            text = f"stopped ({reason}): {_describe_wait(wait, waited)}{how_to_resume(self.prog)}"
+            self._exit(text, EXIT_RESUME)
+        if waited > self.timeout:
+            self._exit(
+                f"error: {_describe_wait(wait, waited)}; check that the disk with the data responds, or raise --timeout"
+            )
+        if waited >= self._patience and not self._data.reported:
+            self._data.reported = True
+            if self.rank == 0:
+                print_line(self.prog, f"has waited {waited:.0f} s for {wait.what}{_describe_workers()}")
+
+    def _reason_to_stop(self) -> str:
+        """Why this process should stop; empty if it should continue."""
+        if Stopping.current is not None:
+            return Stopping.current.reason if Stopping.current.requested else ""
+        return "the launcher is gone" if self._is_orphan() else ""
+
+    def _look_at_ranks(self, store: dist.Store) -> None:
+        """Exchange heartbeats with the other ranks, and end a wait for ranks that are late."""
+        waited = self._ranks.seconds(self.entered, self._now)
+        if self._ended is not None:  # the store may have gone with that rank
+            self._follow(*self._ended)
+            return
+        # Listen only if necessary: N ranks each read N heartbeats from one store.
+        self._exchange(store, listen=self.waiting and waited > max(_TICK, self._patience - 2 * _SILENT))
+        late = self.describe_late() if self.waiting and waited >= self._patience else ""
+        if not late:
+            return
+        text = f"rank {self.rank} has waited {waited:.0f} s for {late}; rank {self.rank} is at: {self.place}"
+        if not self._ranks.reported and self._is_first():
+            self._ranks.reported = True
+            print_line(self.prog, text)
+        still_late = self.describe_late(max(_SILENT, self.timeout / 2))
+        if waited > self.timeout + _LATER and still_late and not self.patient:
+            self._exit(f"error: {text}")
+
+    def _follow(self, ended: float, text: str) -> None:
+        """Exit after another rank, unless the main thread works: it may be saving."""
+        if text.startswith(_STOPPED) and self.waiting:
+            exit_now(EXIT_RESUME)  # that rank prints why
+        if self._now - ended > (_GRACE if self.waiting else self.timeout):
+            print_last_line(self.prog, f"error: {text}", is_cause=False)
+            exit_now(2)
+
+    def _exchange(self, store: dist.Store, listen: bool) -> None:
+        """Read the store's answer and ask it again: write this rank's heartbeat, read the others' if `listen`."""
+        if not listen:
+            self._heard.clear()
+        elif not self._heard:
+            self._heard = {member.rank: ([0, "", 0], self._now) for member in self._members}
+        if self._answer is not None:
+            if not self._answer.done() or self._answer.exception() is not None:  # PyTorch logs each failure: ask once
+                self.store_lost = self._answer.done() or self._now - self._written > _ANSWER
+                return
+            self._read(*self._answer.result())
+        self.store_lost, self._written, self._ticks = False, self._now, self._ticks + 1
+        beat = json.dumps([self.entered, self.place, self._ticks])
+        self._answer = in_background(partial(self._ask, store, beat, listen))
+
+    def _ask(self, store: dist.Store, beat: str, listen: bool) -> tuple[list[bytes], str]:
+        """The heartbeats of all ranks, and why a rank has exited, if any."""
+        store.set(f"beat-{self.rank}", beat)
+        keys = [f"beat-{member.rank}" for member in self._members]
+        beats = store.multi_get(keys) if listen and store.check(keys) else []
+        return beats, store.get("ended").decode() if store.check(["ended"]) else ""
+
+    def _read(self, beats: list[bytes], ended: str) -> None:
+        if ended:
+            self._ended = self._now, ended
+        for rank, beat in enumerate(map(json.loads, beats)):
+            if rank in self._heard and self._heard[rank][0] != beat:
+                self._heard[rank] = beat, self._now
+
+    def describe_late(self, silence: float = _SILENT) -> str:
         """The ranks that keep this rank waiting, and what they are doing; empty if there are none.
 
         These are the ranks that have entered fewer collectives or have been silent for `silence` seconds.
         """
-        mine, now, parts, heard = self.entered, self._clock(), [], dict(self._heard)
-        for member in self.members:
-            beat, since = heard.get(member.rank, (Heartbeat(mine, "", 0), now))
-            silent = now - since > silence
-            if member.rank != self.rank and (silent or beat.entered < mine):
-                sign = f"silent for {now - since:.0f} s" if silent or not beat.place else ""
-                place = beat.place and f"{', last ' * bool(sign)}at: {beat.place}"
-                parts.append(f"rank {member.rank} ({member.host}, process {member.process}), {sign}{place}")
+        parts, heard = [], dict(self._heard)
+        for member in self._members:
+            (entered, place, _), since = heard.get(member.rank, ([self.entered, "", 0], self._now))
+            seconds = self._now - since
+            if member.rank != self.rank and (seconds > silence or entered < self.entered):
+                signs = [f"silent for {seconds:.0f} s"] if seconds > silence or not place else []
+                signs += [f"{'last ' * bool(signs)}at: {place}"] if place else []
+                parts.append(f"rank {member.rank} ({member.host}, process {member.process}), {', '.join(signs)}")
         return "; ".join(parts[:4]) + f"; and {len(parts) - 4} more" * (len(parts) > 4)
 
-    def _run(self) -> None:
-        entered, since, reported = -1, self._clock(), False
-        patience = min(60.0, max(2.0, self.timeout / 10))
-        while not self._stop.wait(TICK):
-            now = self._clock()
-            if self.entered != entered:
-                entered, since, reported = self.entered, now, False
-            waited = now - since
-            with suppress(RuntimeError):  # listen only if necessary: N ranks each read N heartbeats from one store
-                self._exchange(listen=self.waiting and waited > max(TICK, patience - 2 * _SILENT))
-            late = self.waiting_for() if self.waiting and waited >= patience and self._ended is None else ""
-            if not late:
-                continue
-            text = f"rank {self.rank} has waited {waited:.0f} s for {late}; rank {self.rank} is at: {self.place}"
-            if self._is_first(entered) and not reported:
-                reported = True
-                print_error(self.prog, text)
-            still_late = self.waiting_for(max(_SILENT, self.timeout / 2))
-            if waited > self.timeout + _LATER and still_late and not self.patient:
-                with suppress(RuntimeError):
-                    self._store.set("ended", f"rank {self.rank} ended: {text}")
-                self._exit(text)
-
-    def _exchange(self, listen: bool) -> None:
-        """Write this rank's heartbeat, and read those of the others if `listen`."""
-        now = self._clock()
-        self._tick += 1
-        mine = json.dumps([self.entered, self.place, self._tick])
-        if self._ended is not None:  # the store may have gone with that rank
-            if self._ended[1].startswith(_STOPPED) and self.waiting:
-                os._exit(EXIT_RESUME)  # that rank prints why
-            if now - self._ended[0] > (_GRACE if self.waiting else self.timeout):  # this rank may be saving
-                self._exit(self._ended[1])
-            return
-        if not listen:
-            self._heard.clear()
-        elif not self._heard:
-            self._heard = {member.rank: (Heartbeat(0, "", 0), now) for member in self.members}
-        if self.store_lost and not self._reconnect():
-            return
-        try:
-            beats, ended = call_with_timeout(partial(self._write_and_read, self._store, mine, listen), _ANSWER)
-        except RuntimeError:
-            self.store_lost = True
-            raise
-        if ended:
-            self._ended = now, ended
-        for rank, raw in enumerate(beats):
-            beat = Heartbeat(*json.loads(raw))
-            if self._heard[rank][0].tick != beat.tick:
-                self._heard[rank] = beat, now
-
-    def _write_and_read(self, store: dist.Store, mine: str, listen: bool) -> tuple[list[bytes], str]:
-        """The heartbeats of all ranks, and why a rank has exited. May return long after the caller has given up."""
-        store.set(f"beat-{self.rank}", mine)
-        keys = [f"beat-{member.rank}" for member in self.members]
-        beats = store.multi_get(keys) if listen and store.check(keys) else []
-        return beats, store.get("ended").decode() if store.check(["ended"]) else ""
-
-    def _reconnect(self) -> bool:
-        """Connect to the store again. Tries a plain socket first, because PyTorch logs each failure."""
-        server = self._store
-        while isinstance(server, dist.PrefixStore):
-            server = server.underlying_store
-        assert isinstance(server, dist.TCPStore)  # `meet` returns no other class
-        try:
-            socket.create_connection((server.host, server.port), timeout=1).close()
-            self._store = call_with_timeout(self._store.clone, _ANSWER)
-        except (OSError, RuntimeError):
-            return False
-        self.store_lost = False
-        return True
-
-    def _is_first(self, entered: int) -> bool:
+    def _is_first(self) -> bool:
         """Whether this rank is the lowest of those that wait."""
-        now = self._clock()
-        ahead = [
-            rank for rank, (beat, since) in self._heard.items() if beat.entered >= entered and now - since < _SILENT
-        ]
-        return self.rank <= min(ahead, default=self.rank)
-
-    def _exit(self, text: str) -> None:
-        """Exit this process, because no exception can reach its waiting main thread."""
-        print_error(self.prog, f"error: {text}", last=True)
-        os._exit(2)
+        lower = [heard for rank, heard in self._heard.items() if rank < self.rank]
+        return not any(entered >= self.entered and self._now - since < _SILENT for (entered, *_), since in lower)
 
 
-def print_error(prog: str, text: str, last: bool = False) -> None:
-    """Print a line to stderr, below any remains of a progress bar. `last`: this rank then exits."""
-    sys.stderr.write(f"\n{prog}: {text}\n")
-    sys.stderr.flush()
-    if last:
-        inform_launcher(f"{prog}: {text}")
+def _describe_wait(wait: DataWait, seconds: float) -> str:
+    return f"{wait.what} has not arrived for {seconds:.0f} s{_describe_workers()}"
+
+
+def _describe_workers() -> str:
+    """The state of this process's loader processes, for a message."""
+    states = []
+    for worker in multiprocessing.active_children():
+        with suppress(psutil.Error):
+            states.append(f"{worker.pid} ({psutil.Process(worker.pid).status()})")
+    more = f", and {len(states) - 4} more" * (len(states) > 4)
+    return f", from loader process{'es' * (len(states) > 1)} {', '.join(states[:4])}{more}" if states else ""

@@ -7,14 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from utils.config.settings import TrainConfig
+from utils.config.settings import OF_THIS_MACHINE, TrainConfig
 from utils.config.yaml_text import read_yaml
 from utils.console import clock
 from utils.errors import UserError
 from utils.files import read_json
 from utils.report.charts import reliability
 from utils.report.pictures import sheet
-from utils.runs.metadata import OF_THIS_MACHINE
 
 ANALYSIS = "report.json"
 _FIRST = 20  # classes that the page shows at once; the others are folded
@@ -64,7 +63,7 @@ def _analysis(path: Path, last: Mapping[str, Any]) -> dict[str, Any]:
 
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings that differ from their defaults, as text, without those of the machine."""
-    usual = asdict(TrainConfig()) | {"format": 1, "best": values.get("best")}
+    usual = asdict(TrainConfig()) | {"format": 1, "best_metric": values.get("best_metric")}
     usual |= {name: value for name, value in _LIKE_DEFAULT.items() if values.get(name) == value}
     kept = {name: value for name, value in values.items() if name not in OF_THIS_MACHINE}
     return {name: _text(value) for name, value in without_places(kept).items() if value != usual.get(name, value)}
@@ -82,8 +81,7 @@ def _record(line: str) -> dict[str, Any]:
 def _start(record: Mapping[str, Any]) -> dict[str, Any]:
     """The time and the topology of a start of the run."""
     topology = "processes {processes}, batch {batch_size} x {processes} x {grad_accum} = {global_batch_size}"
-    device = [record["device"]] if "device" in record else []  # older logs have none
-    more = [*device, f"threads {record['threads']}", f"precision {record['precision']}"]
+    more = [record["device"], f"threads {record['threads']}", f"precision {record['precision']}"]
     return {
         "step": record["step"],
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record["time"])),

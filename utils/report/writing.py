@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,9 @@ def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
     killed while it writes, the resumed run evaluates and writes again.
     """
     if run.config.report and run.ended and not run.state.owes_evaluation:
-        run.ranks.mark("writing report.html")
-        run.ranks.run_on_main(partial(_report, run, result), main_first=True)  # the others wait as long as it takes
+        with run.ranks.agree("writing report.html", patient=True):
+            if run.ranks.is_main:
+                _report(run, result)
 
 
 def _report(run: Run, result: Mapping[str, Any] | None) -> None:

@@ -1,189 +1,161 @@
-"""Write and delete checkpoints. A checkpoint is a folder that is complete or does not exist.
+"""Find, save, load and delete the checkpoints of a run. A checkpoint is a folder that is complete or does not exist.
 
-RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin, random_states_RANK.pkl   (Accelerate's save_state)
-                                 NAME.safetensors of each part                              (parts.py)
-                                 state.json, config.yaml, labels.json, samples.json.gz      (metadata.py)
-                                 manifest.json                                              (size and SHA-256 of each)
+RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin                      (Accelerate's save_state)
+                                 NAME.safetensors of each part                         (parts.py)
+                                 state.json, config.yaml, labels.json, samples.json.gz (metadata.py)
+                                 manifest.json                                         (size and SHA-256 of each)
 RUN/checkpoints/latest, best     one line each: the name of such a folder
 """
 
-import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from accelerate import Accelerator
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from torch import nn
+from torch.optim import Optimizer
 
-from utils.errors import AgreedError, one_line
-from utils.files import naming_file, sync, write_file
+from utils.config.settings import TrainConfig
+from utils.console import Terminal
+from utils.errors import UserError
+from utils.files import expand, holder_text
 from utils.ranks.ranks import Ranks
-from utils.runs.manifest import MANIFEST, checkpoints_of, damage_of, manifest_text, read_pointer, sha256_of, step_of
+from utils.runs.folder import RunFolder, check_run_folder, check_shared, create_folder, named_folder
+from utils.runs.loading import load_tensors
+from utils.runs.manifest import find_checkpoint, newest_good, verify
+from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.runs.parts import Part
+from utils.runs.state import TrainState
+from utils.runs.writing import clean_up, delete_after, publish, update_pointers, write_partial
 
 
-def write_checkpoint(
-    ranks: Ranks,
-    accelerator: Accelerator,
-    partial: Path,
-    texts: Mapping[str, str | bytes],
-    parts: Mapping[str, Part],
-) -> None:
-    """Write Accelerate's state, the parts and the small files `texts` to `partial`.
+class CheckpointManager:
+    """The checkpoints of a run. The main process decides and writes. All public methods are collective.
 
-    Collective. Call `publish` to complete the checkpoint. Older checkpoints do not change. An error on any rank
-    (OSError or AgreedError) is raised on all ranks.
+    Call `newest` first; it locks the run folder if that exists. `open_folder` creates the folder of a new run.
     """
 
-    def prepare() -> None:
-        if not partial.parent.is_dir():  # not created again: its disk may be unmounted for a while
-            raise FileNotFoundError(f"{partial.parent} no longer exists")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+    def __init__(self, config: TrainConfig, ranks: Ranks):
+        self.config, self.ranks = config, ranks
+        self.folder: RunFolder | None = None
+        self._thread = ThreadPoolExecutor(1)  # Python waits for it before it exits, also after an error
+        self._saving: Future[None] | None = None  # the last save, on the main process, until `wait`
 
-    def write() -> None:
-        _save_state(accelerator, partial, parts if ranks.is_main else {})
-        for name, text in texts.items() if ranks.is_main else ():
-            with naming_file(partial / name):
-                (partial / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    def newest(self) -> SavedRun | None:
+        """The verified checkpoint that --resume, or a restart by the launcher, starts from; None for a new run.
 
-    try:
-        ranks.run_on_main(prepare)
-        ranks.run_on_all(write)
-    except (OSError, AgreedError):
-        if ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
-        raise
+        For --resume auto, or if --resume names a run folder, it is the newest good one.
+        """
+        # The main process may have to wait for the lock, and it verifies large files.
+        folder, checkpoint = self.ranks.from_main(self._find, patient=True)
+        if folder and not self.folder:
+            self.folder = RunFolder(Path(folder))
+        if not checkpoint:
+            return None
+        with self.ranks.agree():
+            return read_checkpoint(Path(checkpoint))
 
+    def open_folder(self) -> RunFolder:
+        """The folder of the run, which is created if the run is new."""
 
-def partial_of(folder: Path, step: int) -> Path:
-    """The folder in which the checkpoint of `step` is written."""
-    return folder / f".step-{step:08d}.partial"
+        def create() -> tuple[str, str]:
+            folder = self.folder or self._lock(create_folder(self.config))
+            return str(folder.path), holder_text()
 
+        path, holder = self.ranks.from_main(create)
+        with self.ranks.agree():
+            self.folder = self.folder or RunFolder(Path(path))
+            if not self.ranks.is_main:
+                check_shared(self.folder.path, holder)
+        return self.folder
 
-def publish(partial: Path) -> None:
-    """Complete the checkpoint in `partial`: write its manifest, flush it to the disk, rename it. Call on one rank.
+    def load(
+        self, saved: SavedRun, module: nn.Module, optimizer: Optimizer, parts: Mapping[str, Part], lines: list[str]
+    ) -> None:
+        """Load the tensors, print `lines` and one for each part that is not in both, and delete later checkpoints.
 
-    If this fails, deletes the folder and raises OSError.
-    """
-    try:
-        _write_manifest(partial)
-        _put_in_place(partial, partial.with_name(partial.name[1 : -len(".partial")]))
-    except OSError:
-        if not partial.parent.is_dir():
-            raise FileNotFoundError(f"{partial.parent} no longer exists") from None
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        Raises ValueError, before any file is changed, if the tensors do not fit.
+        """
+        with self.ranks.agree():
+            lines = lines + load_tensors(saved.path, module, optimizer, parts)
+        Terminal(self.ranks.is_main).print("\n".join(lines))
+        with self.ranks.agree():
+            if self.ranks.is_main and self.folder is not None:
+                delete_after(self.folder.checkpoints, saved.state.step, saved.state.best_step)
 
+    def save(
+        self, accelerator: Accelerator, parts: Mapping[str, Part], files: Mapping[str, bytes], state: TrainState
+    ) -> None:
+        """Write Accelerate's state, the parts and the small `files`, after the last save is complete.
 
-def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -> None:
-    """Update `latest` and `best` after a save, then delete old checkpoints. Call on one rank.
+        All ranks wait until the tensors are written. Then a thread of the main process completes the checkpoint, see
+        `wait`. An error (OSError or AgreedError) is raised on all ranks; older checkpoints do not change.
+        """
+        assert self.folder is not None
+        self.wait()
+        with self.ranks.agree():
+            if self.ranks.is_main:
+                self.folder.check_own()
+                write_partial(self.folder.checkpoints, state.step, accelerator, parts, files)
+                self._saving = self._thread.submit(self._complete, state.step, state.best_step)
 
-    Raises OSError if the pointers cannot be updated. Even then the new checkpoint is kept, and old ones
-    are deleted so that they do not fill the disk. The next successful save corrects `best`.
-    """
-    best = folder / f"step-{best_step or 0:08d}"
+    def wait(self) -> None:
+        """Wait until the last save is complete; if it has failed, all ranks raise its error."""
+        with self.ranks.agree():
+            saving, self._saving = self._saving, None
+            if saving is not None:
+                saving.result()
 
-    def move_pointers() -> None:
-        write_file(folder / "latest", f"step-{step:08d}\n")
-        if best.is_dir() and read_pointer(folder, "best") != best:
-            write_file(folder / "best", best.name + "\n")
+    @property
+    def has_failed(self) -> bool:
+        """Whether the thread of the main process has failed; then all ranks should call `wait`. Not collective."""
+        return self._saving is not None and self._saving.done() and self._saving.exception() is not None
 
-    try:
-        move_pointers()
-    except OSError:
-        prune(folder, keep, best)
-        move_pointers()
-    prune(folder, keep, best)
+    def _complete(self, step: int, best_step: int | None) -> None:
+        """Called in a thread, with `self`, which holds the lock of the folder even if training has failed."""
+        assert self.folder is not None
+        publish(self.folder.checkpoints, step)
+        update_pointers(self.folder.checkpoints, step, best_step, self.config.keep)
 
+    def _find(self) -> tuple[str, str]:
+        """The existing folder of the run and the checkpoint to start from, or "", on the main process."""
+        config, checkpoint = self.config, None
+        before = self.ranks.store_get("run-folder")
+        path = Path(before) if before else None
+        if path is None:
+            check_run_folder(config, after_meeting=True)
+            if config.run_name and (config.resume == "auto" or (config.resume and named_folder(config).exists())):
+                path = named_folder(config)
+        if path is not None:
+            if not path.exists():
+                print(f"{path} does not exist; starting a new run")
+            self._lock(path)
+            if config.resume == "auto" or (before and self.ranks.store_get("started")):
+                checkpoint = _newest_of(path)
+        if checkpoint is None and config.resume not in (None, "auto"):
+            named = expand(config.resume)
+            newest = _newest_of(named) if (named / "checkpoints").is_dir() else None
+            checkpoint = find_checkpoint(newest or named, prefer=("latest",))
+            verify(checkpoint)
+        return str(path or ""), str(checkpoint or "")
 
-def prune(folder: Path, keep: int, best: Path | None = None) -> None:
-    """Delete all checkpoints except the `keep` newest, `best`, and those that the pointers name. Call on one rank."""
-    kept = (best, read_pointer(folder, "best"), read_pointer(folder, "latest"))
-    for old in checkpoints_of(folder)[:-keep]:
-        if old not in kept:
-            _remove(old)
-
-
-def delete_after(folder: Path, step: int, best_step: int | None) -> None:
-    """Delete the checkpoints after `step`, whose updates will be repeated. Call on one rank.
-
-    Damaged ones are renamed to step-N.damaged, because the disk may be the cause. Does nothing if the checkpoint of
-    `step` is not in this folder: then the run resumes from a checkpoint of another run.
-    """
-    if not (folder / f"step-{step:08d}").is_dir():
-        return
-    best = folder / f"step-{best_step or 0:08d}"
-    if best.is_dir():
-        write_file(folder / "best", best.name + "\n")
-    else:
-        (folder / "best").unlink(missing_ok=True)
-    write_file(folder / "latest", f"step-{step:08d}\n")
-    for path in reversed(checkpoints_of(folder)):  # newest first: if killed, no gap is left
-        if step_of(path) <= step:
-            break
-        aside = path.with_name(f"{path.name}.damaged")
-        if damage_of(path) and not aside.exists():
-            path.rename(aside)
-            print(f"{path} is damaged and was renamed to {aside.name}")
-        else:
-            _remove(path)
-            print(f"{path} was deleted: its updates will be repeated")
-
-
-def clean_up(folder: Path) -> None:
-    """Finish or delete the partial work of a killed process. Call on one rank, while no other run writes there."""
-    for old in folder.glob(".step-*.old"):
-        final = folder / old.name[1 : -len(".old")]
-        if not final.exists():  # killed between the two renames
-            old.rename(final)
-    for leftover in [*folder.glob(".step-*"), *folder.glob(".*.partial")]:
-        shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
-
-
-def _save_state(accelerator: Accelerator, folder: Path, parts: Mapping[str, Part]) -> None:
-    try:
-        accelerator.save_state(str(folder))
-        for name, part in parts.items():
-            tensors = {key: tensor.contiguous() for key, tensor in part.state_dict().items()}
-            save_file(tensors, folder / f"{name}.safetensors")
-    except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder.parent} no longer exists") from error
-        raise OSError(f"{folder}: cannot be written ({one_line(error)[:120]}); is the disk full?") from error
+    def _lock(self, path: Path) -> RunFolder:
+        """Lock the folder, and store its path for a restart by the launcher."""
+        self.folder = RunFolder(path)
+        self.folder.lock()
+        clean_up(self.folder.checkpoints)
+        clean_up(path)
+        self.ranks.store_set("run-folder", str(path.absolute()))
+        return self.folder
 
 
-def _write_manifest(folder: Path) -> None:
-    """Write the manifest, give all files the default mode, and flush everything to the disk."""
-    mode, entries = folder.stat().st_mode & 0o666, {}  # the umask of the process could only be read by changing it
-    for path in sorted(folder.iterdir()):
-        path.chmod(mode)  # safetensors makes its files readable by the owner only
-        entries[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
-        sync(path)
-    write_file(folder / MANIFEST, manifest_text(entries))
-    sync(folder)
-
-
-def _put_in_place(partial: Path, final: Path) -> None:
-    """Rename a finished folder to `final`, which may exist. After a kill, `clean_up` restores the older folder."""
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    try:
-        partial.rename(final)
-        sync(final.parent)
-    finally:
-        if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        elif old.exists():
-            old.rename(final)
-
-
-def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint. At any time it is either complete or absent."""
-    gone = checkpoint.with_name(f".{checkpoint.name}.gone")
-    with suppress(OSError):
-        checkpoint.rename(gone)
-        shutil.rmtree(gone)
+def _newest_of(folder: Path) -> Path | None:
+    """The newest good checkpoint of a run; None if the run has not saved any. Reports damaged ones."""
+    checkpoint, damages = newest_good(folder / "checkpoints")
+    if damages and checkpoint is None:
+        raise UserError(f"{'; '.join(damages)}; all checkpoints are damaged", "start a new run with another --run_name")
+    for damage in damages:
+        print(f"{damage}; resuming from {checkpoint} instead")
+    if checkpoint is None and (folder / "log.jsonl").exists():
+        print(f"{folder} has no checkpoint; starting from the beginning")
+    return checkpoint

@@ -12,7 +12,20 @@ from torch import Tensor, nn
 from utils.console import join_names
 from utils.errors import UserError, one_line
 from utils.runs.manifest import files_of
-from utils.runs.parts import LOSS_SCALE, Part
+from utils.runs.parts import Part
+
+
+def load_tensors(
+    checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]
+) -> list[str]:
+    """Load all tensors of a checkpoint; returns the lines of `load_parts`. Raises ValueError if they do not fit."""
+    # Check the weights first, because their error names the cause best. Load them after the optimizer's state, because
+    # `load_optimizer` changes the weights.
+    weights = read_weights(checkpoint)
+    check_fit(checkpoint, weights, module)
+    load_optimizer(checkpoint, optimizer)
+    module.load_state_dict(weights)
+    return load_parts(checkpoint, parts)
 
 
 def read_weights(checkpoint: Path, name: str = "model") -> dict[str, Tensor]:
@@ -32,7 +45,7 @@ def check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module)
         raise UserError(problem, "use the same --model and --model_args")
 
 
-def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
     Takes one step with zero gradients to learn the names and shapes of the state. It can change the weights, so load
@@ -43,7 +56,7 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, model: nn
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         expected = _state_after_a_step(optimizer)
-        optimizer.load_state_dict(_regrouped(saved, optimizer.state_dict()["param_groups"], model))
+        optimizer.load_state_dict(_regroup(saved, optimizer.state_dict()["param_groups"]))
         for parameter, values in optimizer.state.items():
             if difference := _difference(_shapes(values), expected[parameter]):
                 raise ValueError(f"{difference} in this optimizer")
@@ -53,25 +66,21 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, model: nn
         raise UserError(problem, "use the same --optimizer, with the same arguments, and the same --model") from error
 
 
-def load_parts(checkpoint: Path, parts: Mapping[str, Part], values: dict[str, Any]) -> list[str]:
+def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
     """Load the checkpoint's parts. Returns lines to print about parts that only the checkpoint or only the run has.
 
-    `values` is the contents of state.json. Raises ValueError if the tensors of a part do not fit.
+    Raises ValueError if the tensors of a part do not fit.
     """
     saved = {Path(name).stem for name in files_of(checkpoint) if name.endswith(".safetensors")} - {"model"}
     unknown = sorted(saved - parts.keys())
     lines = [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"] if unknown else []
     for name, part in parts.items():
         path = checkpoint / f"{name}.safetensors"
-        if name not in saved and not (name == LOSS_SCALE and values.get("scaler")):
+        if name not in saved:
             lines.append(f"{path.name} is not in the checkpoint: {name} {part.restart()}")
             continue
         try:
-            if name in saved:
-                tensors = load_file(path)
-            else:  # from before format 1
-                path = checkpoint / "state.json"
-                tensors = {key: torch.tensor(value).double() for key, value in values["scaler"].items()}
+            tensors = load_file(path)
             if difference := _difference(_shapes(tensors), _shapes(part.state_dict())):
                 raise ValueError(f"{difference} in this run")
             part.load_state_dict(tensors)
@@ -98,17 +107,12 @@ def _difference(there: dict[str, str], here: dict[str, str]) -> str:
     return ""
 
 
-def _regrouped(saved: dict[str, Any], groups: list[dict[str, Any]], model: nn.Module) -> dict[str, Any]:
+def _regroup(saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
     """A saved state of the optimizer, with the parameters in the order of `groups`, and their settings."""
-    # Older states have no names. Their parameters are the matrices, then the vectors, each in the order of the model.
-    trained = [(name, p.ndim <= 1) for name, p in model.named_parameters() if p.requires_grad]
-    earlier = [name for name, _ in sorted(trained, key=lambda item: item[1])]
-    names = [
-        [name for group in each for name in group.get("param_names", ())] or earlier
+    there, here = (
+        {name: number for group in each for name, number in zip(group["param_names"], group["params"], strict=True)}
         for each in (saved["param_groups"], groups)
-    ]
-    numbers = [[number for group in each for number in group["params"]] for each in (saved["param_groups"], groups)]
-    there, here = (dict(zip(*pair, strict=True)) for pair in zip(names, numbers, strict=True))
+    )
     if unknown := sorted(there.keys() ^ here.keys()):
         raise ValueError(f"{unknown[0]} is only in {'the checkpoint' if unknown[0] in there else 'this run'}")
     state = {here[name]: saved["state"][number] for name, number in there.items() if number in saved["state"]}

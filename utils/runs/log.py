@@ -30,8 +30,7 @@ class RunLog:
         self.path, self.is_main = folder / "log.jsonl", is_main
         self.error: OSError | None = None
         if is_main:
-            self.file, self.pending = _reopen(self.path, state), b""
-            self.unseen: list[dict[str, Any]] = []  # records that are neither written nor passed to the sinks yet
+            self.file = _reopen(self.path, state)
             creators = SINKS | (more or {})
             self.sinks = {name: create(folder, state, updates, task) for name, create in creators.items()}
             self.terminal: Any = self.sinks["terminal"]
@@ -42,30 +41,33 @@ class RunLog:
             self.terminal.advance()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a record to log.jsonl, then pass it to the sinks.
-
-        Records that cannot be written are kept for later; see `check`.
-        """
-        if not self.is_main:
+        """Append a record to log.jsonl, then pass it to the sinks. If it cannot be written, see `check`."""
+        if not self.is_main or self.error is not None:
             return
         # JSON has no infinity, and the loss of an evaluation can be infinite.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self.pending += json.dumps({"kind": kind, **finite}, allow_nan=False).encode() + b"\n"
-        self.unseen.append({"kind": kind, **values})
-        self._flush()
+        line = json.dumps({"kind": kind, **finite}, allow_nan=False).encode() + b"\n"
+        try:
+            with naming_file(self.path):
+                while line:
+                    line = line[os.write(self.file, line) :]
+        except OSError as error:
+            self.error = error
+            return
+        for name, sink in list(self.sinks.items()):
+            self._use(name, sink.write, {"kind": kind, **values})
 
     def sync(self) -> None:
         """Flush the records to the disk; called before a checkpoint is saved."""
+        self.check()
         if self.is_main:
-            self._flush()
-            self.check()
             with naming_file(self.path):
                 os.fsync(self.file)
 
     def check(self) -> None:
-        """Raise OSError if the last record could not be written."""
+        """Raise OSError if a record could not be written; the run then ends."""
         if self.error is not None:
-            raise OSError(self.error.errno, self.error.strerror, str(self.path))
+            raise self.error
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -77,19 +79,6 @@ class RunLog:
             for name in reversed(list(self.sinks)):  # the first is the terminal, which shows the errors of others
                 self._use(name, self.sinks.pop(name).close)
             os.close(self.file)
-
-    def _flush(self) -> None:
-        try:
-            while self.pending:
-                self.pending = self.pending[os.write(self.file, self.pending) :]
-            self.error = None
-        except OSError as error:
-            self.error = error
-            return
-        records, self.unseen = self.unseen, []
-        for record in records:
-            for name, sink in list(self.sinks.items()):
-                self._use(name, sink.write, dict(record))
 
     def _use(self, name: str, method: Callable[..., None], *given: Any) -> None:
         """Call a method of a sink. After an error the sink is closed, and the run continues without it."""

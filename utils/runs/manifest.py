@@ -1,4 +1,4 @@
-"""Find checkpoints and verify them against their manifests."""
+"""Find checkpoints, write their manifests and verify them."""
 
 import hashlib
 import json
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from utils.data.record import FILE as SAMPLES
 from utils.errors import UserError, problem_of
-from utils.files import read_json, read_text
+from utils.files import read_json, read_text, write_file
 
 MANIFEST = "manifest.json"
-FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json")
+FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json", SAMPLES)
 FOR_RESUME = (*FOR_EVALUATION, "optimizer.bin")
 
 
@@ -98,6 +99,15 @@ def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | Non
         text = problem_of(error)
         return text if text.startswith(str(path)) else f"{path}: {text}"  # an OSError may lack the file's name
     return None
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of all files in `folder`, and give them the default mode."""
+    mode, entries = folder.stat().st_mode & 0o666, {}  # the umask of the process could only be read by changing it
+    for path in sorted(folder.iterdir()):
+        path.chmod(mode)  # safetensors makes its files readable by the owner only
+        entries[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    write_file(folder / MANIFEST, manifest_text(entries))
 
 
 def manifest_text(files: dict) -> str:

@@ -1,17 +1,14 @@
-"""Resume a run from a checkpoint: its batch sizes, state and tensors, and what differs from the earlier run."""
+"""Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the earlier run."""
 
-from collections.abc import Mapping
+import textwrap
 from contextlib import suppress
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from utils.config.batch import resolve_batch
 from utils.config.defaults import NAMES, choose_images, choose_sizes
-from utils.config.settings import TrainConfig
-from utils.console import Terminal
+from utils.config.settings import FIXED, KEPT, OF_INPUT, OF_THIS_MACHINE, TrainConfig
 from utils.data.decode import peek
 from utils.data.order import Plan
 from utils.data.sampling import make_plan
@@ -20,17 +17,11 @@ from utils.data.splits import Data, Split
 from utils.errors import UserError
 from utils.models.zoo import input_spec
 from utils.ranks.ranks import Ranks
-from utils.runs.checkpoint import delete_after
-from utils.runs.folder import Start
-from utils.runs.loading import check_fit, load_optimizer, load_parts, read_weights
-from utils.runs.metadata import OF_THIS_MACHINE, SavedRun
-from utils.runs.parts import Part
+from utils.runs.folder import RunFolder
+from utils.runs.metadata import SavedRun
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
-
-# What an InputSpec depends on.
-_SPEC_SETTINGS = ("model", "pretrained", "image_size", "eval_size", "channels", "mean", "std", "eval_crop")
 
 
 def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> tuple[int, int, int]:
@@ -41,7 +32,7 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
     """
     if saved is None:
         return resolve_batch(config, processes)
-    total = saved.values["global_batch_size"]
+    total = saved.values.global_batch_size
     if config.global_batch_size not in (None, total):
         problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
         raise UserError(problem, "use the same settings")
@@ -65,24 +56,41 @@ def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: in
     Raises ValueError if the batch sizes do not fit, before the data is loaded.
     """
     if saved is not None:
-        unset = [name for name in (*NAMES, "lr_per", "best") if getattr(config, name) is None]
-        unset += ["task"] if config.task == "auto" else []
+        unset = [name for name in (*NAMES, *KEPT) if getattr(config, name) == getattr(TrainConfig, name)]
         config = replace(config, **{name: getattr(saved.settings, name) for name in unset})
     batch_of_start(config, saved, processes)
     return config
 
 
-def plan_of_start(
-    config: TrainConfig, saved: SavedRun | None, train: Split, processes: int
-) -> tuple[TrainConfig, list[str], Plan]:
-    """The settings with those chosen from the number of training samples, lines about these, and the run's plan."""
-    config, lines = (config, []) if saved else choose_sizes(config, len(train), processes)
+@dataclass(frozen=True)
+class Resolved:
+    """What follows from the flags, the data and, in a resumed run, the checkpoint; `lines` say what was chosen."""
+
+    config: TrainConfig
+    lines: list[str]
+    plan: Plan
+    spec: InputSpec
+    task: Task
+    state: TrainState
+
+
+def resolve(
+    config: TrainConfig, saved: SavedRun | None, folder: RunFolder | None, data: Data, processes: int
+) -> Resolved:
+    """Choose the settings that follow from the data, and derive the plan, the input, the task and the state.
+
+    `folder` is the run folder if it exists already. Raises ValueError if the checkpoint does not fit.
+    """
+    config, sizes = (config, []) if saved else choose_sizes(config, len(data.train), processes)
     _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
-    microbatches = config.microbatches or grad_accum * processes
-    return config, lines, make_plan(config, train, global_batch_size, microbatches)
+    plan = make_plan(config, data.train, global_batch_size, config.microbatches or grad_accum * processes)
+    state = restore_state(saved, folder, config, plan, data)
+    config, images, spec = resolve_input(config, saved, data.train)
+    config, task = make_task(config, data.class_names, data.train.labels, data.class_weights)
+    return Resolved(config, sizes + images, plan, spec, task, state)
 
 
-def spec_of_start(
+def resolve_input(
     config: TrainConfig, saved: SavedRun | None, train: Split
 ) -> tuple[TrainConfig, list[str], InputSpec]:
     """The settings with those chosen from the images, lines about these, and the model's input.
@@ -90,7 +98,7 @@ def spec_of_start(
     The input is the checkpoint's if the settings that it depends on are unchanged. It is not derived again, because
     some of the images may no longer exist.
     """
-    if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in _SPEC_SETTINGS):
+    if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT):
         return config, [], saved.spec
     channels, size = peek(train, skip=config.bad_images == "skip")
     small = size is not None and max(size) <= SMALL
@@ -100,13 +108,8 @@ def spec_of_start(
     return config, lines, input_spec(config, channels, size)
 
 
-def task_of_start(config: TrainConfig, data: Data) -> tuple[TrainConfig, Task]:
-    """The settings with the names of the task and of its best metric, and the task."""
-    return make_task(config, data.class_names, data.train.labels, data.class_weights)
-
-
 def restore_state(
-    saved: SavedRun | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data
+    saved: SavedRun | None, folder: RunFolder | None, config: TrainConfig, plan: Plan, data: Data
 ) -> TrainState:
     """The state to start from: the checkpoint's, or a new one. Raises ValueError if the checkpoint does not fit.
 
@@ -115,85 +118,52 @@ def restore_state(
     batch_size = plan.global_batch_size // plan.microbatches
     if saved is None:
         return TrainState(batch_size=batch_size)
-    for what, there, here in (
-        ("a model", saved.settings.model, config.model),
-        ("a task", saved.settings.task, config.task),
-        ("a --stem", saved.settings.stem, config.stem),
-        ("an optimizer", saved.settings.optimizer, config.optimizer),
-        ("a --freeze", saved.settings.freeze, config.freeze),
-        ("--microbatches", saved.settings.microbatches, config.microbatches),
-        ("a seed", saved.values["seed"], plan.seed),
-        ("training samples", saved.values["samples"], plan.samples),
-        ("the classes", saved.class_names, data.class_names),
-        ("labels", saved.values["labels"], data.train.label_fingerprint),
-    ):
-        if there != here:
-            problem = f"{saved.path}: was trained with {what} of {_short(there)}, not {_short(here)}"
-            raise UserError(problem, "use the same settings")
-    for setting, key, now in (
-        ("sampler", "weights", plan.weights_hash),
-        ("class_weights", "class_weights", data.class_weights_hash),
-    ):
-        value = getattr(config, setting)
-        if value == getattr(saved.settings, setting) and saved.values.get(key, now) != now:
-            problem = f"{saved.path}: the weights of --{setting} {value} have changed since training"
-            raise UserError(problem, "restore them, or start a new run")
-    before, here = saved.values["threads"], torch.get_num_threads()
-    if config.microbatches and saved.values.get("device") == "cpu" and before != here:
-        problem = f"{saved.path}: a run with --microbatches keeps its {before} threads per process, not {here}"
-        raise UserError(problem, f"set --threads {before}")
-    owed = saved.state.step + (not saved.state.owes_evaluation)  # evaluations from this step on are repeated
-    done = [evaluation for evaluation in saved.state.evaluations if evaluation["step"] < owed]
-    state = replace(saved.state, bad_images=list(saved.state.bad_images), evaluations=done)
+    check_same_run(saved, config, plan, data)
+    first_repeated = saved.state.step + (not saved.state.owes_evaluation)
+    done = [evaluation for evaluation in saved.state.evaluations if (evaluation["step"] or 0) < first_repeated]
+    state = replace(saved.state, evaluations=done)
     try:
         state.check_place(plan)
-        if any(position >= plan.samples for position in state.bad_images):
-            raise ValueError("'bad_images' is malformed")
     except ValueError as error:
         raise UserError(f"{saved.path / 'state.json'}: {error}", "use another checkpoint") from None
     if not plan.update_size(state.position):  # --drop_last was not set before: the epoch ends here
         state.epoch, state.position = state.epoch + 1, 0
     state.batch_size = max(state.batch_size, batch_size)
-    if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
+    if folder is None or saved.path.parent.parent.resolve() != folder.path.resolve():
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
-        if saved.settings.best != config.best:
+        if saved.settings.best_metric != config.best_metric:
             state.best_value, state.evaluations_since_best = None, 0
-    elif saved.settings.best != config.best:
-        problem = f"{saved.path}: its best checkpoint is by {saved.settings.best}, not {config.best}"
-        raise UserError(problem, "use the same --best, or give another --run_name")
+    elif saved.settings.best_metric != config.best_metric:
+        problem = f"{saved.path}: its best checkpoint is by {saved.settings.best_metric}, not {config.best_metric}"
+        raise UserError(problem, "use the same --best_metric, or give another --run_name")
     return state
 
 
-def restore(
-    start: Start,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    parts: Mapping[str, Part],
-    lines: list[str],
-    ranks: Ranks,
-) -> None:
-    """Load the checkpoint's tensors, print `lines`, and delete later checkpoints; collective.
-
-    Also prints lines about parts that only the checkpoint or only the run has. Raises ValueError, before any file is
-    changed, if the tensors do not fit.
-    """
-    saved, folder = start.saved, start.folder
-    assert saved is not None
-
-    def load() -> list[str]:
-        # Check the weights first, because their error names the cause best. Load them after the optimizer's state,
-        # because `load_optimizer` changes the weights.
-        weights = read_weights(saved.path)
-        check_fit(saved.path, weights, module)
-        load_optimizer(saved.path, optimizer, module)
-        module.load_state_dict(weights)
-        return load_parts(saved.path, parts, saved.values)
-
-    unmatched = ranks.run_on_all(load)
-    Terminal(ranks.is_main).print("\n".join([*lines, *unmatched]))
-    if folder is not None:
-        state = saved.state
-        ranks.run_on_main(lambda: delete_after(folder.checkpoints, state.step, state.best_step))
+def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data) -> None:
+    """Raise ValueError if a run with these settings and this data cannot continue the run of the checkpoint."""
+    before, there = saved.settings, saved.values
+    for what, old, new in (
+        *((f"a --{name}", getattr(before, name), getattr(config, name)) for name in FIXED),
+        ("a seed", there.seed, plan.seed),
+        ("training samples", there.samples, plan.samples),
+        ("the classes", saved.class_names, data.class_names),
+        ("labels", there.labels, data.train.label_fingerprint),
+    ):
+        if old != new:
+            old, new = (textwrap.shorten(str(value), 60, placeholder="...") for value in (old, new))
+            raise UserError(f"{saved.path}: was trained with {what} of {old}, not {new}", "use the same settings")
+    for setting, old, new in (
+        ("sampler", there.weights, plan.weights_hash),
+        ("class_weights", there.class_weights, data.class_weights_hash),
+    ):
+        value = getattr(config, setting)
+        if value == getattr(before, setting) and old != new:
+            problem = f"{saved.path}: the weights of --{setting} {value} have changed since training"
+            raise UserError(problem, "restore them, or start a new run")
+    threads = torch.get_num_threads()
+    if config.microbatches and there.device == "cpu" and there.threads != threads:
+        kept = f"keeps its {there.threads} threads per process, not {threads}"
+        raise UserError(f"{saved.path}: a run with --microbatches {kept}", f"set --threads {there.threads}")
 
 
 def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, plan: Plan, ranks: Ranks) -> list[str]:
@@ -201,18 +171,17 @@ def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, pl
 
     `config` has the settings of this start as given, and `settings` those that the run will save.
     """
-    before, now = asdict(saved.settings), asdict(settings)
-    ignored = (*OF_THIS_MACHINE, "global_batch_size", "batch_size", "grad_accum")
-    pairs = [(name, before[name], now[name]) for name in now if name not in ignored]
+    ignored = {*OF_THIS_MACHINE, "global_batch_size", "batch_size", "grad_accum"}
+    changes = [(name, vars(saved.settings)[name], new) for name, new in vars(settings).items() if name not in ignored]
     topology = [
-        ("processes", saved.values["processes"], ranks.topology.world_size),
-        ("threads", saved.values["threads"], ranks.threads),
+        ("processes", saved.values.processes, ranks.topology.world_size),
+        ("threads", saved.values.threads, ranks.threads),
     ]
     lines = [f"resuming from {saved.path}"]
-    lines += [
-        f"{name} was {there} in the checkpoint, now {here}" for name, there, here in pairs + topology if there != here
-    ]
-    if any(there != here for _, there, here in topology) and not config.microbatches:
+    for name, old, new in changes + topology:
+        if old != new:
+            lines.append(f"{name} was {old} in the checkpoint, now {new}")
+    if any(old != new for _, old, new in topology) and not config.microbatches:
         lines.append(
             "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
             "if processes x accumulation steps differs, dropout masks and batch statistics differ too"
@@ -223,8 +192,3 @@ def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, pl
         given = f"--batch_size {config.batch_size}" + f" --grad_accum {config.grad_accum}" * bool(config.grad_accum)
         lines.append(f"{given} does not give the run's global batch of {plan.global_batch_size}; see the batch below")
     return lines
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."

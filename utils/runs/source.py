@@ -37,7 +37,7 @@ _SETTINGS = ("model", "model_args", "stem", "channels", "image_size", "mean", "s
 
 
 @dataclass
-class Source:
+class InitialWeights:
     """Weights to start from. `settings` has those of the run's settings that follow from them."""
 
     name: str
@@ -63,7 +63,7 @@ class Source:
             raise UserError(problem, fix) from error
 
 
-def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tuple[TrainConfig, Source | None]:
+def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tuple[TrainConfig, InitialWeights | None]:
     """What --init_from names, and the settings with those that follow from it; collective.
 
     A run that resumes from the checkpoint `saved` needs no source. It keeps these settings as they were.
@@ -73,21 +73,23 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
         if config.init_from and absolute_source(config.init_from) != kept:
             line = "--init_from has no effect: a resumed run has the weights of its checkpoint"
             Terminal(ranks.is_main).print(line)
-        return replace(_filled(config, vars(saved.settings)) if kept else config, init_from=kept), None
+        return replace(_fill(config, vars(saved.settings)) if kept else config, init_from=kept), None
     if config.init_from is None:
         return config, None
     # Only the main process searches: the run that is named could move `best` between two searches.
-    found = ranks.broadcast_text(ranks.run_on_main(partial(_find, config.init_from), main_first=True) or "")
-    place = "reading the weights of --init_from"
-    source = ranks.run_on_all(partial(_read, found), main_first=True, place=place)
-    source.weights = ranks.run_on_all(lambda: sha256_of(source.file))
+    found = ranks.from_main(partial(_find, config.init_from), patient=True)
+    with ranks.local_main_first("reading the weights of --init_from"):
+        source = _read(found)
+    with ranks.agree():
+        source.weights = sha256_of(source.file)
     ranks.check_same(source.weights, f"different weights in --init_from {config.init_from}")
-    filled = ranks.run_on_all(lambda: _filled(config, source.settings))
+    with ranks.agree():
+        filled = _fill(config, source.settings)
     source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
     return filled, source
 
 
-def _filled(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
+def _fill(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
     """The settings, with those of `found` that are not given. Arguments and stem belong to the model that has them."""
     names = _SETTINGS if config.model in (None, found.get("model")) else _SETTINGS[3:]
     values = {name: found[name] for name in names if getattr(config, name) in (None, {}, "auto") and found.get(name)}
@@ -136,7 +138,7 @@ def _download(where: str) -> Path:
     return Path(path)
 
 
-def _read(found: str) -> Source:
+def _read(found: str) -> InitialWeights:
     """The source that `_find` has found, without its tensors. Nothing in it is executed."""
     path = _download(found) if found.startswith("hf://") else Path(found)
     if (path / MANIFEST).exists():
@@ -149,9 +151,9 @@ def _read(found: str) -> Source:
             "image_size": list(spec.size),
         }
         values |= {"channels": spec.channels, "mean": spec.mean, "std": spec.std}
-        return Source(found, _weights_in(path), saved.class_names, values)
+        return InitialWeights(found, _weights_in(path), saved.class_names, values)
     file = _weights_in(path) if path.is_dir() else path
-    return Source(found, file, *_described(file.parent))
+    return InitialWeights(found, file, *_describe_weights(file.parent))
 
 
 def _weights_in(folder: Path) -> Path:
@@ -159,7 +161,7 @@ def _weights_in(folder: Path) -> Path:
     return average if average.is_file() else folder / WEIGHTS
 
 
-def _described(folder: Path) -> tuple[list[str], dict[str, Any]]:
+def _describe_weights(folder: Path) -> tuple[list[str], dict[str, Any]]:
     """The class names and settings in labels.json of Lockstep, or in config.json of timm or transformers."""
     labels, path = folder / "labels.json", folder / "config.json"
     names, about = read_json(labels) if labels.is_file() else None, read_json(path) if path.is_file() else {}

@@ -74,7 +74,7 @@ class Tracker(Sink):
         with suppress(OSError, ValueError, TypeError):
             ids = dict(read_json(kept))
         try:
-            self.tracker = _started(name, tracker_class, folder, project, ids.get(name))
+            self.tracker = _start_tracker(name, tracker_class, folder, project, ids.get(name))
         except Exception as error:  # of any class, as trackers are other people's code
             problem = f"--report_to {name}: the tracker cannot be started ({one_line(error)[:200]})"
             raise UserError(problem, "correct its settings, log in to it, or leave it out") from error
@@ -104,7 +104,7 @@ class Tracker(Sink):
             self.tracker.log(numbers, step=record["step"])
 
 
-def _started(name: str, tracker_class: Any, folder: Path, project: str, before: str | None) -> Any:
+def _start_tracker(name: str, tracker_class: Any, folder: Path, project: str, before: str | None) -> Any:
     """A tracker of this class that is ready; `before` is the id of its run in an earlier start."""
     options = _PREPARE.get(name, _nothing)(folder, project, before)
     # TensorBoard's project is the folder of its files.

@@ -31,7 +31,7 @@ class Classification(Task):
         self.smoothing = config.label_smoothing
         self.weight: Tensor | None = None
         equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
-        self.loss_of_guessing = self.sum_of_losses(equal_scores, any_class, 0.0, None).item()
+        self.uniform_loss = self.sum_of_losses(equal_scores, any_class, 0.0, None).item()
 
     def weigh(self, class_weights: list[float]) -> None:
         self.weight = torch.tensor(class_weights)

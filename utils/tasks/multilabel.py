@@ -47,7 +47,7 @@ class MultiLabel(Task):
         # Compared with the logits, and float32 like them, so that all devices predict the same.
         self.cut = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
         no_scores = torch.zeros(1, self.outputs)
-        self.loss_of_guessing = max(self.loss(no_scores, no_scores + label).item() for label in (0, 1))
+        self.uniform_loss = max(self.loss(no_scores, no_scores + label).item() for label in (0, 1))
 
     def _outputs(self, config: TrainConfig, class_names: list[str]) -> int:
         return len(class_names)

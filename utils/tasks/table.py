@@ -44,5 +44,5 @@ def make_task(
     task = TASKS.choose(name)(config, class_names, labels)
     if class_weights is not None:
         task.weigh(class_weights)
-    task.choose_best(config.best)
-    return replace(config, task=name, best=task.metric), task
+    task.choose_best(config.best_metric)
+    return replace(config, task=name, best_metric=task.metric), task

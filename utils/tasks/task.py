@@ -27,7 +27,7 @@ class Task:
     """Names of the sums of a training batch; the first one is "loss"."""
     when_mixed: str = "metrics are against mixed targets"
     """With Mixup or CutMix, what the training metrics are measured against."""
-    loss_of_guessing: float = math.inf
+    uniform_loss: float = math.inf
     """The mean loss of a model that has learned nothing; infinity if unknown."""
     evaluation: Sequence[str]
     """Names of the sums of an evaluation batch; the first one is "loss"."""
@@ -74,10 +74,10 @@ class Task:
         return ""
 
     def choose_best(self, metric: str | None) -> None:
-        """Let this metric (--best) decide which checkpoint is the best, the lowest if it is the loss."""
+        """Let this metric (--best_metric) decide which checkpoint is the best, the lowest if it is the loss."""
         names = [*self.summary(dict.fromkeys(self.evaluation, 1.0), 1.0), *self.gathered]
         if metric not in (None, self.metric, *names):
-            raise UserError(f"--best {metric}: no such metric", f"use one of {', '.join(names)}")
+            raise UserError(f"--best_metric {metric}: no such metric", f"use one of {', '.join(names)}")
         if metric not in (None, self.metric):
             self.metric, self.higher_is_better = metric, metric != "loss"
 
@@ -90,8 +90,6 @@ class Task:
         rows += [("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}")]
         rows += [(name, f"{record[name]:.4f}") for name in self.listed if name in record]
         rows += [("count", record["count"])]
-        if "left_out" in record:
-            rows += [("left out", f"{record['left_out']} images that cannot be read")]
         rows += [("seconds", f"{record['seconds']:.2f}")]
         heading, classes = self.worst(record)
         return "\n".join([table(title, [*rows, *more]), *([table(heading, classes)] if classes else [])])

@@ -1,4 +1,4 @@
-"""Steps of building a run: the checks before the processes connect, the number of updates, and the wrapped model."""
+"""Steps of building a run: the checks before the processes connect, the number of updates, and the gradients."""
 
 import shlex
 
@@ -15,10 +15,10 @@ from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.models.batch_norm import check_batch_norm, has_batch_norm
 from utils.models.zoo import check_model
-from utils.ranks.accelerator import check_precision, compile_model, prepare_buckets
+from utils.ranks.accelerator import check_precision, prepare_buckets
 from utils.ranks.ranks import Ranks
 from utils.runs.folder import check_run_folder
-from utils.training.gradients import Gradients, make_gradients, prepare_model
+from utils.training.gradients import Gradients, make_gradients
 from utils.training.schedule import total_updates
 
 
@@ -38,20 +38,18 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
 
 def count_updates(config: TrainConfig, plan: Plan, module: nn.Module, ranks: Ranks) -> int:
     """The updates of the whole run. Raises ValueError if a batch is too small for batch statistics; collective."""
-    updates = ranks.run_on_all(lambda: total_updates(config, plan))
-    if has_batch_norm(module):
-        sharing = ranks.topology.world_size if config.sync_batchnorm else 1
-        ranks.run_on_all(lambda: check_batch_norm(plan, updates, sharing))
+    with ranks.agree():
+        updates = total_updates(config, plan)
+        if has_batch_norm(module):
+            check_batch_norm(plan, updates, ranks.topology.world_size if config.sync_batchnorm else 1)
     return updates
 
 
-def wrap_model(
-    config: TrainConfig, spec: InputSpec, plan: Plan, module: nn.Module, accelerator: Accelerator
-) -> tuple[nn.Module, Gradients]:
-    """The model as Accelerate wraps it for training, and how its gradients are added up; collective."""
-    compile_model(accelerator, module)
-    model = prepare_model(accelerator, module, config.microbatches)
+def prepare_gradients(
+    config: TrainConfig, spec: InputSpec, plan: Plan, model: nn.Module, module: nn.Module, accelerator: Accelerator
+) -> Gradients:
+    """How the gradients of `model`, which wraps `module` for training, are added up; collective."""
     gradients = make_gradients(model, module, accelerator, plan, bool(config.microbatches))
     no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
     prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
-    return model, gradients
+    return gradients

@@ -1,6 +1,5 @@
 """Report NaN or infinite losses and weights with the update, the rank and the samples, before a checkpoint is saved."""
 
-import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -21,10 +20,10 @@ from utils.training.schedule import count_of
 
 _ALSO = "increase --warmup_steps or set --clip_norm"
 _FIX = f"lower --lr, {_ALSO}"
-_EXPLODED = 10  # times the loss of guessing
-_NOISE = 10  # the mean loss of n samples differs by less than this / sqrt(n) times the loss of guessing
-LEARNED = 0.8  # of the loss of guessing: a run with a lower training loss has learned
-_NEARLY = 0.95  # of the loss of guessing: a model that predicts one class has a lower loss if that class is frequent
+_EXPLODED = 10  # times the loss of uniform predictions
+_NOISE = 10  # the mean loss of n samples differs by less than this / sqrt(n) times that loss
+LEARNED = 0.8  # of that loss: a run with a lower training loss has learned
+_NEARLY = 0.95  # of that loss: always predicting a class with more than 1 / classes of the samples can cost less
 _FEW = 20  # samples of an evaluation, with fewer of which it decides nothing
 _BEGINNING = 100  # updates after the warm-up, in which a network may predict one class for everything
 _SHOWN = 8  # samples in the message; the log has all
@@ -35,7 +34,7 @@ def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tu
 
     `bad` is the first such batch of this rank, if any: its update, counted from 0, and the number of its microbatch.
     """
-    step, microbatch = min(tuple(json.loads(text)) for text in ranks.gather_text(json.dumps(bad)) if text != "null")
+    step, microbatch = min(each for each in ranks.gather(bad) if each is not None)
     sizes = plan.microbatch_sizes(plan.at(step)[1])
     start = sum(sizes[:microbatch])
     samples = train.rows[samples_of(plan, step)[start : start + sizes[microbatch]]].tolist()
@@ -62,34 +61,36 @@ def samples_of(plan: Plan, step: int) -> np.ndarray:
 def watch_loss(run: Run, loss: float, count: float) -> None:
     """Report, once in a run, that training falls apart: a train record of `count` samples has a high mean loss.
 
-    The limit is 10 times the loss of guessing. After the run has learned, it is 1 + 10 / sqrt(count) times that loss.
+    The limit is 10 times the loss of uniform predictions. After the run has learned, it is 1 + 10 / sqrt(count) times
+    that loss.
     """
-    guessing, state = run.task.loss_of_guessing, run.state
+    uniform, state = run.task.uniform_loss, run.state
     limit = min(_EXPLODED, 1 + _NOISE / math.sqrt(count)) if state.learned else _EXPLODED
     state.last_loss = loss
-    state.learned |= loss < LEARNED * guessing
-    if loss > limit * guessing:
-        _report(run, f"the training loss is {loss:.4g}, while the loss of guessing is {guessing:.4g}")
+    state.learned |= loss < LEARNED * uniform
+    if loss > limit * uniform:
+        _report(run, f"the training loss is {loss:.4g}, while the loss of uniform predictions is {uniform:.4g}")
 
 
 def watch_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
     """Report, once in a run, an evaluation that shows that training falls apart.
 
-    Its loss is NaN or infinite. Or it has at least 20 samples, a loss of at least 0.95 times that of guessing, and
+    Its loss is NaN or infinite. Or it has at least 20 samples, a loss of at least 0.95 times that of uniform
+    predictions, and
 
     * the model predicts the same for all samples, although it has learned or has had 100 updates after the warm-up, or
-    * the model has learned, the last train record is not below the loss of guessing any more, and the metric is worse
-      than in the first evaluation by more than chance explains.
+    * the model has learned, the last train record is not below that loss any more, and the metric is worse than in
+      the first evaluation by more than chance explains.
     """
     task, state, loss, count = run.task, run.state, metrics["loss"], metrics["count"]
     if not math.isfinite(loss):
         return _report(run, f"the loss of the evaluation is {loss}")
     value = metrics.get(task.metric)
     state.first_metric = value if state.first_metric is None else state.first_metric
-    if loss < _NEARLY * task.loss_of_guessing or count < _FEW:
+    if loss < _NEARLY * task.uniform_loss or count < _FEW:
         return
     fall = 0.0 if value is None or state.first_metric is None else state.first_metric - value
-    forgets = state.learned and (state.last_loss or math.inf) >= LEARNED * task.loss_of_guessing
+    forgets = state.learned and (state.last_loss or math.inf) >= LEARNED * task.uniform_loss
     if run.evaluator.is_constant and (state.learned or state.step >= warmup_updates(run) + _BEGINNING):
         _report(run, f"the model predicts the same for all {count} samples, with a loss of {loss:.4g}")
     elif forgets and (fall if task.higher_is_better else -fall) > 2 / math.sqrt(count):

@@ -66,7 +66,7 @@ def _measured(run: Run, action: Callable[[], None]) -> tuple[float, int]:
     start = time.perf_counter()
     action()
     seconds = time.perf_counter() - start
-    return seconds, max(int(text) for text in run.ranks.gather_text(str(_peak(run.accelerator.device))))
+    return seconds, max(run.ranks.gather(_peak(run.accelerator.device)))
 
 
 def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:
@@ -79,19 +79,14 @@ def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> N
 
 def _first_block(run: Run) -> None:
     """Evaluate the first block of each rank, if it has one."""
-
-    @torch.no_grad()
-    @fix_for_memory("lower --eval_batch_size")
-    def evaluate() -> None:
+    run.module.eval()
+    with run.ranks.agree(), torch.no_grad(), fix_for_memory("lower --eval_batch_size"):
         for batch in run.evaluator.batches:
             with run.accelerator.autocast():
                 outputs = run.module(batch.images)
             run.task.evaluate(outputs.float(), batch.labels)[0].tolist()  # waits for the device
             break
         run.evaluator.batches.check()
-
-    run.module.eval()
-    run.ranks.run_on_all(evaluate)
 
 
 def _peak(device: torch.device) -> int:

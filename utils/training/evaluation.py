@@ -1,6 +1,5 @@
 """The evaluation loop of train.py and eval.py. It counts each sample once, on any number of processes."""
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ class Evaluator:
     """Evaluates a model on a split, in blocks of --eval_batch_size.
 
     `model` is the module without DDP's wrapper, because ranks may have different numbers of blocks. With --metrics, the
-    result has those of `Task.metrics` too; without, only their numbers if --best is one of them.
+    result has those of `Task.metrics` too; without, only their numbers if --best_metric is one of them.
     """
 
     ranks: Ranks
@@ -58,15 +57,15 @@ class Evaluator:
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
             sums, indices, predictions, kept, stopped = self._loop(stopping, keep)
         self.model.train(was_training)
-        self.ranks.run_on_all(self.batches.check)
+        with self.ranks.agree():
+            self.batches.check()
         if stopped and stopping is not None:
             stopping.agreed = True
             return None
         decided = self.task.decide(predictions)
         kinds = decided[:1].tolist() if (decided == decided[:1]).all() else [0, 1]  # or any two
-        of_ranks = [json.loads(text) for text in self.ranks.gather_text(json.dumps([len(decided), kinds]))]
-        counts = [count for count, _ in of_ranks]
-        self.is_constant = len({str(kind) for _, kinds in of_ranks for kind in kinds}) == 1
+        counts, of_ranks = zip(*self.ranks.gather((len(decided), kinds)), strict=True)
+        self.is_constant = len({str(kind) for own in of_ranks for kind in own}) == 1
         seen = gather_rows(self.accelerator, indices, counts).cpu().numpy()
         result = self._summary(sums, seen)
         if keep:
@@ -74,8 +73,7 @@ class Evaluator:
             self.predictions = in_order(seen, self.batches.labels, rows)
         if self.config.metrics or self.task.metric in self.task.gathered:
             predicted = gather_rows(self.accelerator, predictions, counts)
-            own = self.ranks.run_on_main(lambda: json.dumps(self._metrics(seen, predicted)))
-            result |= json.loads(self.ranks.broadcast_text(own or ""))
+            result |= self.ranks.from_main(lambda: self._metrics(seen, predicted))
         return result | {"seconds": time.perf_counter() - start}
 
     def _loop(self, stopping: Stopping | None, keep: bool) -> tuple[Tensor, Tensor, Tensor, list[Tensor], bool]:
@@ -121,17 +119,16 @@ class Evaluator:
 
     def _summary(self, sums: Tensor, seen: np.ndarray) -> dict:
         """The metrics over all ranks; `seen` has the indices of all samples that were evaluated, int64 [n]."""
-        left_out = torch.tensor([self.batches.left_out], dtype=torch.float64, device=sums.device)
-        *totals, missing = sum_over_ranks(self.accelerator, torch.cat([sums, left_out])).tolist()
-        samples, count = len(self.batches.labels), len(seen)
-        if count + missing != samples or len(np.unique(seen)) != count:
-            problem = f"the evaluation did not count each of the {samples} samples once"
-            raise RuntimeError(f"{problem} ({count} counted, {missing:.0f} left out); please report this")
+        totals = sum_over_ranks(self.accelerator, sums).tolist()
+        readable, samples, count = self.batches.readable, len(self.batches.labels), len(seen)
+        if not np.array_equal(np.sort(seen), np.flatnonzero(readable)):
+            problem = f"the evaluation did not count each of the {readable.sum()} samples once"
+            raise RuntimeError(f"{problem} ({count} counted); please report this")
         if not count:
             fix = "set another --eval_split or --data"
             raise UserError(f"none of the {samples} images to evaluate can be read", fix)
         result = self.task.summary(dict(zip(self.task.evaluation, totals, strict=True)), count)
-        return {**result, "count": count} | ({"left_out": int(missing)} if missing else {})
+        return {**result, "count": count} | ({"left_out": samples - count} if samples > count else {})
 
     def _metrics(self, seen: np.ndarray, predicted: Tensor) -> dict:
         order = np.argsort(seen)

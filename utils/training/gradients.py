@@ -152,13 +152,6 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, config: TrainConf
         nn.utils.clip_grad_norm_(parameters, config.clip_norm)
 
 
-def prepare_model(accelerator: Accelerator, module: nn.Module, microbatches: int | None) -> nn.Module:
-    """The model as Accelerate wraps it; without DDP if it cannot add up the gradients of --microbatches."""
-    # DDP exchanges its buckets in one backward pass, so it fits only if each process has one microbatch.
-    alone = microbatches is not None and microbatches != accelerator.num_processes
-    return accelerator.prepare_model(module, evaluation_mode=alone)
-
-
 def make_gradients(model: nn.Module, module: nn.Module, accelerator: Accelerator, plan: Plan, tree: bool) -> Gradients:
     """The sums of a run; with `tree`, those of --microbatches."""
     if tree:

@@ -41,7 +41,7 @@ class Synchronised(NamedTuple):
 
     `totals` has the task's training sums by name, the `count` of samples, and the seconds that ranks waited for data
     (`wait`), all since the last train record. `seconds` since the last synchronisation and `since_save` are means over
-    the ranks. `bad` is the number of images found to be unreadable since the last synchronisation.
+    the ranks.
     """
 
     totals: dict[str, float]
@@ -49,7 +49,6 @@ class Synchronised(NamedTuple):
     since_save: float
     failed: bool
     stop: bool
-    bad: int
 
 
 class Meter:
@@ -79,7 +78,7 @@ class Meter:
         self.count += len(targets)
         self.wait += wait
 
-    def reduce(self, accelerator: Accelerator, failed: bool, stop: bool, bad: int) -> Synchronised:
+    def reduce(self, accelerator: Accelerator, failed: bool, stop: bool) -> Synchronised:
         """Add up over the ranks, and agree whether any rank `failed` or wants to `stop`; collective.
 
         This is the only place where the loop waits for the device. The result is the same on all ranks.
@@ -90,14 +89,14 @@ class Meter:
         for place, column in enumerate(zip(*(sums for _, sums in self.batches), strict=True)):
             self.sums[place] += rounded(torch.stack(column)).sum().item()
         now = time.perf_counter()
-        own = [self.count, self.wait, now - self.started, now - self.saved, failed, stop, bad]
+        own = [self.count, self.wait, now - self.started, now - self.saved, failed, stop]
         self.started = now
         values = torch.tensor([*self.sums, *own], dtype=torch.float64, device=self.device)
-        *sums, seconds, since_save, failures, stops, found = sum_over_ranks(accelerator, values).tolist()
+        *sums, seconds, since_save, failures, stops = sum_over_ranks(accelerator, values).tolist()
         processes, totals = accelerator.num_processes, dict(zip(self.names, sums, strict=True))
         if math.isfinite(totals["loss"]):  # otherwise `first_bad` needs them, and the run ends
             self.batches.clear()
-        return Synchronised(totals, seconds / processes, since_save / processes, failures > 0, stops > 0, int(found))
+        return Synchronised(totals, seconds / processes, since_save / processes, failures > 0, stops > 0)
 
     def first_bad(self) -> tuple[int, int] | None:
         """`where` of this rank's first batch with a NaN or infinite loss since the last synchronisation."""

@@ -1,23 +1,22 @@
 """A training run: everything that the loop uses, and what is printed at its start and end."""
 
+import json
 import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.advice import RECIPE, UPDATES, advice, changed, hint_for_few, hint_for_gpus
-from utils.config.settings import TrainConfig, to_yaml
+from utils.config.advice import advice, changed, hint_for_few, hint_for_gpus
+from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig, to_yaml
 from utils.console import table
 from utils.data.batches import Batches
-from utils.data.class_counts import classes_row
-from utils.data.colour import remarks
+from utils.data.class_counts import classes_row, remarks
 from utils.data.order import Plan
 from utils.data.resident import describe_place
 from utils.data.sources import has_columns
@@ -28,32 +27,24 @@ from utils.launch.command import resume_command, script_command
 from utils.launch.exits import inform_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
-from utils.ranks.cores import taken_cores
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
+from utils.runs.checkpoint import CheckpointManager
 from utils.runs.folder import RunFolder
 from utils.runs.log import RunLog
 from utils.runs.metadata import versions
 from utils.runs.parts import EMA, Part
-from utils.runs.source import Source
+from utils.runs.source import InitialWeights
 from utils.runs.state import TrainState
 from utils.tasks.task import Task
-from utils.training.bad_images import still_bad, write_list
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
 from utils.training.profiling import Profile
 from utils.training.sameness import differences
+from utils.training.summary import describe_parameters
 
-
-@dataclass
-class Saving:
-    """A checkpoint that a thread of the main process completes. On other ranks both futures stay pending."""
-
-    step: int
-    best: tuple[float | None, int | None]  # metric and update of the best checkpoint, this one included
-    published: Future = field(default_factory=Future)
-    pointers_updated: Future = field(default_factory=Future)  # fails if `published` fails
+BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
 
 @dataclass(kw_only=True)
@@ -65,9 +56,10 @@ class Run:
     ranks: Ranks
     stopping: Stopping
     accelerator: Accelerator
+    checkpoints: CheckpointManager
     folder: RunFolder
     resumed_from: Path | None  # the checkpoint
-    source: Source | None  # of the initial weights
+    source: InitialWeights | None
     data: Data
     spec: InputSpec
     task: Task
@@ -84,9 +76,6 @@ class Run:
     meter: Meter
     log: RunLog
     profile: Profile
-    saved_best: tuple[float | None, int | None]  # metric and update of the best checkpoint on disk
-    saver: Executor  # of one thread
-    saving: Saving | None = None  # the last save, until `finish_save`
 
     @property
     def average(self) -> WeightAverage | None:
@@ -123,38 +112,34 @@ def announce(run: Run) -> None:
         numbers |= {"init_weights": run.source.weights} if run.source else {}
         numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
         run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
-    rows = start_rows(run, ranks.gather_text(ranks.describe()))
+    rows = start_rows(run, ranks.gather(ranks.describe()))
     by_loader = run.train_batches.dataset.augmentation is not None
-    lines = ranks.run_on_main(lambda: remarks(run.data, config, run.spec.channels)) or []
+    with ranks.agree():
+        lines = remarks(run.data) if ranks.is_main else []
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
-    lines += (
-        taken_cores(ranks)
-        + still_bad(run.data, run.state.bad_images)
-        + advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
-    )
+    lines += advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
     parameters = sum(parameter.numel() for parameter in run.module.parameters())
     lines += hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size, parameters)
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
     run.log.say("\n".join([table(title, rows), *lines]))
-
-    def write_files() -> None:
-        write_file(folder / "config.yaml", to_yaml(config))
-        write_list(folder, run.data.bad_images)
-        if run.source is not None and run.source.match is not None:
-            write_file(folder / "init_from.txt", f"{run.source.name}\n{run.source.match.text()}")
-
-    ranks.run_on_main(write_files)
+    with ranks.agree():
+        if ranks.is_main:
+            write_file(folder / "config.yaml", to_yaml(config))
+            if run.data.bad_images:
+                write_file(folder / BAD_IMAGES, json.dumps(run.data.bad_images, indent=1) + "\n")
+            if run.source is not None and run.source.match is not None:
+                write_file(folder / "init_from.txt", f"{run.source.name}\n{run.source.match.text()}")
 
 
 def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     """The rows of the table at the start of a run; `places` describes where each rank runs."""
     plan, data, processes = run.plan, run.data, len(places)
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
-    chosen = [("" if number else "chosen", line) for number, line in enumerate(run.chosen)]
-    recipe = ", ".join(f"{name} {value}" for name, value in changed(run.config, RECIPE))
+    chosen = [("" if number else "defaults", line) for number, line in enumerate(run.chosen)]
+    recipe = ", ".join(changed(run.config, AugmentationSettings) + changed(run.config, LossSettings))
     same = differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)
     return [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
@@ -172,25 +157,23 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         *([("recipe", recipe)] if recipe else []),
         *([("mixing", f"training {run.task.when_mixed}")] if run.config.mixes else []),
         *chosen,
-        *([("differs", same)] if same else []),
+        *([("depends on topology", same)] if same else []),
     ]
 
 
 def describe_model(run: Run) -> str:
     """The model's name, its numbers of parameters, its input, and what was changed in it."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in run.module.parameters()]
-    total, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    number = f"{total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
     # Only torchvision's models have the first of these, and models whose head was kept the second.
     changes = [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
-    return ", ".join([run.config.model, number, run.spec.describe(), *filter(None, changes)])
+    return ", ".join([run.config.model, describe_parameters(run.module), run.spec.describe(), *filter(None, changes)])
 
 
 def describe_optimizer(config: TrainConfig) -> str:
     """The optimizer, its learning rate and schedule, and what else was changed in its updates."""
-    scaled = f" ({config.lr:g} x global batch {config.global_batch_size} / {config.lr_per})" if config.lr_per else ""
+    base = config.lr_base_batch
+    scaled = f" ({config.lr:g} x global batch {config.global_batch_size} / {base})" if base else ""
     words = [config.optimizer, f"lr {config.peak_lr:.4g}{scaled}", f"weight decay {config.weight_decay:g}"]
-    return ", ".join([*words, config.lr_schedule, *(f"{name} {value}" for name, value in changed(config, UPDATES))])
+    return ", ".join([*words, config.lr_schedule, *changed(config, OptimizerSettings)])
 
 
 def fixed_batch(plan: Plan, processes: int) -> str:

@@ -50,7 +50,8 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
         warmup = count_of(config.warmup_steps or 0, updates)
         problem = f"--warmup_steps {warmup} and --cooldown_steps {cooldown} exceed the {updates} updates of the run"
         require(warmup + cooldown <= updates, problem, "lower them")
-        end = SCHEDULES.call(config, replace(config, lr=1.0, lr_per=None), updates - cooldown, updates - cooldown)
+        unscaled, last = replace(config, lr=1.0, lr_base_batch=None), updates - cooldown
+        end = SCHEDULES.call(config, unscaled, last, last)
         problem = f"--cooldown_steps has no effect: {config.lr_schedule} ends with {end:.2g} times --lr"
         fixes = ["use --lr_schedule constant", "--lr_schedule_args '{end: 0.1}'"]
         require(end > 1e-5, problem, ", or ".join(fixes[: 1 + ("end" in SCHEDULES.arguments(config))]))
@@ -215,7 +216,7 @@ def learning_rate(config: TrainConfig, update: int, updates: int, lr_factor: flo
 def _check_arguments(config: TrainConfig) -> None:
     """Raise ValueError if --lr_schedule_args give a learning rate that is negative, NaN or infinite."""
     # The data, which may decide --lr, are not known yet.
-    config = replace(config, lr=config.lr or 1.0, lr_per=None, cooldown_steps=0)
+    config = replace(config, lr=config.lr or 1.0, lr_base_batch=None, cooldown_steps=0)
     last = 2**32  # beyond any warm-up
     for update in range(last, -1, -last // 16):
         lr = learning_rate(config, update, last)

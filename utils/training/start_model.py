@@ -1,14 +1,12 @@
 """The model that a run starts with."""
 
 import hashlib
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.order import fold_in
 from utils.errors import UserError
 from utils.models.checking import bad_tensors
 from utils.models.freezing import freeze
@@ -16,18 +14,17 @@ from utils.models.matching import copy_matching
 from utils.models.recomputing import checkpoint_blocks
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
-from utils.runs.source import Source
+from utils.runs.source import InitialWeights
 
 
-def start_model(
-    build: Callable[[], nn.Module], config: TrainConfig, class_names: list[str], source: Source | None, ranks: Ranks
+def prepare_start(
+    module: nn.Module, config: TrainConfig, class_names: list[str], source: InitialWeights | None, ranks: Ranks
 ) -> nn.Module:
-    """The model of `build` with its initial weights, the same on all ranks; collective.
+    """The model with the weights of `source`, if there is one; collective.
 
-    They are random or published, and those of `source` if there is one. Some may be frozen.
+    --freeze, --grad_checkpointing and --sync_batchnorm change its layers.
     """
-
-    def prepare() -> nn.Module:
+    with ranks.agree():
         if source is not None:
             load_source(module, source, class_names, config.model)
         if config.freeze:
@@ -35,10 +32,6 @@ def start_model(
         if config.grad_checkpointing:
             checkpoint_blocks(module, config.model)
         return convert_batch_norm(module) if config.sync_batchnorm else module
-
-    torch.manual_seed(fold_in(config.seed, "weights"))
-    module = ranks.run_on_all(build, main_first=True, place="building the model")
-    return ranks.run_on_all(prepare)
 
 
 def check_same_weights(config: TrainConfig, module: nn.Module, ranks: Ranks) -> None:
@@ -52,7 +45,7 @@ def check_same_weights(config: TrainConfig, module: nn.Module, ranks: Ranks) -> 
     ranks.check_same(digest.hexdigest(), "different weights at the start", fix)
 
 
-def load_source(module: nn.Module, source: Source, class_names: list[str], name: str) -> None:
+def load_source(module: nn.Module, source: InitialWeights, class_names: list[str], name: str) -> None:
     """Copy the weights that fit into the model, and note in `source` which they are.
 
     Raises UserError if no parameter fits, or if a copied tensor is NaN or infinite.

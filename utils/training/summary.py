@@ -22,13 +22,21 @@ def model_table(module: nn.Module, spec: InputSpec) -> str:
     rows = [(name, _describe(part, flops.get(name, 0))) for name, part in parts.items() if part]
     if len(rows) > _ROWS:
         rows = [*rows[:_ROWS], ("...", f"{len(rows) - _ROWS} more")]
-    everything = list(module.parameters())
-    trained = sum(parameter.numel() for parameter in everything if parameter.requires_grad)
-    frozen = sum(parameter.numel() for parameter in everything) - trained
-    frozen_text = f" ({frozen:,} frozen)" * (frozen > 0)
     operations = f"{_si(flops[''])}FLOPs per image (a multiply-add counts as two)"
-    rows.append(("total", f"{_describe(everything, 0)}{frozen_text}, {operations}"))
+    rows.append(("total", f"{describe_parameters(module)}, {operations}"))
     return table(f"Model  {type(module).__name__}", rows)
+
+
+def describe_parameters(module: nn.Module) -> str:
+    """How many parameters a model has, and how many of them are trained, if not all."""
+    total = count_parameters(module.parameters())
+    trained = count_parameters(p for p in module.parameters() if p.requires_grad)
+    return f"{total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
+
+
+def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
+    """The number of values in these parameters."""
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def count_flops(module: nn.Module, spec: InputSpec) -> dict[str, int]:
@@ -69,8 +77,7 @@ def memory_line(module: nn.Module, optimizer: Optimizer, average: Iterable[Tenso
 
 
 def _describe(parameters: list[nn.Parameter], flops: int) -> str:
-    number = sum(parameter.numel() for parameter in parameters)
-    return f"{number:,} parameters" + (f", {_si(flops)}FLOPs" if flops else "")
+    return f"{count_parameters(parameters):,} parameters" + (f", {_si(flops)}FLOPs" if flops else "")
 
 
 def _si(number: float) -> str:

@@ -1,16 +1,12 @@
-"""Synchronise the ranks of a run: sum losses, and agree on errors, unreadable images and stopping."""
+"""Synchronise the ranks of a run: sum losses, and agree on errors and stopping."""
 
 import math
-from functools import partial
 
-from utils.data.batches import Batches
-from utils.data.splits import Split
 from utils.errors import UserError
-from utils.training.bad_images import found_by_all, write_list
-from utils.training.divergence import LEARNED, report_bad_loss, watch_loss
+from utils.runs.metadata import make_files
+from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_loss
 from utils.training.meter import Pace
-from utils.training.run import Run
-from utils.training.saving import finish_save
+from utils.training.run import BAD_IMAGES, Run
 from utils.training.schedule import learning_rate
 
 
@@ -22,33 +18,41 @@ def synchronise(run: Run, pace: Pace) -> float:
     """
     state, batches = run.state, run.train_batches
     run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
-    failed = batches.error is not None
-    failed = failed or (run.log.error is not None and run.config.if_save_fails == "stop")
-    if run.saving is not None and run.saving.pointers_updated.done():
-        failed = failed or run.saving.pointers_updated.exception() is not None
-    new_bad = len(batches.bad.keys() - batches.agreed_bad)
-    reduced = run.meter.reduce(run.accelerator, failed, run.stopping.requested, new_bad)
+    failed = batches.error is not None or run.log.error is not None or run.checkpoints.has_failed
+    reduced = run.meter.reduce(run.accelerator, failed, run.stopping.requested)
     if reduced.failed:
-        run.ranks.run_on_all(batches.check)
-        if run.config.if_save_fails == "stop":
-            run.ranks.run_on_all(run.log.check)
-        finish_save(run)
-    if reduced.bad:
-        state.bad_images += agree_on_bad(run, run.data.train, batches)
+        with run.ranks.agree():
+            batches.check()
+            run.log.check()
+        run.checkpoints.wait()
     if not reduced.totals["count"]:
         problem = f"no image of the updates up to {state.step} can be read"
-        raise UserError(problem, f"see {run.folder.path}/bad_images.json")
+        raise UserError(problem, f"see {run.folder.path / BAD_IMAGES}")
     if not math.isfinite(reduced.totals["loss"]):
         first = run.meter.first_bad()
-        report = partial(report_bad_loss, run.ranks, run.log, run.plan, run.data.train, first)
-        run.ranks.run_on_all(report)
+        with run.ranks.agree():
+            report_bad_loss(run.ranks, run.log, run.plan, run.data.train, first)
     if state.step == 1:  # the ranks always synchronise here, so this is the loss of the initial weights
-        state.learned = reduced.totals["loss"] / reduced.totals["count"] < LEARNED * run.task.loss_of_guessing
+        state.learned = reduced.totals["loss"] / reduced.totals["count"] < LEARNED * run.task.uniform_loss
     pace.synced(state.step, reduced.seconds)
     state.seconds += reduced.seconds
     state.since_log = reduced.totals
     run.stopping.agreed = reduced.stop
     return reduced.since_save
+
+
+def save(run: Run) -> None:
+    """Save a checkpoint, then agree on stopping; collective."""
+    state, ranks = run.state, run.ranks
+    with ranks.agree(f"after update {state.step}, saving"):
+        check_weights(run.module, run.plan, run.data.train, state.step)
+        run.log.sync()
+        files = make_files(run.config, state, run.plan, run.data, run.spec, ranks) if ranks.is_main else {}
+    run.checkpoints.save(run.accelerator, run.parts, files, state)
+    run.meter.restart_save_clock()
+    run.stopping.agreed = ranks.any_rank(run.stopping.agreed or run.stopping.requested)
+    if run.ended or run.stopping.agreed:  # no save follows
+        run.checkpoints.wait()
 
 
 def log_training(run: Run) -> None:
@@ -69,23 +73,3 @@ def log_training(run: Run) -> None:
     watch_loss(run, summary["loss"], count)
     state.logged_seconds, state.since_log = state.seconds, {}
     run.meter.reset()
-
-
-def agree_on_bad(run: Run, split: Split, batches: Batches) -> list[int]:
-    """Log and list the images that any rank newly found to be unreadable; collective.
-
-    Returns their positions. They contribute nothing to their updates, on any number of processes.
-    """
-    found = found_by_all(run.ranks, batches)
-    if found:
-        run.ranks.run_on_main(lambda: _report_bad(run, split, found))
-    return list(found)
-
-
-def _report_bad(run: Run, split: Split, found: dict[int, str]) -> None:
-    for reason in found.values():
-        run.log.say(f"{reason}; left out from now on")
-    reasons = {split.describe(position): reason for position, reason in found.items()}
-    run.log.write("bad_images", step=run.state.step, split=split.name, images=list(reasons))
-    run.data.bad_images.update(reasons)
-    write_list(run.folder.path, run.data.bad_images)

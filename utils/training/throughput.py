@@ -12,15 +12,14 @@ from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.ranks.ranks import Ranks
 from utils.training.evaluation import same_kernels
-from utils.training.summary import count_flops
+from utils.training.summary import count_flops, count_parameters
 
 _STRETCHES, _SECONDS = 5, 0.5  # their number, and about how long each takes
 
 
 def size_of(model: nn.Module, spec: InputSpec) -> dict[str, int]:
     """The parameters of a model, and its floating-point operations for an image (see `count_flops`)."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": parameters, "flops_per_image": count_flops(model, spec)[""]}
+    return {"parameters": count_parameters(model.parameters()), "flops_per_image": count_flops(model, spec)[""]}
 
 
 def speed_of(
@@ -29,12 +28,10 @@ def speed_of(
     """Images per second of the model alone, on a random batch on the device, on all ranks at once; collective."""
     shape = config.eval_batch_size, spec.channels, spec.height, spec.width
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
-
-    def measure() -> float:
+    with ranks.agree():
         images = torch.randn(shape, device=accelerator.device).contiguous(memory_format=layout)
-        return _images_per_second(model.eval(), images, accelerator)
-
-    each = [float(text) for text in ranks.gather_text(repr(ranks.run_on_all(measure)))]
+        own = _images_per_second(model.eval(), images, accelerator)
+    each = ranks.gather(own)
     return {"batch_size": shape[0], "model_images_per_second": sum(each), "of_each_process": each}
 
 

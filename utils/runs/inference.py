@@ -1,0 +1,94 @@
+"""Load a checkpoint for eval.py, predict.py and export.py, the same on all ranks."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from utils.config.scripts import EvalConfig, PredictConfig
+from utils.config.settings import OF_ONE_START, LaunchConfig, TrainConfig
+from utils.data.spec import InputSpec
+from utils.files import expand
+from utils.models.imagenet import load_published
+from utils.models.views import Views
+from utils.models.zoo import build_model
+from utils.ranks.accelerator import compile_model
+from utils.ranks.ranks import Ranks
+from utils.runs.manifest import FOR_EVALUATION, verify
+from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.weights import choose_weights, find_checkpoints
+from utils.tasks.task import Task
+
+
+def find_saved(ckpt: str, average: int | None, kind: str | None, ranks: Ranks, tries: int = 10) -> SavedRun:
+    """The verified checkpoint of --ckpt, with the weights that --average and --weights `kind` name; collective.
+
+    Everything is read here. If a training run deletes the checkpoint meanwhile, the search begins anew.
+    """
+
+    def find() -> list[str]:
+        return [str(checkpoint) for checkpoint in find_checkpoints(expand(ckpt), average)]
+
+    def check() -> None:
+        for path in paths:
+            verify(path, FOR_EVALUATION)
+
+    # Only the main process searches: a training run could move `best` between two searches.
+    paths = [Path(path) for path in ranks.from_main(find)]
+    try:
+        ranks.from_main(check, patient=True)
+        with ranks.agree():
+            return replace(read_checkpoint(paths[-1]), weights=choose_weights(paths, kind))
+    except (ValueError, OSError):
+        if tries == 1 or not ranks.any_rank(not all(path.is_dir() for path in paths)):
+            raise
+    return find_saved(ckpt, average, kind, ranks, tries - 1)
+
+
+def load_for_inference(saved: SavedRun, config: TrainConfig, task: Task, ranks: Ranks) -> nn.Module:
+    """The model with the chosen or published weights, on the CPU in evaluation mode; collective.
+
+    Raises ValueError if the weights do not fit.
+    """
+    with ranks.agree("building the model"):
+        model = build_model(config, saved.spec, task.outputs, load=False)
+    if saved.weights is None:
+        with ranks.local_main_first("downloading the weights"):
+            load_published(config, model)
+    else:
+        with ranks.agree("loading the weights"):
+            saved.weights.load(model)
+    return model.eval()
+
+
+def place_model(model: nn.Module, tta: str | None, accelerator: Accelerator) -> nn.Module:
+    """The model, or its test-time augmentation `tta`, compiled and on the device; without DDP."""
+    compile_model(accelerator, model)
+    return (Views(model, tta) if tta else model).to(accelerator.device).eval()
+
+
+def set_evaluation_input(saved: SavedRun, spec: InputSpec) -> SavedRun:
+    """The same run, with this input in evaluation."""
+    changed = replace(saved.spec, evaluation=None if spec == saved.spec else spec)
+    return replace(saved, values=replace(saved.values, input=changed))
+
+
+def given_settings(flags: LaunchConfig) -> dict[str, Any]:
+    """The settings of a training run that these flags replace: those that both have, except where it is launched."""
+    own = {setting.name for setting in fields(TrainConfig)} - {*OF_ONE_START, "model", "pretrained"}
+    given = {setting.name: getattr(flags, setting.name) for setting in fields(flags) if setting.name in own}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def remarks(flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec) -> list[str]:
+    """Lines about given settings that have no effect or do not suit the run; `spec` is that of the evaluation."""
+    lines, published = [], isinstance(flags, EvalConfig) and flags.model is not None
+    if flags.threshold is not None and config.task == "classification":
+        lines.append("--threshold has no effect: only multilabel and binary have it")
+    if isinstance(flags, EvalConfig) and config.eval_crop is not None and spec.small:
+        lines.append("--eval_crop has no effect: small images are evaluated whole")
+    if "flip" in (flags.tta or "") and not (config.flip or published):
+        lines.append("--tta flip: this run was trained without --flip, so mirror images are new to it")
+    return lines

@@ -1,0 +1,139 @@
+"""Write, complete and delete the folders of checkpoints. All functions run on one rank."""
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from utils.errors import one_line
+from utils.files import naming_file, put_in_place, write_file
+from utils.runs.manifest import checkpoints_of, damage_of, read_pointer, step_of, write_manifest
+from utils.runs.parts import Part
+
+_KEPT = ("model.safetensors", "optimizer.bin")  # of the files that `save_state` writes
+
+
+def write_partial(
+    folder: Path, step: int, accelerator: Accelerator, parts: Mapping[str, Part], files: Mapping[str, bytes]
+) -> None:
+    """Write the contents of a checkpoint, which `publish` completes. After an error nothing is left of it."""
+    partial = _partial(folder, step)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        # `load_state` is not its counterpart here: it would unpickle random states, and match the optimizer's state by
+        # position, unchecked. So what nothing reads is deleted: random states, which follow from the seed, and fp16's
+        # loss scale, which is a part. Other ranks would write only the former.
+        accelerator.save_state(str(partial))
+        for path in partial.iterdir():
+            if path.name not in _KEPT:
+                path.unlink()
+        for name, part in parts.items():
+            tensors = {key: tensor.contiguous() for key, tensor in part.state_dict().items()}
+            save_file(tensors, partial / f"{name}.safetensors")
+        for name, contents in files.items():
+            with naming_file(partial / name):
+                (partial / name).write_bytes(contents)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
+        if isinstance(error, OSError):
+            raise
+        # This is how torch and safetensors report a full disk.
+        raise OSError(f"{partial}: cannot be written ({one_line(error)[:120]}); is the disk full?") from error
+
+
+def publish(folder: Path, step: int) -> None:
+    """Complete the checkpoint of `step`: write its manifest, flush it to the disk, rename it.
+
+    If this fails, deletes what was written and raises OSError.
+    """
+    partial = _partial(folder, step)
+    try:
+        write_manifest(partial)
+        put_in_place(partial, folder / f"step-{step:08d}")
+    except OSError:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} no longer exists") from None
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -> None:
+    """Update `latest` and `best` after a save, then delete old checkpoints.
+
+    Raises OSError if the pointers cannot be updated. Even then the new checkpoint is kept, and old ones are deleted so
+    that they do not fill the disk.
+    """
+    best = folder / f"step-{best_step or 0:08d}"
+
+    def move_pointers() -> None:
+        write_file(folder / "latest", f"step-{step:08d}\n")
+        if best.is_dir() and read_pointer(folder, "best") != best:
+            write_file(folder / "best", best.name + "\n")
+
+    try:
+        move_pointers()
+    except OSError:
+        prune(folder, keep, best)  # makes room on a full disk
+        move_pointers()
+    prune(folder, keep, best)
+
+
+def prune(folder: Path, keep: int, best: Path | None = None) -> None:
+    """Delete all checkpoints except the `keep` newest, `best`, and those that the pointers name."""
+    kept = (best, read_pointer(folder, "best"), read_pointer(folder, "latest"))
+    for old in checkpoints_of(folder)[:-keep]:
+        if old not in kept:
+            _remove(old)
+
+
+def delete_after(folder: Path, step: int, best_step: int | None) -> None:
+    """Delete the checkpoints after `step`, whose updates will be repeated.
+
+    Damaged ones are renamed to step-N.damaged, because the disk may be the cause. Does nothing if the checkpoint of
+    `step` is not in this folder: then the run resumes from a checkpoint of another run.
+    """
+    if not (folder / f"step-{step:08d}").is_dir():
+        return
+    best = folder / f"step-{best_step or 0:08d}"
+    if best.is_dir():
+        write_file(folder / "best", best.name + "\n")
+    else:
+        (folder / "best").unlink(missing_ok=True)
+    write_file(folder / "latest", f"step-{step:08d}\n")
+    for path in reversed(checkpoints_of(folder)):  # newest first: if killed, no gap is left
+        if step_of(path) <= step:
+            break
+        aside = path.with_name(f"{path.name}.damaged")
+        if damage_of(path) and not aside.exists():
+            path.rename(aside)
+            print(f"{path} is damaged and was renamed to {aside.name}")
+        else:
+            _remove(path)
+            print(f"{path} was deleted: its updates will be repeated")
+
+
+def clean_up(folder: Path) -> None:
+    """Finish or delete the partial work of a killed process, while no other run writes there."""
+    for old in folder.glob(".step-*.old"):
+        final = folder / old.name[1 : -len(".old")]
+        if not final.exists():  # killed between the two renames of `put_in_place`
+            old.rename(final)
+    for leftover in [*folder.glob(".step-*"), *folder.glob(".*.partial")]:
+        shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+
+
+def _partial(folder: Path, step: int) -> Path:
+    return folder / f".step-{step:08d}.partial"
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint. At any time it is either complete or absent."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.gone")
+    with suppress(OSError):
+        checkpoint.rename(gone)
+        shutil.rmtree(gone)
