@@ -27,19 +27,17 @@ from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
 from utils.data.batches import Batch
-from utils.data.order import fold_in
 from utils.errors import UserError
 from utils.files import expand, write_file
-from utils.models.zoo import seed_layers
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 from utils.runs.manifest import checkpoints_of, damage_of, step_of
 from utils.training.first_batch import label_lines, picture
 from utils.training.inspection import Inspection, first_bad_layer
-from utils.training.meter import Pace, rounded
+from utils.training.loop import log_training, synchronise
+from utils.training.meter import SyncInterval, rounded
 from utils.training.run import Run
 from utils.training.schedule import due_after, reduce_on_plateau
-from utils.training.synchronise import log_training, synchronise
 
 _ROWS = 12  # of the largest gradients
 _LOGITS = 5  # printed for each sample
@@ -141,12 +139,12 @@ def recompute(run: Run, batches: Iterator[Batch], until: int, records: list[dict
         count_evaluation()
     run.model.train()
     run.meter.restart()
-    pace = Pace(run.state.step)
+    interval = SyncInterval(run.state.step)
     while run.state.step < until:
         train.train_update(run, batches)
         run.log.advance()
-        if due_after(run.config, run.state, run.updates).log or pace.due(run.state.step):
-            synchronise(run, pace)
+        if due_after(run.config, run.state, run.updates).log or interval.due(run.state.step):
+            synchronise(run, interval)
             if due_after(run.config, run.state, run.updates).log:
                 log_training(run)
             run.meter.restart()
@@ -215,7 +213,7 @@ def inspect(run: Run, batch: Batch, stop: bool) -> dict[str, Any]:
         pdb.set_trace()
     with Inspection(run.module) as inspection:
         loss, outputs = loss_of(run, batch)
-        run.accelerator.backward(loss * run.gradients.scale(run.state.position))
+        run.accelerator.backward(loss * run.gradients.loss_scale(run.state.position))
     return {
         "samples": [run.data.train.describe(position) for position in batch.indices.tolist()],
         "labels": batch.labels.tolist(),
@@ -227,7 +225,7 @@ def inspect(run: Run, batch: Batch, stop: bool) -> dict[str, Any]:
 
 def loss_of(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed loss and the outputs of a microbatch."""
-    seed_layers(run.accelerator.device, fold_in(run.config.seed, "layers", batch.update, batch.number))
+    run.gradients.seed(batch)
     outputs = run.model(batch.images)
     return run.task.loss(outputs, batch.labels), outputs
 

@@ -161,13 +161,13 @@ def test_the_norm_of_the_summed_gradient_is_clipped():
 
 def collectives(flags: list[str]) -> int:
     """Train, and return how many collectives this rank has entered, according to its watch."""
-    closing, entered = train.close, []
+    closing, entered = train.log_end, []
 
     def close(run, *given):
         entered.append(run.ranks.watch.entered)
         return closing(run, *given)
 
-    train.close = close
+    train.log_end = close
     train.main(flags)
     return entered[0]
 

@@ -442,13 +442,13 @@ def test_a_start_waits_for_ranks_without_a_launcher_to_save_and_leave(processes,
 
 
 def _train_and_leave_slowly(flags):
-    close = train.close
+    close = train.log_end
 
     def slow(*arguments):
         until(Path("waiting").exists)
         return close(*arguments)
 
-    train.close = slow
+    train.log_end = slow
     slow_train(flags, 0.0, 5)
 
 

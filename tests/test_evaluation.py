@@ -237,7 +237,7 @@ def _evaluate_and_meet_in_each_block(flags):
         Path(f"blocks-{os.getpid()}").write_text(str(len(blocks)))
         return add(*arguments)
 
-    Classification.evaluate, evaluation.Pace.due = counted, lambda self, step: True
+    Classification.evaluate, evaluation.SyncInterval.due = counted, lambda self, step: True
     eval.main(flags)
 
 

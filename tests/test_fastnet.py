@@ -120,7 +120,7 @@ def weights_at_the_start(flags: list[str], spoil: bool = False) -> dict:
     """The weights with which a run begins its first update; with `spoil`, a new first layer is filled with 7."""
     found = {}
 
-    def keep(run):
+    def keep(run, profile):
         found.update({name: value.clone() for name, value in run.module.state_dict().items()})
 
     if spoil:

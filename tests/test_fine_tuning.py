@@ -34,7 +34,7 @@ from utils.models.recomputing import checkpoint_blocks
 from utils.models.zoo import build_model, seed_layers
 from utils.runs.manifest import read_pointer, write_manifest
 from utils.runs.source import find_source
-from utils.training.start_model import load_source
+from utils.training.building import load_source
 
 VIT = "timm/vit_tiny_patch16_224"
 SMALL_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "drop_rate": 0.2}

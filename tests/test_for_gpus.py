@@ -493,9 +493,9 @@ def _operations_of_an_update(layers):
     gradients = TreeGradients(model, model, accelerator, Plan(8, 8, 2, seed=0))
     with Recorder() as recorder:
         for number in range(2):
-            with gradients.microbatch(number, SimpleNamespace(images=[0], number=number)):
+            with gradients.microbatch(SimpleNamespace(images=[0], update=0, number=number)):
                 pass
-        gradients.finish()
+        gradients.reduce()
     return [name for name, _ in recorder.operations]
 
 
@@ -519,7 +519,7 @@ def test_the_sums_of_a_batch_take_three_operations_on_the_device():
         outputs, labels = torch.randn(8, 2, device=CUDA), torch.zeros(8, dtype=torch.int64, device=CUDA)
         loss = task.loss(outputs, labels)
         gpu.operations.clear()
-        meter.add(loss, outputs, labels, 0.1, (0, 0))
+        meter.add(loss, outputs, SimpleNamespace(labels=labels, update=0, number=0))
     assert [name for name, _ in gpu.operations] == ["argmax", "eq", "sum"]
 
 
@@ -533,14 +533,14 @@ def test_sums_are_added_in_float64_in_the_order_of_the_batches():
         for number in range(50):
             outputs, labels = torch.randn(7, 2, generator=random), torch.arange(7) % 2
             loss = task.loss(outputs, labels) / 3
-            meter.add(loss, outputs, labels, 0.0, (part, number))
+            meter.add(loss, outputs, SimpleNamespace(labels=labels, update=part, number=number))
             total += loss.double()
             right += int((outputs.argmax(1) == labels).sum())
         totals = meter.reduce(accelerator, False, False).totals
         assert totals["loss"] == total.item() and totals["accuracy"] == right
         assert totals["count"] == 350 * (part + 1)
-    meter.add(torch.tensor(float("inf")), outputs, labels, 0.0, (3, 1))
-    meter.add(torch.tensor(float("nan")), outputs, labels, 0.0, (4, 0))
+    meter.add(torch.tensor(float("inf")), outputs, SimpleNamespace(labels=labels, update=3, number=1))
+    meter.add(torch.tensor(float("nan")), outputs, SimpleNamespace(labels=labels, update=4, number=0))
     meter.reduce(accelerator, False, False)
     assert meter.first_bad() == (3, 1)
 

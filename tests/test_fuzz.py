@@ -61,7 +61,7 @@ def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bo
     the forward pass.
     """
     train.OWN_MODELS["branching"] = Branching
-    make, update, closing, counts = train.make_accelerator, train.train_update, train.close, []
+    make, update, closing, counts = train.make_accelerator, train.train_update, train.log_end, []
 
     def with_small_buckets(*given):
         accelerator = make(*given)
@@ -80,7 +80,7 @@ def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bo
         counts.append(len((log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes") or "").split()))
         return closing(run, *given)
 
-    train.make_accelerator, train.train_update, train.close = with_small_buckets, killed, close
+    train.make_accelerator, train.train_update, train.log_end = with_small_buckets, killed, close
     train.main(flags)
     return counts[0]
 

@@ -22,7 +22,7 @@ from utils.data.spec import InputSpec
 from utils.models.small import MnistCNN
 from utils.training.gradients import clip_gradients
 from utils.training.groups import hidden_matrices, layer_numbers, layer_scales, names_without_decay, parameter_groups
-from utils.training.optim import OPTIMIZERS, begin_momentum, build_optimizer, set_learning_rate
+from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
 from utils.training.schedule import learning_rate
 
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 3}
@@ -318,7 +318,9 @@ def test_a_resumed_run_keeps_the_learning_rate_for_its_samples():
 def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_with_fp16():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    begin_momentum(SimpleNamespace(optimizer=optimizer))  # as Accelerate wraps it
+    wrapped = SimpleNamespace(optimizer=optimizer)  # as Accelerate wraps it
+    assert init_optimizer(wrapped, SimpleNamespace(scaler=None)) is optimizer
+    assert init_optimizer(wrapped, SimpleNamespace(scaler=1)) is wrapped
     assert all(optimizer.state[p]["momentum_buffer"].shape == p.shape for p in model.parameters())
 
 

@@ -39,7 +39,7 @@ def train_with(publish=None, before=None, always_synchronise=False, flags=RUN):
     if publish is not None:
         checkpoint.publish = lambda folder, step: publish(step, partial(real, folder, step))
     if always_synchronise:
-        train.Pace.due = lambda pace, step: True
+        train.SyncInterval.due = lambda interval, step: True
     train.train_update = eventful
     train.main(flags)
 

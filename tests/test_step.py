@@ -157,7 +157,7 @@ def test_freed_memory_is_used_again_without_faulting_it_in_anew():
 
 def test_what_start_up_made_is_out_of_the_garbage_collectors_sight_for_as_long_as_asked():
     before = gc.get_freeze_count()
-    with host.frozen_garbage():
+    with host.gc_frozen():
         assert gc.get_freeze_count() > before + 10_000
     assert gc.get_freeze_count() == 0
 

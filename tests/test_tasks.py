@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import eval
 import train
-import utils.runs.resume
+import utils.training.building
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.errors import UserError
@@ -68,7 +68,7 @@ def make_value(config, class_names, labels):
 
 
 def _train(flags):
-    utils.runs.resume.make_task = lambda config, names, labels, _: make_value(config, names, labels)
+    utils.training.building.make_task = lambda config, names, labels, _: make_value(config, names, labels)
     return train.main(flags)
 
 

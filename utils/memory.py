@@ -30,7 +30,7 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def frozen_garbage() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Exclude all objects created so far from garbage collection, so that full collections stay short."""
     gc.collect()
     gc.freeze()

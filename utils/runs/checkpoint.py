@@ -55,6 +55,24 @@ class CheckpointManager:
         with self.ranks.agree():
             return read_checkpoint(Path(checkpoint))
 
+    def start(
+        self,
+        saved: SavedRun | None,
+        module: nn.Module,
+        optimizer: Optimizer,
+        parts: Mapping[str, Part],
+        lines: list[str],
+    ) -> Path:
+        """Open the folder of the run, load the tensors of `saved`, if it is given, and print `lines` about it.
+
+        Returns the folder, which is created if the run is new.
+        """
+        folder = self.open_folder()
+        if saved is not None:
+            self.load(saved, module, optimizer, parts, lines)
+        self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
+        return folder.path
+
     def open_folder(self) -> RunFolder:
         """The folder of the run, which is created if the run is new."""
 

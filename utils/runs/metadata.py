@@ -12,18 +12,16 @@ import accelerate
 import numpy as np
 import torch
 import torchvision
-from accelerate import Accelerator
 
 from utils.config.cli import read_config
 from utils.config.defaults import NAMES
 from utils.config.settings import OF_ONE_START, OF_THIS_MACHINE, TrainConfig, to_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
-from utils.data.sources import absolute_data
 from utils.data.spec import InputSpec
 from utils.data.splits import Data
 from utils.errors import UserError
-from utils.files import expand, read_json
+from utils.files import read_json
 from utils.ranks.ranks import Ranks
 from utils.runs.state import TrainState
 from utils.runs.typed_json import parse
@@ -129,7 +127,7 @@ def make_files(
     texts = {
         "state.json": values.to_json(),
         "labels.json": json.dumps(data.class_names),
-        "config.yaml": to_yaml(config),
+        "config.yaml": config_to_save(config),
     }
     if config.sampler != "shuffle" or config.class_weights:  # to correct predictions for the true frequencies
         labels = data.train.labels
@@ -168,22 +166,6 @@ def versions() -> dict[str, str]:
     return {"lockstep": VERSION, "commit": code_commit(), **packages, "python": platform.python_version()}
 
 
-def settings_to_save(config: TrainConfig, plan: Plan, resumed: bool, accelerator: Accelerator) -> TrainConfig:
-    """The settings to save with the run: batch sizes and precision are resolved; settings of one start are reset."""
-    kept = resumed and not config.microbatches
-    return replace(
-        config,
-        **_defaults(OF_ONE_START),
-        global_batch_size=plan.global_batch_size,
-        batch_size=None,
-        grad_accum=plan.microbatches // accelerator.num_processes if kept else config.grad_accum,
-        data=absolute_data(config.data),
-        mixed_precision=accelerator.mixed_precision,
-        init_from=absolute_source(config.init_from),
-    )
-
-
-def absolute_source(where: str | None) -> str | None:
-    """--init_from with an absolute path, if it is one and not on the Hub."""
-    is_path = where is not None and expand(where).parent.is_dir()
-    return str(expand(where).absolute()) if where is not None and is_path else where
+def config_to_save(config: TrainConfig) -> str:
+    """config.yaml: the settings of a run, without those of one start."""
+    return to_yaml(replace(config, **_defaults(OF_ONE_START)))

@@ -2,26 +2,19 @@
 
 import textwrap
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from utils.config.batch import resolve_batch
-from utils.config.defaults import NAMES, choose_images, choose_sizes
-from utils.config.settings import FIXED, KEPT, OF_INPUT, OF_THIS_MACHINE, TrainConfig
-from utils.data.decode import peek
+from utils.config.defaults import NAMES
+from utils.config.settings import FIXED, KEPT, OF_THIS_MACHINE, TrainConfig
 from utils.data.order import Plan
-from utils.data.sampling import make_plan
-from utils.data.spec import SMALL, InputSpec, sides
-from utils.data.splits import Data, Split
+from utils.data.splits import Data
 from utils.errors import UserError
-from utils.models.zoo import input_spec
-from utils.ranks.ranks import Ranks
 from utils.runs.folder import RunFolder
 from utils.runs.metadata import SavedRun
 from utils.runs.state import TrainState
-from utils.tasks.table import make_task
-from utils.tasks.task import Task
 
 
 def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> tuple[int, int, int]:
@@ -60,52 +53,6 @@ def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: in
         config = replace(config, **{name: getattr(saved.settings, name) for name in unset})
     batch_of_start(config, saved, processes)
     return config
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """What follows from the flags, the data and, in a resumed run, the checkpoint; `lines` say what was chosen."""
-
-    config: TrainConfig
-    lines: list[str]
-    plan: Plan
-    spec: InputSpec
-    task: Task
-    state: TrainState
-
-
-def resolve(
-    config: TrainConfig, saved: SavedRun | None, folder: RunFolder | None, data: Data, processes: int
-) -> Resolved:
-    """Choose the settings that follow from the data, and derive the plan, the input, the task and the state.
-
-    `folder` is the run folder if it exists already. Raises ValueError if the checkpoint does not fit.
-    """
-    config, sizes = (config, []) if saved else choose_sizes(config, len(data.train), processes)
-    _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
-    plan = make_plan(config, data.train, global_batch_size, config.microbatches or grad_accum * processes)
-    state = restore_state(saved, folder, config, plan, data)
-    config, images, spec = resolve_input(config, saved, data.train)
-    config, task = make_task(config, data.class_names, data.train.labels, data.class_weights)
-    return Resolved(config, sizes + images, plan, spec, task, state)
-
-
-def resolve_input(
-    config: TrainConfig, saved: SavedRun | None, train: Split
-) -> tuple[TrainConfig, list[str], InputSpec]:
-    """The settings with those chosen from the images, lines about these, and the model's input.
-
-    The input is the checkpoint's if the settings that it depends on are unchanged. It is not derived again, because
-    some of the images may no longer exist.
-    """
-    if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT):
-        return config, [], saved.spec
-    channels, size = peek(train, skip=config.bad_images == "skip")
-    small = size is not None and max(size) <= SMALL
-    # mnist_cnn takes images of one size.
-    small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None
-    config, lines = choose_images(config, small, small_input)
-    return config, lines, input_spec(config, channels, size)
 
 
 def restore_state(
@@ -166,16 +113,16 @@ def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data)
         raise UserError(f"{saved.path}: a run with --microbatches {kept}", f"set --threads {there.threads}")
 
 
-def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, plan: Plan, ranks: Ranks) -> list[str]:
+def resume_lines(saved: SavedRun, config: TrainConfig, resolved: TrainConfig, plan: Plan, processes: int) -> list[str]:
     """The lines that a resumed run prints: its checkpoint, and what differs from the earlier run.
 
-    `config` has the settings of this start as given, and `settings` those that the run will save.
+    `config` has the batch sizes of this start as given.
     """
     ignored = {*OF_THIS_MACHINE, "global_batch_size", "batch_size", "grad_accum"}
-    changes = [(name, vars(saved.settings)[name], new) for name, new in vars(settings).items() if name not in ignored]
+    changes = [(name, vars(saved.settings)[name], new) for name, new in vars(resolved).items() if name not in ignored]
     topology = [
-        ("processes", saved.values.processes, ranks.topology.world_size),
-        ("threads", saved.values.threads, ranks.threads),
+        ("processes", saved.values.processes, processes),
+        ("threads", saved.values.threads, torch.get_num_threads()),
     ]
     lines = [f"resuming from {saved.path}"]
     for name, old, new in changes + topology:
@@ -186,7 +133,7 @@ def resume_lines(saved: SavedRun, config: TrainConfig, settings: TrainConfig, pl
             "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
             "if processes x accumulation steps differs, dropout masks and batch statistics differ too"
         )
-    used = plan.sizes(ranks.topology.world_size)
+    used = plan.sizes(processes)
     kept = config.batch_size == used["batch_size"] and config.grad_accum in (None, used["grad_accum"])
     if config.batch_size and not kept:
         given = f"--batch_size {config.batch_size}" + f" --grad_accum {config.grad_accum}" * bool(config.grad_accum)

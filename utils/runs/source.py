@@ -27,7 +27,7 @@ from utils.runs.manifest import (
     sha256_of,
     verify,
 )
-from utils.runs.metadata import SavedRun, absolute_source, read_checkpoint
+from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.runs.parts import EMA
 
 WEIGHTS = "model.safetensors"
@@ -182,3 +182,9 @@ def _describe_weights(folder: Path) -> tuple[list[str], dict[str, Any]]:
             f"{labels if labels.is_file() else path}: malformed ({one_line(error)})", "delete it"
         ) from error
     return list(names or []), values
+
+
+def absolute_source(where: str | None) -> str | None:
+    """--init_from with an absolute path, if it is one and not on the Hub."""
+    is_path = where is not None and expand(where).parent.is_dir()
+    return str(expand(where).absolute()) if where is not None and is_path else where

@@ -1,24 +1,40 @@
-"""Steps of building a run: the checks before the processes connect, the number of updates, and the gradients."""
+"""Steps of building a run: checks before the processes connect, and the model that it starts with."""
 
 import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
 from utils.config.batch import resolve_batch
-from utils.config.settings import TrainConfig
+from utils.config.defaults import choose_images, choose_sizes
+from utils.config.settings import OF_INPUT, TrainConfig
+from utils.console import join_names
+from utils.data.decode import peek
 from utils.data.order import Plan
-from utils.data.sources import check_source
-from utils.data.spec import InputSpec
+from utils.data.sampling import make_plan
+from utils.data.sources import absolute_data, check_source
+from utils.data.spec import SMALL, InputSpec, sides
+from utils.data.splits import Data, Split
 from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.models.batch_norm import check_batch_norm, has_batch_norm
-from utils.models.zoo import check_model
-from utils.ranks.accelerator import check_precision, prepare_buckets
+from utils.models.checking import bad_tensors
+from utils.models.freezing import freeze
+from utils.models.matching import copy_matching
+from utils.models.recomputing import checkpoint_blocks
+from utils.models.zoo import check_model, input_spec
+from utils.ranks.accelerator import check_precision, compile_model
+from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
-from utils.runs.folder import check_run_folder
-from utils.training.gradients import Gradients, make_gradients
+from utils.runs.folder import RunFolder, check_run_folder
+from utils.runs.metadata import SavedRun
+from utils.runs.resume import batch_of_start, restore_state, resume_lines, settings_of_start
+from utils.runs.source import InitialWeights, absolute_source, find_source
+from utils.runs.state import TrainState
+from utils.tasks.table import make_task
+from utils.tasks.task import Task
 from utils.training.schedule import total_updates
 
 
@@ -36,20 +52,126 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
         resolve_batch(config, ranks.topology.world_size)
 
 
-def count_updates(config: TrainConfig, plan: Plan, module: nn.Module, ranks: Ranks) -> int:
-    """The updates of the whole run. Raises ValueError if a batch is too small for batch statistics; collective."""
+def start_settings(
+    config: TrainConfig, saved: SavedRun | None, ranks: Ranks
+) -> tuple[TrainConfig, InitialWeights | None]:
+    """The settings with those of the checkpoint and of --init_from, and what --init_from names; collective."""
     with ranks.agree():
-        updates = total_updates(config, plan)
+        config = settings_of_start(config, saved, ranks.topology.world_size)
+    return find_source(config, saved, ranks)
+
+
+@dataclass(kw_only=True)
+class Resolved:
+    """What follows from the flags, the data and, in a resumed run, the checkpoint."""
+
+    config: TrainConfig  # does not change any more
+    chosen: list[str]  # lines about the settings that follow from the data
+    changed: list[str]  # lines about a checkpoint, and what has changed since it was saved
+    resumed_from: Path | None  # the checkpoint
+    source: InitialWeights | None
+    data: Data
+    plan: Plan
+    updates: int  # of the whole run
+    spec: InputSpec
+    task: Task
+    state: TrainState
+
+
+def resolve(
+    config: TrainConfig,
+    saved: SavedRun | None,
+    folder: RunFolder | None,
+    data: Data,
+    source: InitialWeights | None,
+    accelerator: Accelerator,
+) -> Resolved:
+    """Choose the settings that follow from the data, and derive the plan, the input, the task and the state.
+
+    `folder` is the run folder if it exists already. Raises ValueError if the checkpoint does not fit.
+    """
+    processes = accelerator.num_processes
+    config, sizes = (config, []) if saved else choose_sizes(config, len(data.train), processes)
+    _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
+    plan = make_plan(config, data.train, global_batch_size, config.microbatches or grad_accum * processes)
+    state = restore_state(saved, folder, config, plan, data)
+    config, images, spec = resolve_input(config, saved, data.train)
+    config, task = make_task(config, data.class_names, data.train.labels, data.class_weights)
+    resolved = replace(
+        config,
+        global_batch_size=plan.global_batch_size,
+        batch_size=None,
+        grad_accum=grad_accum if saved and not config.microbatches else config.grad_accum,
+        data=absolute_data(config.data),
+        mixed_precision=accelerator.mixed_precision,
+        init_from=absolute_source(config.init_from),
+    )
+    changed = resume_lines(saved, config, resolved, plan, processes) if saved else []
+    return Resolved(
+        config=resolved,
+        chosen=sizes + images,
+        changed=changed,
+        resumed_from=saved.path if saved else None,
+        source=source,
+        data=data,
+        plan=plan,
+        updates=total_updates(config, plan),
+        spec=spec,
+        task=task,
+        state=state,
+    )
+
+
+def resolve_input(
+    config: TrainConfig, saved: SavedRun | None, train: Split
+) -> tuple[TrainConfig, list[str], InputSpec]:
+    """The settings with those chosen from the images, lines about these, and the model's input.
+
+    The input is the checkpoint's if the settings that it depends on are unchanged. It is not derived again, because
+    some of the images may no longer exist.
+    """
+    if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT):
+        return config, [], saved.spec
+    channels, size = peek(train, skip=config.bad_images == "skip")
+    small = size is not None and max(size) <= SMALL
+    # mnist_cnn takes images of one size.
+    small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None
+    config, lines = choose_images(config, small, small_input)
+    return config, lines, input_spec(config, channels, size)
+
+
+def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerator, ranks: Ranks) -> nn.Module:
+    """The model with the weights of --init_from, compiled if the accelerate config says so; collective.
+
+    --freeze, --grad_checkpointing and --sync_batchnorm change its layers. Raises ValueError if a batch is too small for
+    batch statistics.
+    """
+    config, source = resolved.config, resolved.source
+    with ranks.agree():
+        if source is not None:
+            load_source(module, source, resolved.data.class_names, config.model)
+        if config.freeze:
+            freeze(module, config.freeze, source.match.new if source and source.match else {})
+        if config.grad_checkpointing:
+            checkpoint_blocks(module, config.model)
         if has_batch_norm(module):
-            check_batch_norm(plan, updates, ranks.topology.world_size if config.sync_batchnorm else 1)
-    return updates
+            sharing = ranks.topology.world_size if config.sync_batchnorm else 1
+            check_batch_norm(resolved.plan, resolved.updates, sharing)
+        module = convert_batch_norm(module) if config.sync_batchnorm else module
+        compile_model(accelerator, module)
+    return module
 
 
-def prepare_gradients(
-    config: TrainConfig, spec: InputSpec, plan: Plan, model: nn.Module, module: nn.Module, accelerator: Accelerator
-) -> Gradients:
-    """How the gradients of `model`, which wraps `module` for training, are added up; collective."""
-    gradients = make_gradients(model, module, accelerator, plan, bool(config.microbatches))
-    no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
-    prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
-    return gradients
+def load_source(module: nn.Module, source: InitialWeights, class_names: list[str], name: str) -> None:
+    """Copy the weights that fit into the model, and note in `source` which they are.
+
+    Raises UserError if no parameter fits, or if a copied tensor is NaN or infinite.
+    """
+    tensors = source.tensors()
+    source.match = copy_matching(module, tensors, source.class_names, class_names)
+    if bad := bad_tensors(module.state_dict()):
+        raise UserError(f"--init_from {source.name}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
+    if not {key for key, _ in module.named_parameters()} & set(source.match.kept):
+        theirs, own = join_names(tensors, 3), join_names(module.state_dict(), 3)
+        problem = f"--init_from {source.name}: none of its tensors ({theirs}) fits {name}, which has {own}"
+        raise UserError(problem, "set --model to the model of these weights")

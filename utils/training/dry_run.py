@@ -14,10 +14,10 @@ from utils.data.batches import Batch
 from utils.files import expand
 from utils.launch.exits import fix_for_memory
 from utils.memory import bytes_text
-from utils.training.meter import Pace
+from utils.training.loop import synchronise
+from utils.training.meter import SyncInterval
 from utils.training.run import Run
 from utils.training.summary import memory_line, model_table
-from utils.training.synchronise import synchronise
 
 
 def trial(config: TrainConfig) -> TrainConfig:
@@ -70,11 +70,11 @@ def _measured(run: Run, action: Callable[[], None]) -> tuple[float, int]:
 
 
 def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:
-    pace = Pace(run.state.step)
+    interval = SyncInterval(run.state.step)
     run.model.train()
     run.meter.restart()
     update(run, iter(run.train_batches))
-    synchronise(run, pace)  # raises the errors of any rank
+    synchronise(run, interval)  # raises the errors of any rank
 
 
 def _first_block(run: Run) -> None:

@@ -19,7 +19,7 @@ from utils.ranks.accelerator import sum_over_ranks
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.tasks.task import Task
-from utils.training.meter import Pace, rounded
+from utils.training.meter import SyncInterval, rounded
 from utils.training.predictions import Predictions, has_predictions, in_order, predict
 
 
@@ -89,7 +89,7 @@ class Evaluator:
         predictions, stopped = [nothing], False
         kept = [predict(task, torch.zeros(0, task.outputs, device=device), no_labels)] if keep else []
         indices: list[Tensor] = []  # on the host, or all on the device
-        bar, pace = Terminal(self.ranks.is_main).progress("evaluating"), Pace()
+        bar, interval = Terminal(self.ranks.is_main).progress("evaluating"), SyncInterval()
         for block, batch in enumerate(bar(self.batches), 1):
             with self.accelerator.autocast():
                 outputs = self.model(batch.images)
@@ -100,21 +100,21 @@ class Evaluator:
             if keep:
                 kept.append(predict(task, outputs.float(), batch.labels))
             # Ranks may differ by one block, so they synchronise only after blocks that all of them have.
-            if block <= shared_blocks and pace.due(block):
+            if block <= shared_blocks and interval.due(block):
                 wants_to_stop = self.batches.error is not None or (stopping is not None and stopping.requested)
-                stopped = self._any_wants_to_stop(wants_to_stop, pace, block)
+                stopped = self._any_wants_to_stop(wants_to_stop, interval, block)
                 if stopped:
                     break
         seen = torch.cat(indices or [torch.zeros(0, dtype=torch.int64)]).to(device)
         return sums, seen, torch.cat(predictions), [torch.cat(parts) for parts in zip(*kept, strict=True)], stopped
 
-    def _any_wants_to_stop(self, wants_to_stop: bool, pace: Pace, block: int) -> bool:
+    def _any_wants_to_stop(self, wants_to_stop: bool, interval: SyncInterval, block: int) -> bool:
         self.ranks.mark_waiting(f"block {block} of the evaluation")
-        own = [wants_to_stop, time.perf_counter() - pace.time]
+        own = [wants_to_stop, time.perf_counter() - interval.time]
         values = torch.tensor(own, dtype=torch.float64, device=self.accelerator.device)
         stops, seconds = sum_over_ranks(self.accelerator, values).tolist()
         self.ranks.mark("evaluating")
-        pace.synced(block, seconds / self.accelerator.num_processes)
+        interval.synced(block, seconds / self.accelerator.num_processes)
         return stops > 0
 
     def _summary(self, sums: Tensor, seen: np.ndarray) -> dict:

@@ -1,7 +1,8 @@
 """How the gradients of an update's microbatches are added up: by DDP, or in one fixed order with --microbatches."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -10,7 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.settings import TrainConfig
 from utils.data.batches import Batch
-from utils.data.order import Plan
+from utils.data.order import Plan, fold_in
+from utils.models.zoo import seed_layers
+from utils.ranks.accelerator import prepare_buckets
+from utils.ranks.ranks import Ranks
+from utils.training.building import Resolved
 from utils.training.tree_sum import Exchange, TreeSum
 
 
@@ -19,22 +24,30 @@ class Gradients:
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
         self.model, self.accelerator, self.plan = model, accelerator, plan
-        self.steps = plan.microbatches // accelerator.num_processes
-        """Forward and backward passes of this rank in an update."""
+        self.steps = -(-plan.microbatches // accelerator.num_processes)
+        """Microbatches of this rank in an update, of which the last may be empty."""
+        self._step = 0  # forward and backward passes of the update so far
 
-    def scale(self, position: int) -> float:
+    def loss_scale(self, position: int) -> float:
         """The factor of the summed loss of each microbatch of the update at `position`.
 
         With it, the result is the gradient of the mean loss over the global batch, even if microbatches differ in size.
         """
         return self.accelerator.num_processes / self.plan.update_size(position)  # DDP divides by this number
 
-    def microbatch(self, step: int, batch: Batch):
-        """The context of a forward and backward pass; `step` counts from 0 in each update."""
-        return nullcontext() if step == self.steps - 1 else self.accelerator.no_sync(self.model)
+    def seed(self, batch: Batch) -> None:
+        """Seed random layers, such as dropout, for a microbatch: the same on any number of processes."""
+        seed_layers(self.accelerator.device, fold_in(self.plan.seed, "layers", batch.update, batch.number))
 
-    def finish(self) -> None:
+    def microbatch(self, batch: Batch) -> AbstractContextManager[None]:
+        """The context of the forward and backward pass of a microbatch."""
+        self.seed(batch)
+        self._step += 1
+        return nullcontext() if self._step == self.steps else self.accelerator.no_sync(self.model)
+
+    def reduce(self) -> None:
         """Complete the gradients of an update; collective."""
+        self._step = 0
 
 
 class TreeGradients(Gradients):
@@ -49,7 +62,6 @@ class TreeGradients(Gradients):
     def __init__(self, model: nn.Module, module: nn.Module, accelerator: Accelerator, plan: Plan):
         super().__init__(model, accelerator, plan)
         processes = accelerator.num_processes
-        self.steps = -(-plan.microbatches // processes)
         self.tree = TreeSum(plan.microbatches, processes, accelerator.process_index)
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         buffers = list(module.buffers())
@@ -62,11 +74,12 @@ class TreeGradients(Gradients):
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, self._exchange_bucket)
 
-    def scale(self, position: int) -> float:
+    def loss_scale(self, position: int) -> float:
         return 1 / self.plan.update_size(position)  # no factor may depend on the number of processes
 
     @contextmanager
-    def microbatch(self, step: int, batch: Batch) -> Iterator[None]:
+    def microbatch(self, batch: Batch) -> Iterator[None]:
+        self.seed(batch)
         if not self.start:
             self.start = [_joined(buffers) for buffers in self.buffers]
         else:
@@ -93,7 +106,7 @@ class TreeGradients(Gradients):
         self.running.append((buffer, exchange))
         return exchange.work.get_future().then(lambda _: buffer)
 
-    def finish(self) -> None:
+    def reduce(self) -> None:
         for buffer, exchange in self.running:
             total = exchange.finish()
             if total is not buffer:
@@ -152,8 +165,26 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, config: TrainConf
         nn.utils.clip_grad_norm_(parameters, config.clip_norm)
 
 
-def make_gradients(model: nn.Module, module: nn.Module, accelerator: Accelerator, plan: Plan, tree: bool) -> Gradients:
-    """The sums of a run; with `tree`, those of --microbatches."""
-    if tree:
-        return TreeGradients(model, module, accelerator, plan)
-    return Gradients(model, accelerator, plan)
+def make_gradients(
+    resolved: Resolved, model: nn.Module, module: nn.Module, accelerator: Accelerator, ranks: Ranks
+) -> Gradients:
+    """How the gradients of `model`, which wraps `module` for training, are added up; collective."""
+    plan, spec = resolved.plan, resolved.spec
+    gradients = Gradients(model, accelerator, plan)
+    if resolved.config.microbatches:
+        gradients = TreeGradients(model, module, accelerator, plan)
+        check_same_weights(module, ranks)
+    no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
+    prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
+    return gradients
+
+
+def check_same_weights(module: nn.Module, ranks: Ranks) -> None:
+    """Raise UserError if ranks start with different weights. Without DDP, nothing makes them equal. Collective."""
+    if ranks.topology.world_size == 1:
+        return
+    digest = hashlib.sha256()
+    for tensor in (*module.parameters(), *module.buffers()):
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    fix = "use the same kind of processor, the same versions and the same files on all machines"
+    ranks.check_same(digest.hexdigest(), "different weights at the start", fix)

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from utils.console import join_names
+from utils.data.batches import Batch
 from utils.errors import UserError
 from utils.ranks.accelerator import sum_over_ranks
 from utils.tasks.task import Task
@@ -20,7 +21,7 @@ def rounded(values: Tensor) -> Tensor:
     return (values.double() * 2**26).round() / 2**26
 
 
-class Pace:
+class SyncInterval:
     """When the ranks synchronise: about once a second, after the same number of steps on all of them."""
 
     def __init__(self, step: int = 0):
@@ -65,18 +66,15 @@ class Meter:
             raise UserError(problem, "use another checkpoint")
         start = start if is_main else {}
         self.device, self.sums = device, [start.get(name, 0.0) for name in task.training]
-        self.count, self.wait = start.get("count", 0.0), start.get("wait", 0.0)
+        self.count, self.wait = start.get("count", 0.0), start.get("wait", 0.0)  # samples, and seconds waited for them
         self.batches: list[tuple[tuple[int, int], Sequence[Tensor]]] = []  # since the last synchronisation
         self.started = self.saved = time.perf_counter()
 
-    def add(self, loss: Tensor, outputs: Tensor, targets: Tensor, wait: float, where: tuple[int, int]) -> None:
-        """Add one batch: its summed loss, its `outputs` [n, ...] and `targets` [n, ...], and the seconds waited for it.
-
-        `where` is its update and microbatch. Does not wait for the GPU.
-        """
-        self.batches.append((where, self.task.training_sums(loss.detach(), outputs.detach(), targets)))
-        self.count += len(targets)
-        self.wait += wait
+    def add(self, loss: Tensor, outputs: Tensor, batch: Batch) -> None:
+        """Add a microbatch with its summed loss and its `outputs` [n, ...]. Does not wait for the GPU."""
+        sums = self.task.training_sums(loss.detach(), outputs.detach(), batch.labels)
+        self.batches.append(((batch.update, batch.number), sums))
+        self.count += len(batch.labels)
 
     def reduce(self, accelerator: Accelerator, failed: bool, stop: bool) -> Synchronised:
         """Add up over the ranks, and agree whether any rank `failed` or wants to `stop`; collective.
@@ -99,7 +97,7 @@ class Meter:
         return Synchronised(totals, seconds / processes, since_save / processes, failures > 0, stops > 0)
 
     def first_bad(self) -> tuple[int, int] | None:
-        """`where` of this rank's first batch with a NaN or infinite loss since the last synchronisation."""
+        """The update and number of this rank's first microbatch with a NaN or infinite loss, if there is one."""
         return next((where for where, (loss, *_) in self.batches if not loss.isfinite()), None)
 
     def restart(self) -> None:

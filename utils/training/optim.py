@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from utils.config.settings import TrainConfig
@@ -120,14 +122,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Set the momentum of every parameter of SGD to 0, which does not change the updates.
+def init_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
+    """The optimizer that the loop uses, after `Accelerator.prepare`: only fp16 needs its wrapper, which is slower.
 
-    PyTorch's fused SGD fails if a parameter gets its first gradient in a later update than others.
+    The momentum of every parameter of SGD is set to 0, which does not change the updates: PyTorch's fused SGD fails if
+    a parameter gets its first gradient in a later update than others.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
+    optimizer = prepared.optimizer
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return prepared if accelerator.scaler else optimizer

@@ -1,9 +1,7 @@
 """Profile where the time of an update goes: --profile writes a trace of a few updates."""
 
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,15 +9,17 @@ from torch.autograd import DeviceType
 
 from utils.console import table
 from utils.errors import one_line
+from utils.training.run import Run
 
 WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates that are not recorded, recorded and discarded, recorded and kept
 
 
 class Profile:
-    """A context around the loop, which must call `step` after each update. Records ten updates if `enabled`."""
+    """A context around the loop, which must call `step` after each update. With --profile, records ten updates."""
 
-    def __init__(self, enabled: bool, folder: Path, rank: int, say: Callable[[str], None]):
-        self.path, self.say = folder / f"trace-rank{rank}.json.gz", say
+    def __init__(self, run: Run):
+        self.path = run.folder.path / f"trace-rank{run.ranks.topology.rank}.json.gz"
+        self.say, enabled = run.log.say, run.config.profile
         self._enabled, self._written = enabled, False
         self._profiler: Any = nullcontext()
         if enabled:

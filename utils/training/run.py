@@ -6,22 +6,19 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
 from utils.config.advice import advice, changed, hint_for_few, hint_for_gpus
-from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig, to_yaml
+from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig
 from utils.console import table
 from utils.data.batches import Batches
 from utils.data.class_counts import classes_row, remarks
 from utils.data.order import Plan
 from utils.data.resident import describe_place
 from utils.data.sources import has_columns
-from utils.data.spec import InputSpec
-from utils.data.splits import Data
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
 from utils.launch.exits import inform_launcher
@@ -32,15 +29,12 @@ from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
 from utils.runs.folder import RunFolder
 from utils.runs.log import RunLog
-from utils.runs.metadata import versions
+from utils.runs.metadata import config_to_save, versions
 from utils.runs.parts import EMA, Part
-from utils.runs.source import InitialWeights
-from utils.runs.state import TrainState
-from utils.tasks.task import Task
+from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.profiling import Profile
 from utils.training.sameness import differences
 from utils.training.summary import describe_parameters
 
@@ -48,24 +42,13 @@ BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of 
 
 
 @dataclass(kw_only=True)
-class Run:
+class Run(Resolved):
     """All parts of a training run."""
 
-    config: TrainConfig
-    chosen: list[str]  # lines about the settings that follow from the data
     ranks: Ranks
     stopping: Stopping
     accelerator: Accelerator
     checkpoints: CheckpointManager
-    folder: RunFolder
-    resumed_from: Path | None  # the checkpoint
-    source: InitialWeights | None
-    data: Data
-    spec: InputSpec
-    task: Task
-    plan: Plan
-    updates: int
-    state: TrainState
     model: nn.Module  # as Accelerate wraps it, for training
     gradients: Gradients
     module: nn.Module  # without the wrapper, for evaluation
@@ -75,7 +58,11 @@ class Run:
     evaluator: Evaluator
     meter: Meter
     log: RunLog
-    profile: Profile
+
+    @property
+    def folder(self) -> RunFolder:
+        assert self.checkpoints.folder is not None
+        return self.checkpoints.folder
 
     @property
     def average(self) -> WeightAverage | None:
@@ -102,7 +89,7 @@ class Run:
         return self.config.report and (bool(self.ended) or self.config.early_stopping is not None)
 
 
-def announce(run: Run) -> None:
+def log_start(run: Run) -> None:
     """Print what runs where, and write the settings to the run folder; collective."""
     config, ranks, folder = run.config, run.ranks, run.folder.path
     processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
@@ -127,7 +114,7 @@ def announce(run: Run) -> None:
     run.log.say("\n".join([table(title, rows), *lines]))
     with ranks.agree():
         if ranks.is_main:
-            write_file(folder / "config.yaml", to_yaml(config))
+            write_file(folder / "config.yaml", config_to_save(config))
             if run.data.bad_images:
                 write_file(folder / BAD_IMAGES, json.dumps(run.data.bad_images, indent=1) + "\n")
             if run.source is not None and run.source.match is not None:
@@ -183,7 +170,7 @@ def fixed_batch(plan: Plan, processes: int) -> str:
     return f"{plan.global_batch_size} in {number} microbatches, on {processes} process{'es' * (processes > 1)}{same}"
 
 
-def close(run: Run, result: dict | None, command: Sequence[str]) -> bool:
+def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     """Print the result and the next command; returns whether updates or an evaluation remain to be done.
 
     `command` is the command that started the run.

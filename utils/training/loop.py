@@ -1,16 +1,36 @@
-"""Synchronise the ranks of a run: sum losses, and agree on errors and stopping."""
+"""What the loop in train.py does besides training: read batches, synchronise the ranks, log and save."""
 
 import math
+import time
+from collections.abc import Iterator
 
+from utils.data.batches import Batch
 from utils.errors import UserError
 from utils.runs.metadata import make_files
 from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_loss
-from utils.training.meter import Pace
+from utils.training.first_batch import write_first_batch
+from utils.training.meter import SyncInterval
 from utils.training.run import BAD_IMAGES, Run
 from utils.training.schedule import learning_rate
 
 
-def synchronise(run: Run, pace: Pace) -> float:
+def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """This rank's microbatches of the next update."""
+    state, ranks = run.state, run.ranks
+    for step in range(run.gradients.steps):
+        ranks.mark(f"update {state.step + 1}, reading a batch")
+        start = time.perf_counter()
+        batch = next(batches)
+        run.meter.wait += time.perf_counter() - start
+        assert batch.update == state.step, f"a batch of update {batch.update}, not {state.step}"
+        if state.step == step == 0:
+            write_first_batch(run, batch)
+        ranks.mark_waiting(f"update {state.step + 1}, computing and adding up gradients")
+        if batch.number >= 0:  # otherwise another rank has one microbatch more
+            yield batch
+
+
+def synchronise(run: Run, interval: SyncInterval) -> float:
     """Sum losses over the ranks, and agree on errors and stopping; collective, about once a second.
 
     A rank that cannot read a sample continues with an empty batch until this point, so that no rank waits for it.
@@ -29,12 +49,12 @@ def synchronise(run: Run, pace: Pace) -> float:
         problem = f"no image of the updates up to {state.step} can be read"
         raise UserError(problem, f"see {run.folder.path / BAD_IMAGES}")
     if not math.isfinite(reduced.totals["loss"]):
-        first = run.meter.first_bad()
+        first = min(bad for bad in run.ranks.gather(run.meter.first_bad()) if bad)
         with run.ranks.agree():
-            report_bad_loss(run.ranks, run.log, run.plan, run.data.train, first)
+            report_bad_loss(run.ranks, run.log, run.plan, run.data.train, *first)
     if state.step == 1:  # the ranks always synchronise here, so this is the loss of the initial weights
         state.learned = reduced.totals["loss"] / reduced.totals["count"] < LEARNED * run.task.uniform_loss
-    pace.synced(state.step, reduced.seconds)
+    interval.synced(state.step, reduced.seconds)
     state.seconds += reduced.seconds
     state.since_log = reduced.totals
     run.stopping.agreed = reduced.stop
