@@ -107,7 +107,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
     model, optimizer, train_loader, eval_loader = prepared
     optimizer = init_optimizer(optimizer, accelerator)
     parts = make_parts(accelerator, module, config.ema_decay)
-    folder = checkpoints.start(saved, module, optimizer, parts, resolved.changed)
+    folder = checkpoints.start(config, saved, module, optimizer, parts, resolved.changed)
     gradients = make_gradients(resolved, model, module, accelerator, ranks)
     sinks, device = TRACKERS.sinks(config), accelerator.device
     eval_batches = Batches(eval_loader, spec.for_evaluation(), config, device, training=False)

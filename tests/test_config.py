@@ -315,3 +315,9 @@ def test_a_run_folder_that_is_named_after_the_data_has_a_name_that_can_be_given(
             assert run_ranks(1, train.main, [*flags, "--data", data])[0].code == 0
     for path in Path("runs").iterdir():
         assert parse("--run_name", path.name).run_name == path.name and len(path.name) < 80
+
+
+def test_a_run_folder_is_named_after_the_data_and_the_model_that_was_chosen():
+    assert run_ranks(2, train.main, ["--max_steps", "1"])[0].code == 0
+    (path,) = Path("runs").iterdir()
+    assert re.fullmatch(r"digits-mnist_cnn-\d{8}-\d{6}", path.name)

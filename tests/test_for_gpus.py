@@ -22,7 +22,6 @@ from helpers.ranks import returned, run_ranks
 from helpers.training_runs import ROOT, refused, train_run
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,7 +46,6 @@ from utils.ranks import ranks
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 from utils.tasks.classification import Classification
-from utils.training import profiling
 from utils.training import run as running
 from utils.training.gradients import TreeGradients
 from utils.training.meter import Meter
@@ -615,35 +613,6 @@ def test_loader_processes_are_chosen_by_physical_cores(logical, physical, thread
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, all=logical: all if logical else physical)
     monkeypatch.setattr("utils.memory.usable_cores", lambda: set(range(logical)))
     assert workers.default_workers(threads, processes) == expected
-
-
-def _event(key, kind, cpu, device, annotation=False, count=10):
-    return SimpleNamespace(
-        key=key,
-        device_type=kind,
-        self_cpu_time_total=cpu,
-        self_device_time_total=device,
-        is_user_annotation=annotation,
-        count=count,
-    )
-
-
-def test_a_profile_counts_the_time_of_each_kernel_once():
-    events = [
-        _event("ProfilerStep*", DeviceType.CPU, 5e4, 0, count=10),
-        _event("aten::conv2d", DeviceType.CPU, 2e4, 6e4),  # with the time of its kernel
-        _event("sm90_conv", DeviceType.CUDA, 0, 6e4),
-        _event("nccl_reduce", DeviceType.CUDA, 0, 4e4),
-        _event("ProfilerStep*", DeviceType.CUDA, 0, 9e4, annotation=True),
-        _event("nccl:all_reduce", DeviceType.CUDA, 0, 4e4, annotation=True),
-    ]
-    text = profiling._summary(SimpleNamespace(key_averages=lambda: events))
-    assert "One update: 10.0 ms on the GPU" in text and "60%" in text and "40%" in text
-    assert "aten::conv2d" not in text and "ProfilerStep" not in text
-    on_cpu = [event for event in events if event.device_type == DeviceType.CPU]
-    on_cpu[1].self_device_time_total = 0
-    text = profiling._summary(SimpleNamespace(key_averages=lambda: on_cpu))
-    assert "One update: 7.0 ms on the CPU" in text and "Python and its calls" in text
 
 
 def test_a_run_with_tf32_off_says_so_in_its_settings():

@@ -57,6 +57,7 @@ class CheckpointManager:
 
     def start(
         self,
+        config: TrainConfig,
         saved: SavedRun | None,
         module: nn.Module,
         optimizer: Optimizer,
@@ -65,8 +66,9 @@ class CheckpointManager:
     ) -> Path:
         """Open the folder of the run, load the tensors of `saved`, if it is given, and print `lines` about it.
 
-        Returns the folder, which is created if the run is new.
+        `config` has the resolved settings, of which the model is part of the name of a new folder. Returns the folder.
         """
+        self.config = config
         folder = self.open_folder()
         if saved is not None:
             self.load(saved, module, optimizer, parts, lines)
