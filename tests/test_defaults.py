@@ -26,8 +26,8 @@ from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
 from utils.training.divergence import watch_evaluation, watch_loss
-from utils.training.sameness import differences, has_dropout
 from utils.training.schedule import total_updates
+from utils.training.summary import differences, has_dropout
 
 NAMES = ("global_batch_size", "drop_last", "log_every", "lr", "weight_decay", "model", "flip")
 

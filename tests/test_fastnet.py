@@ -15,7 +15,7 @@ from utils.config.settings import TrainConfig
 from utils.data.datasets import DecodedImages
 from utils.data.spec import InputSpec
 from utils.errors import UserError
-from utils.models.fastnet import FastNet, some_images
+from utils.models.small import FastNet, some_images
 from utils.models.zoo import build_model
 
 SMALL = ["--model", "fastnet", "--model_args", "{widths: [12, 16], scaling: 0.5}"]

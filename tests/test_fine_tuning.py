@@ -28,9 +28,8 @@ from utils.data.order import fold_in
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.batch_norm import has_batch_norm
-from utils.models.freezing import freeze
+from utils.models.layers import checkpoint_blocks, freeze
 from utils.models.matching import copy_matching, heads_of
-from utils.models.recomputing import checkpoint_blocks
 from utils.models.zoo import build_model, seed_layers
 from utils.runs.manifest import read_pointer, write_manifest
 from utils.runs.source import find_source

@@ -16,7 +16,7 @@ class Table(dict[str, Any]):
 
     The setting `what`_args, if there is one, passes arguments to the selected function, by the names of its parameters
     that have a default. `trial(config)` raises an error if these arguments have invalid values. `others` describes
-    values of the setting that are not in the table. `unusable` has names that are refused, and the reasons.
+    values of the setting that are not in the table.
     """
 
     def __init__(
@@ -25,15 +25,12 @@ class Table(dict[str, Any]):
         functions: dict[str, Any],
         others: str = "",
         trial: Callable[[Any], object] | None = None,
-        unusable: dict[str, str] | None = None,
     ):
         super().__init__(functions)
-        self.what, self.others, self.trial, self.unusable = what, others, trial, unusable or {}
+        self.what, self.others, self.trial = what, others, trial
 
     def choose(self, name: str) -> Any:
         """The function of this name. Raises UserError, which suggests a similar name or lists all."""
-        if name in self.unusable:
-            raise UserError(f"--{self.what} {name}: {self.unusable[name]}", f"use {self.listed()}")
         if name not in self:
             problem = f"--{self.what} {name}: no such {self.what.replace('_', ' ')}"
             raise UserError(problem, suggestion(name, self, f"use {self.listed()}"))

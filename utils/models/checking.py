@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.errors import UserError, one_line
+from utils.models.layers import keep_activations
 from utils.models.published import published_input
-from utils.models.recomputing import keep_activations
 
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28}  # smaller images are enlarged to it; 32 for other models
 ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for

@@ -1,7 +1,8 @@
-"""Published weights with ImageNet's classes: the names of the classes, and the weights with their head."""
+"""Published weights with ImageNet's classes: the names of the classes, and the head, kept for known classes."""
 
 import importlib.util
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
+from utils.models.matching import copy_matching, heads_of
 from utils.models.published import loading_weights
 
 CLASSES: list[str] = torchvision.models.get_model_weights("resnet18").DEFAULT.meta["categories"]
@@ -89,3 +91,40 @@ def version_of(config: TrainConfig) -> str:
         cfg = timm.get_pretrained_cfg(config.model[5:])
         return (cfg and cfg.tag) or ""
     return torchvision.models.get_model_weights(config.model).DEFAULT.name
+
+
+def keep_head(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
+    """Copy the rows of the published head by class name if the published weights know all of the classes `names`."""
+    there = _classes_of_weights(config.model, names) if names else []
+    if not there:
+        return
+    arguments: dict[str, Any] = {key: value for key, value in config.model_args.items() if key != "num_classes"}
+    published = published_model(config, **arguments)
+    heads = tuple(f"{name}." for name in heads_of(published))
+    tensors = {name: tensor for name, tensor in published.state_dict().items() if name.startswith(heads)}
+    copy_matching(model, tensors, there, names)
+    model.head_change = f"head of the published weights for all {len(names)} classes"
+
+
+def _classes_of_weights(name: str, wanted: Sequence[str]) -> list[str]:
+    """The classes of the published weights, by the names that the data uses; empty if not all `wanted` are known."""
+    if name.startswith("timm/"):
+        import timm
+        from timm.data import ImageNetInfo, infer_imagenet_subset
+
+        cfg = timm.get_pretrained_cfg(name[5:])
+        number = cfg.num_classes if cfg else 0
+        namings: list[Any] = [cfg.label_names] if cfg and cfg.label_names else []
+        if number != len(CLASSES) and (subset := infer_imagenet_subset({"num_classes": number})):
+            info = ImageNetInfo(subset)
+            namings += [info.label_names(), info.label_descriptions()]
+        for names in namings:
+            counts = Counter(names)
+            if all(counts[each] == 1 for each in wanted):
+                return list(names)
+        if number != len(CLASSES):
+            return []
+    try:
+        return names_as_in(wanted)
+    except UserError:
+        return []

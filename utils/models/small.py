@@ -1,12 +1,18 @@
-"""Two small models: mnist_cnn and mlp.
+"""Our own small models: mnist_cnn, mlp and fastnet.
 
 To add a model, write a class or a function with the same first two arguments and add it to `OWN_MODELS` in zoo.py.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from utils.data.datasets import DecodedImages
+from utils.data.pipeline import ImageDataset
 from utils.data.spec import InputSpec
+from utils.errors import UserError
 
 
 class MnistCNN(nn.Module):
@@ -53,3 +59,73 @@ class MLP(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.output(torch.relu(self.hidden(images.flatten(1))))
+
+
+_IMAGES = 1000  # the first layer is computed from at most this many training images
+_EPS = 5e-4  # added to the variances of patches, as in the paper, so that noise is not amplified
+
+
+class FastNet(nn.Module):
+    """A whitening layer, then blocks of two 3x3 convolutions, each of which halves height and width.
+
+    `widths` has the channels of each block. The logits are multiplied by `scaling`. Raises UserError for images that
+    are too small for so many blocks, or larger than 96 pixels.
+    """
+
+    def __init__(self, spec: InputSpec, classes: int, widths: Sequence[int] = (64, 256, 256), scaling: float = 1 / 9):
+        super().__init__()
+        least = 1 + 2 ** len(widths)
+        if not spec.small or min(spec.size) < least:
+            problem = f"fastnet takes images of {least} to 96 pixels, got {spec.height}x{spec.width}"
+            raise UserError(problem, "try --image_size 32, or --model resnet18")
+        self.spec, self.scaling = spec, scaling
+        self.whiten = nn.Conv2d(spec.channels, 8 * spec.channels, 2)
+        self.whiten.requires_grad_(False)  # then its activation, the largest, needs no gradients
+        ends = [self.whiten.out_channels, *widths]
+        self.blocks = nn.Sequential(*(_block(*pair) for pair in zip(ends, widths, strict=False)))
+        self.head = nn.Linear(ends[-1], classes, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.blocks(nn.functional.gelu(self.whiten(images)))
+        return self.head(x.amax((2, 3))) * self.scaling
+
+    def initialise(self, pixels: np.ndarray) -> None:
+        """Make the first layer whiten the 2x2 patches of these images, uint8 [n, H, W, C], n >= 1.
+
+        Each principal component of the normalised patches becomes two channels, the component divided by its standard
+        deviation and the negative of that, so that no information is lost in the activation. Sums of integers are exact
+        in float64, so the weights do not depend on the number of threads.
+        """
+        std, mean = (np.repeat(values, 4) for values in (self.spec.std, self.spec.mean))
+        count, total, products = 0, np.zeros(len(std)), np.zeros((len(std), len(std)))
+        for part in np.array_split(pixels, -(-len(pixels) // 100)):
+            windows = np.lib.stride_tricks.sliding_window_view(part, (2, 2), axis=(1, 2))  # [n, H - 1, W - 1, C, 2, 2]
+            patches = windows.reshape(-1, len(std)).astype(np.float64)
+            count, total, products = count + len(patches), total + patches.sum(0), products + patches.T @ patches
+        center = (total / count / 255 - mean) / std
+        covariance = (products / count - np.outer(total / count, total / count)) / np.outer(255 * std, 255 * std)
+        variances, components = np.linalg.eigh(covariance)
+        components *= np.sign(components[np.abs(components).argmax(0), np.arange(len(std))])  # LAPACK chooses the signs
+        kernels = (components / np.sqrt(np.maximum(variances, 0) + _EPS)).T
+        kernels = np.concatenate([kernels, -kernels])
+        assert self.whiten.bias is not None
+        with torch.no_grad():
+            self.whiten.weight.copy_(torch.from_numpy(kernels).view(self.whiten.weight.shape))
+            self.whiten.bias.copy_(torch.from_numpy(-kernels @ center))
+
+
+def _block(inputs: int, outputs: int) -> nn.Sequential:
+    """Convolution, pooling, convolution. At first, output channel i of a convolution is a copy of input channel i."""
+    convs = [nn.Conv2d(n, outputs, 3, padding="same", bias=False) for n in (inputs, outputs)]
+    norms = [nn.BatchNorm2d(outputs, momentum=0.2) for _ in convs]  # runs are short
+    for conv, norm in zip(convs, norms, strict=True):
+        nn.init.dirac_(conv.weight[: conv.in_channels])  # channels without such an input stay random
+        norm.weight.requires_grad = False  # the next layer can learn the scale
+    return nn.Sequential(convs[0], nn.MaxPool2d(2), norms[0], nn.GELU(), convs[1], norms[1], nn.GELU())
+
+
+def some_images(dataset: ImageDataset) -> np.ndarray:
+    """Evenly spaced training images to initialise the network with, uint8 [n, H, W, C]; the same on every rank."""
+    assert isinstance(dataset, DecodedImages)  # the network takes small images only
+    samples = np.flatnonzero(dataset.readable)
+    return dataset.pixels[samples[:: -(-len(samples) // _IMAGES)]]

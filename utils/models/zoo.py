@@ -17,11 +17,10 @@ from utils.data.pipeline import ImageDataset
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output
-from utils.models.drop_path import has_drop_path, set_drop_path, unsupported
-from utils.models.fastnet import FastNet, some_images
-from utils.models.kept_head import keep_head
+from utils.models.imagenet import keep_head
+from utils.models.layers import has_drop_path, set_drop_path, unsupported
 from utils.models.published import loading_weights, published_input, sized
-from utils.models.small import MLP, MnistCNN
+from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
 STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
 _FIX_ARGUMENTS = "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'"

@@ -21,9 +21,8 @@ from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.models.batch_norm import check_batch_norm, has_batch_norm
 from utils.models.checking import bad_tensors
-from utils.models.freezing import freeze
+from utils.models.layers import checkpoint_blocks, freeze
 from utils.models.matching import copy_matching
-from utils.models.recomputing import checkpoint_blocks
 from utils.models.zoo import check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model
 from utils.ranks.batchnorm import convert_batch_norm

@@ -19,8 +19,11 @@ from utils.errors import UserError
 from utils.training.groups import Groups, parameter_groups
 from utils.training.muon import MuonAndAdamW
 
+# The functions below, and those that need several gradients in an update, all samples, or sparse gradients
+_OTHERS = {"Optimizer", "SGD", "Muon", "LBFGS", "Rprop", "SparseAdam"}
 # Arguments that have flags, and those about how torch computes a step
-_NOT_ARGUMENTS = ("lr", "momentum", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused")
+_NOT_ARGUMENTS = {"params", "lr", "momentum", "weight_decay"}
+_NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused"}
 
 
 def sgd(groups: Groups, config: TrainConfig, nesterov: bool = True) -> torch.optim.Optimizer:
@@ -66,34 +69,20 @@ def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
         return kind(groups, lr=config.lr, **momentum, **fused, **arguments)
 
     build.__doc__ = f"torch.optim.{kind.__name__}."
-    first, *own = (p for name, p in parameters.items() if name not in _NOT_ARGUMENTS)
-    keywords = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
-    build.__signature__ = inspect.Signature([first, first.replace(name="config"), *keywords])  # type: ignore[attr-defined]
+    own = [p.replace(kind=p.KEYWORD_ONLY) for name, p in parameters.items() if name not in _NOT_ARGUMENTS]
+    build.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
     return build
 
 
-_UNUSABLE = {
-    "lbfgs": "it computes the gradient several times in an update",
-    "rprop": "it needs the gradient of all training samples, and uses no learning rate schedule",
-    "sparseadam": "it takes sparse gradients only",
-}
-_OF_TORCH = {
-    kind.__name__.lower(): of_torch(kind)
-    for kind in vars(torch.optim).values()
-    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-}
-_LISTED_FIRST = {
-    "sgd": sgd,
-    "rmsprop": _OF_TORCH["rmsprop"],
-    "adam": _OF_TORCH["adam"],
-    "adamw": _OF_TORCH["adamw"],
-    "muon": muon,
-}
 OPTIMIZERS = Table(
     "optimizer",
-    _LISTED_FIRST | {name: build for name, build in _OF_TORCH.items() if name not in (*_LISTED_FIRST, *_UNUSABLE)},
+    {"sgd": sgd, "muon": muon}
+    | {
+        kind.__name__.lower(): of_torch(kind)
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind.__name__ not in _OTHERS
+    },
     trial=lambda config: _try_arguments(config),
-    unusable=_UNUSABLE,
 )
 
 

@@ -35,8 +35,7 @@ from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.sameness import differences
-from utils.training.summary import describe_parameters
+from utils.training.summary import describe_parameters, differences
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
@@ -182,13 +181,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
         trained = result or state.best_step or run.resumed_from is None
         checkpoint = folder if trained else run.resumed_from
-        places = [("--data_dir", config.data_dir), ("--cache_dir", config.cache_dir)]
-        given = [
-            word
-            for flag, place in places
-            if place and place != getattr(TrainConfig, flag[2:])
-            for word in (flag, place)
-        ]
+        given = ["--data_dir", config.data_dir] if config.data_dir else []
         words = [*script_command("eval.py"), "--ckpt", str(checkpoint), *given]
         title, following = "Done", f"evaluate it: {shlex.join(words)}"
     else:

@@ -1,0 +1,161 @@
+"""What flags change in the layers of a model: --drop_path, --freeze and --grad_checkpointing."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils.checkpoint import checkpoint
+from torchvision.ops import StochasticDepth
+
+from utils.config.bounds import require
+from utils.config.table import suggestion
+from utils.errors import UserError
+from utils.models.matching import heads_of
+
+FAMILIES = "timm models such as timm/vit_* and timm/convnext_*; convnext_*, efficientnet_*, maxvit_t and swin_*"
+
+
+def has_drop_path(model: nn.Module) -> bool:
+    return any(type(layer).__name__ in ("DropPath", "StochasticDepth") for layer in model.modules())
+
+
+def unsupported(name: str) -> UserError:
+    return UserError(f"--drop_path: {name} does not support it", f"use one of {FAMILIES}")
+
+
+def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
+    """Set the stochastic depth of a torchvision model: its rate grows linearly from block to block, up to `rate`.
+
+    Raises UserError if the model has none, or if --model_args turn it off.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, StochasticDepth)]
+    if not layers:
+        raise unsupported(name)
+    # Not all of torchvision's functions accept a rate, so the rates of the layers are scaled. The last of n blocks has
+    # the full rate, except in EfficientNet, where it has (n - 1) / n of it.
+    last = max(layer.p for layer in layers)
+    require(last > 0, "--drop_path has no effect: --model_args set the stochastic depth to 0", "use only one of them")
+    full = last * len(layers) / (len(layers) - 1) if name.startswith("efficientnet") else last
+    for layer in layers:
+        layer.p *= rate / full
+
+
+BACKBONE = "backbone"
+"""The pattern that stands for all parameters but those of the head."""
+
+
+def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {}) -> None:
+    """Freeze the parameters that match a pattern, and the batch statistics of layers whose parameters are all frozen.
+
+    A pattern is `backbone`, or the name of a layer or parameter, with the wildcards of `fnmatch`. Raises UserError for
+    a pattern that matches nothing or a parameter in `new`, and if no parameter is left to train. `new` has parameters
+    that --init_from did not set, with the reason; they would stay random.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        matching = [name for name in parameters if _matches(model, name, pattern)]
+        if not matching:
+            layers = [name for name, _ in model.named_modules() if name]
+            fix = suggestion(pattern, [*layers, *parameters], f"use {BACKBONE}, or names such as {layers[0]}")
+            raise UserError(f"--freeze {pattern}: no parameter has such a name", fix)
+        for name in matching:
+            if name in new:
+                fix = "freeze other layers, or set --model and --channels to those of --init_from"
+                raise UserError(f"--freeze {pattern}: {name} would stay random ({new[name]})", fix)
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(f"--freeze {' '.join(patterns)}: no parameter is left to train", f"try {BACKBONE}")
+    for layer in _frozen_statistics(model):
+        layer.eval()
+        layer.__dict__["train"] = _keep_mode  # called by `train` of the model, also after an evaluation
+
+
+def _matches(model: nn.Module, name: str, pattern: str) -> bool:
+    if pattern == BACKBONE:
+        return not name.startswith(tuple(f"{head}." for head in heads_of(model)))
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _frozen_statistics(model: nn.Module) -> list[nn.Module]:
+    """The layers with running statistics in modules that have parameters, all of them frozen."""
+    found: list[nn.Module] = []
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            found += [layer for layer in module.modules() if isinstance(layer, _NormBase)]
+    return found
+
+
+def _keep_mode(mode: bool = True) -> None:
+    """Replaces a layer's method `train`, and changes nothing."""
+
+
+def checkpoint_blocks(model: Any, name: str) -> None:
+    """Let the model's blocks compute their activations twice; the results are the same, bit for bit.
+
+    timm's models choose their blocks. In others, a block is a layer in an nn.Sequential that has layers of its own.
+    Raises UserError for a model without blocks.
+    """
+    if hasattr(model, "set_grad_checkpointing"):
+        try:
+            model.set_grad_checkpointing(True)
+            blocks, model.switch_checkpointing = [model], model.set_grad_checkpointing
+        except AssertionError:  # the model does not support it
+            blocks = []
+    else:
+        blocks, switch = _blocks(model), SimpleNamespace(on=True)
+        for block in blocks:
+            block.forward = partial(_run, switch, block.forward)
+        model.switch_checkpointing = partial(setattr, switch, "on")
+    if not blocks:
+        fix = "use a model with blocks, such as resnet50, convnext_tiny or timm/vit_small_patch16_224"
+        raise UserError(f"--grad_checkpointing: {name} does not support it", fix)
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.register_forward_pre_hook(_use_copies)
+            layer.register_forward_hook(_use_own, always_call=True)  # PyTorch ends the second pass by an exception
+
+
+@contextmanager
+def keep_activations(model: Any) -> Iterator[None]:
+    """Let the blocks of `checkpoint_blocks`, if any, keep their activations for a forward pass."""
+    switch = getattr(model, "switch_checkpointing", lambda on: None)
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
+
+
+def _run(switch: SimpleNamespace, forward: Callable, *inputs: Any) -> Any:
+    # The second pass has the same dropout masks. Without gradients, there is no second pass.
+    return checkpoint(forward, *inputs, use_reentrant=False) if switch.on else forward(*inputs)
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    found = []
+    for child in module.children():
+        is_block = isinstance(module, nn.Sequential | nn.ModuleList) and any(child.children())
+        if is_block and not isinstance(child, nn.Sequential | nn.ModuleList):
+            found.append(child)
+        else:
+            found += _blocks(child)
+    return found
+
+
+def _use_copies(layer: _BatchNorm, inputs: Any) -> None:
+    """In the second pass, which is part of the backward pass, update copies of the running statistics."""
+    if torch._C._current_graph_task_id() != -1:
+        layer.__dict__["own_buffers"] = dict(layer._buffers)
+        copies = {name: buffer.clone() for name, buffer in layer._buffers.items() if buffer is not None}
+        layer._buffers.update(copies)
+
+
+def _use_own(layer: _BatchNorm, inputs: Any, outputs: Any) -> None:
+    layer._buffers.update(layer.__dict__.pop("own_buffers", {}))
