@@ -35,7 +35,7 @@ from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import describe_parameters, differences
+from utils.training.summary import count_parameters, describe_parameters, differences
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
@@ -105,7 +105,7 @@ def log_start(run: Run) -> None:
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
     lines += advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
-    parameters = sum(parameter.numel() for parameter in run.module.parameters())
+    parameters = count_parameters(run.module.parameters())
     lines += hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size, parameters)
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)

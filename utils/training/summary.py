@@ -9,25 +9,9 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from utils.config.settings import TrainConfig
-from utils.console import table
 from utils.data.spec import InputSpec
 from utils.memory import bytes_text
 from utils.models.batch_norm import has_batch_norm
-
-_ROWS = 16  # of blocks
-
-
-def model_table(module: nn.Module, spec: InputSpec) -> str:
-    """A table of the model's top-level blocks, with their parameters and the FLOPs of one image."""
-    flops = count_flops(module, spec)
-    parts = {name: list(child.parameters()) for name, child in module.named_children()}
-    parts["other"] = list(module.parameters(recurse=False))
-    rows = [(name, _describe(part, flops.get(name, 0))) for name, part in parts.items() if part]
-    if len(rows) > _ROWS:
-        rows = [*rows[:_ROWS], ("...", f"{len(rows) - _ROWS} more")]
-    operations = f"{_si(flops[''])}FLOPs per image (a multiply-add counts as two)"
-    rows.append(("total", f"{describe_parameters(module)}, {operations}"))
-    return table(f"Model  {type(module).__name__}", rows)
 
 
 def describe_parameters(module: nn.Module) -> str:
@@ -42,12 +26,12 @@ def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def count_flops(module: nn.Module, spec: InputSpec) -> dict[str, int]:
-    """The floating-point operations for an image by top-level block, two for each multiply-add; "" is the whole model.
+def count_flops(module: nn.Module, spec: InputSpec) -> int:
+    """The floating-point operations of a model for an image; a multiply-add counts as two.
 
     Only convolutions, matrix products and attention are counted. With test-time augmentation, all views count.
     """
-    was_training, root = module.training, type(module).__name__
+    was_training = module.training
     device = next((parameter.device for parameter in module.parameters()), None)
     image = torch.zeros(1, spec.channels, spec.height, spec.width, device=device)
     eager = torch.compiler.set_stance("force_eager")
@@ -55,9 +39,7 @@ def count_flops(module: nn.Module, spec: InputSpec) -> dict[str, int]:
     with eager, torch.enable_grad(), FlopCounterMode(display=False) as counter:
         module.eval()(image)
     module.train(was_training)
-    counts = {name: sum(found.values()) for name, found in counter.get_flop_counts().items()}
-    blocks = {name: counts.get(f"{root}.{name}", 0) for name, _ in module.named_children()}
-    return {**blocks, "": counter.get_total_flops()}
+    return counter.get_total_flops()
 
 
 def memory_line(module: nn.Module, optimizer: Optimizer, average: Iterable[Tensor] = ()) -> str:
@@ -77,19 +59,6 @@ def memory_line(module: nn.Module, optimizer: Optimizer, average: Iterable[Tenso
         f"{name} {bytes_text(sum(tensor.nbytes for tensor in tensors))}" for name, tensors in sizes.items() if tensors
     )
     return f"memory: {', '.join(texts)}; the rest is mostly activations, which grow with the batch, and libraries"
-
-
-def _describe(parameters: list[nn.Parameter], flops: int) -> str:
-    return f"{count_parameters(parameters):,} parameters" + (f", {_si(flops)}FLOPs" if flops else "")
-
-
-def _si(number: float) -> str:
-    """Three digits and a prefix, such as `3.63 G`."""
-    for prefix in ("", "k", "M", "G"):
-        if number < 999.5:
-            return f"{number:.3g} {prefix}"
-        number /= 1000
-    return f"{number:.3g} T"
 
 
 def differences(config: TrainConfig, module: nn.Module, grad_accum: int, microbatches: int) -> str:

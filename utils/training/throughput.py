@@ -19,7 +19,7 @@ _STRETCHES, _SECONDS = 5, 0.5  # their number, and about how long each takes
 
 def size_of(model: nn.Module, spec: InputSpec) -> dict[str, int]:
     """The parameters of a model, and its floating-point operations for an image (see `count_flops`)."""
-    return {"parameters": count_parameters(model.parameters()), "flops_per_image": count_flops(model, spec)[""]}
+    return {"parameters": count_parameters(model.parameters()), "flops_per_image": count_flops(model, spec)}
 
 
 def speed_of(
