@@ -273,7 +273,7 @@ def test_a_list_may_be_given_as_numbers_after_its_flag(flags, expected):
 
 
 def test_a_value_that_is_not_a_list_is_refused_with_an_example(capsys):
-    assert "--mean must be numbers, such as 0.5 0.5 0.5, got half" in refusal(capsys, "--mean", "half")
+    assert "--mean must be numbers such as 0.5 0.5 0.5, got half" in refusal(capsys, "--mean", "half")
 
 
 HUGE = "1" + "0" * 26

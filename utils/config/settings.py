@@ -310,7 +310,7 @@ class LossSettings:
     label_smoothing: ProbabilityBelow1 = 0.0
     """Fraction of the training target to spread evenly over all classes; in multilabel and binary, over positive and
     negative."""
-    pos_weight: PositiveFloat | list[PositiveFloat] | Literal["balanced"] | None = None
+    pos_weight: PositiveFloat | Literal["balanced"] | list[PositiveFloat] | None = None
     """Weight of positive targets in the training loss of multilabel and binary: a number, a list with one number for
     each class, or balanced (negatives / positives of the training split)."""
     threshold: FractionBelow1 = 0.5

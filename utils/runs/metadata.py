@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import accelerate
 import numpy as np
@@ -14,9 +14,10 @@ import torch
 import torchvision
 from accelerate import Accelerator
 
+from utils.config.bounds import PositiveInt, at_most, read_fields
 from utils.config.cli import read_config
 from utils.config.defaults import NAMES
-from utils.config.settings import OF_ONE_START, OF_THIS_MACHINE, TrainConfig, to_yaml
+from utils.config.settings import OF_ONE_START, OF_THIS_MACHINE, BatchSize, TrainConfig, to_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
 from utils.data.sources import absolute_data
@@ -26,7 +27,6 @@ from utils.errors import UserError
 from utils.files import expand, read_json
 from utils.ranks.ranks import Ranks
 from utils.runs.state import TrainState
-from utils.runs.typed_json import parse
 from utils.runs.weights import Weights
 from utils.version import VERSION, code_commit
 
@@ -40,11 +40,11 @@ FORMAT = 1
 class SavedState:
     """The contents of state.json: the training state, and the samples and processes that it belongs to."""
 
-    format: int = FORMAT
+    format: Annotated[PositiveInt, at_most(FORMAT)] = FORMAT
     state: TrainState
     samples: int = 0
     labels: str = ""  # fingerprint
-    global_batch_size: int = 1
+    global_batch_size: BatchSize = 1
     seed: int = 0
     weights: str | None = None  # hash, of the samples
     class_weights: str | None = None  # hash
@@ -68,15 +68,9 @@ class SavedState:
             problem = f"format {found}, written by {writer}, is newer than format {FORMAT}, which this version reads"
             raise UserError(f"{path}: {problem}", "update Lockstep")
         try:
-            return parse(cls, values, "state")
+            return read_fields(cls, values)
         except ValueError as error:
             raise UserError(f"{path}: {error}", _OTHER) from None
-
-    def check(self) -> None:
-        """Raise ValueError for values that no run has. All divisors of the global batch size are tried."""
-        for name, most in (("format", FORMAT), ("global_batch_size", 2**24)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name!r} is malformed")
 
 
 @dataclass(frozen=True)

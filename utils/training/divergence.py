@@ -29,12 +29,12 @@ _BEGINNING = 100  # updates after the warm-up, in which a network may predict on
 _SHOWN = 8  # samples in the message; the log has all
 
 
-def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tuple[int, int] | None) -> None:
-    """Raise ValueError on all ranks, which names the first batch with a NaN or infinite loss; collective.
+def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, bad: tuple[int, int]) -> None:
+    """Log the first batch with a NaN or infinite loss, and raise ValueError, which names it.
 
-    `bad` is the first such batch of this rank, if any: its update, counted from 0, and the number of its microbatch.
+    `bad` is that batch: its update, counted from 0, and the number of its microbatch. The same on all ranks.
     """
-    step, microbatch = min(each for each in ranks.gather(bad) if each is not None)
+    step, microbatch = bad
     sizes = plan.microbatch_sizes(plan.at(step)[1])
     start = sum(sizes[:microbatch])
     samples = train.rows[samples_of(plan, step)[start : start + sizes[microbatch]]].tolist()

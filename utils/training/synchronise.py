@@ -29,7 +29,8 @@ def synchronise(run: Run, pace: Pace) -> float:
         problem = f"no image of the updates up to {state.step} can be read"
         raise UserError(problem, f"see {run.folder.path / BAD_IMAGES}")
     if not math.isfinite(reduced.totals["loss"]):
-        first = run.meter.first_bad()
+        # Exchanged before the block, which must not communicate.
+        first = min(filter(None, run.ranks.gather(run.meter.first_bad())))
         with run.ranks.agree():
             report_bad_loss(run.ranks, run.log, run.plan, run.data.train, first)
     if state.step == 1:  # the ranks always synchronise here, so this is the loss of the initial weights
