@@ -16,9 +16,9 @@ from utils.models.views import Views
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks
+from utils.runs.loading import choose_weights, find_checkpoints
 from utils.runs.manifest import FOR_EVALUATION, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
-from utils.runs.weights import choose_weights, find_checkpoints
 from utils.tasks.task import Task
 
 

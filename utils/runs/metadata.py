@@ -26,8 +26,8 @@ from utils.data.splits import Data
 from utils.errors import UserError
 from utils.files import expand, read_json
 from utils.ranks.ranks import Ranks
+from utils.runs.loading import Weights
 from utils.runs.state import TrainState
-from utils.runs.weights import Weights
 from utils.version import VERSION, code_commit
 
 _OTHER = "use another checkpoint"

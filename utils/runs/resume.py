@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from utils.config.batch import resolve_batch
-from utils.config.defaults import NAMES, choose_images, choose_sizes
+from utils.config.defaults import NAMES, choose_images, choose_sizes, resolve_batch
 from utils.config.settings import FIXED, KEPT, OF_INPUT, OF_THIS_MACHINE, TrainConfig
 from utils.data.decode import peek
 from utils.data.order import Plan

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from utils.config.batch import resolve_batch
+from utils.config.defaults import resolve_batch
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan
 from utils.data.sources import check_source
