@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         require(number <= last, f"--microbatch {number}: the last one of the update is {last}")
         batches = iter(run.train_batches)
         recompute(run, batches, flags.update - 1, records)
-        print(compare_losses(run.folder.path, records), end="")
+        print(compare_losses(run.folder, records), end="")
         return show(run, batches, flags, records, folder)
 
 

@@ -131,7 +131,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
     ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
     device = accelerator.device
     with ranks.agree("opening the log"):
-        log = RunLog(run_folder.path, ranks.is_main, state, updates, task, TRACKERS.sinks(settings))
+        log = RunLog(run_folder, ranks.is_main, state, updates, task, TRACKERS.sinks(settings))
         meter = Meter(task, device, state.since_log, ranks.is_main)
     eval_batches = Batches(eval_loader, spec.for_evaluation(), settings, device, training=False)
     return Run(
@@ -159,7 +159,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
         evaluator=Evaluator(ranks, accelerator, module, eval_batches, task, settings),
         meter=meter,
         log=log,
-        profile=Profile(config.profile, run_folder.path, ranks.topology.rank, log.say),
+        profile=Profile(config.profile, run_folder, ranks.topology.rank, log.say),
     )
 
 

@@ -3,6 +3,7 @@
 import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,6 @@ from utils.data.splits import Data, Split
 from utils.errors import UserError
 from utils.models.zoo import input_spec
 from utils.ranks.ranks import Ranks
-from utils.runs.folder import RunFolder
 from utils.runs.metadata import SavedRun
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
@@ -73,9 +73,7 @@ class Resolved:
     state: TrainState
 
 
-def resolve(
-    config: TrainConfig, saved: SavedRun | None, folder: RunFolder | None, data: Data, processes: int
-) -> Resolved:
+def resolve(config: TrainConfig, saved: SavedRun | None, folder: Path | None, data: Data, processes: int) -> Resolved:
     """Choose the settings that follow from the data, and derive the plan, the input, the task and the state.
 
     `folder` is the run folder if it exists already. Raises ValueError if the checkpoint does not fit.
@@ -108,7 +106,7 @@ def resolve_input(
 
 
 def restore_state(
-    saved: SavedRun | None, folder: RunFolder | None, config: TrainConfig, plan: Plan, data: Data
+    saved: SavedRun | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data
 ) -> TrainState:
     """The state to start from: the checkpoint's, or a new one. Raises ValueError if the checkpoint does not fit.
 
@@ -128,7 +126,7 @@ def restore_state(
     if not plan.update_size(state.position):  # --drop_last was not set before: the epoch ends here
         state.epoch, state.position = state.epoch + 1, 0
     state.batch_size = max(state.batch_size, batch_size)
-    if folder is None or saved.path.parent.parent.resolve() != folder.path.resolve():
+    if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
         if saved.settings.best_metric != config.best_metric:
             state.best_value, state.evaluations_since_best = None, 0

@@ -27,7 +27,7 @@ def synchronise(run: Run, pace: Pace) -> float:
         run.checkpoints.wait()
     if not reduced.totals["count"]:
         problem = f"no image of the updates up to {state.step} can be read"
-        raise UserError(problem, f"see {run.folder.path / BAD_IMAGES}")
+        raise UserError(problem, f"see {run.folder / BAD_IMAGES}")
     if not math.isfinite(reduced.totals["loss"]):
         # Exchanged before the block, which must not communicate.
         first = min(filter(None, run.ranks.gather(run.meter.first_bad())))
