@@ -96,13 +96,11 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
 class Weights:
     """The weights of an evaluation, from verified checkpoints, oldest first.
 
-    They are read at once, because a training run may delete the checkpoints. `manifests` has what `files_of` returns
-    for each. `part` is "model" or "ema". If `is_choice`, the newest checkpoint has both. `tensors` has the weights, or
-    their mean over several checkpoints.
+    They are read at once, because a training run may delete the checkpoints. `part` is "model" or "ema". If
+    `is_choice`, the newest checkpoint has both. `tensors` has the weights, or their mean over several checkpoints.
     """
 
     checkpoints: Sequence[Path]
-    manifests: Sequence[dict[str, dict]]
     part: str
     is_choice: bool
     tensors: Mapping[str, Tensor]
@@ -143,14 +141,13 @@ def find_checkpoints(path: Path, average: int | None) -> list[Path]:
 
 def choose_weights(checkpoints: Sequence[Path], kind: str | None) -> Weights:
     """Read the weights that --weights names, by default the average if the newest checkpoint has one."""
-    manifests = [files_of(path) for path in checkpoints]
-    has_average = [f"{EMA}.safetensors" in files for files in manifests]
+    has_average = [f"{EMA}.safetensors" in files_of(path) for path in checkpoints]
     kind = kind or ("ema" if has_average[-1] else "raw")
     if kind == "ema" and not all(has_average):
         lacking = checkpoints[has_average.index(False)]
         raise UserError(f"{lacking}: has no average of the weights", "use --weights raw, or train with --ema_decay")
     part = EMA if kind == "ema" else "model"
-    return Weights(checkpoints, manifests, part, has_average[-1], _mean_of(checkpoints, part))
+    return Weights(checkpoints, part, has_average[-1], _mean_of(checkpoints, part))
 
 
 def _mean_of(checkpoints: Sequence[Path], part: str) -> dict[str, Tensor]:

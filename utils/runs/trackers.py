@@ -22,7 +22,7 @@ from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
 from utils.errors import UserError, one_line
 from utils.files import read_json, write_file
-from utils.runs.sinks import Sink
+from utils.runs.log import Sink
 
 # Folders and addresses of this machine are private, and of no use elsewhere.
 _NOT_SENT = {"output_dir", "data_dir", "cache_dir", "resume", "init_method", "interface", "report_to"}
