@@ -189,7 +189,7 @@ def expand(path: str) -> Path:
 
 def check_output_file(flag: str, path: Path) -> None:
     """Raise UserError, which names the flag, if no file can be written at `path`."""
-    path = path.resolve() if path.is_symlink() else path.absolute()
+    path = path.resolve()
     folder = path.parent
     if path.is_dir():
         raise UserError(f"{flag} {path}: is a folder", "give the path of a file")

@@ -130,11 +130,6 @@ def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
         plugin.backend = DynamoBackend.NO  # done
 
 
-def sum_over_ranks(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """The element-wise sum of every rank's tensor, on every rank; exact for float64 counts below 2**53."""
-    return accelerator.reduce(values, "sum")
-
-
 def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> None:
     """Run one backward pass on an empty batch, so that DDP rebuilds its gradient buckets now; collective.
 

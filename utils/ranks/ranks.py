@@ -72,6 +72,10 @@ class Ranks:
         self.members: list[Member] = []
         self.expects_peers = False  # whether `join` has begun to look for other processes
         self.watch = Watch(topology.rank, launch.timeout, prog, lambda: self.orphaned)
+        self.mark, self.mark_waiting = (
+            self.watch.mark,
+            self.watch.mark_waiting,
+        )  # what this rank is doing; not collective
         # Agreements use separate gloo groups, because NCCL's groups need a GPU. The store could not replace them: a
         # wait in it does not end when a rank dies, and fails when the launcher, which may serve the store, dies.
         self._fast: Any = None  # a single process needs none
@@ -157,14 +161,6 @@ class Ranks:
         else:
             let_others_print()
         exit_now(2)
-
-    def mark(self, place: str) -> None:
-        """Record what this rank is doing, so that ranks that wait for it can report it. Not collective."""
-        self.watch.mark(place)
-
-    def mark_waiting(self, place: str) -> None:
-        """Record that this rank is about to wait for the others, and where. Not collective."""
-        self.watch.mark_waiting(place)
 
     @contextmanager
     def agree(self, place: str = "", patient: bool = False) -> Iterator[None]:

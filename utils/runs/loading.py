@@ -23,20 +23,19 @@ def load_tensors(
     """Load all tensors of a checkpoint; returns the lines of `load_parts`. Raises ValueError if they do not fit."""
     # Check the weights first, because their error names the cause best. Load them after the optimizer's state, because
     # `load_optimizer` changes the weights.
-    weights = read_weights(checkpoint)
+    weights = read_weights(checkpoint / "model.safetensors")
     check_fit(checkpoint, weights, module)
     load_optimizer(checkpoint, optimizer)
     module.load_state_dict(weights)
     return load_parts(checkpoint, parts)
 
 
-def read_weights(checkpoint: Path, name: str = "model") -> dict[str, Tensor]:
-    """The checkpoint's weights, or those of its part `name`."""
-    path = checkpoint / f"{name}.safetensors"
+def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, Tensor]:
+    """The tensors in a safetensors file. Raises UserError with this fix if it is not one."""
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise UserError(f"{path}: not readable ({one_line(error)})", "use another checkpoint") from error
+        raise UserError(f"{path} is not a safetensors file ({one_line(error)[:80]})", fix) from error
 
 
 def check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -154,7 +153,7 @@ def _mean_of(checkpoints: Sequence[Path], part: str) -> dict[str, Tensor]:
     """The mean of the weights of these checkpoints; integers are those of the last one."""
     sums: dict[str, Tensor] = {}
     for path in checkpoints:
-        newest = read_weights(path, part)
+        newest = read_weights(path / f"{part}.safetensors")
         for name, tensor in newest.items():
             sums[name] = sums[name] + tensor.double() if name in sums else tensor.double()
     return {

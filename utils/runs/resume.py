@@ -1,7 +1,6 @@
 """Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the earlier run."""
 
 import textwrap
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,11 +34,12 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
     if config.global_batch_size not in (None, total):
         problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
         raise UserError(problem, "use the same settings")
-    if config.microbatches:
-        return resolve_batch(replace(config, global_batch_size=total), processes)
-    if config.batch_size or config.grad_accum:
-        with suppress(ValueError):
+    if config.microbatches or config.batch_size or config.grad_accum:
+        try:
             return resolve_batch(replace(config, global_batch_size=total), processes)
+        except ValueError:
+            if config.microbatches:
+                raise
     if total % processes:
         *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
         problem = f"{saved.path}: the global batch of {total} is not divisible by {processes} processes"
