@@ -72,10 +72,8 @@ class Ranks:
         self.members: list[Member] = []
         self.expects_peers = False  # whether `join` has begun to look for other processes
         self.watch = Watch(topology.rank, launch.timeout, prog, lambda: self.orphaned)
-        self.mark, self.mark_waiting = (
-            self.watch.mark,
-            self.watch.mark_waiting,
-        )  # what this rank is doing; not collective
+        # They record what this rank is doing, so that ranks that wait for it can report it. Not collective.
+        self.mark, self.mark_waiting = self.watch.mark, self.watch.mark_waiting
         # Agreements use separate gloo groups, because NCCL's groups need a GPU. The store could not replace them: a
         # wait in it does not end when a rank dies, and fails when the launcher, which may serve the store, dies.
         self._fast: Any = None  # a single process needs none
@@ -100,11 +98,11 @@ class Ranks:
         """
         topology, launch = self.topology, self.launch
         if self.is_main and self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
-            several = topology.world_size > 1
-            print(f"{why_cpu()}: running on the CPU" + f", {topology.world_size} processes over gloo" * several)
+            several = f", {topology.world_size} processes over gloo" * (topology.world_size > 1)
+            print(f"{why_cpu()}: running on the CPU{several}")
         self.expects_peers = topology.world_size > 1
         self._launchers_store = launcher_store(launch.timeout)
-        if topology.world_size == 1:
+        if not self.expects_peers:
             return
         gpu = gpu_id(self.device)
         store, self.members = rendezvous(topology, launch.init_method, launch.timeout, launch.interface, gpu)

@@ -65,8 +65,7 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
     if saved is not None:
         kept = saved.settings.init_from
         if config.init_from and absolute_source(config.init_from) != kept:
-            line = "--init_from has no effect: a resumed run has the weights of its checkpoint"
-            Terminal(ranks.is_main).print(line)
+            Terminal(ranks.is_main).print("--init_from has no effect: a resumed run has the weights of its checkpoint")
         return replace(_fill(config, vars(saved.settings)) if kept else config, init_from=kept), None
     if config.init_from is None:
         return config, None
@@ -74,11 +73,8 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
     found = ranks.from_main(partial(_find, config.init_from), patient=True)
     with ranks.local_main_first("reading the weights of --init_from"):
         source = _read(found)
-    with ranks.agree():
-        source.weights = sha256_of(source.file)
+        source.weights, filled = sha256_of(source.file), _fill(config, source.settings)
     ranks.check_same(source.weights, f"different weights in --init_from {config.init_from}")
-    with ranks.agree():
-        filled = _fill(config, source.settings)
     source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
     return filled, source
 
