@@ -15,9 +15,8 @@ from helpers.training_runs import records, train_run
 from torch import nn
 
 import train
-from utils.config import defaults
 from utils.config.defaults import choose_images, choose_sizes, resolve_batch
-from utils.config.settings import TrainConfig
+from utils.config.settings import CHOSEN, TrainConfig
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
 from utils.models.zoo import OWN_MODELS
@@ -38,7 +37,7 @@ def chosen(samples, processes=1, **settings):
 @pytest.mark.parametrize("samples", [1437, 1617, 50_000, 60_000, 1_281_167])
 def test_data_sets_of_many_small_images_keep_their_values(samples):
     config, _ = choose_images(chosen(samples), small=True, small_input=True)
-    assert set(NAMES) == set(defaults.NAMES)
+    assert set(NAMES) == set(CHOSEN)
     values = [getattr(config, name) for name in NAMES]
     assert values == [128, False, 50, 0.05, 5e-4, "mnist_cnn", False]
 

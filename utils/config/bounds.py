@@ -72,7 +72,7 @@ def check_fields(config: Any) -> None:
             raise UserError(f"--{setting.name} must be {valid}, got {str(value)[:80] or repr(value)}") from None
 
 
-def read_fields(cls: type[T], values: Any) -> T:
+def read_fields(cls: Any, values: Any) -> Any:
     """A dataclass from JSON, which may come from a stranger. Raises ValueError, which names the first malformed field.
 
     Fields are required, even if they have a default, unless their metadata has "optional". A class that is the type of
@@ -89,10 +89,11 @@ def read_fields(cls: type[T], values: Any) -> T:
     return cls(**found)
 
 
-def exclude(config: Any, one: str, other: str) -> None:
-    """Raise UserError if both of these settings were changed."""
-    both = all(getattr(config, name) != getattr(type(config), name) for name in (one, other))
-    require(not both, f"--{one} and --{other} exclude each other", "use only one")
+def exclude(config: Any, one: str, *others: str) -> None:
+    """Raise UserError if the first of these settings was changed, and another one too."""
+    for other in others:
+        both = all(getattr(config, name) != getattr(type(config), name) for name in (one, other))
+        require(not both, f"--{one} and --{other} exclude each other", "use only one")
 
 
 def require(condition: bool, problem: str, fix: str = "") -> None:

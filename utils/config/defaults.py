@@ -3,12 +3,8 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from utils.config.bounds import Chosen, marked
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
-
-NAMES = marked(TrainConfig, Chosen)
-"""The settings that `choose_sizes` and `choose_images` fill."""
 
 LARGEST_BATCH = 128
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
@@ -78,9 +74,11 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
     return replace(config, **chosen, **rates), [", ".join(part) for part in (lines, reasons) if part]
 
 
-def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, float], list[str]]:
+def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list[str]]:
     """The learning rate and weight decay that are not given, and their reasons."""
-    chosen, lines, own = {}, [], RATES.get(config.optimizer, RATES["adamw"])
+    chosen: dict[str, Any] = {}
+    lines: list[str] = []
+    own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
         base, start = (own.pretrained, "pretrained") if config.pretrained or config.init_from else (own.new, "new")
         chosen["lr"] = base * min(1.0, batch / LARGEST_BATCH) ** own.power

@@ -113,8 +113,8 @@ class Ranks:
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
         self.watch.mark_waiting("connecting")
-        self.watch.time_to_connect = 1 + 3 * self._time_to_connect
-        self.watch.if_unconnected = lambda: (give_up or self._give_up)(self._unconnected("no answer"))
+        no_answer = self._unconnected("no answer")
+        self.watch.connecting = 1 + 3 * self._time_to_connect, lambda: (give_up or self._give_up)(no_answer)
         try:
             self.connect(store)
             self.watch.mark()
@@ -122,7 +122,7 @@ class Ranks:
             reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
             raise self._unconnected(reason[:160]) from error
         finally:
-            self.watch.if_unconnected = None
+            self.watch.connecting = None
 
     def connect(self, store: dist.Store) -> None:
         """Create the groups of all ranks. Raises RuntimeError or ValueError if they cannot connect."""

@@ -16,8 +16,7 @@ from accelerate import Accelerator
 
 from utils.config.bounds import PositiveInt, at_most, read_fields
 from utils.config.cli import read_config
-from utils.config.defaults import NAMES
-from utils.config.settings import OF_ONE_START, OF_THIS_MACHINE, BatchSize, TrainConfig, to_yaml
+from utils.config.settings import CHOSEN, OF_ONE_START, OF_THIS_MACHINE, BatchSize, TrainConfig, to_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
 from utils.data.sources import absolute_data
@@ -136,7 +135,7 @@ def make_files(
 def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint; settings that affect this machine have their defaults."""
     settings = read_config(checkpoint / "config.yaml")
-    for name in NAMES:
+    for name in CHOSEN:
         if getattr(settings, name) is None:
             raise UserError(f"{checkpoint / 'config.yaml'}: {name!r} is missing", _OTHER)
     return replace(settings, **_defaults(OF_THIS_MACHINE))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from utils.config.defaults import NAMES, choose_images, choose_sizes, resolve_batch
+from utils.config.defaults import choose_images, choose_sizes, resolve_batch
 from utils.config.settings import FIXED, KEPT, OF_INPUT, OF_THIS_MACHINE, TrainConfig
 from utils.data.decode import peek
 from utils.data.order import Plan
@@ -55,7 +55,7 @@ def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: in
     Raises ValueError if the batch sizes do not fit, before the data is loaded.
     """
     if saved is not None:
-        unset = [name for name in (*NAMES, *KEPT) if getattr(config, name) == getattr(TrainConfig, name)]
+        unset = [name for name in KEPT if getattr(config, name) == getattr(TrainConfig, name)]
         config = replace(config, **{name: getattr(saved.settings, name) for name in unset})
     batch_of_start(config, saved, processes)
     return config

@@ -147,9 +147,9 @@ def _options(name: str, folder: Path, project: str, before: str | None) -> dict[
         return {"name": folder.name}
     if name == "wandb":
         # By default W&B sends the host name, the command, git's remote and what is printed.
-        private = {"x_disable_meta": True, "disable_git": True, "disable_code": True}
-        private |= {"console": "off", "host": "unknown"}
-        return {"name": folder.name, "id": before or uuid.uuid4().hex, "resume": "allow", "settings": private}
+        more = {"console": "off", "host": "unknown"}
+        settings = {"x_disable_meta": True, "disable_git": True, "disable_code": True, **more}
+        return {"name": folder.name, "id": before or uuid.uuid4().hex, "resume": "allow", "settings": settings}
     return {}
 
 
