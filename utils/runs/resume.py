@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from utils.config.bounds import require
 from utils.config.defaults import choose_images, choose_sizes, resolve_batch
 from utils.config.settings import FIXED, KEPT, OF_INPUT, OF_THIS_MACHINE, TrainConfig
 from utils.data.decode import peek
@@ -119,28 +120,27 @@ def restore_state(
     first_repeated = saved.state.step + (not saved.state.owes_evaluation)
     done = [evaluation for evaluation in saved.state.evaluations if (evaluation["step"] or 0) < first_repeated]
     state = replace(saved.state, evaluations=done)
-    try:
-        state.check_place(plan)
-    except ValueError as error:
-        raise UserError(f"{saved.path / 'state.json'}: {error}", "use another checkpoint") from None
+    problem = f"{saved.path / 'state.json'}: step {state.step} and the position in the data contradict each other"
+    require(state.can_follow(plan), problem, "use another checkpoint")
     if not plan.update_size(state.position):  # --drop_last was not set before: the epoch ends here
         state.epoch, state.position = state.epoch + 1, 0
     state.batch_size = max(state.batch_size, batch_size)
+    metric = saved.settings.best_metric
     if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
-        if saved.settings.best_metric != config.best_metric:
+        if metric != config.best_metric:
             state.best_value, state.evaluations_since_best = None, 0
-    elif saved.settings.best_metric != config.best_metric:
-        problem = f"{saved.path}: its best checkpoint is by {saved.settings.best_metric}, not {config.best_metric}"
+    elif metric != config.best_metric:
+        problem = f"{saved.path}: its best checkpoint is by {metric}, not {config.best_metric}"
         raise UserError(problem, "use the same --best_metric, or give another --run_name")
     return state
 
 
 def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data) -> None:
     """Raise ValueError if a run with these settings and this data cannot continue the run of the checkpoint."""
-    before, there = saved.settings, saved.values
+    there = saved.values
     for what, old, new in (
-        *((f"a --{name}", getattr(before, name), getattr(config, name)) for name in FIXED),
+        *((f"a --{name}", getattr(saved.settings, name), getattr(config, name)) for name in FIXED),
         ("a seed", there.seed, plan.seed),
         ("training samples", there.samples, plan.samples),
         ("the classes", saved.class_names, data.class_names),
@@ -154,9 +154,9 @@ def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data)
         ("class_weights", there.class_weights, data.class_weights_hash),
     ):
         value = getattr(config, setting)
-        if value == getattr(before, setting) and old != new:
-            problem = f"{saved.path}: the weights of --{setting} {value} have changed since training"
-            raise UserError(problem, "restore them, or start a new run")
+        same = old == new or value != getattr(saved.settings, setting)
+        problem = f"{saved.path}: the weights of --{setting} {value} have changed since training"
+        require(same, problem, "restore them, or start a new run")
     threads = torch.get_num_threads()
     if config.microbatches and there.device == "cpu" and there.threads != threads:
         kept = f"keeps its {there.threads} threads per process, not {threads}"

@@ -101,10 +101,9 @@ class TrainState:
         """How many evaluations are as good as the best one. Those of an earlier run, which precede it, do not count."""
         return sum(e.get(metric) == self.best for e in self.evaluations if (e["step"] or 0) >= (self.best_step or 0))
 
-    def check_place(self, plan: Plan) -> None:
-        """Raise ValueError if no run with this plan can reach this state, with or without --drop_last in any epoch."""
+    def can_follow(self, plan: Plan) -> bool:
+        """Whether a run with this plan can reach this state, with or without --drop_last in any epoch."""
         full, rest = divmod(plan.samples, plan.global_batch_size)
         before, odd = divmod(self.position, plan.global_batch_size)
         least = self.epoch * full + before
-        if odd or self.position >= plan.samples or not least <= self.step <= least + self.epoch * (rest > 0):
-            raise ValueError(f"step {self.step}, epoch {self.epoch} and position {self.position} contradict each other")
+        return not odd and self.position < plan.samples and least <= self.step <= least + self.epoch * (rest > 0)
