@@ -132,10 +132,8 @@ def test_processes_of_one_machine_that_count_as_several_are_told_what_to_export(
         assert done.code == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in done.err
 
 
-@pytest.mark.parametrize("function", ["notebook_launcher", pytest.param("debug_launcher", marks=pytest.mark.full)])
-def test_accelerates_launcher_functions_start_the_same_run(function, expected):
-    more = {"use_port": str(free_port())} if function == "notebook_launcher" else {}
-    returned(1, launch_by_a_function, function, more)
+def test_accelerates_notebook_launcher_starts_the_same_run(expected):
+    returned(1, launch_by_a_function, free_port())
     assert records("run", "start")[0]["processes"] == 2 and losses("run") == expected
 
 
@@ -164,8 +162,8 @@ def test_the_script_with_mp_spawn_in_the_documentation_starts_the_same_run(expec
     assert done.stdout.count("rank 1 ") == 1 and losses("run") == expected
 
 
-def launch_by_a_function(function, more):
-    getattr(accelerate, function)(train.main, ([*FLAGS, "--run_name", "run"],), num_processes=2, **more)
+def launch_by_a_function(port):
+    accelerate.notebook_launcher(train.main, ([*FLAGS, "--run_name", "run"],), num_processes=2, use_port=str(port))
 
 
 SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}

@@ -27,7 +27,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -53,7 +52,7 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
     topology: Topology | None = None
     ranks: Ranks | None = None
     try:
-        topology = _topology(launch)
+        topology = read_topology(init_method=launch.init_method)
         ranks = Ranks(topology, launch, prog)
         ranks.watch.start()
         yield ranks
@@ -114,18 +113,6 @@ def _should_print(error: Exception, topology: Topology | None, ranks: Ranks | No
         rank = str(ranks.topology.rank)
         return ranks.store.compare_set(f"error {one_line(error)}", "", rank).decode() == rank
     return True
-
-
-def _topology(launch: LaunchConfig) -> Topology:
-    """The rank of this process and its launch, which may be a call of Accelerate's debug_launcher."""
-    if not (dist.is_initialized() and "ACCELERATE_DEBUG_RDV_FILE" in os.environ):
-        return read_topology(init_method=launch.init_method)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()  # `Ranks` creates a new one, with timeouts and a store
-    file = Path(os.environ["ACCELERATE_DEBUG_RDV_FILE"])
-    file.touch()  # the old group has deleted this file, but the launcher expects it
-    launch.init_method = f"file://{file}.lockstep"
-    return Topology(rank, world_size, rank, world_size, source="debug_launcher")
 
 
 def _leave_group(error: BaseException | None) -> None:
