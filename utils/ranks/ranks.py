@@ -198,13 +198,13 @@ class Ranks:
         if is_first:
             self._raise_on_all(None, patient=True)
 
-    def from_main(self, action: Callable[[], Result], place: str = "", patient: bool = False) -> Result:
+    def from_main(self, action: Callable[[], Result], patient: bool = False) -> Result:
         """The result of `action`, run on the main process, on every rank.
 
         An error is raised on all ranks, as AgreedError. A `patient` wait lasts as long as the main process is alive.
         """
         result: Any = None
-        with self.agree(place, patient):
+        with self.agree(patient=patient):
             if self.is_main:
                 result = action()
         return self.gather(result)[0]
