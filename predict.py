@@ -51,8 +51,8 @@ from utils.runs.inference import (
     remarks,
     set_evaluation_input,
 )
+from utils.runs.loading import find_checkpoints
 from utils.runs.metadata import SavedRun
-from utils.runs.weights import find_checkpoints
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 from utils.training.evaluation import gather_rows, same_kernels

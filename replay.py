@@ -22,15 +22,16 @@ from typing import Any
 import torch
 
 import train
+from utils.config.bounds import require
 from utils.config.cli import parse_args, read_config
 from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
 from utils.data.batches import Batch
-from utils.errors import UserError
 from utils.files import expand, write_file
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
+from utils.runs.inference import given_settings
 from utils.runs.manifest import checkpoints_of, damage_of, step_of
 from utils.training.first_batch import label_lines, picture
 from utils.training.inspection import Inspection, first_bad_layer
@@ -52,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         distributed_session("replay.py", flags) as ranks,
         Stopping(lambda: ranks.orphaned) as stopping,
     ):
-        if ranks.topology.world_size > 1:
-            raise UserError("replay.py runs in one process", "start it with plain python")
+        require(ranks.topology.world_size == 1, "replay.py runs in one process", "start it with plain python")
         folder = expand(flags.run)
         records = read_log(folder)
         config = settings_of(flags, folder, records, scratch)
@@ -62,23 +62,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ranks.join()
         run = train.build(config, ranks, stopping)
         check_initial_weights(run, records)
-        for name, there, largest in (
-            ("update", "run", run.updates),
-            ("microbatch", "update", run.plan.microbatches - 1),
-        ):
-            if (getattr(flags, name) or 0) > largest:
-                raise UserError(f"--{name} {getattr(flags, name)}: the last one of the {there} is {largest}")
+        number, last = flags.microbatch or 0, run.plan.microbatches - 1
+        require(flags.update <= run.updates, f"--update {flags.update}: the last one of the run is {run.updates}")
+        require(number <= last, f"--microbatch {number}: the last one of the update is {last}")
         batches = iter(run.train_batches)
         recompute(run, batches, flags.update - 1, records)
-        print(compared(run.folder.path, records), end="")
+        print(compare_losses(run.folder, records), end="")
         return show(run, batches, flags, records, folder)
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The records of a run. Raises ValueError if its folder has no log."""
     path = folder / "log.jsonl"
-    if not path.is_file():
-        raise UserError(f"--run {folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
+    require(path.is_file(), f"--run {folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
     lines = path.read_text().split("\n")[:-1]  # a run may be writing the last line
     return [json.loads(line) for line in lines]
 
@@ -91,8 +87,7 @@ def losses_by_update(records: list[dict]) -> dict[int, float | None]:
 def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch: str) -> TrainConfig:
     """The settings that repeat the run in one process, from the newest checkpoint before the update."""
     starts = [record for record in records if record["kind"] == "start" and record["step"] < flags.update]
-    if not starts:
-        raise UserError(f"--run {folder}: the log begins after update {flags.update}", "name a later update")
+    require(bool(starts), f"--run {folder}: the log begins after update {flags.update}", "name a later update")
     start, config = starts[-1], read_config(folder / "config.yaml")
     before = [path for path in checkpoints_of(folder / "checkpoints") if step_of(path) < flags.update]
     checkpoint = next((path for path in reversed(before) if damage_of(path) is None), None)
@@ -100,27 +95,26 @@ def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch:
     where = checkpoint or "the initial weights"
     print(f"replaying update {flags.update} of {folder} from {where}")
     print(f"updates to compute before it: {flags.update - 1 - first}")
-    given = {name: getattr(flags, name) for name in ("num_workers", "data_dir", "cache_dir", "cpu", "traceback")}
-    own = {name: value for name, value in given.items() if value != getattr(ReplayConfig, name)}
-    accumulation = None if config.microbatches else start["processes"] * start["grad_accum"]
     return replace(
         config,
-        **own,
+        **given_settings(flags),
+        cpu=flags.cpu,
+        traceback=flags.traceback,
         output_dir=scratch,
         run_name="replay",
         resume=str(checkpoint) if checkpoint else None,
         report_to=None,
         threads=flags.threads or start["threads"],
-        grad_accum=accumulation,
+        grad_accum=None if config.microbatches else start["processes"] * start["grad_accum"],
     )
 
 
 def check_initial_weights(run: Run, records: list[dict]) -> None:
     """Raise UserError if the run began with other weights than --init_from has now."""
-    before = next((record["init_weights"] for record in records if "init_weights" in record), None)
-    if run.source is not None and before not in (None, run.source.weights):
-        problem = f"--init_from {run.config.init_from}: has other weights now than when the run began"
-        raise UserError(problem, "restore them, or replay an update after a checkpoint of the run")
+    before = [record["init_weights"] for record in records if "init_weights" in record]
+    same = run.source is None or not before or before[0] == run.source.weights
+    problem = f"--init_from {run.config.init_from}: has other weights now than when the run began"
+    require(same, problem, "restore them, or replay an update after a checkpoint of the run")
 
 
 def recompute(run: Run, batches: Iterator[Batch], until: int, records: list[dict]) -> None:
@@ -151,19 +145,18 @@ def recompute(run: Run, batches: Iterator[Batch], until: int, records: list[dict
         count_evaluation()
 
 
-def compared(replayed: Path, records: list[dict]) -> str:
+def compare_losses(replayed: Path, records: list[dict]) -> str:
     """A line on whether the losses in the replay's log are those of the run; empty if there are none."""
-    logged = losses_by_update(records)
-    pairs = [
-        (step, loss, logged[step]) for step, loss in losses_by_update(read_log(replayed)).items() if step in logged
-    ]
-    different = [pair for pair in pairs if pair[1] != pair[2]]
+    ours, logged = losses_by_update(read_log(replayed)), losses_by_update(records)
+    again = [step for step in ours if step in logged]
+    different = [step for step in again if ours[step] != logged[step]]
     if not different:
-        return f"logged losses computed again: {len(pairs)}, all with the same bits\n" * bool(pairs)
-    step, here, there = different[0]
+        return f"logged losses computed again: {len(again)}, all with the same bits\n" * bool(again)
+    first = different[0]
     return (
-        f"logged losses computed again: {len(pairs)}; {len(different)} differ, the first at update {step}: {here} "
-        f"instead of {there}. On another number of processes, only runs with --microbatches repeat every bit\n"
+        f"logged losses computed again: {len(again)}; {len(different)} differ, the first at update {first}: "
+        f"{ours[first]} instead of {logged[first]}. On another number of processes, only runs with --microbatches "
+        "repeat every bit\n"
     )
 
 
@@ -172,9 +165,9 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[
     update = run.state.step + 1
     losses, samples, batch = losses_of(run, batches, flags.microbatch)
     loss = math.fsum(losses) / max(1, samples)
-    print(f"update {update}: loss {loss}, {agreement(records, update, loss)}")
+    print(f"update {update}: loss {loss}, {compare_loss(records, update, loss)}")
     found = {"update": update, "microbatch": batch.number, "losses": losses, **inspect(run, batch, flags.pdb)}
-    print(described(found, run))
+    print(describe(found, run))
     path = folder / "replay" / f"update-{update}-microbatch-{batch.number}.png"
     path.parent.mkdir(exist_ok=True)
     if len(batch.labels):
@@ -230,11 +223,10 @@ def loss_of(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return run.task.loss(outputs, batch.labels), outputs
 
 
-def agreement(records: list[dict], step: int, loss: float) -> str:
+def compare_loss(records: list[dict], step: int, loss: float) -> str:
     """Whether the loss of an update is that of the log, if the log has a record of this update alone."""
     trained = losses_by_update(records)
-    before = max((other for other in trained if other < step), default=0)
-    if step not in trained or before != step - 1:
+    if step not in trained or step - 1 not in (0, *trained):
         return "not compared: the log has no record of this update alone (--log_every 1 writes one)"
     logged = trained[step]
     if logged == loss or (logged is None and not math.isfinite(loss)):
@@ -242,20 +234,19 @@ def agreement(records: list[dict], step: int, loss: float) -> str:
     return f"but {logged} in the log"
 
 
-def described(found: dict[str, Any], run: Run) -> str:
+def describe(found: dict[str, Any], run: Run) -> str:
     """The samples, the loss and the largest gradients of a microbatch as text."""
-    samples, rows = found["samples"], []
-    for sample, label, logits in zip(samples, found["labels"], found["logits"], strict=True):
+    number, rows = found["microbatch"], []
+    for sample, label, logits in zip(found["samples"], found["labels"], found["logits"], strict=True):
         more = " ..." if len(logits) > _LOGITS else ""
         classes = ", ".join(label_lines(label, run.data.class_names))
         rows.append((sample, f"{classes}; logits {' '.join(f'{value:.3g}' for value in logits[:_LOGITS])}{more}"))
-    rows.append(("sum of losses", found["losses"][found["microbatch"]]))
-    of = f"of update {found['update']}, which has {run.plan.microbatches}"
-    title = f"Microbatch {found['microbatch']} {of}; {len(samples)} samples"
+    title = f"Microbatch {number} of update {found['update']}, which has {run.plan.microbatches}; {len(rows)} samples"
+    rows.append(("sum of losses", found["losses"][number]))
     norms = sorted(found["gradient_norms"].items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
     layers = [(name, f"{norm:.4g}") for name, norm in norms[:_ROWS]]
-    bad = found["first_bad_layer"] or "no layer has NaN or infinite values"
-    return "\n".join([table(title, rows), table("Largest gradient norms", layers), bad])
+    tables = [table(title, rows), table("Largest gradient norms", layers)]
+    return "\n".join([*tables, found["first_bad_layer"] or "no layer has NaN or infinite values"])
 
 
 if __name__ == "__main__":

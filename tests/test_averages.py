@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 import eval
 import train
 from utils.models.weight_average import WeightAverage
+from utils.runs.loading import choose_weights
 from utils.runs.manifest import checkpoints_of, write_manifest
-from utils.runs.weights import choose_weights
 from utils.tasks.classification import Classification
 
 DECAY = 0.3  # the warm-up reaches it at the fourth update

@@ -19,7 +19,6 @@ from utils import version
 from utils.config.cli import read_config
 from utils.runs.manifest import find_checkpoint
 from utils.runs.state import TrainState
-from utils.runs.typed_json import parse
 from utils.version import VERSION
 
 FLAGS = ("--model", "mnist_cnn", "--image_size", "12", "--crop_padding", "1", "--global_batch_size", "120")
@@ -162,7 +161,7 @@ def test_a_history_of_evaluations_stays_small_and_has_no_infinity():
     assert len(state.evaluations) == 1000
     assert state.evaluations[-1] == {"step": 1000, "loss": None, "accuracy": 0.5}
     saved = json.dumps(asdict(replace(state, batch_size=1)))
-    assert parse(TrainState, json.loads(saved), "state").evaluations[0]["step"] == 1
+    assert TrainState.from_dict(json.loads(saved)).evaluations[0]["step"] == 1
 
 
 def test_settings_of_the_optimizer_are_those_of_the_flags_after_a_resume_and_are_reported():

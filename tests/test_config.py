@@ -13,8 +13,8 @@ from helpers.ranks import run_ranks
 from helpers.training_runs import train_run
 
 import train
-from utils.config.batch import resolve_batch
 from utils.config.cli import parse_args, read_config
+from utils.config.defaults import resolve_batch
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig, to_yaml
 from utils.config.yaml_text import dump_yaml, load_yaml
@@ -107,8 +107,8 @@ def test_batch_sizes_multiply_to_the_global_batch(flags, processes, expected):
 @pytest.mark.parametrize(
     ("flags", "processes", "fix"),
     [
-        (("--global_batch_size", "100"), 3, "use 99 or 102"),
-        (("--global_batch_size", "2"), 3, "; use 3,"),
+        (("--global_batch_size", "100"), 3, "set it to 99 or 102"),
+        (("--global_batch_size", "2"), 3, "; set it to 3,"),
         (("--global_batch_size", "96", "--batch_size", "40"), 2, "leave out --batch_size"),
         (("--global_batch_size", "96", "--batch_size", "16", "--grad_accum", "2"), 2, "is 64, not"),
     ],
@@ -273,7 +273,7 @@ def test_a_list_may_be_given_as_numbers_after_its_flag(flags, expected):
 
 
 def test_a_value_that_is_not_a_list_is_refused_with_an_example(capsys):
-    assert "--mean must be numbers, such as 0.5 0.5 0.5, got half" in refusal(capsys, "--mean", "half")
+    assert "--mean must be numbers such as 0.5 0.5 0.5, got half" in refusal(capsys, "--mean", "half")
 
 
 HUGE = "1" + "0" * 26

@@ -27,7 +27,6 @@ from utils.config.settings import TrainConfig
 from utils.runs.manifest import damage_of, newest_good, write_manifest
 from utils.runs.metadata import read_settings
 from utils.runs.state import TrainState
-from utils.runs.typed_json import parse
 
 FLAGS = ("--data", "digits", "--model", "mlp", "--model_args", "{hidden: 16}", "--threads", "1", "--keep", "9")
 FLAGS += ("--lr_schedule", "constant", "--save_every", "2", "--eval_every", "99")
@@ -658,11 +657,11 @@ class LaterState(TrainState):
 
 def test_a_state_may_lack_fields_that_were_added_later_and_no_other():
     values = json.loads((NEWEST / "state.json").read_text())["state"]
-    assert parse(LaterState, values, "state") == LaterState(**values, patience=7)
-    assert parse(LaterState, values | {"patience": 3}, "state").patience == 3
+    assert LaterState.from_dict(values) == LaterState(**values, patience=7)
+    assert LaterState.from_dict(values | {"patience": 3}).patience == 3
     for name in values:
         with pytest.raises(ValueError, match=f"'{name}' is missing or malformed"):
-            parse(LaterState, {key: value for key, value in values.items() if key != name}, "state")
+            LaterState.from_dict({key: value for key, value in values.items() if key != name})
 
 
 def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint():

@@ -15,10 +15,8 @@ from helpers.training_runs import records, train_run
 from torch import nn
 
 import train
-from utils.config import defaults
-from utils.config.batch import resolve_batch
-from utils.config.defaults import choose_images, choose_sizes
-from utils.config.settings import TrainConfig
+from utils.config.defaults import choose_images, choose_sizes, resolve_batch
+from utils.config.settings import CHOSEN, TrainConfig
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
 from utils.models.zoo import OWN_MODELS
@@ -39,7 +37,7 @@ def chosen(samples, processes=1, **settings):
 @pytest.mark.parametrize("samples", [1437, 1617, 50_000, 60_000, 1_281_167])
 def test_data_sets_of_many_small_images_keep_their_values(samples):
     config, _ = choose_images(chosen(samples), small=True, small_input=True)
-    assert set(NAMES) == set(defaults.NAMES)
+    assert set(NAMES) == set(CHOSEN)
     values = [getattr(config, name) for name in NAMES]
     assert values == [128, False, 50, 0.05, 5e-4, "mnist_cnn", False]
 
@@ -109,15 +107,15 @@ def test_the_model_and_flip_follow_the_images(small, small_input, pretrained, ex
 
 @pytest.mark.parametrize("processes", [3, 6])
 def test_processes_that_no_chosen_batch_fits_are_refused_with_the_fix(processes):
-    with pytest.raises(ValueError, match=f"set it to a multiple of {processes}"):
+    with pytest.raises(ValueError, match=r"set it to 12[06] or 1[23]"):
         resolve_batch(TrainConfig(), processes)
     assert resolve_batch(TrainConfig(global_batch_size=processes), processes)[2] == processes
 
 
 def test_processes_that_the_batch_of_a_small_set_does_not_fit_are_refused_without_a_flag_that_was_not_given():
-    with pytest.raises(ValueError, match=r"^the default global batch for 120 training images is 16, which") as caught:
+    with pytest.raises(ValueError, match=r"^the default global batch 16 is not divisible by 32") as caught:
         choose_sizes(TrainConfig(), 120, 32)
-    assert str(caught.value).endswith("; set --global_batch_size to a multiple of 32, or use fewer processes")
+    assert str(caught.value).endswith("; set it to 32, or use a different number of processes")
 
 
 PHOTOS = ["--data", "photos", "--model", "mlp", "--threads", "1", "--num_workers", "0", "--epochs", "1"]

@@ -34,6 +34,7 @@ def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_n
         assert found["eval_memory"] >= found["memory"] > 10**8 and found["seconds"] > 0 < found["eval_seconds"]
         assert evaluated == [[100, 1], [50]][rank]  # rank 0 counts the operations of an image
         assert ("an evaluation batch of 100 images" in outcome.out) == (rank == 0)
+        assert ("Lockstep  dry run\n" in outcome.out) == (rank == 0)
     assert not list(Path("runs").iterdir())
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.environments import topology_of
 from helpers.training_runs import ROOT, launch, records, start, train_run, working_in
 from helpers.waiting import error_lines
 
 from utils.config.settings import LaunchConfig
-from utils.launch.environment import Topology, read_topology, threads_per_process
+from utils.launch.environment import Topology, threads_per_process
 from utils.launch.rendezvous import Member, check_own_gpus
 from utils.ranks.ranks import Ranks
 
@@ -92,10 +93,10 @@ def test_configs_hold_only_keys_that_the_launcher_honours(name):
 def test_topology_is_read_from_the_launchers_variables():
     env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert read_topology(env) == Topology(3, 4, 1, 2, "127.0.0.1", 29500, "the environment")
-    assert read_topology({}) == Topology(0, 1, 0, 1)
+    assert topology_of(env) == Topology(3, 4, 1, 2, "127.0.0.1", 29500, "the environment")
+    assert topology_of({}) == Topology(0, 1, 0, 1)
     del env["LOCAL_WORLD_SIZE"]
-    assert read_topology(env).local_world_size == 4
+    assert topology_of(env).local_world_size == 4
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_topology_is_read_from_the_launchers_variables():
 )
 def test_a_broken_environment_is_named(env, text):
     with pytest.raises(ValueError, match=text.replace("(", r"\(")):
-        read_topology(env)
+        topology_of(env)
 
 
 def test_a_single_process_gets_all_cores_though_its_launcher_exports_one_thread(monkeypatch):

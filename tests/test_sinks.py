@@ -19,8 +19,7 @@ import train
 from utils.config.settings import TrainConfig
 from utils.console import clock, table
 from utils.launch.exits import exit_with_error
-from utils.runs.log import RunLog
-from utils.runs.sinks import SINKS, ProgressBar, is_kept
+from utils.runs.log import SINKS, ProgressBar, RunLog, is_kept
 from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task

@@ -167,7 +167,7 @@ def test_a_size_is_one_number_or_two_and_survives_saving(flags, expected):
     ("[64, 65, 66]", "got [64, 65, 66]"),
     ("[64, 0]", "must be at least 1, got [64, 0]"),
     ("[64, 65536]", "must be at most 65535, got [64, 65536]"),
-    ("big", "must be an integer or integers, such as 160 224, got big"),
+    ("big", "must be an integer or integers such as 160 224, got big"),
 ])  # fmt: skip
 def test_other_sizes_are_refused(value, text, capsys):
     with pytest.raises(SystemExit):

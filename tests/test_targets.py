@@ -20,7 +20,7 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, renumber, whole_split
-from utils.runs.sinks import ProgressBar
+from utils.runs.log import ProgressBar
 from utils.runs.state import TrainState
 from utils.tasks.binary import Binary
 from utils.tasks.classification import Classification
@@ -445,7 +445,7 @@ FOCAL = ["--loss", "focal", "--loss_args"]
         (["--pos_weight", "[1, 0]"], "--pos_weight must be above 0, got [1, 0]"),
         (
             ["--pos_weight", "balance"],
-            "--pos_weight must be a number, numbers, such as 0.5 0.5 0.5 or balanced, got balance",
+            "--pos_weight must be a number, balanced or numbers such as 0.5 0.5 0.5, got balance",
         ),
         (["--pos_weight", "1", "0", "2"], "--pos_weight must be above 0, got [1, 0, 2]"),
         (["--threshold", "1"], "--threshold must be below 1, got 1"),

@@ -25,8 +25,7 @@ import replay
 import train
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
-from utils.runs.log import RunLog
-from utils.runs.sinks import SINKS
+from utils.runs.log import SINKS, RunLog
 from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS, Tracker, settings_to_send
 from utils.tasks.classification import Classification

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import accelerate
 import psutil
 import pytest
+from helpers.environments import topology_of
 from helpers.ranks import Outcome, free_port, returned, run_ranks, start_ranks
 from helpers.training_runs import ROOT, records, train_run, working_in
 from helpers.waiting import PATIENCE, error_lines, has_opened_session, until
@@ -20,7 +21,7 @@ from torch import multiprocessing
 
 import train
 from utils.launch import network, rendezvous
-from utils.launch.environment import Topology, first_node, read_topology
+from utils.launch.environment import Topology, first_node
 
 TRAIN = str(ROOT / "train.py")
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--max_steps", "5", "--log_every", "1", "--threads", "1"]
@@ -132,10 +133,8 @@ def test_processes_of_one_machine_that_count_as_several_are_told_what_to_export(
         assert done.code == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in done.err
 
 
-@pytest.mark.parametrize("function", ["notebook_launcher", pytest.param("debug_launcher", marks=pytest.mark.full)])
-def test_accelerates_launcher_functions_start_the_same_run(function, expected):
-    more = {"use_port": str(free_port())} if function == "notebook_launcher" else {}
-    returned(1, launch_by_a_function, function, more)
+def test_accelerates_notebook_launcher_starts_the_same_run(expected):
+    returned(1, launch_by_a_function, free_port())
     assert records("run", "start")[0]["processes"] == 2 and losses("run") == expected
 
 
@@ -164,8 +163,8 @@ def test_the_script_with_mp_spawn_in_the_documentation_starts_the_same_run(expec
     assert done.stdout.count("rank 1 ") == 1 and losses("run") == expected
 
 
-def launch_by_a_function(function, more):
-    getattr(accelerate, function)(train.main, ([*FLAGS, "--run_name", "run"],), num_processes=2, **more)
+def launch_by_a_function(port):
+    accelerate.notebook_launcher(train.main, ([*FLAGS, "--run_name", "run"],), num_processes=2, use_port=str(port))
 
 
 SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
@@ -175,28 +174,28 @@ MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "12345"}
 
 
 def test_slurms_variables_tell_rank_machine_and_meeting_point():
-    found = read_topology(SLURM)
+    found = topology_of(SLURM)
     assert found == Topology(2, 4, 0, 2, "n007", found.port, "SLURM") and 10_000 <= found.port < 30_000
-    assert read_topology(SLURM | {"SLURM_JOB_ID": "1235"}).port != found.port  # another task of an array
-    assert read_topology(SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}).address == "10.0.0.9"
+    assert topology_of(SLURM | {"SLURM_JOB_ID": "1235"}).port != found.port  # another task of an array
+    assert topology_of(SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}).address == "10.0.0.9"
     one = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "2"}
-    assert (read_topology(one).address, read_topology(one).local_world_size) == ("127.0.0.1", 4)
+    assert (topology_of(one).address, topology_of(one).local_world_size) == ("127.0.0.1", 4)
     # The script of a job, and a launcher that srun has started once on each machine.
-    assert read_topology({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == Topology()
+    assert topology_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == Topology()
     inside = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     inside["LOCAL_WORLD_SIZE"] = "2"
-    assert read_topology(SLURM | inside | {"TORCHELASTIC_RUN_ID": "x"}).rank == 1
+    assert topology_of(SLURM | inside | {"TORCHELASTIC_RUN_ID": "x"}).rank == 1
 
 
 def test_mpis_variables_tell_rank_and_meeting_point():
-    found = read_topology(MPI)
+    found = topology_of(MPI)
     assert found == Topology(1, 2, 1, 2, "127.0.0.1", found.port, "Open MPI")
-    assert read_topology(MPI | {"PMIX_NAMESPACE": "12346"}).port != found.port
+    assert topology_of(MPI | {"PMIX_NAMESPACE": "12346"}).port != found.port
     hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    assert read_topology(hydra | {"MASTER_PORT": "4000"}) == Topology(0, 2, 0, 2, "127.0.0.1", 4000, "MPICH")
-    assert read_topology({"PMI_RANK": "0", "PMI_SIZE": "2"}) == Topology()
+    assert topology_of(hydra | {"MASTER_PORT": "4000"}) == Topology(0, 2, 0, 2, "127.0.0.1", 4000, "MPICH")
+    assert topology_of({"PMI_RANK": "0", "PMI_SIZE": "2"}) == Topology()
     with pytest.raises(ValueError, match=r"MASTER_PORT is not set.*mpiexec -genv"):
-        read_topology(hydra)  # no job of MPICH's started this test
+        topology_of(hydra)  # no job of MPICH's started this test
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ def test_the_first_of_slurms_nodes_is_found(nodes, first):
 )
 def test_what_contradicts_itself_is_refused_by_name(env, text):
     with pytest.raises(ValueError) as refusal:
-        read_topology(env)
+        topology_of(env)
     assert text in str(refusal.value)
 
 

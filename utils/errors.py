@@ -28,9 +28,6 @@ class AgreedError(UserError):
 class LostRank(UserError):
     """A collective failed because another process of the run has exited or does not answer."""
 
-    def __init__(self, problem: str, fix: str = "read its output, which is empty if it was killed (out of memory)"):
-        super().__init__(problem, fix)
-
 
 def one_line(error: BaseException) -> str:
     """The error's text on one line; for an OSError the name of the file comes first."""
@@ -63,4 +60,5 @@ def as_lost_rank(error: BaseException, place: str, waited_for: str) -> BaseExcep
         return error
     what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]  # gloo puts its source file first
     where = f", at: {place}; waited for {waited_for}" if waited_for else f", at: {place}" if place else ""
-    return LostRank(f"another process of this run exited or stopped answering ({what[:160]}){where}")
+    problem = f"another process of this run exited or stopped answering ({what[:160]}){where}"
+    return LostRank(problem, "read its output, which is empty if it was killed (out of memory)")

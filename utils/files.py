@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,10 +23,7 @@ def read_text(path: Path, max_bytes: int) -> str:
 
     Reading a FIFO or a device could block all ranks forever, and a large file could fill the memory.
     """
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path}: is not a regular file", "write its contents to a regular file")
     with path.open("rb") as file, naming_file(path):
         data = file.read(max_bytes + 1)
@@ -189,7 +185,7 @@ def expand(path: str) -> Path:
 
 def check_output_file(flag: str, path: Path) -> None:
     """Raise UserError, which names the flag, if no file can be written at `path`."""
-    path = path.resolve() if path.is_symlink() else path.absolute()
+    path = path.resolve()
     folder = path.parent
     if path.is_dir():
         raise UserError(f"{flag} {path}: is a folder", "give the path of a file")

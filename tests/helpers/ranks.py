@@ -30,7 +30,7 @@ torch.ones(1, requires_grad=True).backward()
 ALONE: Any = SimpleNamespace(
     agree=lambda place="": contextlib.nullcontext(),
     local_main_first=lambda place="": contextlib.nullcontext(),
-    from_main=lambda action, place="", patient=False: action(),
+    from_main=lambda action, patient=False: action(),
     check_same=lambda text, what: None,
     is_main=True,
 )  # the ranks of a run with a single process

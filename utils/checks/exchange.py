@@ -22,7 +22,7 @@ from utils.checks.machine import GB
 from utils.checks.processes import named_ranks
 from utils.config.scripts import DoctorConfig
 from utils.data.order import Microbatch, Plan, UpdateSampler
-from utils.ranks.accelerator import compile_model, sum_over_ranks
+from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks
 
 _SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes of the tensors that are summed
@@ -40,7 +40,7 @@ def sums(ranks: Ranks, accelerator: Accelerator) -> Finding:
     count, wrong = ranks.topology.world_size, ""
     for dtype in (torch.int64, torch.float64, torch.float32):
         values = torch.arange(1000, device=ranks.device).to(dtype)
-        total = sum_over_ranks(accelerator, values * (ranks.topology.rank + 1))
+        total = accelerator.reduce(values * (ranks.topology.rank + 1), "sum")
         bad = (total != values * (count * (count + 1) // 2)).sum().item()
         wrong = wrong or (f"{bad} of 1000 sums of {str(dtype).removeprefix('torch.')} are wrong" if bad else "")
     text = named_ranks(ranks.gather(wrong))

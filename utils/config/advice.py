@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 
-from utils.config.defaults import NAMES
 from utils.config.settings import KEPT, TrainConfig
 
 _BUSY = 400_000  # pixels of the images in a pass. With fewer, launching the kernels takes longer than computing them
@@ -71,6 +70,6 @@ def hint_for_gpus(device: str, processes: int, images: int, size: tuple[int, int
 
 def changed(config: TrainConfig, group: type) -> list[str]:
     """The names and values of those settings of a group that do not have their defaults, for the start table."""
-    usual = {**vars(TrainConfig()), **{name: getattr(config, name) for name in (*NAMES, *KEPT)}}
+    usual = {**vars(TrainConfig()), **{name: getattr(config, name) for name in KEPT}}
     values = [(setting.name, getattr(config, setting.name)) for setting in fields(group)]
     return [f"{name} {value}" for name, value in values if value != usual[name]]

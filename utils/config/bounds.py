@@ -1,11 +1,11 @@
-"""Types of settings: which values a setting takes, how it is saved and resumed, and the check of a value."""
+"""Types of settings and of saved values: which values a field takes, and how a setting is saved and resumed."""
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from math import isfinite
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from utils.errors import UserError
 
@@ -45,13 +45,13 @@ Probability = Annotated[NonNegativeFloat, at_most(1)]
 ProbabilityBelow1 = Annotated[NonNegativeFloat, _BELOW_1]
 Fraction = Annotated[PositiveFloat, at_most(1)]
 FractionBelow1 = Annotated[PositiveFloat, _BELOW_1]
+Count = Annotated[int, at_least(0), at_most(2**63 - 1)]
 NotEmpty = Annotated[str, Bound("a name", bool)]
-_MAPPING = Bound("'{NAME: VALUE}'", lambda values: all(isinstance(name, str) for name in values))
-Arguments = Annotated[dict[str, Any], _MAPPING]  # keyword arguments, in YAML
+Arguments = dict[str, Any]  # keyword arguments, in YAML
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_WORDS = {bool: ["true", "false"], int: ["an integer"], float: ["a number"], str: ["text"], dict: [_MAPPING.text]}
-_LISTS = {int: ["integers, such as 160 224"], float: ["numbers, such as 0.5 0.5 0.5"], str: ["names"]}
+_WORDS = {bool: ["true", "false"], int: ["an integer"], float: ["a number"], str: ["text"], dict: ["'{NAME: VALUE}'"]}
+_LISTS = {int: "integers such as 160 224", float: "numbers such as 0.5 0.5 0.5", str: "names"}
 
 
 def marked(cls: type, *marks: Any) -> tuple[str, ...]:
@@ -66,16 +66,34 @@ def check_fields(config: Any) -> None:
         value = getattr(config, setting.name)
         try:
             if value is not setting.default:
-                setattr(config, setting.name, _fit(value, setting.type))
+                setattr(config, setting.name, fit(value, setting.type))
         except (TypeError, ValueError, OverflowError) as error:
             valid = error if isinstance(error, ValueError) else describe(setting.type)
             raise UserError(f"--{setting.name} must be {valid}, got {str(value)[:80] or repr(value)}") from None
 
 
-def exclude(config: Any, one: str, other: str) -> None:
-    """Raise UserError if both of these settings were changed."""
-    both = all(getattr(config, name) != getattr(type(config), name) for name in (one, other))
-    require(not both, f"--{one} and --{other} exclude each other", "use only one")
+def read_fields(cls: Any, values: Any) -> Any:
+    """A dataclass from JSON, which may come from a stranger. Raises ValueError, which names the first malformed field.
+
+    Fields are required, even if they have a default, unless their metadata has "optional". A class that is the type of
+    a field has a `from_dict`.
+    """
+    values = values if isinstance(values, dict) else {}
+    hints, found = get_type_hints(cls, include_extras=True), {}
+    for name in (each.name for each in fields(cls) if each.name in values or not each.metadata.get("optional")):
+        kind, value = hints[name], values.get(name, MISSING)
+        try:
+            found[name] = kind.from_dict(value) if hasattr(kind, "from_dict") else fit(value, kind)
+        except (TypeError, OverflowError, ValueError):
+            raise ValueError(f"{name!r} is missing or malformed") from None
+    return cls(**found)
+
+
+def exclude(config: Any, one: str, *others: str) -> None:
+    """Raise UserError if the first of these settings was changed, and another one too."""
+    for other in others:
+        both = all(getattr(config, name) != getattr(type(config), name) for name in (one, other))
+        require(not both, f"--{one} and --{other} exclude each other", "use only one")
 
 
 def require(condition: bool, problem: str, fix: str = "") -> None:
@@ -98,17 +116,17 @@ def describe(hint: Any) -> str:
         if get_origin(kind) is Literal:
             words += get_args(kind)
         elif get_origin(kind) is list:
-            words += _LISTS[kinds(get_args(kind)[0])[0]]
+            words.append(_LISTS[kinds(*get_args(kind))[0]])
         elif kind is not NoneType:
             words += _WORDS[get_origin(kind) or kind]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _fit(value: Any, hint: Any) -> Any:
+def fit(value: Any, hint: Any) -> Any:
     """The value as this type. Raises TypeError if it is of another, and ValueError if it is out of bounds."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        value = _fit(value, parts[0])
+        value = fit(value, parts[0])
         for bound in parts[1:]:
             if isinstance(bound, Bound) and not bound.holds(value):
                 raise ValueError(bound.text)
@@ -116,13 +134,15 @@ def _fit(value: Any, hint: Any) -> Any:
     if origin in (Union, UnionType):
         for part in parts:
             with suppress(TypeError):
-                return _fit(value, part)
+                return fit(value, part)
     if origin is list:
-        return [_fit(item, parts[0]) for item in (value if isinstance(value, list) else [value])]
+        return [fit(item, parts[0]) for item in (value if isinstance(value, list) else [value])]
+    if origin is dict and isinstance(value, dict):
+        return {fit(name, parts[0]): fit(item, parts[1]) for name, item in value.items()}
     if hint is bool:
         value = _BOOLEANS.get(str(value).lower())
     if hint is float and type(value) is int:
         value = float(value)
-    if value in parts if origin is Literal else type(value) is (origin or hint):
+    if hint is Any or (value in parts if origin is Literal else type(value) is hint):
         return value
     raise TypeError

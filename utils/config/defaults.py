@@ -1,16 +1,12 @@
-"""Settings that follow from the data unless they are given. They are the same on any number of processes."""
+"""Batch sizes, and settings that follow from the data: the same values on any number of processes."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from utils.config.batch import LARGEST_BATCH, resolve_batch
-from utils.config.bounds import Chosen, marked
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
 
-NAMES = marked(TrainConfig, Chosen)
-"""The settings that `choose_sizes` and `choose_images` fill."""
-
+LARGEST_BATCH = 128
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
 _UPDATES_PER_EPOCH = 8
 _RECORDS = 4  # train records of a short run
@@ -35,68 +31,62 @@ class Rates(NamedTuple):
 # so it would be divided by the size of the gradients. Their learning rates are PyTorch's, except that adamax and nadam
 # have that of adam, and rmsprop has a lower one, because --momentum makes its steps up to 10 times as large.
 RATES = {
-    "sgd": Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4),
-    "asgd": Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4),
+    **dict.fromkeys(("sgd", "asgd"), Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4)),
     "adamw": Rates(new=1e-3, pretrained=1e-4, power=0.5, weight_decay=0.05),
     **dict.fromkeys(("adam", "adamax", "nadam", "radam"), Rates(1e-3, 1e-4, 0.5, 0.0)),
     "rmsprop": Rates(new=3e-4, pretrained=3e-5, power=0.5, weight_decay=0.0),
-    "adagrad": Rates(new=1e-2, pretrained=1e-3, power=0.5, weight_decay=0.0),
     "adadelta": Rates(new=1.0, pretrained=0.1, power=0.5, weight_decay=0.0),
-    "adafactor": Rates(new=1e-2, pretrained=1e-3, power=0.5, weight_decay=0.0),
+    **dict.fromkeys(("adagrad", "adafactor"), Rates(1e-2, 1e-3, 0.5, 0.0)),
 }
 
 
 def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[TrainConfig, list[str]]:
-    """Fill the batch size, learning rate, weight decay and log interval for this number of training samples.
+    """Fill the batch size, log interval, learning rate and weight decay for this number of training samples.
 
     Returns the settings, and lines with the chosen values and their reasons. `processes` matters only with
     --batch_size, the batch size per process. Raises ValueError if they do not divide the batch.
     """
     chosen: dict[str, Any] = {}
-    sizes: list[str] = []
-    rates: list[str] = []
+    lines: list[str] = []
     batch = LARGEST_BATCH
-    if config.global_batch_size or config.batch_size:
-        batch = resolve_batch(config, processes)[2]
-        if not config.global_batch_size:
-            sizes.append(f"global batch {batch} (--batch_size is per process: it changes with their number)")
-    else:
-        while batch > _SMALLEST_BATCH and samples <= batch * (_UPDATES_PER_EPOCH - 1):
-            batch //= 2
-        parts = processes * (config.grad_accum or 1)
-        if config.microbatches:
-            resolve_batch(replace(config, global_batch_size=batch), processes)
-        elif batch % parts:
-            raise UserError(
-                f"the default global batch for {samples} training images is {batch}, which {processes} processes x "
-                f"{config.grad_accum or 1} accumulation steps do not divide",
-                f"set --global_batch_size to a multiple of {parts}, or use fewer processes",
-            )
-        chosen["global_batch_size"] = batch
+    while batch > _SMALLEST_BATCH and samples <= batch * (_UPDATES_PER_EPOCH - 1):
+        batch //= 2
+    batch, is_default = resolve_batch(config, processes, batch)[2], not (config.global_batch_size or config.batch_size)
     rest = samples % batch
-    if config.drop_last is None:  # a small last batch gives poor batch statistics
-        is_chosen_small = "global_batch_size" in chosen and batch < LARGEST_BATCH
-        chosen["drop_last"] = is_chosen_small and samples > batch and 0 < rest < batch // 2
-    drop_last = config.drop_last or chosen.get("drop_last", False)
+    drop_last = config.drop_last
+    if drop_last is None:  # a small last batch gives poor batch statistics
+        drop_last = is_default and batch < LARGEST_BATCH and samples > batch and 0 < rest < batch // 2
+        chosen["drop_last"] = drop_last
     per_epoch = samples // batch + (rest > 0 and not drop_last)
-    if "global_batch_size" in chosen:
+    if is_default:
+        chosen["global_batch_size"] = batch
         times = f"{per_epoch} update{'s' * (per_epoch != 1)} per epoch"
-        sizes.append(f"global batch {batch} ({samples} training images: {times})")
+        lines.append(f"global batch {batch} ({samples} training images: {times})")
+    elif not config.global_batch_size:
+        lines.append(f"global batch {batch} (--batch_size is per process: it changes with their number)")
     if chosen.get("drop_last"):
-        sizes.append(f"drop_last (the last batch would have {rest})")
+        lines.append(f"drop_last (the last batch would have {rest})")
     if config.log_every is None:
         updates = config.max_steps or config.epochs * per_epoch
         chosen["log_every"] = max(1, min(50, updates // _RECORDS))
-        sizes.append(f"log every {chosen['log_every']} update{'s' * (chosen['log_every'] != 1)}")
+        lines.append(f"log every {chosen['log_every']} update{'s' * (chosen['log_every'] != 1)}")
+    rates, reasons = _choose_rates(config, batch)
+    return replace(config, **chosen, **rates), [", ".join(part) for part in (lines, reasons) if part]
+
+
+def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list[str]]:
+    """The learning rate and weight decay that are not given, and their reasons."""
+    chosen: dict[str, Any] = {}
+    lines: list[str] = []
     own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
         base, start = (own.pretrained, "pretrained") if config.pretrained or config.init_from else (own.new, "new")
         chosen["lr"] = base * min(1.0, batch / LARGEST_BATCH) ** own.power
-        rates.append(f"lr {chosen['lr']:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)")
+        lines.append(f"lr {chosen['lr']:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)")
     if config.weight_decay is None:
         chosen["weight_decay"] = own.weight_decay
-        rates.append(f"weight decay {own.weight_decay:g}")
-    return replace(config, **chosen), [", ".join(part) for part in (sizes, rates) if part]
+        lines.append(f"weight decay {own.weight_decay:g}")
+    return chosen, lines
 
 
 def choose_images(config: TrainConfig, small: bool, small_input: bool) -> tuple[TrainConfig, list[str]]:
@@ -112,3 +102,46 @@ def choose_images(config: TrainConfig, small: bool, small_input: bool) -> tuple[
     texts = [f"model {value}" if name == "model" else "flip" if value else "no flip" for name, value in chosen.items()]
     reason = "images up to 96 pixels" if small else "photographs"
     return replace(config, **chosen), [f"{', '.join(texts)} ({reason})"] if chosen else []
+
+
+def resolve_batch(config: TrainConfig, processes: int, default: int = LARGEST_BATCH) -> tuple[int, int, int]:
+    """Return (batch_size, grad_accum, global_batch_size). The last is the product of the first two and `processes`.
+
+    With --microbatches, the first two are the largest numbers of samples in a microbatch, and of those of a process.
+    `default` is the global batch if neither batch size is set. Raises UserError, with values that work, if the
+    settings contradict each other or are not divisible.
+    """
+    batch, accum, total = config.batch_size, config.grad_accum, config.global_batch_size
+    if config.microbatches:
+        return _largest_microbatch(config.microbatches, processes, total or default)
+    steps = accum or 1
+    if batch is not None:
+        if accum is None and total and total % (batch * processes) == 0:
+            steps = total // (batch * processes)
+        product = batch * processes * steps
+        if total not in (None, product):
+            raise UserError(
+                f"--batch_size {batch} x {processes} processes x {steps} accumulation steps is {product}, not "
+                f"--global_batch_size {total}",
+                "leave out --batch_size to compute it from the others",
+            )
+        return batch, steps, product
+    name = "--global_batch_size" if total else "the default global batch"
+    total, parts = total or default, processes * steps
+    if total % parts:
+        below, above = total // parts * parts, (total // parts + 1) * parts
+        raise UserError(
+            f"{name} {total} is not divisible by {processes} processes x {steps} accumulation steps",
+            f"set it to {f'{below} or {above}' if below else above}, or use a different number of processes",
+        )
+    return total // parts, steps, total
+
+
+def _largest_microbatch(microbatches: int, processes: int, total: int) -> tuple[int, int, int]:
+    if processes > microbatches:
+        problem = f"--microbatches {microbatches} is less than the number of processes, {processes}"
+        raise UserError(problem, "use fewer processes, or start a new run with more microbatches")
+    if total < microbatches:
+        problem = f"a global batch of {total} cannot be divided into {microbatches} microbatches"
+        raise UserError(problem, "set a larger --global_batch_size or fewer --microbatches")
+    return -(-total // microbatches), -(-microbatches // processes), total

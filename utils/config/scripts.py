@@ -105,8 +105,7 @@ class EvalConfig(LoadingConfig, InferenceConfig):
             fix = "give a run folder or a checkpoint, or --model NAME --pretrained for published weights"
             require(self.ckpt != "", "--ckpt is missing", fix)
             return
-        for flag in ("ckpt", "weights", "average"):
-            exclude(self, "model", flag)
+        exclude(self, "model", "ckpt", "weights", "average")
         require(self.pretrained, "--model needs --pretrained: other weights are random", "add --pretrained")
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
 

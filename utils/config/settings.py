@@ -310,7 +310,7 @@ class LossSettings:
     label_smoothing: ProbabilityBelow1 = 0.0
     """Fraction of the training target to spread evenly over all classes; in multilabel and binary, over positive and
     negative."""
-    pos_weight: PositiveFloat | list[PositiveFloat] | Literal["balanced"] | None = None
+    pos_weight: PositiveFloat | Literal["balanced"] | list[PositiveFloat] | None = None
     """Weight of positive targets in the training loss of multilabel and binary: a number, a list with one number for
     each class, or balanced (negatives / positives of the training split)."""
     threshold: FractionBelow1 = 0.5
@@ -403,8 +403,8 @@ class TrainConfig(
         exclude(self, "eval_split", "eval_fraction")
         exclude(self, "pretrained", "init_from")
         exclude(self, "sync_batchnorm", "grad_checkpointing")
-        for flag in ("batch_size", "grad_accum", "sync_batchnorm", "comm_hook"):  # they change the microbatches' bits
-            exclude(self, "microbatches", flag)
+        # These change the bits of the microbatches.
+        exclude(self, "microbatches", "batch_size", "grad_accum", "sync_batchnorm", "comm_hook")
         self.optimizer = self.optimizer.lower()  # upper and lower case are the same
         needs = self.lr_base_batch is None or self.lr is not None
         require(needs, "--lr_base_batch needs --lr", "give the learning rate too")
@@ -426,8 +426,11 @@ class TrainConfig(
 FIXED = marked(TrainConfig, Fixed)
 """Settings that a resumed run must have as its checkpoint."""
 
-KEPT = marked(TrainConfig, Kept)
-"""Settings that a resumed run takes from its checkpoint unless they are given, as those of `defaults.NAMES`."""
+CHOSEN = marked(TrainConfig, Chosen)
+"""Settings that defaults.py chooses from the data unless they are given."""
+
+KEPT = CHOSEN + marked(TrainConfig, Kept)
+"""Settings that a resumed run takes from its checkpoint unless they are given."""
 
 OF_INPUT = marked(TrainConfig, Input)
 """Settings that the model's input depends on."""

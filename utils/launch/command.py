@@ -1,5 +1,6 @@
 """The command that started this run, and the command that resumes it."""
 
+import argparse
 import os
 import shlex
 import shutil
@@ -48,13 +49,10 @@ def _names_script(command: Sequence[str]) -> bool:
 
 def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> str:
     """The shell command that resumes the run that `command` started."""
-    kept: list[str] = []
-    skip = False  # the value of a flag that is replaced
-    for word in command:
-        name = word.split("=")[0]
-        if not skip and name not in ("--resume", "--run_name", "--output_dir"):
-            kept.append(word)
-        skip = not skip and name == word and name in ("--resume", "--run_name", "--output_dir")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--resume", "--run_name", "--output_dir"):
+        parser.add_argument(flag)
+    _, kept = parser.parse_known_args(command)
     place = ["--output_dir", output_dir] if output_dir != "runs" else []
     return shlex.join([*kept, *place, "--run_name", run_name, "--resume", "auto"])
 

@@ -108,6 +108,6 @@ def gpu_id(device: torch.device) -> str:
     The instances of a GPU that is divided by MIG may all have its UUID, so they have the name that selects them.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if device.type != "cuda" or visible.startswith("MIG-"):
-        return visible if device.type == "cuda" else ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    if device.type != "cuda":
+        return ""
+    return visible if visible.startswith("MIG-") else str(torch.cuda.get_device_properties(device).uuid)

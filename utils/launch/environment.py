@@ -1,12 +1,12 @@
 """Read the topology of the run from the launcher's environment variables. Does not import torch."""
 
-import os
 import re
 import socket
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from os import environ
 
 import psutil
 
@@ -55,25 +55,24 @@ class Topology:
         """Set torchrun's variables, which Accelerate and other libraries read."""
         if self.source != "nobody":
             numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
-            os.environ |= dict(zip(_SOURCES["the environment"], map(str, numbers), strict=True))
+            environ.update(zip(_SOURCES["the environment"], map(str, numbers), strict=True))
         if self.address:
-            os.environ |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
+            environ.update(MASTER_ADDR=self.address, MASTER_PORT=str(self.port))
 
 
-def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env://") -> Topology:
+def read_topology(init_method: str = "env://") -> Topology:
     """The topology from the variables of accelerate, torchrun, srun or mpirun, or from variables set by hand.
 
     Without such variables the run is a single process. Raises UserError if they are incomplete or contradict each
     other, or if accelerate was asked to start several processes but started one.
     """
-    env = os.environ if env is None else env
     for name, engine in _ENGINES.items():
-        if env.get(name, "").lower() in ("1", "true", "yes"):
+        if environ.get(name, "").lower() in ("1", "true", "yes"):
             raise UserError(f"{engine} is not supported", "use a file of accelerate_configs/")
-    source = _source(env)
+    source = _source()
     if source is None:
         # Accelerate's single-process launcher exports an address only if it was asked to start several processes.
-        if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
+        if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
             raise UserError(
                 "accelerate started one process instead of several, as it does with --cpu or MULTI_CPU",
                 "use --config_file accelerate_configs/2cpu.yaml, with --num_processes N for a different number",
@@ -81,49 +80,49 @@ def read_topology(env: Mapping[str, str] | None = None, init_method: str = "env:
         return Topology()
     names = _SOURCES[source]
     needed = (*names, "SLURM_NODEID") if source == "SLURM" else names[:3]
-    missing = [name for name in needed if name not in env]
+    missing = [name for name in needed if name not in environ]
     if missing:
-        raise UserError(f"{', '.join(missing)} not set although {_present(env, names)}", "export all of them, or none")
-    rank, world_size, local_rank = (_integer(env, name) for name in names[:3])
+        raise UserError(f"{', '.join(missing)} not set although {_present(names)}", "export all of them, or none")
+    rank, world_size, local_rank = (_integer(name) for name in names[:3])
     if source == "SLURM":
-        local_world_size = _tasks_on_node(env[names[3]], _integer(env, "SLURM_NODEID"))
-    elif names[3] in env:
-        local_world_size = _integer(env, names[3])
+        local_world_size = _tasks_on_node(environ[names[3]], _integer("SLURM_NODEID"))
+    elif names[3] in environ:
+        local_world_size = _integer(names[3])
     else:
-        local_world_size = _size_of_one_machine(env, source, world_size, init_method)
+        local_world_size = _size_of_one_machine(source, world_size, init_method)
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
-        problem = f"contradictory environment: {_present(env, names)}"
+        problem = f"contradictory environment: {_present(names)}"
         raise UserError(problem, "ranks start at 0 and are below their world size")
     if source == "the environment":
-        _check_against_slurm(env, rank, world_size)
+        _check_against_slurm(rank, world_size)
     address, port = "", 0
     if world_size > 1 and init_method == "env://":
-        address, port = _address_of_rank_0(env, source, local_world_size == world_size)
+        address, port = _address_of_rank_0(source, local_world_size == world_size)
     return Topology(rank, world_size, local_rank, local_world_size, address, port, source)
 
 
 def claimed_ranks() -> tuple[str | None, str | None]:
     """The launcher's values of rank and local rank, which may be invalid; None for a value that is not set."""
-    rank, _, local_rank, _ = _SOURCES[_source(os.environ) or "the environment"]
-    return os.environ.get(rank), os.environ.get(local_rank)
+    rank, _, local_rank, _ = _SOURCES[_source() or "the environment"]
+    return environ.get(rank), environ.get(local_rank)
 
 
-def _source(env: Mapping[str, str]) -> str | None:
+def _source() -> str | None:
     """The launcher whose variables define the rank of this process."""
     for source, (rank, world_size, local_rank, _) in _SOURCES.items():
-        found = rank in env and local_rank in env  # srun may set PMI_RANK without the others
+        found = rank in environ and local_rank in environ  # srun may set PMI_RANK without the others
         if source == "the environment":
-            found = rank in env or world_size in env or local_rank in env
+            found = rank in environ or world_size in environ or local_rank in environ
         elif source == "SLURM":  # in a batch script and in a shell of one task, SLURM_PROCID is 0 but not a rank
-            found = rank in env and env.get(world_size, "1") != "1"
+            found = rank in environ and environ.get(world_size, "1") != "1"
         if found:
             return source
     return None
 
 
-def _size_of_one_machine(env: Mapping[str, str], source: str, world_size: int, init_method: str) -> int:
+def _size_of_one_machine(source: str, world_size: int, init_method: str) -> int:
     """The world size, if the processes connect at a loopback address and so are all on one machine."""
-    place = init_method if init_method != "env://" else f"tcp://{env.get('MASTER_ADDR', 'localhost')}"
+    place = init_method if init_method != "env://" else f"tcp://{environ.get('MASTER_ADDR', 'localhost')}"
     if world_size > 1 and not re.match(r"tcp://(localhost|127\.|\[?::1)", place):
         problem = f"{_SOURCES[source][3]} is not set"
         raise UserError(problem, "export the number of the run's processes on this machine")
@@ -138,31 +137,32 @@ def _tasks_on_node(counts: str, node: int) -> int:
     return tasks[node]
 
 
-def _check_against_slurm(env: Mapping[str, str], rank: int, world_size: int) -> None:
+def _check_against_slurm(rank: int, world_size: int) -> None:
     """Reject variables that were exported in a batch script: all tasks of its srun would have the same rank."""
-    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks == str(world_size) != "1" and not is_launched(env) and env.get("SLURM_PROCID") != str(rank):
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks == str(world_size) != "1" and not is_launched() and environ.get("SLURM_PROCID") != str(rank):
         raise UserError(
-            f"contradictory environment: RANK={rank}, but SLURM_PROCID={env.get('SLURM_PROCID')}",
+            f"contradictory environment: RANK={rank}, but SLURM_PROCID={environ.get('SLURM_PROCID')}",
             "do not export RANK, WORLD_SIZE and LOCAL_RANK under srun, which sets its own variables",
         )
 
 
-def _address_of_rank_0(env: Mapping[str, str], source: str, one_machine: bool) -> tuple[str, int]:
+def _address_of_rank_0(source: str, one_machine: bool) -> tuple[str, int]:
     """The address and port of rank 0: MASTER_ADDR and MASTER_PORT, or values derived from SLURM or MPI."""
-    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    address = environ.get("MASTER_ADDR") or None
+    port = _integer("MASTER_PORT") if environ.get("MASTER_PORT") else None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if source != "the environment":
         address = address or ("127.0.0.1" if one_machine else first_node(nodes) if nodes else None)
-        port = port or _port_of_job(env, one_machine)
+        port = _port_of_job(one_machine) if port is None else port
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
-        if not value:
+        if value is None:
             fix = f"export it with {_EXPORT[source]}" if source in _EXPORT else "export it, or give --init_method"
             raise UserError(f"{name} is not set: the processes need an address and a port of rank 0's machine", fix)
-    number = _integer({"MASTER_PORT": str(port)}, "MASTER_PORT")
-    if not 0 < number < 2**16:
-        raise UserError(f"MASTER_PORT={number} is not a port", "choose one between 1 and 65535")
-    return str(address), number
+    assert address is not None and port is not None
+    if not 0 < port < 2**16:
+        raise UserError(f"MASTER_PORT={port} is not a port", "choose one between 1 and 65535")
+    return address, port
 
 
 def first_node(nodes: str) -> str:
@@ -171,31 +171,31 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def _port_of_job(env: Mapping[str, str], one_machine: bool) -> str | None:
+def _port_of_job(one_machine: bool) -> int | None:
     """A port derived from the number or name of the job, so that other jobs on the machine rarely have the same port.
 
     It is below the ports that Linux assigns automatically (32768 and up). None if the job has no name.
     """
-    if "SLURM_JOB_ID" in env:  # each task of a job array has its own
-        return str(10_000 + (_integer(env, "SLURM_JOB_ID") * 16 + int(env.get("SLURM_STEP_ID", 0)) % 16) % 20_000)
-    job = next((env[name] for name in _JOB_NAMES if name in env), None)
+    if "SLURM_JOB_ID" in environ:  # each task of a job array has its own
+        return 10_000 + (_integer("SLURM_JOB_ID") * 16 + int(environ.get("SLURM_STEP_ID", 0)) % 16) % 20_000
+    job = next((environ[name] for name in _JOB_NAMES if name in environ), None)
     if job is None and one_machine:  # MPICH does not name jobs, but one process starts all ranks of a machine
         with suppress(psutil.Error):
             job = next((f"{p.pid}" for p in psutil.Process().parents() if p.name().startswith("hydra_pmi_proxy")), None)
-    return None if job is None else str(10_000 + zlib.crc32(job.encode()) % 20_000)
+    return None if job is None else 10_000 + zlib.crc32(job.encode()) % 20_000
 
 
 def local_rank_and_size() -> tuple[int, int]:
     """Local rank and local world size, from the variables that `Topology.export` has set."""
-    if "LOCAL_RANK" not in os.environ:
+    if "LOCAL_RANK" not in environ:
         return 0, 1
-    return int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(environ["LOCAL_RANK"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def print_for_machine(text: str) -> None:
     """Print a message about the machine in its first process, with the host name unless that is rank 0's machine."""
     if local_rank_and_size()[0] == 0:
-        where = "" if os.environ.get("RANK", "0") == "0" else f"{socket.gethostname()}: "
+        where = "" if environ.get("RANK", "0") == "0" else f"{socket.gethostname()}: "
         print(f"{where}{text}", flush=True)
 
 
@@ -204,37 +204,36 @@ def threads_per_process(topology: Topology) -> int:
 
     OMP_NUM_THREADS is used only without a launcher, because launchers set it to 1 if it is not set.
     """
-    launched = topology.world_size > 1 or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if not launched and os.environ.get("OMP_NUM_THREADS", "").isdigit():
-        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    launched = topology.world_size > 1 or "ACCELERATE_MIXED_PRECISION" in environ
+    if not launched and environ.get("OMP_NUM_THREADS", "").isdigit():
+        return max(1, int(environ["OMP_NUM_THREADS"]))
     cores = len(usable_cores())
-    if topology.source == "SLURM" and os.environ.get("SLURM_CPUS_PER_TASK", "").isdigit():  # already a share
-        return max(1, min(cores, int(os.environ["SLURM_CPUS_PER_TASK"])))
+    if topology.source == "SLURM" and environ.get("SLURM_CPUS_PER_TASK", "").isdigit():  # already a share
+        return max(1, min(cores, int(environ["SLURM_CPUS_PER_TASK"])))
     return max(1, cores // topology.local_world_size)
 
 
-def is_launched(env: Mapping[str, str] | None = None) -> bool:
+def is_launched(env: Mapping[str, str] = environ) -> bool:
     """Whether torchrun or accelerate started this process."""
-    env = os.environ if env is None else env
     return "TORCHELASTIC_RUN_ID" in env or "ACCELERATE_DYNAMO_BACKEND" in env
 
 
 def can_be_restarted() -> bool:
     """Whether the launcher of this process can restart it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+    return "TORCHELASTIC_RUN_ID" in environ
 
 
 def restart_count() -> int:
     """How often the launcher has restarted this run (--max_restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def _present(env: Mapping[str, str], names: tuple[str, ...]) -> str:
-    return " and ".join(f"{name}={env[name]}" for name in names if name in env)
+def _present(names: tuple[str, ...]) -> str:
+    return " and ".join(f"{name}={environ[name]}" for name in names if name in environ)
 
 
-def _integer(env: Mapping[str, str], name: str) -> int:
+def _integer(name: str) -> int:
     try:
-        return int(env[name])
+        return int(environ[name])
     except ValueError:
-        raise UserError(f"{name}={env[name]!r} is not an integer", "correct or unset it") from None
+        raise UserError(f"{name}={environ[name]!r} is not an integer", "correct or unset it") from None

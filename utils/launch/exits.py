@@ -139,17 +139,12 @@ def with_known_fix(error: Exception) -> Exception:
     if is_out_of_memory(error):
         fix = "raise --grad_accum, or, in a run with --microbatches, start a new run with more of them"
         return UserError(f"out of memory ({text[:120]})", fix)
-    if is_killed_worker(error) and "Bus error" in f"{error} {error.__cause__}":
-        problem = f"a loader process found no space in {SHM} ({describe_shm()})"
-        return UserError(problem, f"{SHM_FIX}, or lower --num_workers")
-    if is_killed_worker(error):
+    if isinstance(error, RuntimeError) and "DataLoader worker (pid" in text:  # raised anywhere in the main thread
+        if "Bus error" in f"{text} {error.__cause__}":
+            problem = f"a loader process found no space in {SHM} ({describe_shm()})"
+            return UserError(problem, f"{SHM_FIX}, or lower --num_workers")
         return UserError(f"a loader process was killed ({text[:100]})", "if memory is short, lower --num_workers")
     for sign, (problem, fix) in _KNOWN.items():
         if isinstance(error, RuntimeError | ValueError) and sign in text:
             return UserError(problem.format(text.split(",")[0]), fix)
     return error
-
-
-def is_killed_worker(error: BaseException) -> bool:
-    """Whether a loader process was killed. PyTorch can raise this error anywhere in the main thread."""
-    return isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error)

@@ -47,7 +47,7 @@ class Member:
 
 
 def rendezvous(
-    topology: Topology, init_method: str, timeout: float, interface: str | None, gpu: str = ""
+    topology: Topology, init_method: str, timeout: float, interface: str | None, gpu: str
 ) -> tuple[dist.Store, list[Member]]:
     """Find the other processes; returns (the store of this session, its members in the order of the ranks).
 
@@ -85,7 +85,7 @@ def check_init_method(init_method: str) -> None:
 def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[Member]]:
     """Open a session as rank 0, or join the open one; returns its name and its members in the order of the ranks."""
     session, answers = (_open if me.rank == 0 else _join)(store, me, deadline, where)
-    members = [Member(**json.loads(answer)) for answer in answers]
+    members = [Member(**answer) for answer in answers]
     for member in members:
         if member.world_size != len(members):
             if me.rank == 0:
@@ -97,7 +97,7 @@ def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tupl
     return session, members
 
 
-def _open(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[str]]:
+def _open(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[dict]]:
     session = uuid.uuid4().hex
     store.set("session", session)
     others = [f"{session}/{rank}" for rank in range(1, me.world_size)]
@@ -108,12 +108,12 @@ def _open(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[s
             f"{me.world_size - len(missing)} of {me.world_size} did",
             "check that all were started with that address and can reach it",
         )
-    answers = [json.dumps(asdict(me)), *(store.get(key).decode() for key in others)]
+    answers = [asdict(me), *(json.loads(store.get(key)) for key in others)]
     store.set(f"{session}/all", json.dumps(answers))
     return session, answers
 
 
-def _join(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[str]]:
+def _join(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[dict]]:
     joined = ""
     while time.monotonic() < deadline:
         session = store.get("session").decode() if store.check(["session"]) else ""

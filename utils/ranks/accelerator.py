@@ -61,9 +61,8 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only one, number 0.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-    fixed = getattr(config, "deterministic", False)
-    fixed = fixed or (bool(getattr(config, "microbatches", None)) and ranks.device.type == "cuda")
-    choose_kernels(ranks.device, fixed, getattr(config, "tf32", None))
+    config, on_gpu = config if isinstance(config, TrainConfig) else TrainConfig(), ranks.device.type == "cuda"
+    choose_kernels(ranks.device, config.deterministic or (on_gpu and config.microbatches is not None), config.tf32)
     # DDP would broadcast the running batch statistics in each update. Only evaluation uses them, and it first
     # broadcasts those of the main process (`Ranks.broadcast_buffers`).
     # PyTorch has deprecated this argument of DDP, but Accelerate does not have its successor yet.
@@ -72,12 +71,12 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
     wrapping = _Wrapping(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
-        comm_hook=DDPCommunicationHookType(getattr(config, "comm_hook", "no")),
-        find_unused_parameters=getattr(config, "find_unused_parameters", False),
-        batched_grad_copy=batched and ranks.device.type == "cuda",
+        comm_hook=DDPCommunicationHookType(config.comm_hook),
+        find_unused_parameters=config.find_unused_parameters,
+        batched_grad_copy=batched and on_gpu,
     )
     accelerator = Accelerator(
-        cpu=ranks.device.type == "cpu",
+        cpu=not on_gpu,
         mixed_precision=precision,
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales partial windows wrongly
         # The samplers make exact batches, which Accelerate must pass to the ranks unchanged.
@@ -129,11 +128,6 @@ def compile_model(accelerator: Accelerator, module: nn.Module) -> None:
         # With None, PyTorch's default, the first smaller batch would make all later ones use slower code for any size.
         module.compile(**plugin.to_kwargs() | {"dynamic": bool(plugin.dynamic)})
         plugin.backend = DynamoBackend.NO  # done
-
-
-def sum_over_ranks(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """The element-wise sum of every rank's tensor, on every rank; exact for float64 counts below 2**53."""
-    return accelerator.reduce(values, "sum")
 
 
 def prepare_buckets(model: nn.Module, module: nn.Module, no_images: Tensor) -> None:

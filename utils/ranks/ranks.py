@@ -72,6 +72,8 @@ class Ranks:
         self.members: list[Member] = []
         self.expects_peers = False  # whether `join` has begun to look for other processes
         self.watch = Watch(topology.rank, launch.timeout, prog, lambda: self.orphaned)
+        # They record what this rank is doing, so that ranks that wait for it can report it. Not collective.
+        self.mark, self.mark_waiting = self.watch.mark, self.watch.mark_waiting
         # Agreements use separate gloo groups, because NCCL's groups need a GPU. The store could not replace them: a
         # wait in it does not end when a rank dies, and fails when the launcher, which may serve the store, dies.
         self._fast: Any = None  # a single process needs none
@@ -96,11 +98,11 @@ class Ranks:
         """
         topology, launch = self.topology, self.launch
         if self.is_main and self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
-            several = topology.world_size > 1
-            print(f"{why_cpu()}: running on the CPU" + f", {topology.world_size} processes over gloo" * several)
+            several = f", {topology.world_size} processes over gloo" * (topology.world_size > 1)
+            print(f"{why_cpu()}: running on the CPU{several}")
         self.expects_peers = topology.world_size > 1
         self._launchers_store = launcher_store(launch.timeout)
-        if topology.world_size == 1:
+        if not self.expects_peers:
             return
         gpu = gpu_id(self.device)
         store, self.members = rendezvous(topology, launch.init_method, launch.timeout, launch.interface, gpu)
@@ -111,8 +113,8 @@ class Ranks:
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
         self.watch.mark_waiting("connecting")
-        self.watch.time_to_connect = 1 + 3 * self._time_to_connect
-        self.watch.if_unconnected = lambda: (give_up or self._give_up)(self._unconnected("no answer"))
+        no_answer = self._unconnected("no answer")
+        self.watch.connecting = 1 + 3 * self._time_to_connect, lambda: (give_up or self._give_up)(no_answer)
         try:
             self.connect(store)
             self.watch.mark()
@@ -120,7 +122,7 @@ class Ranks:
             reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
             raise self._unconnected(reason[:160]) from error
         finally:
-            self.watch.if_unconnected = None
+            self.watch.connecting = None
 
     def connect(self, store: dist.Store) -> None:
         """Create the groups of all ranks. Raises RuntimeError or ValueError if they cannot connect."""
@@ -157,14 +159,6 @@ class Ranks:
         else:
             let_others_print()
         exit_now(2)
-
-    def mark(self, place: str) -> None:
-        """Record what this rank is doing, so that ranks that wait for it can report it. Not collective."""
-        self.watch.mark(place)
-
-    def mark_waiting(self, place: str) -> None:
-        """Record that this rank is about to wait for the others, and where. Not collective."""
-        self.watch.mark_waiting(place)
 
     @contextmanager
     def agree(self, place: str = "", patient: bool = False) -> Iterator[None]:
@@ -204,13 +198,13 @@ class Ranks:
         if is_first:
             self._raise_on_all(None, patient=True)
 
-    def from_main(self, action: Callable[[], Result], place: str = "", patient: bool = False) -> Result:
+    def from_main(self, action: Callable[[], Result], patient: bool = False) -> Result:
         """The result of `action`, run on the main process, on every rank.
 
         An error is raised on all ranks, as AgreedError. A `patient` wait lasts as long as the main process is alive.
         """
         result: Any = None
-        with self.agree(place, patient):
+        with self.agree(patient=patient):
             if self.is_main:
                 result = action()
         return self.gather(result)[0]

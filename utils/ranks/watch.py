@@ -58,8 +58,8 @@ class Watch:
     def __init__(self, rank: int, timeout: float, prog: str, is_orphan: Callable[[], bool]):
         self.rank, self.timeout, self.prog, self._is_orphan = rank, timeout, prog, is_orphan
         self.entered, self.place, self.waiting, self.patient = 0, "", False, False
-        self.if_unconnected: Callable[[], None] | None = None  # called if connecting takes longer than the next line
-        self.time_to_connect = timeout
+        # While the ranks connect: the seconds that this may take, and what is called if it takes longer.
+        self.connecting: tuple[float, Callable[[], None]] | None = None
         self.store_lost = False  # whether the store cannot be reached
         self._patience = min(60.0, max(2.0, timeout / 10))
         self._store: dist.Store | None = None
@@ -133,9 +133,9 @@ class Watch:
                 self._look_at_ranks(self._store)
 
     def _look_at_connecting(self) -> None:
-        give_up = self.if_unconnected
-        if self._connecting.seconds(give_up, self._now) > self.time_to_connect and give_up is not None:
-            give_up()
+        connecting = self.connecting
+        if connecting is not None and self._connecting.seconds(connecting, self._now) > connecting[0]:
+            connecting[1]()
 
     def _look_at_data(self) -> None:
         """End a wait for data that does not arrive."""

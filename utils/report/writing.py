@@ -49,7 +49,7 @@ def _report(run: Run, result: Mapping[str, Any] | None) -> None:
     split, found = run.data.evaluation, run.evaluator.predictions if result else None
     record = {**(result or {}), "step": run.state.step, "split": split.name}
     evaluated = Evaluated(run.config, run.task, run.data.class_names, split, found, record)
-    write_report(run.folder.path, evaluated, run.log.say)
+    write_report(run.folder, evaluated, run.log.say)
 
 
 def report_evaluation(checkpoint: Path, evaluated: Evaluated, asked: bool, say: Callable[[str], None]) -> None:

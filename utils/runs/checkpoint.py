@@ -10,6 +10,7 @@ RUN/checkpoints/latest, best     one line each: the name of such a folder
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 from accelerate import Accelerator
 from torch import nn
@@ -20,7 +21,7 @@ from utils.console import Terminal
 from utils.errors import UserError
 from utils.files import expand, holder_text
 from utils.ranks.ranks import Ranks
-from utils.runs.folder import RunFolder, check_run_folder, check_shared, create_folder, named_folder
+from utils.runs.folder import check_own, check_run_folder, check_shared, create_folder, lock_folder, named_folder
 from utils.runs.loading import load_tensors
 from utils.runs.manifest import find_checkpoint, newest_good, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
@@ -37,7 +38,8 @@ class CheckpointManager:
 
     def __init__(self, config: TrainConfig, ranks: Ranks):
         self.config, self.ranks = config, ranks
-        self.folder: RunFolder | None = None
+        self.folder: Path | None = None  # of the run
+        self._locked: TextIO | None = None  # on the main process, so that no other run writes there
         self._thread = ThreadPoolExecutor(1)  # Python waits for it before it exits, also after an error
         self._saving: Future[None] | None = None  # the last save, on the main process, until `wait`
 
@@ -47,13 +49,9 @@ class CheckpointManager:
         For --resume auto, or if --resume names a run folder, it is the newest good one.
         """
         # The main process may have to wait for the lock, and it verifies large files.
-        folder, checkpoint = self.ranks.from_main(self._find, patient=True)
-        if folder and not self.folder:
-            self.folder = RunFolder(Path(folder))
-        if not checkpoint:
-            return None
+        self.folder, checkpoint = self.ranks.from_main(self._find, patient=True)
         with self.ranks.agree():
-            return read_checkpoint(Path(checkpoint))
+            return read_checkpoint(checkpoint) if checkpoint else None
 
     def start(
         self,
@@ -73,20 +71,18 @@ class CheckpointManager:
         if saved is not None:
             self.load(saved, module, optimizer, parts, lines)
         self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
-        return folder.path
+        return folder
 
-    def open_folder(self) -> RunFolder:
+    def open_folder(self) -> Path:
         """The folder of the run, which is created if the run is new."""
 
-        def create() -> tuple[str, str]:
-            folder = self.folder or self._lock(create_folder(self.config))
-            return str(folder.path), holder_text()
+        def create() -> tuple[Path, str]:
+            return self.folder or self._lock(create_folder(self.config)), holder_text()
 
-        path, holder = self.ranks.from_main(create)
+        self.folder, holder = self.ranks.from_main(create)
         with self.ranks.agree():
-            self.folder = self.folder or RunFolder(Path(path))
-            if not self.ranks.is_main:
-                check_shared(self.folder.path, holder)
+            if not self.ranks.is_main:  # closing the file would release the lock that the main process has on it
+                check_shared(self.folder, holder)
         return self.folder
 
     def load(
@@ -101,7 +97,7 @@ class CheckpointManager:
         Terminal(self.ranks.is_main).print("\n".join(lines))
         with self.ranks.agree():
             if self.ranks.is_main and self.folder is not None:
-                delete_after(self.folder.checkpoints, saved.state.step, saved.state.best_step)
+                delete_after(self.folder / "checkpoints", saved.state.step, saved.state.best_step)
 
     def save(
         self, accelerator: Accelerator, parts: Mapping[str, Part], files: Mapping[str, bytes], state: TrainState
@@ -115,8 +111,9 @@ class CheckpointManager:
         self.wait()
         with self.ranks.agree():
             if self.ranks.is_main:
-                self.folder.check_own()
-                write_partial(self.folder.checkpoints, state.step, accelerator, parts, files)
+                assert self._locked is not None
+                check_own(self.folder, self._locked)
+                write_partial(self.folder / "checkpoints", state.step, accelerator, parts, files)
                 self._saving = self._thread.submit(self._complete, state.step, state.best_step)
 
     def wait(self) -> None:
@@ -134,11 +131,12 @@ class CheckpointManager:
     def _complete(self, step: int, best_step: int | None) -> None:
         """Called in a thread, with `self`, which holds the lock of the folder even if training has failed."""
         assert self.folder is not None
-        publish(self.folder.checkpoints, step)
-        update_pointers(self.folder.checkpoints, step, best_step, self.config.keep)
+        folder = self.folder / "checkpoints"
+        publish(folder, step)
+        update_pointers(folder, step, best_step, self.config.keep)
 
-    def _find(self) -> tuple[str, str]:
-        """The existing folder of the run and the checkpoint to start from, or "", on the main process."""
+    def _find(self) -> tuple[Path | None, Path | None]:
+        """The existing folder of the run and the checkpoint to start from, if any, on the main process."""
         config, checkpoint = self.config, None
         before = self.ranks.store_get("run-folder")
         path = Path(before) if before else None
@@ -157,16 +155,15 @@ class CheckpointManager:
             newest = _newest_of(named) if (named / "checkpoints").is_dir() else None
             checkpoint = find_checkpoint(newest or named, prefer=("latest",))
             verify(checkpoint)
-        return str(path or ""), str(checkpoint or "")
+        return path, checkpoint
 
-    def _lock(self, path: Path) -> RunFolder:
+    def _lock(self, path: Path) -> Path:
         """Lock the folder, and store its path for a restart by the launcher."""
-        self.folder = RunFolder(path)
-        self.folder.lock()
-        clean_up(self.folder.checkpoints)
+        self._locked = lock_folder(path)
+        clean_up(path / "checkpoints")
         clean_up(path)
         self.ranks.store_set("run-folder", str(path.absolute()))
-        return self.folder
+        return path
 
 
 def _newest_of(folder: Path) -> Path | None:

@@ -1,4 +1,11 @@
-"""The folder of a run: find it, create it, and lock it."""
+"""The folder of a run: find it, create it, and lock it.
+
+What a start resumes from (`CheckpointManager.newest`):
+1. after a restart by the launcher, the newest good checkpoint of this run's folder, if it has one;
+2. with --resume auto, the newest good checkpoint of the folder --run_name, if it has one;
+3. with --resume PATH, that checkpoint, or the newest good one of that run;
+4. else nothing: a new run, whose folder must not exist.
+"""
 
 import os
 import re
@@ -16,30 +23,19 @@ from utils.runs.manifest import find_checkpoint
 _ORPHANS_LEAVE_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
 
 
-class RunFolder:
-    """The folder of a run. The main process holds its lock, so that no other run writes to it."""
+def lock_folder(folder: Path) -> TextIO:
+    """Create the folder of a run if it is missing, and lock it until the returned file is closed."""
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return lock(folder, _ORPHANS_LEAVE_WITHIN)
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._lock: TextIO | None = None
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    def lock(self) -> None:
-        """Create the folder if it is missing, and lock it."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(self.path, _ORPHANS_LEAVE_WITHIN)
-
-    def check_own(self) -> None:
-        """Raise OSError if the folder was deleted, or now belongs to another run."""
-        if not self.checkpoints.is_dir():  # not created again: its disk may be unmounted for a while
-            raise FileNotFoundError(f"{self.checkpoints} no longer exists")
-        assert self._lock is not None
-        with suppress(FileNotFoundError):
-            if (self.path / LOCK).stat().st_ino != os.fstat(self._lock.fileno()).st_ino:
-                raise OSError(f"{self.path} was deleted and now belongs to another run")
+def check_own(folder: Path, locked: TextIO) -> None:
+    """Raise OSError if the folder was deleted, or now belongs to another run."""
+    if not (folder / "checkpoints").is_dir():  # not created again: its disk may be unmounted for a while
+        raise FileNotFoundError(f"{folder / 'checkpoints'} no longer exists")
+    with suppress(FileNotFoundError):
+        if (folder / LOCK).stat().st_ino != os.fstat(locked.fileno()).st_ino:
+            raise OSError(f"{folder} was deleted and now belongs to another run")
 
 
 def check_run_folder(config: TrainConfig, after_meeting: bool = False) -> None:

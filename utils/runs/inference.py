@@ -16,9 +16,9 @@ from utils.models.views import Views
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks
+from utils.runs.loading import choose_weights, find_checkpoints
 from utils.runs.manifest import FOR_EVALUATION, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
-from utils.runs.weights import choose_weights, find_checkpoints
 from utils.tasks.task import Task
 
 
@@ -78,8 +78,7 @@ def set_evaluation_input(saved: SavedRun, spec: InputSpec) -> SavedRun:
 def given_settings(flags: LaunchConfig) -> dict[str, Any]:
     """The settings of a training run that these flags replace: those that both have, except where it is launched."""
     own = {setting.name for setting in fields(TrainConfig)} - {*OF_ONE_START, "model", "pretrained"}
-    given = {setting.name: getattr(flags, setting.name) for setting in fields(flags) if setting.name in own}
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in vars(flags).items() if name in own and value is not None}
 
 
 def remarks(flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec) -> list[str]:

@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import accelerate
 import numpy as np
 import torch
 import torchvision
 
+from utils.config.bounds import PositiveInt, at_most, read_fields
 from utils.config.cli import read_config
-from utils.config.defaults import NAMES
-from utils.config.settings import OF_ONE_START, OF_THIS_MACHINE, TrainConfig, to_yaml
+from utils.config.settings import CHOSEN, OF_ONE_START, OF_THIS_MACHINE, BatchSize, TrainConfig, to_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
 from utils.data.spec import InputSpec
@@ -23,9 +23,8 @@ from utils.data.splits import Data
 from utils.errors import UserError
 from utils.files import read_json
 from utils.ranks.ranks import Ranks
+from utils.runs.loading import Weights
 from utils.runs.state import TrainState
-from utils.runs.typed_json import parse
-from utils.runs.weights import Weights
 from utils.version import VERSION, code_commit
 
 _OTHER = "use another checkpoint"
@@ -38,11 +37,11 @@ FORMAT = 1
 class SavedState:
     """The contents of state.json: the training state, and the samples and processes that it belongs to."""
 
-    format: int = FORMAT
+    format: Annotated[PositiveInt, at_most(FORMAT)] = FORMAT
     state: TrainState
     samples: int = 0
     labels: str = ""  # fingerprint
-    global_batch_size: int = 1
+    global_batch_size: BatchSize = 1
     seed: int = 0
     weights: str | None = None  # hash, of the samples
     class_weights: str | None = None  # hash
@@ -66,15 +65,9 @@ class SavedState:
             problem = f"format {found}, written by {writer}, is newer than format {FORMAT}, which this version reads"
             raise UserError(f"{path}: {problem}", "update Lockstep")
         try:
-            return parse(cls, values, "state")
+            return read_fields(cls, values)
         except ValueError as error:
             raise UserError(f"{path}: {error}", _OTHER) from None
-
-    def check(self) -> None:
-        """Raise ValueError for values that no run has. All divisors of the global batch size are tried."""
-        for name, most in (("format", FORMAT), ("global_batch_size", 2**24)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name!r} is malformed")
 
 
 @dataclass(frozen=True)
@@ -140,7 +133,7 @@ def make_files(
 def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint; settings that affect this machine have their defaults."""
     settings = read_config(checkpoint / "config.yaml")
-    for name in NAMES:
+    for name in CHOSEN:
         if getattr(settings, name) is None:
             raise UserError(f"{checkpoint / 'config.yaml'}: {name!r} is missing", _OTHER)
     return replace(settings, **_defaults(OF_THIS_MACHINE))

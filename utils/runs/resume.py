@@ -1,18 +1,17 @@
 """Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the earlier run."""
 
 import textwrap
-from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from utils.config.batch import resolve_batch
-from utils.config.defaults import NAMES
+from utils.config.bounds import require
+from utils.config.defaults import resolve_batch
 from utils.config.settings import FIXED, KEPT, OF_THIS_MACHINE, TrainConfig
 from utils.data.order import Plan
 from utils.data.splits import Data
 from utils.errors import UserError
-from utils.runs.folder import RunFolder
 from utils.runs.metadata import SavedRun
 from utils.runs.state import TrainState
 
@@ -29,11 +28,12 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
     if config.global_batch_size not in (None, total):
         problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
         raise UserError(problem, "use the same settings")
-    if config.microbatches:
-        return resolve_batch(replace(config, global_batch_size=total), processes)
-    if config.batch_size or config.grad_accum:
-        with suppress(ValueError):
+    if config.microbatches or config.batch_size or config.grad_accum:
+        try:
             return resolve_batch(replace(config, global_batch_size=total), processes)
+        except ValueError:
+            if config.microbatches:
+                raise
     if total % processes:
         *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
         problem = f"{saved.path}: the global batch of {total} is not divisible by {processes} processes"
@@ -49,14 +49,14 @@ def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: in
     Raises ValueError if the batch sizes do not fit, before the data is loaded.
     """
     if saved is not None:
-        unset = [name for name in (*NAMES, *KEPT) if getattr(config, name) == getattr(TrainConfig, name)]
+        unset = [name for name in KEPT if getattr(config, name) == getattr(TrainConfig, name)]
         config = replace(config, **{name: getattr(saved.settings, name) for name in unset})
     batch_of_start(config, saved, processes)
     return config
 
 
 def restore_state(
-    saved: SavedRun | None, folder: RunFolder | None, config: TrainConfig, plan: Plan, data: Data
+    saved: SavedRun | None, folder: Path | None, config: TrainConfig, plan: Plan, data: Data
 ) -> TrainState:
     """The state to start from: the checkpoint's, or a new one. Raises ValueError if the checkpoint does not fit.
 
@@ -69,28 +69,27 @@ def restore_state(
     first_repeated = saved.state.step + (not saved.state.owes_evaluation)
     done = [evaluation for evaluation in saved.state.evaluations if (evaluation["step"] or 0) < first_repeated]
     state = replace(saved.state, evaluations=done)
-    try:
-        state.check_place(plan)
-    except ValueError as error:
-        raise UserError(f"{saved.path / 'state.json'}: {error}", "use another checkpoint") from None
+    problem = f"{saved.path / 'state.json'}: step {state.step} and the position in the data contradict each other"
+    require(state.can_follow(plan), problem, "use another checkpoint")
     if not plan.update_size(state.position):  # --drop_last was not set before: the epoch ends here
         state.epoch, state.position = state.epoch + 1, 0
     state.batch_size = max(state.batch_size, batch_size)
-    if folder is None or saved.path.parent.parent.resolve() != folder.path.resolve():
+    metric = saved.settings.best_metric
+    if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
-        if saved.settings.best_metric != config.best_metric:
+        if metric != config.best_metric:
             state.best_value, state.evaluations_since_best = None, 0
-    elif saved.settings.best_metric != config.best_metric:
-        problem = f"{saved.path}: its best checkpoint is by {saved.settings.best_metric}, not {config.best_metric}"
+    elif metric != config.best_metric:
+        problem = f"{saved.path}: its best checkpoint is by {metric}, not {config.best_metric}"
         raise UserError(problem, "use the same --best_metric, or give another --run_name")
     return state
 
 
 def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data) -> None:
     """Raise ValueError if a run with these settings and this data cannot continue the run of the checkpoint."""
-    before, there = saved.settings, saved.values
+    there = saved.values
     for what, old, new in (
-        *((f"a --{name}", getattr(before, name), getattr(config, name)) for name in FIXED),
+        *((f"a --{name}", getattr(saved.settings, name), getattr(config, name)) for name in FIXED),
         ("a seed", there.seed, plan.seed),
         ("training samples", there.samples, plan.samples),
         ("the classes", saved.class_names, data.class_names),
@@ -104,9 +103,9 @@ def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data)
         ("class_weights", there.class_weights, data.class_weights_hash),
     ):
         value = getattr(config, setting)
-        if value == getattr(before, setting) and old != new:
-            problem = f"{saved.path}: the weights of --{setting} {value} have changed since training"
-            raise UserError(problem, "restore them, or start a new run")
+        same = old == new or value != getattr(saved.settings, setting)
+        problem = f"{saved.path}: the weights of --{setting} {value} have changed since training"
+        require(same, problem, "restore them, or start a new run")
     threads = torch.get_num_threads()
     if config.microbatches and there.device == "cpu" and there.threads != threads:
         kept = f"keeps its {there.threads} threads per process, not {threads}"

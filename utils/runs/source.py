@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from utils.config.settings import TrainConfig
@@ -19,6 +17,7 @@ from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.matching import Match
 from utils.ranks.ranks import Ranks
+from utils.runs.loading import read_weights
 from utils.runs.manifest import (
     FOR_EVALUATION,
     MANIFEST,
@@ -55,12 +54,7 @@ class InitialWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights by name."""
-        try:
-            return load_file(self.file)
-        except SafetensorError as error:
-            problem = f"--init_from: {self.file} is not a safetensors file ({one_line(error)[:80]})"
-            fix = "convert it with safetensors.torch.save_file; other formats may run code"
-            raise UserError(problem, fix) from error
+        return read_weights(self.file, "convert it with safetensors.torch.save_file; other formats may run code")
 
 
 def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tuple[TrainConfig, InitialWeights | None]:
@@ -71,8 +65,7 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
     if saved is not None:
         kept = saved.settings.init_from
         if config.init_from and absolute_source(config.init_from) != kept:
-            line = "--init_from has no effect: a resumed run has the weights of its checkpoint"
-            Terminal(ranks.is_main).print(line)
+            Terminal(ranks.is_main).print("--init_from has no effect: a resumed run has the weights of its checkpoint")
         return replace(_fill(config, vars(saved.settings)) if kept else config, init_from=kept), None
     if config.init_from is None:
         return config, None
@@ -80,11 +73,8 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
     found = ranks.from_main(partial(_find, config.init_from), patient=True)
     with ranks.local_main_first("reading the weights of --init_from"):
         source = _read(found)
-    with ranks.agree():
-        source.weights = sha256_of(source.file)
+        source.weights, filled = sha256_of(source.file), _fill(config, source.settings)
     ranks.check_same(source.weights, f"different weights in --init_from {config.init_from}")
-    with ranks.agree():
-        filled = _fill(config, source.settings)
     source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
     return filled, source
 
@@ -145,12 +135,12 @@ def _read(found: str) -> InitialWeights:
         saved = read_checkpoint(path)
         spec, settings = saved.spec, saved.settings
         values: dict[str, Any] = {
-            "model": settings.model,
-            "model_args": settings.model_args,
-            "stem": "standard" if settings.pretrained else settings.stem,
+            **{name: getattr(settings, name) for name in ("model", "model_args", "stem")},
+            **{name: getattr(spec, name) for name in ("channels", "mean", "std")},
             "image_size": list(spec.size),
         }
-        values |= {"channels": spec.channels, "mean": spec.mean, "std": spec.std}
+        if settings.pretrained:
+            values["stem"] = "standard"
         return InitialWeights(found, _weights_in(path), saved.class_names, values)
     file = _weights_in(path) if path.is_dir() else path
     return InitialWeights(found, file, *_describe_weights(file.parent))

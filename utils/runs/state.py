@@ -3,54 +3,62 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from utils.config.bounds import Bound, Count, NonNegativeFloat, Number, PositiveInt, read_fields
 from utils.data.order import Plan
 
 _MAX_EVALUATIONS = 1000  # less than 1 MB of JSON even with 30 metrics; state.json may have at most 8 MB
+_TOTALS = Bound("the meter's totals", lambda sums: not sums or sums.keys() >= {"count", "wait", "loss"})
+_WITH_STEPS = Bound("evaluations", lambda history: all(type(each.get("step")) is int for each in history))
 
 
 @dataclass
 class TrainState:
     """The progress of a run between two updates."""
 
-    step: int = 0
+    step: Count = 0
     """Finished updates."""
-    epoch: int = 0
-    position: int = 0
+    epoch: Count = 0
+    position: Count = 0
     """Samples of this epoch used so far. The seed, the epoch and this determine the order of the rest."""
-    best: float | None = None
+    best: Number | None = None
     """The best value so far of the task's metric, such as the accuracy of the evaluation split."""
-    best_step: int | None = None
-    seconds: float = 0.0
+    best_step: Count | None = None
+    seconds: NonNegativeFloat = 0.0
     """Training time over all resumes, without evaluation and saving."""
-    images: int = 0
+    images: Count = 0
     """Images trained on by all ranks, over all resumes."""
-    logged_seconds: float = 0.0
+    logged_seconds: NonNegativeFloat = 0.0
     """`seconds` at the last train record."""
-    since_log: dict[str, float] = field(default_factory=dict)
+    since_log: Annotated[dict[str, Number], _TOTALS] = field(default_factory=dict)
     """The meter's totals since then, by name."""
     owes_evaluation: bool = False
     """Whether the run stopped before or during the evaluation that was due at this step."""
-    batch_size: int = 0
+    batch_size: PositiveInt = 0
     """The largest batch of one process so far. A resumed run on fewer processes accumulates instead of exceeding it."""
-    evaluations: list[dict[str, float | None]] = field(default_factory=list)
+    evaluations: Annotated[list[dict[str, int | Number | None]], _WITH_STEPS] = field(default_factory=list)
     """The step and the numbers of the last 1,000 evaluations, oldest first."""
     exploded: bool = False
     """Whether the run has reported that its training falls apart."""
     learned: bool = False
     """Whether the first update or a train record had a loss below 0.8 times that of uniform predictions."""
-    last_loss: float | None = None
+    last_loss: Number | None = None
     """The mean training loss of the last train record."""
-    first_metric: float | None = None
+    first_metric: Number | None = None
     """The task's metric of the first evaluation, of the weights without averaging."""
-    best_value: float | None = None
+    best_value: Number | None = None
     """The best value so far of the task's metric, even if its checkpoint was not saved. Unlike `best`, it is kept by a
     resume in a new run folder."""
-    evaluations_since_best: int = 0
+    evaluations_since_best: Count = 0
     """Evaluations since `best_value`."""
-    lr_factor: float = 1.0
+    lr_factor: NonNegativeFloat = 1.0
     """The factor of the learning rate with --lr_schedule plateau."""
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "TrainState":
+        """Make a state from the output of `asdict`. Raises ValueError if no run can have these values."""
+        return read_fields(cls, values)
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -93,24 +101,9 @@ class TrainState:
         """How many evaluations are as good as the best one. Those of an earlier run, which precede it, do not count."""
         return sum(e.get(metric) == self.best for e in self.evaluations if (e["step"] or 0) >= (self.best_step or 0))
 
-    def check(self) -> None:
-        """Raise ValueError if no run can have these values, which come from a file."""
-        sums = self.since_log
-        for name, fits in (
-            ("seconds", self.seconds >= 0),
-            ("logged_seconds", self.logged_seconds >= 0),
-            ("lr_factor", self.lr_factor >= 0),
-            ("batch_size", self.batch_size > 0),
-            ("since_log", not sums or sums.keys() >= {"count", "wait", "loss"}),
-            ("evaluations", all(type(evaluation.get("step")) is int for evaluation in self.evaluations)),
-        ):
-            if not fits:
-                raise ValueError(f"{name!r} is malformed")
-
-    def check_place(self, plan: Plan) -> None:
-        """Raise ValueError if no run with this plan can reach this state, with or without --drop_last in any epoch."""
+    def can_follow(self, plan: Plan) -> bool:
+        """Whether a run with this plan can reach this state, with or without --drop_last in any epoch."""
         full, rest = divmod(plan.samples, plan.global_batch_size)
         before, odd = divmod(self.position, plan.global_batch_size)
         least = self.epoch * full + before
-        if odd or self.position >= plan.samples or not least <= self.step <= least + self.epoch * (rest > 0):
-            raise ValueError(f"step {self.step}, epoch {self.epoch} and position {self.position} contradict each other")
+        return not odd and self.position < plan.samples and least <= self.step <= least + self.epoch * (rest > 0)

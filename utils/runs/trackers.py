@@ -22,7 +22,7 @@ from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
 from utils.errors import UserError, one_line
 from utils.files import read_json, write_file
-from utils.runs.sinks import Sink
+from utils.runs.log import Sink
 
 # Folders and addresses of this machine are private, and of no use elsewhere.
 _NOT_SENT = {"output_dir", "data_dir", "cache_dir", "resume", "init_method", "interface", "report_to"}
@@ -46,8 +46,7 @@ class Trackers(Table):
 
     def names(self, config: Any) -> list[str]:
         """The trackers in --report_to, each once."""
-        names = (config.report_to or "").split(",")
-        return list(dict.fromkeys(name.strip() for name in names if name.strip()))
+        return list(dict.fromkeys((config.report_to or "").replace(",", " ").split()))
 
     def sinks(self, config: TrainConfig) -> dict[str, Callable[..., Sink]]:
         """Functions that create the sinks of these settings, as those in `SINKS`."""
@@ -61,7 +60,7 @@ class Tracker(Sink):
     """A tracker of Accelerate, which gets the numbers of each record.
 
     A resumed run first sends the records before the resume again, because a killed run may not have sent all of them.
-    `_PREPARE` deletes or continues the tracker's run of an earlier start, so that it has no record twice.
+    `_options` deletes or continues the tracker's run of an earlier start, so that it has no record twice.
     """
 
     def __init__(self, name: str, tracker_class: Any, config: TrainConfig, folder: Path, *_: object):
@@ -74,7 +73,11 @@ class Tracker(Sink):
         with suppress(OSError, ValueError, TypeError):
             ids = dict(read_json(kept))
         try:
-            self.tracker = _start_tracker(name, tracker_class, folder, project, ids.get(name))
+            options = _options(name, folder, project, ids.get(name))
+            # TensorBoard's project is the folder of its files.
+            places = [folder] if tracker_class.requires_logging_directory else []
+            self.tracker = tracker_class("tensorboard" if name == "tensorboard" else project, *places, **options)
+            self.tracker.start()
         except Exception as error:  # of any class, as trackers are other people's code
             problem = f"--report_to {name}: the tracker cannot be started ({one_line(error)[:200]})"
             raise UserError(problem, "correct its settings, log in to it, or leave it out") from error
@@ -104,16 +107,6 @@ class Tracker(Sink):
             self.tracker.log(numbers, step=record["step"])
 
 
-def _start_tracker(name: str, tracker_class: Any, folder: Path, project: str, before: str | None) -> Any:
-    """A tracker of this class that is ready; `before` is the id of its run in an earlier start."""
-    options = _PREPARE.get(name, _nothing)(folder, project, before)
-    # TensorBoard's project is the folder of its files.
-    places = (folder,) if tracker_class.requires_logging_directory else ()
-    tracker = tracker_class("tensorboard" if name == "tensorboard" else project, *places, **options)
-    tracker.start()
-    return tracker
-
-
 def settings_to_send(config: TrainConfig) -> dict[str, bool | int | float | str]:
     """The settings that differ from their defaults, without folders and host names."""
     default = asdict(TrainConfig())
@@ -135,38 +128,29 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int
     return flat
 
 
-def _prepare_tensorboard(folder: Path, _project: str, _before: str | None) -> dict[str, Any]:
-    """Delete the files of an earlier start; its records are written again."""
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # NFS keeps files that are open, under other names
-    for left in (folder / "tensorboard").rglob("*tfevents*"):
-        raise OSError(f"{left} cannot be deleted")
+def _options(name: str, folder: Path, project: str, before: str | None) -> dict[str, Any]:
+    """The options of a tracker; `before` is the id of its run in an earlier start, which is continued or deleted.
+
+    For trackers that are not named here, a resumed run is a new run, which has the records before the resume too.
+    """
+    if name == "tensorboard":
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # NFS keeps files that are open, under other names
+        for left in (folder / "tensorboard").rglob("*tfevents*"):
+            raise OSError(f"{left} cannot be deleted")
+    if name == "trackio":
+        import trackio
+
+        with suppress(ValueError):  # this machine has no runs of the project: the earlier start was on another one
+            for run in trackio.Api().runs(project) if before else ():
+                if run.id == before:
+                    run.delete()
+        return {"name": folder.name}
+    if name == "wandb":
+        # By default W&B sends the host name, the command, git's remote and what is printed.
+        more = {"console": "off", "host": "unknown"}
+        settings = {"x_disable_meta": True, "disable_git": True, "disable_code": True, **more}
+        return {"name": folder.name, "id": before or uuid.uuid4().hex, "resume": "allow", "settings": settings}
     return {}
-
-
-def _prepare_trackio(folder: Path, project: str, before: str | None) -> dict[str, Any]:
-    """Delete the run of an earlier start on this machine; its records are sent again."""
-    import trackio
-
-    with suppress(ValueError):  # this machine has no runs of the project: the earlier start was on another one
-        for run in trackio.Api().runs(project) if before else ():
-            if run.id == before:
-                run.delete()
-    return {"name": folder.name}
-
-
-def _prepare_wandb(folder: Path, _project: str, before: str | None) -> dict[str, Any]:
-    """Continue the run of an earlier start."""
-    # By default W&B sends the host name, the command, git's remote and what is printed.
-    private = {"x_disable_meta": True, "disable_git": True, "disable_code": True, "console": "off", "host": "unknown"}
-    return {"name": folder.name, "id": before or uuid.uuid4().hex, "resume": "allow", "settings": private}
-
-
-def _nothing(*_: object) -> dict[str, Any]:
-    """For all other trackers: a resumed run is a new run there, which has the records before the resume too."""
-    return {}
-
-
-_PREPARE = {"tensorboard": _prepare_tensorboard, "trackio": _prepare_trackio, "wandb": _prepare_wandb}
 
 
 def _is_finite(value: Any) -> bool:

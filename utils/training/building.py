@@ -7,8 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from torch import nn
 
-from utils.config.batch import resolve_batch
-from utils.config.defaults import choose_images, choose_sizes
+from utils.config.defaults import choose_images, choose_sizes, resolve_batch
 from utils.config.settings import OF_INPUT, TrainConfig
 from utils.console import join_names
 from utils.data.decode import peek
@@ -27,7 +26,7 @@ from utils.models.zoo import check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
-from utils.runs.folder import RunFolder, check_run_folder
+from utils.runs.folder import check_run_folder
 from utils.runs.metadata import SavedRun
 from utils.runs.resume import batch_of_start, restore_state, resume_lines, settings_of_start
 from utils.runs.source import InitialWeights, absolute_source, find_source
@@ -80,7 +79,7 @@ class Resolved:
 def resolve(
     config: TrainConfig,
     saved: SavedRun | None,
-    folder: RunFolder | None,
+    folder: Path | None,
     data: Data,
     source: InitialWeights | None,
     accelerator: Accelerator,

@@ -46,7 +46,7 @@ def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
     finally:
         run.log.close()
         if run.ranks.is_main:
-            shutil.rmtree(run.folder.path, ignore_errors=True)
+            shutil.rmtree(run.folder, ignore_errors=True)
 
 
 def _measure_both(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:

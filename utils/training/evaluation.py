@@ -15,7 +15,6 @@ from utils.console import Terminal
 from utils.data.batches import Batches
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
-from utils.ranks.accelerator import sum_over_ranks
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.tasks.task import Task
@@ -112,14 +111,14 @@ class Evaluator:
         self.ranks.mark_waiting(f"block {block} of the evaluation")
         own = [wants_to_stop, time.perf_counter() - interval.time]
         values = torch.tensor(own, dtype=torch.float64, device=self.accelerator.device)
-        stops, seconds = sum_over_ranks(self.accelerator, values).tolist()
+        stops, seconds = self.accelerator.reduce(values, "sum").tolist()
         self.ranks.mark("evaluating")
         interval.synced(block, seconds / self.accelerator.num_processes)
         return stops > 0
 
     def _summary(self, sums: Tensor, seen: np.ndarray) -> dict:
         """The metrics over all ranks; `seen` has the indices of all samples that were evaluated, int64 [n]."""
-        totals = sum_over_ranks(self.accelerator, sums).tolist()
+        totals = self.accelerator.reduce(sums, "sum").tolist()
         readable, samples, count = self.batches.readable, len(self.batches.labels), len(seen)
         if not np.array_equal(np.sort(seen), np.flatnonzero(readable)):
             problem = f"the evaluation did not count each of the {readable.sum()} samples once"

@@ -26,7 +26,7 @@ def write_first_batch(run: Run, batch: Batch) -> None:
 
     It waits for the device, so it must not be called for later batches.
     """
-    path = run.folder.path / "first_batch.png"
+    path = run.folder / "first_batch.png"
     if not run.ranks.is_main or not len(batch.images):
         return
     try:

@@ -47,7 +47,7 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
         run.checkpoints.wait()
     if not reduced.totals["count"]:
         problem = f"no image of the updates up to {state.step} can be read"
-        raise UserError(problem, f"see {run.folder.path / BAD_IMAGES}")
+        raise UserError(problem, f"see {run.folder / BAD_IMAGES}")
     if not math.isfinite(reduced.totals["loss"]):
         first = min(bad for bad in run.ranks.gather(run.meter.first_bad()) if bad)
         with run.ranks.agree():

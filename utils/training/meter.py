@@ -12,7 +12,6 @@ from torch import Tensor
 from utils.console import join_names
 from utils.data.batches import Batch
 from utils.errors import UserError
-from utils.ranks.accelerator import sum_over_ranks
 from utils.tasks.task import Task
 
 
@@ -90,7 +89,8 @@ class Meter:
         own = [self.count, self.wait, now - self.started, now - self.saved, failed, stop]
         self.started = now
         values = torch.tensor([*self.sums, *own], dtype=torch.float64, device=self.device)
-        *sums, seconds, since_save, failures, stops = sum_over_ranks(accelerator, values).tolist()
+        # Exact for counts below 2**53.
+        *sums, seconds, since_save, failures, stops = accelerator.reduce(values, "sum").tolist()
         processes, totals = accelerator.num_processes, dict(zip(self.names, sums, strict=True))
         if math.isfinite(totals["loss"]):  # otherwise `first_bad` needs them, and the run ends
             self.batches.clear()

@@ -17,7 +17,7 @@ class Profile:
     """A context around the loop, which must call `step` after each update. With --profile, records ten updates."""
 
     def __init__(self, run: Run):
-        self.path = run.folder.path / f"trace-rank{run.ranks.topology.rank}.json.gz"
+        self.path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
         self.say, self.kind, enabled = run.log.say, run.ranks.device.type, run.config.profile
         self._enabled, self._written = enabled, False
         self._profiler: Any = nullcontext()

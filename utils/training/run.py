@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
@@ -27,7 +28,6 @@ from utils.models.weight_average import WeightAverage
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
-from utils.runs.folder import RunFolder
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
 from utils.runs.parts import EMA, Part
@@ -59,7 +59,7 @@ class Run(Resolved):
     log: RunLog
 
     @property
-    def folder(self) -> RunFolder:
+    def folder(self) -> Path:
         assert self.checkpoints.folder is not None
         return self.checkpoints.folder
 
@@ -90,7 +90,7 @@ class Run(Resolved):
 
 def log_start(run: Run) -> None:
     """Print what runs where, and write the settings to the run folder; collective."""
-    config, ranks, folder = run.config, run.ranks, run.folder.path
+    config, ranks, folder = run.config, run.ranks, run.folder
     processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
@@ -174,7 +174,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
 
     `command` is the command that started the run.
     """
-    state, config, folder = run.state, run.config, run.folder.path
+    state, config, folder = run.state, run.config, run.folder
     done = bool(run.ended) and not state.owes_evaluation
     if done:
         if result and state.step < run.updates:
@@ -211,7 +211,7 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
         rows.append(("best", f"{state.best:.4f} at update {state.best_step}{first}"))
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
-        rows.append(("checkpoints", bytes_text(size_of(run.folder.checkpoints))))
-        page = run.folder.path / "report.html"
+        rows.append(("checkpoints", bytes_text(size_of(run.folder / "checkpoints"))))
+        page = run.folder / "report.html"
         rows += [("page", str(page))] if done and run.config.report and page.exists() else []
     return rows
