@@ -112,7 +112,6 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     ]
     several: list[Check] = [
         ("network", lambda: exchange_checks.network(ranks, facts)),
-        ("sums", lambda: exchange_checks.sums(ranks, accelerator())),
         ("all-reduce", lambda: exchange_checks.bandwidth(ranks, config)),
         ("links", lambda: exchange_checks.links(ranks, config, facts)),
     ]

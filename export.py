@@ -18,12 +18,11 @@ from typing import Any
 from utils.config.cli import parse_args
 from utils.config.scripts import ExportConfig
 from utils.console import table
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 from utils.export.card import card, config_of, data_name, evaluation_of, split_name
-from utils.export.check import compare, refusing
-from utils.export.forms import FORMS, check_packages, read_config
+from utils.export.forms import FORMS, check_packages
 from utils.export.hub import check_name, push
-from utils.export.loaded import Loaded, load
+from utils.export.loaded import Loaded, compare, load
 from utils.files import expand, new_folder, size_of
 from utils.memory import bytes_text
 from utils.ranks.session import distributed_session
@@ -53,11 +52,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def write(loaded: Loaded, form: str, out: Path) -> float:
     """Write the folder `out` if the exported model equals the checkpoint; returns the result of `compare`."""
-    with new_folder(out) as folder, refusing(loaded, form):
-        code = FORMS[form](loaded, folder)
-        config = config_of(loaded) | read_config(folder)
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        difference = compare(loaded, form, code.predict)
+    with new_folder(out) as folder:
+        try:
+            code = FORMS[form](loaded, folder)
+            path, config = folder / "config.json", config_of(loaded)
+            config |= json.loads(path.read_text()) if path.exists() else {}  # timm has written its own
+            path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+            difference = compare(loaded, form, code.predict)
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # exporters and runtimes raise errors of many classes
+            problem = f"--to {form}: {loaded.saved.settings.model} cannot be exported ({one_line(error)[:160]})"
+            raise UserError(problem, "use another form") from error
         (folder / "README.md").write_text(card(loaded, code, difference), encoding="utf-8")
     return difference
 

@@ -13,52 +13,35 @@ from utils.output import guard_output  # the first import: see its docstring
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
 
 from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, printable, table
 from utils.data.augment import make_augmentation
-from utils.data.batches import Batch, Batches
 from utils.data.datasets import ImagesToPredict
-from utils.data.order import BlockSampler
-from utils.data.pipeline import make_loader
 from utils.data.splits import Split, fingerprint_of
 from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
-from utils.launch.exits import fix_for_memory
 from utils.models.zoo import check_model
-from utils.predictions.gallery import page
 from utils.predictions.inputs import check_all, find_images
 from utils.predictions.rows import Row, columns_of, make_rows, result_rows
 from utils.predictions.tables import check_table_file, encode
-from utils.ranks.accelerator import check_precision, make_accelerator
+from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.runs.inference import (
-    find_saved,
-    given_settings,
-    load_for_inference,
-    place_model,
-    remarks,
-    set_evaluation_input,
-)
+from utils.report.gallery import page
+from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
 from utils.runs.metadata import SavedRun
 from utils.runs.weights import find_checkpoints
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
-from utils.training.evaluation import gather_rows, same_kernels
-from utils.training.predictions import check_outputs, check_predictions, most_likely
-
-BLOCKS = 8  # of each process between two synchronisations
+from utils.training.evaluation import gather_rows, make_evaluator
+from utils.training.predictions import check_outputs, check_predictions
 
 
 @dataclass(kw_only=True)
@@ -71,7 +54,6 @@ class Work:
     task: Task
     split: Split
     ranks: Ranks
-    accelerator: Accelerator
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -124,71 +106,31 @@ def prepare(flags: PredictConfig, ranks: Ranks) -> Work:
         split = check_all(split, config.cache_dir, Terminal(ranks.is_main).progress("checking images"))
     same = fingerprint_of(split.fingerprint, split.content, *sorted(split.bad))
     ranks.check_same(same, "different images")
-    return Work(
-        flags=flags,
-        config=config,
-        saved=saved,
-        task=task,
-        split=split,
-        ranks=ranks,
-        accelerator=make_accelerator(ranks, config),
-    )
+    return Work(flags=flags, config=config, saved=saved, task=task, split=split, ranks=ranks)
 
 
-@torch.no_grad()
 def predict(work: Work) -> list[Row]:
     """The rows of all images, in their order; empty on all ranks but rank 0; collective.
 
     A block has the same images on any number of processes, so its predictions are the same, too.
     """
-    config, ranks, accelerator, split = work.config, work.ranks, work.accelerator, work.split
+    config, ranks, split, task = work.config, work.ranks, work.split, work.task
     spec = work.saved.spec.for_evaluation()
-    blocks = BlockSampler(len(split), config.eval_batch_size)
     dataset = ImagesToPredict(split, spec, make_augmentation(config, spec, training=False))
-    if len(blocks) == 1:  # a loader process decodes whole blocks, so it would save no time
+    if len(split) <= config.eval_batch_size:  # a loader process decodes whole blocks, so it would save no time
         config = replace(config, num_workers=0)
-    loader = accelerator.prepare(make_loader(dataset, blocks, config, ranks.threads, ranks.device))
-    batches = Batches(loader, spec, config, accelerator.device, training=False)
-    model = place_model(load_for_inference(work.saved, config, work.task, ranks), work.flags.tta, accelerator)
-    together, found = BLOCKS * accelerator.num_processes, list[tuple[int, Row]]()
-    own = iter(Terminal(ranks.is_main).progress("predicting")(batches))
-    with same_kernels(), fix_for_memory("lower --eval_batch_size"):
-        for begin in range(0, len(blocks), together):
-            ranks.mark("predicting")
-            parts = [predict_batch(work, model, batch) for batch in islice(own, BLOCKS)]
-            ranks.mark_waiting(f"the predictions from block {begin} on")
-            with ranks.agree():
-                batches.check()
-            found += gather(work, parts)
-    if not ranks.is_main:
-        return []
-    if sorted(index for index, _ in found) != np.flatnonzero(split.readable).tolist():
-        raise RuntimeError("the images were not predicted once each; please report this")
-    rows = dict(found) | {row: Row(None, [], [], reason) for row, reason in split.bad.items()}
-    return [rows[position] for position in range(len(split))]
-
-
-def predict_batch(work: Work, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-    """The indices int64 [n], and `top` and `scores` of `Predictions`."""
-    with work.accelerator.autocast():
-        outputs = model(batch.images)
-    return batch.indices, *most_likely(work.task, outputs.float(), work.flags.top)
-
-
-def gather(work: Work, parts: list[tuple[Tensor, ...]]) -> list[tuple[int, Row]]:
-    """The images of all ranks' batches and their rows, on the main process; collective."""
-    device, ranks = work.accelerator.device, work.ranks
-    # A rank without images needs the shapes and types, too.
-    nothing = most_likely(work.task, torch.zeros(0, work.task.outputs, device=device), work.flags.top)
-    parts = [(torch.zeros(0, dtype=torch.int64), *nothing), *parts]
-    own = [torch.cat(column).to(device) for column in zip(*parts, strict=True)]
+    evaluator = make_evaluator(dataset, work.saved, config, task, work.flags.tta, ranks)
+    own = evaluator.collect(lambda outputs, _: task.most_likely(outputs, work.flags.top))
+    assert own is not None  # nothing stops it
     counts = ranks.gather(len(own[0]))
-    indices, top, scores = (gather_rows(work.accelerator, each, counts).cpu().numpy() for each in own)
+    indices, top, scores = (gather_rows(evaluator.accelerator, part, counts).cpu().numpy() for part in own)
     check_outputs(scores, work.saved.path)
     if not ranks.is_main:
         return []
-    rows = make_rows(work.task, work.saved.class_names, top, scores, work.flags.top)
-    return list(zip(indices.tolist(), rows, strict=True))
+    if sorted(indices) != np.flatnonzero(split.readable).tolist():
+        raise RuntimeError("the images were not predicted once each; please report this")
+    rows = dict(zip(indices.tolist(), make_rows(task, top, scores, work.flags.top), strict=True))
+    return [rows.get(position) or Row(None, [], [], split.bad[position]) for position in range(len(split))]
 
 
 def write(work: Work, rows: list[Row]) -> None:

@@ -434,7 +434,7 @@ def test_the_page_says_which_weights_and_views_were_evaluated_and_shows_a_dash_f
     found = predictions(10)._replace(indices=np.arange(500))
     task = Classification(TrainConfig(), NAMES[:10])
     said = []
-    write_report(folder, Evaluated(TrainConfig(), task, NAMES[:10], split, found, record), said.append)
+    write_report(folder, Evaluated(TrainConfig(), task, split, found, record), said.append)
     page, analysis = (folder / "report.html").read_text(), json.loads((folder / "report.json").read_text())
     assert not said and "update 100, mean of 2 checkpoints, views flip</td>" in page
     assert '<th>loss</th><td class="number">–</td>' in page

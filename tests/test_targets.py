@@ -25,8 +25,8 @@ from utils.runs.state import TrainState
 from utils.tasks.binary import Binary
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
+from utils.tasks.metrics import area_under_curve, class_metrics
 from utils.tasks.multilabel import MultiLabel
-from utils.tasks.scores import area_under_curve, class_metrics
 from utils.tasks.table import make_task
 
 CLASSES = ["bird", "cat", "dog", "emu"]

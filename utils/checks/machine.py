@@ -25,6 +25,7 @@ from utils.memory import SHM, SHM_FIX, free_memory
 from utils.ranks.ranks import Ranks
 
 GB = 1e9
+_SCRIPTS = ("train.py", "eval.py", "predict.py", "replay.py", "export.py")
 _BATCH = TrainConfig.eval_batch_size * 224 * 224 * 3  # bytes of photographs that loaders write to /dev/shm
 
 
@@ -124,7 +125,7 @@ def check_interface(config: DoctorConfig, topology: Topology) -> Finding | None:
 
 
 def check_leftovers() -> Finding:
-    """Find training processes of this user whose launcher has exited, or that use GPU memory. Stops none of them."""
+    """Find processes of Lockstep of this user whose launcher has exited, or that use GPU memory. Stops none of them."""
     memory, found = _gpu_memory(), {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -132,7 +133,7 @@ def check_leftovers() -> Finding:
                 continue
             words = process.cmdline()
             script = next((Path(word).name for word in words[1:] if not word.startswith("-")), "")
-            if script not in ("train.py", "eval.py") or not Path(words[0]).name.startswith("python"):
+            if script not in _SCRIPTS or not Path(words[0]).name.startswith("python"):
                 continue
             parent = process.parent()
             waits = parent is not None and any(Path(word).name == script for word in parent.cmdline())
@@ -142,7 +143,7 @@ def check_leftovers() -> Finding:
                 age = (time.time() - process.create_time()) / 60
                 found[process.pid] = f"process {process.pid} ({script}, {age:.0f} min old): {', '.join(signs)}"
     if not found:
-        return Finding("leftovers", "no training process of an earlier run", True)
+        return Finding("leftovers", "no process of an earlier run", True)
     fix = f"they slow this run down or use its memory; unless they should continue, kill {' '.join(map(str, found))}"
     return Finding("leftovers", "\n".join(found.values()), False, fix, {"processes": list(found)})
 

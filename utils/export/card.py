@@ -19,8 +19,8 @@ def config_of(loaded: Loaded) -> dict[str, Any]:
         "num_classes": loaded.task.outputs,
         "labels": loaded.saved.class_names,
         "task": settings.task,
-        "activation": loaded.activation,
-        "threshold": None if settings.task == "classification" else settings.threshold,
+        "activation": loaded.task.activation,
+        "threshold": None if loaded.task.cut is None else settings.threshold,
         "input": {
             "height": spec.height,
             "width": spec.width,
@@ -43,7 +43,6 @@ def card(loaded: Loaded, code: Code, difference: float) -> str:
     """
     saved, title = loaded.saved, f"{loaded.name} trained on {data_name(loaded)}"
     weights = "the moving average of its weights" if loaded.is_average else "the model"
-    defining, using = card_code(loaded, code)
     return f"""---
 pipeline_tag: image-classification
 tags:
@@ -71,7 +70,7 @@ pip install {" ".join(code.install)}
 ```
 
 ```python
-{defining}{using}```
+{card_code(loaded, code)}```
 
 On the same pixels (random ones), the probabilities are those of the checkpoint in float32;
 the largest difference found was {difference:.1e}.
@@ -89,18 +88,16 @@ def data_name(loaded: Loaded) -> str:
 
 
 def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
-    spec, settings = loaded.spec, loaded.saved.settings
+    task, names = loaded.task, loaded.saved.class_names
     change = getattr(loaded.model, "stem_change", "").partition(" (")[0]
-    outputs = {
-        "classification": "the probability of each class (softmax)",
-        "multilabel": f"the probability of each class (sigmoid); predicted above {settings.threshold}",
-        "binary": f"the probability of the second class (sigmoid); predicted above {settings.threshold}",
-    }
+    output = f"the probability of {'each' if task.outputs == len(names) else 'the second'} class ({task.activation})"
+    if task.cut is not None:
+        output += f"; predicted above {loaded.saved.settings.threshold}"
     return [
         ("Architecture", f"{loaded.name} of {loaded.library}{f', with a {change}' if change else ''}"),
-        ("Input", f"{spec.describe()}, {spec.describe_pixels()}"),
-        ("Output", outputs[settings.task]),
-        ("Classes", f"{len(loaded.saved.class_names)}: {join_names(loaded.saved.class_names)}"),
+        ("Input", f"{loaded.spec.describe()}, {loaded.spec.describe_pixels()}"),
+        ("Output", output),
+        ("Classes", f"{len(names)}: {join_names(names)}"),
     ]
 
 

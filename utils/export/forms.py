@@ -4,7 +4,6 @@ To add a form, write such a function and add it to `FORMS` and to ExportConfig.
 """
 
 import importlib.util
-import json
 import logging
 import math
 import warnings
@@ -39,32 +38,25 @@ def check_packages(form: str) -> None:
 
 
 def write_safetensors(loaded: Loaded, folder: Path) -> Code:
-    """The weights for torchvision's or timm's own class, `model.safetensors`."""
-    if loaded.library == "lockstep":
-        fix = "use --to torch or --to onnx, which need no class"
-        raise UserError(f"--to safetensors: {loaded.name} is Lockstep's own model, which other code cannot build", fix)
-    _save_weights(loaded.model, folder)
-    arguments: dict[str, Any] = {"num_classes": loaded.task.outputs}
-    if loaded.library == "timm":
-        import timm
-
-        arguments |= {"in_chans": loaded.spec.channels}
-        build, build_text = timm.create_model, "timm.create_model"
-    else:
-        arguments |= _of_torchvision(loaded)
-        build, build_text = torchvision.models.get_model, "torchvision.models.get_model"
+    """The weights for torchvision's own class, `model.safetensors`."""
+    if loaded.library != "torchvision":
+        fix = f"use --to {'timm, ' * (loaded.library == 'timm')}torch or onnx"
+        raise UserError(f"--to safetensors: {loaded.name} is not one of torchvision's models", fix)
+    tensors = {name: tensor.contiguous() for name, tensor in loaded.model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    arguments = {"num_classes": loaded.task.outputs} | _of_torchvision(loaded)
     arguments |= {name: value for name, value in loaded.saved.settings.model_args.items() if name.isidentifier()}
     changes = _changed_layers(loaded.model) if getattr(loaded.model, "stem_change", "") else {}
-    model = build(loaded.name, **arguments)
+    model = torchvision.models.get_model(loaded.name, **arguments)
     for name in changes:
         model.set_submodule(name, deepcopy(loaded.model.get_submodule(name)))
     model.load_state_dict(load_file(folder / "model.safetensors"))
     texts = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return Code(
-        install=["torch", loaded.library, "safetensors", "numpy", "pillow"],
-        imports=["import torch", f"import {loaded.library}", "from safetensors.torch import load_file"],
+        install=["torch", "torchvision", "safetensors", "numpy", "pillow"],
+        imports=["import torch", "import torchvision", "from safetensors.torch import load_file"],
         loading=[
-            f"model = {build_text}({loaded.name!r}, {texts})",
+            f"model = torchvision.models.get_model({loaded.name!r}, {texts})",
             *(f"model.set_submodule({name!r}, {text})" for name, text in changes.items()),
             'model.load_state_dict(load_file(f"{folder}/model.safetensors"))',
             "model.eval()",
@@ -154,10 +146,6 @@ FORMS: dict[str, Callable[[Loaded, Path], Code]] = {
 }
 
 
-def _save_weights(model: nn.Module, folder: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
-
-
 def _program(loaded: Loaded) -> torch.export.ExportedProgram:
     spec = loaded.spec
     example = torch.zeros(2, spec.height, spec.width, spec.channels, dtype=torch.uint8)
@@ -180,7 +168,7 @@ def _quiet() -> Iterator[None]:
 
 def _in_pytorch(loaded: Loaded) -> list[str]:
     """The body of `predict` for a module that takes normalised images."""
-    activation = "softmax(1)" if loaded.activation == "softmax" else "sigmoid()"
+    activation = "softmax(1)" if loaded.task.activation == "softmax" else "sigmoid()"
     return [
         f"mean, std = torch.tensor({loaded.spec.mean}), torch.tensor({loaded.spec.std})",
         "values = ((torch.from_numpy(images) / 255 - mean) / std).permute(0, 3, 1, 2)",
@@ -218,9 +206,3 @@ def _crop_share(spec: InputSpec) -> float:
     side = min(spec.height, spec.width)
     share = side / spec.resize
     return share if math.floor(side / share) == spec.resize else math.nextafter(share, 0)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json that a form has written; empty if it has written none."""
-    path = folder / "config.json"
-    return json.loads(path.read_text()) if path.exists() else {}

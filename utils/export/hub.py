@@ -22,11 +22,10 @@ def push(folder: Path, name: str) -> str:
     """Upload the files of the folder, and create the repository if it does not exist; returns its address."""
     from huggingface_hub import HfApi
 
-    files = sorted(path.name for path in folder.iterdir())
     try:
         api = HfApi()
         address = api.create_repo(name, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=files, commit_message="Upload model")
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model")
     except Exception as error:  # of many classes: no token, no network, no permission
         problem = f"--push {name}: the upload failed ({one_line(error)[:200]}); {folder} is complete"
         command = shlex.join(["hf", "upload", name, str(folder)])

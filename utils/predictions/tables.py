@@ -10,6 +10,7 @@ from typing import Any
 from utils.errors import UserError
 from utils.files import check_output_file
 
+Columns = dict[str, list]
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?([eE][-+]?\d+)?")
 
 
@@ -20,7 +21,7 @@ def check_table_file(flag: str, path: Path) -> None:
     check_output_file(flag, path)
 
 
-def encode(columns: dict[str, list], path: Path) -> bytes:
+def encode(columns: Columns, path: Path) -> bytes:
     """The contents of the file `path` with these columns; its ending selects the format.
 
     A cell is a string, a number, None, or a list of strings. Characters that are not UTF-8 are escaped.
@@ -35,17 +36,15 @@ def _clean(cell: Any) -> Any:
     return cell.encode(errors="backslashreplace").decode() if isinstance(cell, str) else cell
 
 
-def _csv(columns: dict[str, list]) -> bytes:
-    """Comma-separated, with a header. A list of texts is written as JSON."""
+def _csv(columns: Columns) -> bytes:
+    """Comma-separated, with a header. A list of texts is written as JSON.
+
+    All texts are quoted. Otherwise, before Python 3.13, a carriage return in a text would end the row.
+    """
     file = io.StringIO()
-    plain = csv.writer(file, lineterminator="\n")
-    quoted = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    plain.writerow(columns)
-    for row in zip(*columns.values(), strict=True):
-        cells = [_csv_cell(cell) for cell in row]
-        # Readers take a carriage return as the end of a row. Before Python 3.13, csv does not quote it.
-        ends = any(isinstance(cell, str) and "\r" in cell for cell in cells)
-        (quoted if ends else plain).writerow(cells)
+    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(map(_csv_cell, row) for row in zip(*columns.values(), strict=True))
     return file.getvalue().encode()
 
 
@@ -57,14 +56,14 @@ def _csv_cell(cell: Any) -> Any:
     return f"'{cell}" if is_formula and not _NUMBER.fullmatch(cell) else cell
 
 
-def _json(columns: dict[str, list]) -> bytes:
+def _json(columns: Columns) -> bytes:
     """A list with an object for each row, one on each line."""
     rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
     return ("[\n" + ",\n".join(lines) + "\n]\n").encode()
 
 
-def _parquet(columns: dict[str, list]) -> bytes:
+def _parquet(columns: Columns) -> bytes:
     import pyarrow
     from pyarrow import parquet
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from utils.data.order import fold_in
-from utils.training.predictions import Predictions, sigmoid
+from utils.tasks.task import sigmoid
+from utils.training.predictions import Predictions
 
 BINS = 15  # of the confidence, equally wide
 MATRIX = 30  # classes; with more, the page lists the most frequent confusions instead of a matrix

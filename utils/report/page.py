@@ -18,13 +18,10 @@ PAGE = "report.html"
 
 
 def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
-    """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run.
-
-    Characters of names that are not UTF-8 are escaped.
-    """
+    """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run."""
     runs = _with_own_names([read_run(folder, images) for folder in folders])
-    values = {"runs": runs, "charts": charts(runs), "settings": settings_rows(runs), "metrics": metrics_rows(runs)}
-    write_output(out, template().render(values).encode(errors="backslashreplace"))
+    rows = {"settings": settings_rows(runs), "metrics": metrics_rows(runs)}
+    write_output(out, render("page.html", runs=runs, charts=charts(runs), **rows))
 
 
 def _with_own_names(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -38,11 +35,16 @@ def _with_own_names(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @cache
-def template() -> Template:
-    """page.html, compiled; it escapes all values."""
+def template(name: str) -> Template:
+    """A template of this folder, compiled; it escapes all values."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template("page.html")
+    return environment.get_template(name)
+
+
+def render(name: str, **values: Any) -> str:
+    """The text of a template with these values. Characters of names that are not UTF-8 are escaped."""
+    return template(name).render(values).encode(errors="backslashreplace").decode()
 
 
 def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from utils.data.decode import decode
 from utils.data.spec import SMALL
 from utils.data.splits import Files, Split
 
-_SIDE = 176  # pixels of a thumbnail's longer side
+_SIDE = 192  # pixels of a thumbnail's longer side
 _SHEET = 1100  # pixels of the longer side of first_batch.png in the page
 
 
@@ -24,11 +24,11 @@ def thumbnail(split: Split, position: int) -> dict[str, str | bool]:
     if Path(name).is_absolute():
         name = Path(name).name
     try:
-        image = Image.fromarray(decode(split, position, 3).numpy())
+        pixels = decode(split, position, 3, shrink=lambda height, width: max(height, width) / _SIDE)
     except ValueError:
         return {"image": "", "small": False, "file": name}
-    small = max(image.size) <= SMALL
-    return {"image": _uri(image, _SIDE, exact=small), "small": small, "file": name}
+    small = max(pixels.shape[:2]) <= SMALL
+    return {"image": _uri(Image.fromarray(pixels.numpy()), _SIDE, exact=small), "small": small, "file": name}
 
 
 def sheet(path: Path) -> str:

@@ -15,7 +15,6 @@ from utils.report.analysis import analyse
 from utils.report.folder import ANALYSIS, without_places
 from utils.report.page import PAGE, write_page
 from utils.report.pictures import thumbnail
-from utils.tasks.multilabel import MultiLabel
 from utils.tasks.task import Task
 from utils.training.predictions import Predictions
 from utils.training.run import Run
@@ -27,7 +26,6 @@ class Evaluated:
 
     config: TrainConfig
     task: Task
-    class_names: list[str]
     split: Split
     predictions: Predictions | None
     record: Mapping[str, Any]
@@ -48,7 +46,7 @@ def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
 def _report(run: Run, result: Mapping[str, Any] | None) -> None:
     split, found = run.data.evaluation, run.evaluator.predictions if result else None
     record = {**(result or {}), "step": run.state.step, "split": split.name}
-    evaluated = Evaluated(run.config, run.task, run.data.class_names, split, found, record)
+    evaluated = Evaluated(run.config, run.task, split, found, record)
     write_report(run.folder.path, evaluated, run.log.say)
 
 
@@ -75,9 +73,8 @@ def write_report(folder: Path, evaluated: Evaluated, say: Callable[[str], None])
 def analysis_of(evaluated: Evaluated) -> dict[str, Any]:
     """The numbers and images of an evaluation that the page shows."""
     assert evaluated.predictions
-    task, names = evaluated.task, evaluated.class_names
-    cut = task.cut if isinstance(task, MultiLabel) else None
-    analysis = analyse(evaluated.predictions, names, cut, evaluated.config.seed)
+    task = evaluated.task
+    analysis = analyse(evaluated.predictions, task.class_names, task.cut, evaluated.config.seed)
     for error in analysis["errors"]:
         error |= thumbnail(evaluated.split, error["index"])
     return {"record": _values(evaluated.record), **analysis}

@@ -17,6 +17,7 @@ from utils.tasks.task import Task
 class Classification(Task):
     """One class per image. Targets are class indices, int64 [n], or class probabilities, float [n, classes]."""
 
+    activation = "softmax"
     metric, higher_is_better = "accuracy", True
     when_mixed = "accuracy is against the dominant label"
     training = ("loss", "accuracy")

@@ -13,7 +13,7 @@ from utils.config.settings import TrainConfig
 from utils.console import printable
 from utils.errors import UserError
 from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
-from utils.tasks.task import Task
+from utils.tasks.task import Task, sigmoid
 
 _COUNTS = ("hits", "predicted", "labelled")  # of pairs of an image and a class
 
@@ -26,6 +26,7 @@ class MultiLabel(Task):
     many classes hardly any image has all of them right.
     """
 
+    activation = "sigmoid"
     metric, higher_is_better = "mAP", True
     exact, f1 = "exact_match", "micro_f1"  # the names of two metrics
     training: Sequence[str] = ("loss", "exact_match", *_COUNTS)
@@ -45,7 +46,7 @@ class MultiLabel(Task):
         self.smoothing = config.label_smoothing
         self.pos_weight = None if labels is None else self._pos_weight(config.pos_weight, labels)
         # Compared with the logits, and float32 like them, so that all devices predict the same.
-        self.cut = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
+        self.cut: float = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
         no_scores = torch.zeros(1, self.outputs)
         self.uniform_loss = max(self.loss(no_scores, no_scores + label).item() for label in (0, 1))
 
@@ -94,13 +95,21 @@ class MultiLabel(Task):
     def decide(self, predictions: Tensor) -> Tensor:
         return predictions > self.cut
 
+    def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(len(outputs), 0, dtype=torch.int64, device=outputs.device), outputs
+
+    def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
+        top = np.argsort(-scores, 1, kind="stable")[:, :count]
+        predicted = [[self.class_names[index] for index in np.flatnonzero(row)] for row in scores > self.cut]
+        return predicted, top, sigmoid(np.take_along_axis(scores, top, 1))
+
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         means = {name: total / count for name, total in sums.items() if name not in _COUNTS}
         pairs = sums["predicted"] + sums["labelled"]
         return means | {self.f1: 2 * sums["hits"] / pairs if pairs else 0.0}
 
     def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
-        from utils.tasks.scores import class_metrics  # its import takes a second
+        from utils.tasks.metrics import class_metrics  # its import takes a second
 
         return class_metrics(predictions, labels, self.cut)
 

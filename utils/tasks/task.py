@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -18,8 +18,13 @@ class Task:
     exactly over microbatches, ranks and resumes. Batches may be empty.
     """
 
+    class_names: list[str]
     outputs: int
     """Outputs of the model for each image."""
+    activation: Literal["softmax", "sigmoid", ""] = ""
+    """From outputs to the probabilities of classes; if it is empty, predict.py and export.py refuse the task."""
+    cut: float | None = None
+    """The output above which its class is predicted; None if each image has one class of several."""
     metric: str
     """The metric of an evaluation that decides which checkpoint is the best."""
     higher_is_better: bool
@@ -65,6 +70,20 @@ class Task:
         """
         return {}
 
+    def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """`top` and `scores` of `outputs` [n, outputs], see `Predictions`."""
+        # Of the outputs, as the accuracy is: different outputs may have equal probabilities.
+        top = outputs.topk(min(count, outputs.shape[1]), dim=1).indices
+        return top, outputs.softmax(1).gather(1, top)
+
+    def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
+        """What is predicted for n images, from `top` and `scores` of `Predictions`.
+
+        This is the predicted class, or the list of classes, of each image, then the numbers of the `count` most likely
+        classes and their probabilities, each [n, count], the most likely one first.
+        """
+        return [self.class_names[best] for best in top[:, 0]], top[:, :count], scores[:, :count]
+
     def weigh(self, class_weights: list[float]) -> None:
         """Weight the samples of each class in the training loss by these numbers (--class_weights)."""
         raise UserError("--class_weights works only with --task classification", "leave it out")
@@ -97,3 +116,9 @@ class Task:
     def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
         """A heading, and the names and scores of up to ten classes, worst first."""
         return "", []
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """The probabilities of logits, float64."""
+    with np.errstate(over="ignore"):  # below -709 the probability is 0
+        return 1 / (1 + np.exp(-logits.astype(np.float64)))

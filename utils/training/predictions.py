@@ -1,6 +1,5 @@
 """What a model predicts for each sample of a split, gathered from all ranks."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,8 +8,6 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
-from utils.tasks.classification import Classification
-from utils.tasks.multilabel import MultiLabel
 from utils.tasks.task import Task
 
 TOP = 5  # classes kept for each sample
@@ -34,22 +31,7 @@ class Predictions(NamedTuple):
 
 def predict(task: Task, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`top`, `scores` and `losses` of a batch, see `Predictions`; does not wait for the device."""
-    return *most_likely(task, outputs), _losses(task, outputs, labels)
-
-
-def most_likely(task: Task, outputs: Tensor, count: int = TOP) -> tuple[Tensor, Tensor]:
-    """`top` and `scores` of a batch, see `Predictions`; in classification, of `count` classes."""
-    if isinstance(task, MultiLabel):
-        return torch.zeros(len(outputs), 0, dtype=torch.int64, device=outputs.device), outputs
-    # Of the outputs, as the accuracy is: different outputs may have equal probabilities.
-    top = outputs.topk(min(count, outputs.shape[1]), dim=1).indices
-    return top, outputs.softmax(1).gather(1, top)
-
-
-def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """The probabilities of logits, float64."""
-    with np.errstate(over="ignore"):  # below -709 the probability is 0
-        return 1 / (1 + np.exp(-logits.astype(np.float64)))
+    return *task.most_likely(outputs, TOP), _losses(task, outputs, labels)
 
 
 def _losses(task: Task, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -66,16 +48,11 @@ def _losses(task: Task, outputs: Tensor, labels: Tensor) -> Tensor:
         return torch.stack([loss(row, label) for row, label in zip(outputs, labels, strict=True)]).float()
 
 
-def has_predictions(task: Task) -> bool:
-    """Whether `predict` knows what the outputs of this task mean."""
-    return isinstance(task, Classification | MultiLabel)
-
-
 def check_predictions(task: Task) -> None:
-    """Raise UserError for a task whose outputs have no known meaning."""
-    if not has_predictions(task):
-        problem = f"the outputs of {type(task).__name__} have no known meaning as predictions"
-        raise UserError(problem, "add them to utils/training/predictions.py")
+    """Raise UserError for a task whose outputs have no known meaning as classes."""
+    if not task.activation:
+        problem = f"predict.py, export.py and --predictions do not support {type(task).__name__}"
+        raise UserError(problem, "set `activation` of the task if its outputs are scores of classes")
 
 
 def check_outputs(numbers: Any, checkpoint: Path) -> None:
@@ -83,9 +60,3 @@ def check_outputs(numbers: Any, checkpoint: Path) -> None:
     if not np.isfinite(numbers).all():
         fix = "try --mixed_precision no, or use another checkpoint"
         raise UserError(f"{checkpoint}: outputs of the model are NaN or infinite", fix)
-
-
-def in_order(seen: np.ndarray, labels: np.ndarray, rows: Sequence[np.ndarray]) -> Predictions:
-    """The predictions of the samples `seen`, int64 [n], sorted; `rows` are from `predict`, `labels` of the split."""
-    order = np.argsort(seen)
-    return Predictions(seen[order], labels[seen[order]], *(part[order] for part in rows))
