@@ -41,9 +41,8 @@ from utils.runs.metadata import SavedRun, SavedState
 from utils.runs.state import TrainState
 from utils.runs.weights import find_checkpoints
 from utils.tasks.table import make_task
-from utils.tasks.task import Task
-from utils.training.evaluation import make_evaluator
-from utils.training.predictions import Predictions, check_outputs, check_predictions
+from utils.tasks.task import Predictions, Task
+from utils.training.evaluation import check_outputs, make_evaluator
 from utils.training.throughput import size_of, speed_of, speed_rows
 
 
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             check_source(config)
             config, task = make_task(config, saved.class_names, None)
             if flags.predictions:
-                check_predictions(task)
+                task.check_predictions()
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
         for line in remarks(flags, config, spec):

@@ -40,8 +40,7 @@ from utils.runs.metadata import SavedRun
 from utils.runs.weights import find_checkpoints
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
-from utils.training.evaluation import gather_rows, make_evaluator
-from utils.training.predictions import check_outputs, check_predictions
+from utils.training.evaluation import check_outputs, gather_rows, make_evaluator
 
 
 @dataclass(kw_only=True)
@@ -99,7 +98,7 @@ def prepare(flags: PredictConfig, ranks: Ranks) -> Work:
         check_precision(config, ranks)
         check_model(config)
         config, task = make_task(config, saved.class_names, None)
-        check_predictions(task)
+        task.check_predictions()
     with ranks.local_main_first("listing the images"):
         split = find_images(flags.paths)
     with ranks.local_main_first("checking the images"):

@@ -15,7 +15,8 @@ for index in probabilities.argsort()[::-1][:5]:
 """
 _SHOW_EACH = """
 for label, probability in zip(labels[-OUTPUTS:], probabilities):
-    print(f"{probability:.4f}  {label}" + "  (predicted)" * (probability > THRESHOLD))
+    mark = "  (predicted)" if probability > THRESHOLD else ""
+    print(f"{probability:.4f}  {label}{mark}")
 """
 
 

@@ -16,7 +16,6 @@ from utils.runs.metadata import SavedRun
 from utils.runs.parts import EMA
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
-from utils.training.predictions import check_predictions
 
 TOLERANCE = 1e-5  # in probability
 
@@ -94,7 +93,7 @@ def compare(loaded: Loaded, form: str, predict: Callable[[np.ndarray], np.ndarra
 def load(saved: SavedRun, ranks: Ranks) -> Loaded:
     """The model of a verified checkpoint, with its chosen weights. Raises ValueError if they do not fit."""
     config, task = make_task(saved.settings, saved.class_names, None)
-    check_predictions(task)
+    task.check_predictions()
     model = load_for_inference(saved, config, task, ranks)
     model.requires_grad_(False).to(memory_format=torch.contiguous_format)
     return Loaded(saved, task, saved.spec.for_evaluation(), model)

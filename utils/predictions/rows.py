@@ -8,8 +8,8 @@ import numpy as np
 from utils.console import printable
 from utils.data.splits import Files, Split
 from utils.predictions.tables import Columns
-from utils.tasks.task import Task
-from utils.training.predictions import TOP, Predictions
+from utils.tasks.task import Predictions, Task
+from utils.training.evaluation import TOP
 
 SHOWN = 20  # images in the table on the terminal
 

@@ -15,8 +15,7 @@ from utils.report.analysis import analyse
 from utils.report.folder import ANALYSIS, without_places
 from utils.report.page import PAGE, write_page
 from utils.report.pictures import thumbnail
-from utils.tasks.task import Task
-from utils.training.predictions import Predictions
+from utils.tasks.task import Predictions, Task
 from utils.training.run import Run
 
 

@@ -2,13 +2,30 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from utils.console import printable, table
 from utils.errors import UserError
+
+
+class Predictions(NamedTuple):
+    """The predictions of n samples, by their position in the split.
+
+    In classification, `top` has the k most likely classes, highest first, and `scores` their
+    probabilities. In multilabel and binary, `top` is empty, and `scores` are the logits of all
+    outputs: --threshold and the metrics of rankings compare logits, many of which have the
+    probability 1.
+    """
+
+    indices: np.ndarray  # int64 [n], ascending
+    labels: np.ndarray  # int64 [n], or multi-hot uint8 [n, classes]
+    top: np.ndarray  # int64 [n, k], or [n, 0]
+    scores: np.ndarray  # float32 [n, k]
+    losses: np.ndarray  # float32 [n]
 
 
 class Task:
@@ -69,6 +86,25 @@ class Task:
         They are computed with --metrics, and if `metric` is one of them.
         """
         return {}
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each sample, float32 [n]. `evaluate` has only sums, so each sample is a batch of its own."""
+
+        def loss(row: Tensor, label: Tensor) -> Tensor:
+            return self.evaluate(row[None], label[None])[0][0]
+
+        if not len(outputs):  # vmap needs a row
+            return outputs.new_zeros(0)
+        try:
+            return torch.vmap(loss)(outputs, labels).float()
+        except RuntimeError:  # a loss or a metric that vmap does not support
+            return torch.stack([loss(row, label) for row, label in zip(outputs, labels, strict=True)]).float()
+
+    def check_predictions(self) -> None:
+        """Raise UserError if the outputs have no known meaning as classes."""
+        if not self.activation:
+            problem = f"predict.py, export.py and --predictions do not support {type(self).__name__}"
+            raise UserError(problem, "set its `activation` if its outputs are scores of classes")
 
     def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """`top` and `scores` of `outputs` [n, outputs], see `Predictions`."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,10 @@ from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.inference import load_for_inference, place_model
 from utils.runs.metadata import SavedRun
-from utils.tasks.task import Task
+from utils.tasks.task import Predictions, Task
 from utils.training.meter import Pace, rounded
-from utils.training.predictions import Predictions, predict
 
+TOP = 5  # classes that are kept for each sample
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
@@ -64,7 +65,8 @@ class Evaluator:
         def step(outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             own, predicted = task.evaluate(outputs, labels)
             sums.add_(rounded(own))
-            return predicted, *(predict(task, outputs, labels) if keep else ())
+            kept = (*task.most_likely(outputs, TOP), task.losses(outputs, labels)) if keep else ()
+            return predicted, *kept
 
         found = self.collect(step, stopping)
         if found is None:
@@ -183,3 +185,10 @@ def gather_rows(accelerator: Accelerator, rows: Tensor, counts: list[int]) -> Te
     padded[: len(rows)] = rows
     parts = accelerator.gather(padded).split(len(padded))
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def check_outputs(numbers: Any, checkpoint: Path) -> None:
+    """Raise UserError unless all of these numbers, which follow from the outputs of a model, are finite."""
+    if not np.isfinite(numbers).all():
+        fix = "try --mixed_precision no, or use another checkpoint"
+        raise UserError(f"{checkpoint}: outputs of the model are NaN or infinite", fix)
