@@ -130,17 +130,11 @@ def describe(ranks: Ranks) -> str:
 
 
 def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:
-    """Print the findings if the processes did not connect: the first rank of each machine prints its table.
-
-    Any other rank that was started by hand prints its own red findings, because no other rank has them.
-    """
-    by_hand = not is_launched() and (topology is None or topology.source == "the environment")
+    """Print the findings if the processes did not connect: the first rank of each machine prints its table."""
     rank = os.environ.get("RANK", "0") if topology is None else topology.rank
-    if topology.local_rank == 0 if topology else reports_for_machine() or by_hand:
+    if topology.local_rank == 0 if topology else reports_for_machine() or not is_launched():
         file = config.json if topology is None or topology.is_main else None  # the disk may be shared
         report(f"{socket.gethostname()}, rank {rank}; the processes are not connected", findings, file)
-    elif by_hand:
-        sys.stderr.write("".join(f"doctor.py: rank {rank}, {f.name}: {f.value}\n" for f in findings if f.red))
     else:
         let_others_print()
 
@@ -155,7 +149,7 @@ def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
             error = raised
     wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
     verdict = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
-    print(f"{show(f'Lockstep doctor  {title}', findings, sys.stdout.isatty())}\n{verdict}", flush=True)
+    print(f"{show(f'Lockstep doctor  {title}', findings)}\n{verdict}", flush=True)
     if wrong:
         faults = [f"{f.name}: {f.value}; {f.fix}" for f in findings if f.red]
         inform_launcher("\n".join([*faults, verdict]))

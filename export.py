@@ -11,6 +11,8 @@ from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
 import json
+import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,9 @@ from utils.config.cli import parse_args
 from utils.config.scripts import ExportConfig
 from utils.console import table
 from utils.errors import UserError, one_line
-from utils.export.card import card, config_of, data_name, evaluation_of, split_name
+from utils.export.card import card, config_of
 from utils.export.forms import FORMS, check_packages
-from utils.export.hub import check_name, push
+from utils.export.hub import push
 from utils.export.loaded import Loaded, compare, load
 from utils.files import expand, new_folder, size_of
 from utils.memory import bytes_text
@@ -32,6 +34,8 @@ from utils.runs.inference import find_saved
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Export with these arguments, and return what was measured."""
     guard_output()
+    logging.disable(logging.WARNING)  # of the exporters
+    warnings.simplefilter("ignore")
     flags = parse_args(ExportConfig, "export.py", argv)
     with distributed_session("export.py", flags) as ranks:
         if ranks.topology.world_size > 1:
@@ -40,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if out.exists() or out.is_symlink():
             raise UserError(f"--out {out}: exists", "give another path, or delete it")
         check_packages(flags.to)
-        if flags.push is not None:
-            check_name(flags.push)
         loaded = load(find_saved(flags.ckpt, None, flags.weights, ranks), ranks)
         difference = write(loaded, flags.to, out)
         print(report(loaded, flags.to, out, difference))
@@ -70,16 +72,9 @@ def write(loaded: Loaded, form: str, out: Path) -> float:
 
 def report(loaded: Loaded, form: str, out: Path, difference: float) -> str:
     """The result as a table."""
-    evaluation, metric = evaluation_of(loaded), loaded.task.metric
-    measured = (
-        f"{metric} {evaluation[metric]:.4f} on {data_name(loaded)}, {split_name(loaded)}"
-        if evaluation.get(metric) is not None
-        else "no"
-    )
     rows = [
         ("checkpoint", loaded.saved.path),
         ("model", f"{loaded.saved.settings.model}, {loaded.spec.describe()}, {len(loaded.saved.class_names)} classes"),
-        ("evaluated", measured),
         ("weights", "average (ema)" if loaded.is_average else "raw"),
         ("difference", f"{difference:.1e} in probability on the same pixels"),
         ("folder", f"{out}, {bytes_text(size_of(out))}"),

@@ -12,7 +12,6 @@ from utils.ranks.ranks import Ranks
 
 _WIDTH = 100
 _MARKS = {True: "✓", False: "✗", None: " "}
-_COLOURS = {"✓": "\033[32m✓\033[0m", "✗": "\033[31m✗\033[0m"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
     return result
 
 
-def show(title: str, findings: Sequence[Finding], colours: bool = False) -> str:
+def show(title: str, findings: Sequence[Finding]) -> str:
     """The findings as a table. Each red one is followed by its fix."""
     rows = []
     for finding in findings:
@@ -73,10 +72,7 @@ def show(title: str, findings: Sequence[Finding], colours: bool = False) -> str:
         if finding.red and finding.fix:
             arrow = textwrap.wrap(finding.fix, _WIDTH - 18, initial_indent="→ ", subsequent_indent="  ")
             rows += [("", f"  {line}") for line in arrow]
-    text = "\n".join(line.rstrip() for line in table(title, rows).splitlines())
-    for mark, coloured in _COLOURS.items() if colours else ():
-        text = text.replace(f" {mark} ", f" {coloured} ")
-    return text
+    return "\n".join(line.rstrip() for line in table(title, rows).splitlines())
 
 
 def as_json(findings: Sequence[Finding]) -> str:

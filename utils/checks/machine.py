@@ -82,11 +82,10 @@ def check_rendezvous(config: DoctorConfig, topology: Topology) -> Finding | None
     if topology.world_size == 1:
         return None
     if kind.scheme == "file":
-        folder = Path(kind.path).parent
-        there, usable = os.path.isdir(folder), os.access(folder, os.W_OK | os.X_OK)
-        value = "in a folder that does not exist" if not there else "" if usable else "where this user cannot write"
+        usable = os.access(Path(kind.path).parent, os.W_OK | os.X_OK)
+        value = kind.path if usable else f"{kind.path}, in a folder that does not exist or where this user cannot write"
         fix = "name a file in a folder that all machines share and where this user can write"
-        return Finding(name, ", ".join(filter(None, [kind.path, value])), there and usable, fix)
+        return Finding(name, value, usable, fix)
     address, port = store_address(topology, config.init_method)
     try:
         found = _address(address)
@@ -183,8 +182,8 @@ def check_disk(config: DoctorConfig) -> Finding:
     folder = expand(config.output_dir)
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        why = "not writable" if existing.is_dir() else "not a folder"
-        return Finding("disk", f"{existing} is {why}", False, "set --output_dir to a folder where you can write")
+        value = f"{existing} is not a folder where this user can write"
+        return Finding("disk", value, False, "set --output_dir to a folder where you can write")
     free = shutil.disk_usage(existing).free
     fix = "a run ends if a checkpoint cannot be written; delete old runs, or set another --output_dir"
     return Finding("disk", f"{free / GB:.1f} GB free for {folder}", free >= GB, fix)

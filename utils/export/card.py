@@ -11,7 +11,10 @@ from utils.version import VERSION
 
 def config_of(loaded: Loaded) -> dict[str, Any]:
     """The contents of config.json: architecture, classes and preprocessing."""
-    settings, spec = loaded.saved.settings, loaded.spec
+    settings, names = loaded.saved.settings, ("height", "width", "channels", "resize", "squash", "interpolation")
+    shape = {name: getattr(loaded.spec, name) for name in (*names, "mean", "std")}
+    if loaded.spec.small:
+        shape |= {"resize": None, "interpolation": "bilinear"}
     return {
         "architecture": loaded.name,
         "library": loaded.library,
@@ -21,16 +24,7 @@ def config_of(loaded: Loaded) -> dict[str, Any]:
         "task": settings.task,
         "activation": loaded.task.activation,
         "threshold": None if loaded.task.cut is None else settings.threshold,
-        "input": {
-            "height": spec.height,
-            "width": spec.width,
-            "channels": spec.channels,
-            "resize": None if spec.small else spec.resize,
-            "squash": spec.squash,
-            "interpolation": "bilinear" if spec.small else spec.interpolation,
-            "mean": spec.mean,
-            "std": spec.std,
-        },
+        "input": shape,
         "weights": "ema" if loaded.is_average else "raw",
         "lockstep": VERSION,
     }
@@ -107,29 +101,17 @@ def _rows(rows: list[tuple[str, Any]]) -> str:
     return "\n".join(f"| {name} | {str(value).translate(marks)} |" for name, value in rows)
 
 
-def evaluation_of(loaded: Loaded) -> dict[str, Any]:
-    """The last evaluation of these very weights, as state.json has it; empty if there is none.
-
-    With --ema_decay, state.json has the evaluations of the average only.
-    """
-    state, weights = loaded.saved.state, loaded.saved.weights
-    if weights is not None and weights.is_choice and not loaded.is_average:
-        return {}
-    return next((found for found in reversed(state.evaluations) if found["step"] == state.step), {})
-
-
-def split_name(loaded: Loaded) -> str:
-    """The name of the split of this evaluation."""
-    record, settings = loaded.saved.record, loaded.saved.settings
-    return printable(record.evaluation.name if record else settings.eval_split or "evaluation split")
-
-
 def _measured(loaded: Loaded) -> str:
-    found, precision = evaluation_of(loaded), loaded.saved.settings.mixed_precision
+    """The last evaluation of these very weights. With --ema_decay, state.json has those of the average only."""
+    saved, settings, precision = loaded.saved, loaded.saved.settings, loaded.saved.settings.mixed_precision
+    found: dict[str, Any] = {}
+    if saved.weights is None or loaded.is_average or not saved.weights.is_choice:
+        found = next((each for each in reversed(saved.state.evaluations) if each["step"] == saved.state.step), {})
     names = [name for name in loaded.task.listed if found.get(name) is not None]
     if not names:
         return "The checkpoint has no evaluation of these weights."
     rows = _rows([(name, f"{found[name]:.4f}") for name in names])
-    where = f"`{data_name(loaded)}`, split `{split_name(loaded)}`, {found['count']} images, each counted once"
+    split = printable(saved.record.evaluation.name if saved.record else settings.eval_split or "evaluation split")
+    where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     where += f", in {precision}" if precision in ("bf16", "fp16") else ""
     return f"On {where}:\n\n| | |\n| --- | --- |\n{rows}"

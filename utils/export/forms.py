@@ -4,12 +4,8 @@ To add a form, write such a function and add it to `FORMS` and to ExportConfig.
 """
 
 import importlib.util
-import logging
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +14,13 @@ from typing import Any
 import torch
 import torchvision
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.export.code import Code
 from utils.export.loaded import Loaded, Probabilities, probabilities
-from utils.models.zoo import STEM_POOLS
 
+_STEM = "or train a model of that library with --stem standard"
 NEEDED = {"timm": ["timm"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 """The packages that a form needs besides those of training."""
 
@@ -39,17 +34,15 @@ def check_packages(form: str) -> None:
 
 def write_safetensors(loaded: Loaded, folder: Path) -> Code:
     """The weights for torchvision's own class, `model.safetensors`."""
-    if loaded.library != "torchvision":
-        fix = f"use --to {'timm, ' * (loaded.library == 'timm')}torch or onnx"
-        raise UserError(f"--to safetensors: {loaded.name} is not one of torchvision's models", fix)
+    change: str = getattr(loaded.model, "stem_change", "")
+    if loaded.library != "torchvision" or change:
+        problem = f"--to safetensors: {loaded.name} does not have the layers of a torchvision model"
+        raise UserError(problem, f"use --to {'timm, ' * (loaded.library == 'timm')}torch or onnx, {_STEM}")
     tensors = {name: tensor.contiguous() for name, tensor in loaded.model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors")
     arguments = {"num_classes": loaded.task.outputs} | _of_torchvision(loaded)
     arguments |= {name: value for name, value in loaded.saved.settings.model_args.items() if name.isidentifier()}
-    changes = _changed_layers(loaded.model) if getattr(loaded.model, "stem_change", "") else {}
     model = torchvision.models.get_model(loaded.name, **arguments)
-    for name in changes:
-        model.set_submodule(name, deepcopy(loaded.model.get_submodule(name)))
     model.load_state_dict(load_file(folder / "model.safetensors"))
     texts = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return Code(
@@ -57,7 +50,6 @@ def write_safetensors(loaded: Loaded, folder: Path) -> Code:
         imports=["import torch", "import torchvision", "from safetensors.torch import load_file"],
         loading=[
             f"model = torchvision.models.get_model({loaded.name!r}, {texts})",
-            *(f"model.set_submodule({name!r}, {text})" for name, text in changes.items()),
             'model.load_state_dict(load_file(f"{folder}/model.safetensors"))',
             "model.eval()",
         ],
@@ -70,19 +62,17 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     """The weights and the configuration that timm loads from a folder or from the Hub."""
     import timm
 
-    model, spec, problem = loaded.model, loaded.spec, f"--to timm: {loaded.name}"
+    model, spec = loaded.model, loaded.spec
     arguments: dict[str, Any] = loaded.saved.settings.model_args
     if loaded.library != "timm":
-        fix = f"use --to {'safetensors, ' * (loaded.library == 'torchvision')}torch or onnx"
-        if not timm.is_model(loaded.name):
-            raise UserError(f"{problem} is not one of timm's models", fix)
         shape: dict[str, Any] = {"num_classes": loaded.task.outputs, "in_chans": spec.channels}
         try:  # for example ResNets, whose layers have the same names in both libraries
             model = timm.create_model(loaded.name, **shape, **arguments)
             model.load_state_dict(loaded.model.state_dict())
         except Exception as error:  # of any class, by the model's arguments
-            fix += ", or train with --stem standard" if getattr(loaded.model, "stem_change", "") else ""
-            raise UserError(f"{problem} has other layers in timm than in this checkpoint", fix) from error
+            problem = f"--to timm: {loaded.name} does not have the layers of a timm model"
+            fix = f"use --to torch or onnx, {_STEM}"
+            raise UserError(problem, fix) from error
     shown = {
         "input_size": (spec.channels, spec.height, spec.width),
         "mean": spec.mean,
@@ -107,8 +97,7 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
 
 def write_torch(loaded: Loaded, folder: Path) -> Code:
     """The program of torch.export, `model.pt2`, from uint8 images to probabilities, for any number of images."""
-    with _quiet():
-        torch.export.save(_program(loaded), folder / "model.pt2")
+    torch.export.save(_program(loaded), folder / "model.pt2")
     model = torch.export.load(folder / "model.pt2").module()
     return Code(
         install=[f"'torch>={torch.__version__.partition('+')[0]}'", "numpy", "pillow"],
@@ -123,11 +112,10 @@ def write_onnx(loaded: Loaded, folder: Path) -> Code:
     """The program of `write_torch` in the ONNX format, `model.onnx`."""
     import onnxruntime
 
-    with _quiet():
-        names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
-        program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)
-        assert program is not None
-        program.save(folder / "model.onnx", external_data=False)
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
+    program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)
+    assert program is not None
+    program.save(folder / "model.onnx", external_data=False)
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     return Code(
         install=["onnxruntime", "numpy", "pillow"],
@@ -153,19 +141,6 @@ def _program(loaded: Loaded) -> torch.export.ExportedProgram:
     return torch.export.export(Probabilities(loaded).eval(), (example,), dynamic_shapes=sizes)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the exporters' log and warnings."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
 def _in_pytorch(loaded: Loaded) -> list[str]:
     """The body of `predict` for a module that takes normalised images."""
     activation = "softmax(1)" if loaded.task.activation == "softmax" else "sigmoid()"
@@ -184,17 +159,6 @@ def _of_torchvision(loaded: Loaded) -> dict[str, Any]:
         inside = loaded.saved.settings.pretrained
         return {"aux_logits": False, "transform_input": inside, "init_weights": False}
     return {"image_size": loaded.saved.spec.height} if name.startswith("vit_") else {}
-
-
-def _changed_layers(model: nn.Module) -> dict[str, str]:
-    """The layers of torchvision's stem that `build_model` has replaced, and the code of the new ones."""
-    modules = dict(model.named_modules())
-    name, conv = next((name, module) for name, module in modules.items() if isinstance(module, nn.Conv2d))
-    given = {key: getattr(conv, key) for key in ("kernel_size", "stride", "padding")} | {"bias": conv.bias is not None}
-    texts = ", ".join(f"{key}={value!r}" for key, value in given.items())
-    layers = {name: f"torch.nn.Conv2d({conv.in_channels}, {conv.out_channels}, {texts})"}
-    pools = [pool for pool in STEM_POOLS if isinstance(modules.get(pool), nn.Identity)]
-    return layers | dict.fromkeys(pools, "torch.nn.Identity()")
 
 
 def _crop_share(spec: InputSpec) -> float:

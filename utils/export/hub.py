@@ -6,18 +6,6 @@ from pathlib import Path
 from utils.errors import UserError, one_line
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError unless the Hub accepts the name."""
-    from huggingface_hub.utils import validate_repo_id
-
-    if "/" not in name:
-        raise UserError(f"--push {name}: has no owner", "write USER/NAME")
-    try:
-        validate_repo_id(name)
-    except ValueError as error:
-        raise UserError(f"--push {name}: {one_line(error)[:200]}", "write USER/NAME") from error
-
-
 def push(folder: Path, name: str) -> str:
     """Upload the files of the folder, and create the repository if it does not exist; returns its address."""
     from huggingface_hub import HfApi

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from utils.files import write_output
 from utils.report.charts import Series, line_chart
 from utils.report.folder import read_run
 from utils.tasks.table import TASKS
-from utils.tasks.task import Task
 
 PAGE = "report.html"
 
@@ -25,12 +23,11 @@ def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
 
 
 def _with_own_names(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs; those whose folders have the same name are numbered."""
+    """The runs; if folders have the same name, all are numbered."""
     names = [run["name"] for run in runs]
-    numbers = {name: count(1) for name in names if names.count(name) > 1}
-    for run in runs:
-        if (name := run["name"]) in numbers:
-            run["name"] = f"{name} ({next(numbers[name])})"
+    if len(set(names)) < len(names):
+        for number, run in enumerate(runs, 1):
+            run["name"] += f" ({number})"
     return runs
 
 
@@ -58,8 +55,7 @@ def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _metrics_of(run: dict[str, Any]) -> dict[str, str]:
     """The metrics that a run's task shows, with their names on the page."""
-    task = TASKS.get(run["settings"].get("task", "classification"))
-    return dict(task.shown) if isinstance(task, type) and issubclass(task, Task) else {}
+    return dict(TASKS[run["settings"].get("task", "classification")].shown)
 
 
 def _marks(runs: Sequence[dict[str, Any]]) -> list[int]:
@@ -93,12 +89,11 @@ def settings_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]
 def metrics_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """The metrics of each run's last evaluation, with their intervals; a cell without a value has no interval."""
     words = {name: word for run in runs for name, word in _metrics_of(run).items()}
-    hidden = {"step", "epoch", "seconds", "count", "left_out", "classes", "classes_evaluated", "time"}
     found = {
         name: words.get(name, name.replace("_", " "))
         for run in runs
         for name, value in run["evaluation"].items()
-        if (value is None or isinstance(value, float)) and name not in hidden
+        if (value is None or isinstance(value, float)) and name not in ("seconds", "time")
     }
     ordered = [*(name for name in words if name in found), *(name for name in found if name not in words)]
     rows = []
