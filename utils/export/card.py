@@ -6,6 +6,7 @@ from utils.console import join_names, printable
 from utils.export.code import Code, card_code
 from utils.export.loaded import Loaded
 from utils.files import expand
+from utils.tasks.task import score_rows
 from utils.version import VERSION
 
 
@@ -107,11 +108,9 @@ def _measured(loaded: Loaded) -> str:
     found: dict[str, Any] = {}
     if saved.weights is None or loaded.is_average or not saved.weights.is_choice:
         found = next((each for each in reversed(saved.state.evaluations) if each["step"] == saved.state.step), {})
-    names = [name for name in loaded.task.listed if found.get(name) is not None]
-    if not names:
+    if not found:
         return "The checkpoint has no evaluation of these weights."
-    rows = _rows([(name, f"{found[name]:.4f}") for name in names])
     split = printable(saved.record.evaluation.name if saved.record else settings.eval_split or "evaluation split")
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     where += f", in {precision}" if precision in ("bf16", "fp16") else ""
-    return f"On {where}:\n\n| | |\n| --- | --- |\n{rows}"
+    return f"On {where}:\n\n| | |\n| --- | --- |\n{_rows(score_rows(found))}"

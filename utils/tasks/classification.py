@@ -24,7 +24,6 @@ class Classification(Task):
     evaluation = ("loss", "accuracy", "top5")
     gathered = ("macro_f1", "macro_precision", "macro_recall")
     shown = {"accuracy": "accuracy", "top5": "top-5", "loss": "loss"}  # noqa: RUF012
-    listed = ("accuracy", "top5", "loss", *gathered)
 
     def __init__(self, config: TrainConfig, class_names: list[str], _labels: np.ndarray | None = None):
         self.class_names, self.outputs = class_names, len(class_names)

@@ -34,7 +34,6 @@ class MultiLabel(Task):
     evaluation = training
     gathered: Sequence[str] = ("mAP", "macro_f1")
     shown = {"mAP": "mAP", "micro_f1": "micro-F1", "loss": "loss"}  # noqa: RUF012
-    listed: Sequence[str] = ("mAP", "micro_f1", "macro_f1", "exact_match", "loss")
 
     def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):
         self.class_names, self.outputs = class_names, self._outputs(config, class_names)
@@ -139,7 +138,6 @@ class Binary(MultiLabel):
     training = evaluation = ("loss", "accuracy", "hits", "predicted", "labelled")
     gathered = ("auc",)
     shown = {"accuracy": "accuracy", "f1": "F1", "auc": "AUC", "loss": "loss"}  # noqa: RUF012
-    listed = ("accuracy", "auc", "f1", "loss")
 
     def _outputs(self, config: TrainConfig, class_names: list[str]) -> int:
         if len(class_names) != 2:

@@ -57,8 +57,6 @@ class Task:
     """The numbers that `metrics` returns."""
     shown: Mapping[str, str]
     """The metrics to print after an evaluation, in this order, and the words for them; absent ones are skipped."""
-    listed: Sequence[str] = ()
-    """The metrics in the table of eval.py, in this order; absent ones are skipped."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The training loss, a scalar, summed over the samples of `outputs` [n, outputs]."""
@@ -143,7 +141,7 @@ class Task:
         rows += [("weights", record["weights"])] if "weights" in record else []
         rows += [("average of", f"updates {', '.join(map(str, record['averaged']))}")] if "averaged" in record else []
         rows += [("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}")]
-        rows += [(name, f"{record[name]:.4f}") for name in self.listed if name in record]
+        rows += score_rows(record)
         rows += [("count", record["count"])]
         rows += [("seconds", f"{record['seconds']:.2f}")]
         heading, classes = self.worst(record)
@@ -152,6 +150,11 @@ class Task:
     def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
         """A heading, and the names and scores of up to ten classes, worst first."""
         return "", []
+
+
+def score_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The metrics of an evaluation as text: all its floats but the duration."""
+    return [(k, f"{value:.4f}") for k, value in record.items() if isinstance(value, float) and k != "seconds"]
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:
