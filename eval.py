@@ -159,7 +159,7 @@ def evaluate(
         **result,
     }
     if config.report and evaluator.predictions and ranks.is_main:
-        evaluated = Evaluated(config, task, split, evaluator.predictions, record)
+        evaluated = Evaluated(task, split, evaluator.predictions, record, config.seed)
         report_evaluation(saved.path, evaluated, bool(flags.report), terminal.print)
     return record, evaluator.predictions
 

@@ -12,7 +12,7 @@ from utils.output import guard_output  # the first import: see its docstring
 # isort: split
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,18 +43,6 @@ from utils.tasks.task import Task
 from utils.training.evaluation import check_outputs, gather_rows, make_evaluator
 
 
-@dataclass(kw_only=True)
-class Work:
-    """The images to predict, and the checkpoint and settings to predict them with."""
-
-    flags: PredictConfig
-    config: TrainConfig
-    saved: SavedRun
-    task: Task
-    split: Split
-    ranks: Ranks
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Predict with these arguments; returns the number of images and, on the main process, their rows."""
     guard_output()
@@ -62,20 +50,31 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with distributed_session("predict.py", flags) as ranks:
         check_flags(flags)
         ranks.join()
-        work = prepare(flags, ranks)
-        for line in [*remarks(flags, work.config, work.saved.spec), *map(printable, work.split.notes)]:
+        saved = find_saved(flags.ckpt, flags.average, flags.weights, ranks)
+        config = replace(saved.settings, **given_settings(flags))
+        saved = set_evaluation_input(saved, saved.spec.for_evaluation().cropped(config.eval_crop))
+        with ranks.agree():
+            check_precision(config, ranks)
+            check_model(config)
+            config, task = make_task(config, saved.class_names, None)
+            task.check_predictions()
+        split = find_split(flags, config, ranks)
+        for line in [*remarks(flags, config, saved.spec), *map(printable, split.notes)]:
             Terminal(ranks.is_main).print(line)
         start = time.perf_counter()
-        rows = predict(work)
+        rows = predict(flags, saved, config, task, split, ranks)
         with ranks.agree("writing the predictions"):
             if ranks.is_main:
-                write(work, rows)
+                write(flags, saved, rows, split)
         if ranks.is_main:
-            print(report(work, rows, time.perf_counter() - start))
+            seconds = time.perf_counter() - start
+            lines = [*result_rows(rows, split), ("seconds", f"{seconds:.2f}, {len(rows) / seconds:.1f} images/s")]
+            lines += [("written", path) for path in (flags.out, flags.html) if path]
+            print(table(f"Predictions of {saved.path}", lines))
         with ranks.agree():
             if ranks.is_main:
                 check_any_read(rows)
-    return {"count": len(work.split), "rows": rows}
+    return {"count": len(split), "rows": rows}
 
 
 def check_flags(flags: PredictConfig) -> None:
@@ -88,60 +87,50 @@ def check_flags(flags: PredictConfig) -> None:
         check_output_file("--html", expand(flags.html))
 
 
-def prepare(flags: PredictConfig, ranks: Ranks) -> Work:
-    """Find the checkpoint and the images; collective."""
-    saved = find_saved(flags.ckpt, flags.average, flags.weights, ranks)
-    config = replace(saved.settings, **given_settings(flags))
-    spec = saved.spec.for_evaluation().cropped(config.eval_crop)
-    saved = set_evaluation_input(saved, spec)
-    with ranks.agree():
-        check_precision(config, ranks)
-        check_model(config)
-        config, task = make_task(config, saved.class_names, None)
-        task.check_predictions()
+def find_split(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
+    """The images to predict, the same on all ranks; collective."""
     with ranks.local_main_first("listing the images"):
         split = find_images(flags.paths)
     with ranks.local_main_first("checking the images"):
         split = check_all(split, config.cache_dir, Terminal(ranks.is_main).progress("checking images"))
-    same = fingerprint_of(split.fingerprint, split.content, *sorted(split.bad))
-    ranks.check_same(same, "different images")
-    return Work(flags=flags, config=config, saved=saved, task=task, split=split, ranks=ranks)
+    ranks.check_same(fingerprint_of(split.fingerprint, split.content, *sorted(split.bad)), "different images")
+    return split
 
 
-def predict(work: Work) -> list[Row]:
+def predict(
+    flags: PredictConfig, saved: SavedRun, config: TrainConfig, task: Task, split: Split, ranks: Ranks
+) -> list[Row]:
     """The rows of all images, in their order; empty on all ranks but rank 0; collective.
 
     A block has the same images on any number of processes, so its predictions are the same, too.
     """
-    config, ranks, split, task = work.config, work.ranks, work.split, work.task
-    spec = work.saved.spec.for_evaluation()
+    spec = saved.spec.for_evaluation()
     dataset = ImagesToPredict(split, spec, make_augmentation(config, spec, training=False))
     if len(split) <= config.eval_batch_size:  # a loader process decodes whole blocks, so it would save no time
         config = replace(config, num_workers=0)
-    evaluator = make_evaluator(dataset, work.saved, config, task, work.flags.tta, ranks)
-    own = evaluator.collect(lambda outputs, _: task.most_likely(outputs, work.flags.top))
+    evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
+    own = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
     assert own is not None  # nothing stops it
     counts = ranks.gather(len(own[0]))
     indices, top, scores = (gather_rows(evaluator.accelerator, part, counts).cpu().numpy() for part in own)
-    check_outputs(scores, work.saved.path)
+    check_outputs(scores, saved.path)
     if not ranks.is_main:
         return []
     if sorted(indices) != np.flatnonzero(split.readable).tolist():
         raise RuntimeError("the images were not predicted once each; please report this")
-    rows = dict(zip(indices.tolist(), make_rows(task, top, scores, work.flags.top), strict=True))
+    rows = dict(zip(indices.tolist(), make_rows(task, top, scores, flags.top), strict=True))
     return [rows.get(position) or Row(None, [], [], split.bad[position]) for position in range(len(split))]
 
 
-def write(work: Work, rows: list[Row]) -> None:
+def write(flags: PredictConfig, saved: SavedRun, rows: list[Row], split: Split) -> None:
     """Write the files of --out and --html."""
-    flags, split = work.flags, work.split
     if flags.out:
         paths = [split.describe(position) for position in range(len(rows))]
-        count = min(flags.top, len(work.saved.class_names))
-        columns = {"path": paths, **columns_of(rows, count), "error": [row.error for row in rows]}
+        columns = columns_of(rows, min(flags.top, len(saved.class_names)))
+        columns = {"path": paths, **columns, "error": [row.error for row in rows]}
         write_output(expand(flags.out), encode(columns, expand(flags.out)))
     if flags.html:
-        title = f"Predictions of {work.config.model}, update {work.saved.state.step}"
+        title = f"Predictions of {saved.settings.model}, update {saved.state.step}"
         write_output(expand(flags.html), page(title, rows, split))
 
 
@@ -150,14 +139,6 @@ def check_any_read(rows: list[Row]) -> None:
     if rows and all(row.error for row in rows):
         problem = f"none of the {len(rows)} images can be read (the first: {rows[0].error})"
         raise UserError(problem, "check that the paths name image files")
-
-
-def report(work: Work, rows: list[Row], seconds: float) -> str:
-    """The result as a table: the first images, and the totals of all."""
-    lines = result_rows(rows, work.split)
-    lines.append(("seconds", f"{seconds:.2f}, {len(rows) / seconds:.1f} images/s"))
-    lines += [("written", path) for path in (work.flags.out, work.flags.html) if path]
-    return table(f"Predictions of {work.saved.path}", lines)
 
 
 if __name__ == "__main__":

@@ -334,7 +334,7 @@ def test_the_page_shows_settings_starts_versions_and_marks_the_resume(inside):
     page, run = (inside / "report.html").read_text(), read_run(inside)
     assert run["settings"]["flip"] == "true" and run["settings"]["model"] == "mlp" and "seed" not in run["settings"]
     assert "output_dir" not in run["settings"] and "cache_dir" not in run["settings"]
-    assert [start["step"] for start in run["starts"]] == [0, 8]
+    assert [start["step"] for start in run["start"]] == [0, 8]
     assert page.count("<title>resumed from update 8</title>") == page.count('<svg viewBox="0 0 480')
     assert f"torch {torch.__version__}" in page
     assert "processes 2, batch 60 x 2 x 1 = 120, cpu, threads 1, precision no" in page
@@ -435,7 +435,7 @@ def test_the_page_says_which_weights_and_views_were_evaluated_and_shows_a_dash_f
     found = predictions(10)._replace(indices=np.arange(500))
     task = Classification(TrainConfig(), NAMES[:10])
     said = []
-    write_report(folder, Evaluated(TrainConfig(), task, split, found, record), said.append)
+    write_report(folder, Evaluated(task, split, found, record, 0), said.append)
     page, analysis = (folder / "report.html").read_text(), json.loads((folder / "report.json").read_text())
     assert not said and "update 100, mean of 2 checkpoints, views flip</td>" in page
     assert '<th>loss</th><td class="number">–</td>' in page
@@ -533,7 +533,10 @@ def test_a_run_without_an_analysis_has_a_page_with_curves(tmp_path):
         (["nowhere"], "nowhere: is not a run folder, as it has no log.jsonl or no config.yaml; name a run folder"),
         (["a", "b"], "--out is missing; name a file for the page of several runs"),
         (["a", "--out", "no/page.html"], "/no does not exist; create it, or give another path"),
-        (["old"], r"has unknown contents \(KeyError: 'threads'\); use the version of Lockstep that wrote them"),
+        (
+            ["old"],
+            r"has unknown contents \(UndefinedError: 'dict object' has no attribute 'threads'\); use the version of Lockstep that wrote them",
+        ),
     ],
 )
 def test_mistakes_in_the_command_are_one_line(words, error, tmp_path, monkeypatch, capsys):

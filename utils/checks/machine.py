@@ -35,23 +35,17 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
     Resources that the ranks of a machine share are checked by its first rank only.
     """
     launch, topology = check_launch(config)
-    if topology is None:
-        first = [check_leftovers(), check_memory(1), check_disk(config)]
-        return [launch, *first], None, False
-    threads, on_machine = config.threads or threads_per_process(topology), topology.local_world_size
+    processes = topology.local_world_size if topology else 1
+    threads = config.threads or (threads_per_process(topology) if topology else 1)
+    others: list[Finding] = []
+    if topology is None or topology.local_rank == 0:
+        others = [check_leftovers(), check_shared_memory(threads, processes)]
+        others += [check_memory(processes), check_disk(config)]
     needed = [launch]
-    if not launch.red:
+    if topology and not launch.red:
         found = check_rendezvous(config, topology), check_interface(config, topology)
         needed += [finding for finding in found if finding is not None]
-    others: list[Finding] = []
-    if topology.local_rank == 0:
-        others = [
-            check_leftovers(),
-            check_shared_memory(threads, on_machine),
-            check_memory(on_machine),
-            check_disk(config),
-        ]
-    return [*needed, *others], topology, not red(needed)
+    return [*needed, *others], topology, topology is not None and not red(needed)
 
 
 def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:

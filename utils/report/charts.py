@@ -1,4 +1,4 @@
-"""The coordinates of the lines, ticks and bars of the page's charts; page.html draws them as SVG."""
+"""The coordinates of the lines and ticks of the page's charts; page.html draws them as SVG."""
 
 import math
 from collections.abc import Sequence
@@ -78,22 +78,6 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten from `low`, rounded down, to about `high`; at most ten."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 5))]
-
-
-def reliability(bins: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """The bars of a reliability diagram in a square of side 100; empty bins have none."""
-    width, most = 100 / len(bins), max(1, *(entry["count"] for entry in bins))
-    return [
-        {
-            "x": round(place * width, 2),
-            "width": round(width, 2),
-            "height": round(100 * entry["accuracy"], 2),
-            "opacity": round(0.35 + 0.65 * (entry["count"] / most) ** 0.5, 2),
-            **entry,
-        }
-        for place, entry in enumerate(bins)
-        if entry["count"]
-    ]
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -1,7 +1,6 @@
 """What the page shows of a run folder: its settings, log and pictures, and the analysis of its last evaluation."""
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,6 @@ from utils.config.yaml_text import read_yaml
 from utils.console import clock
 from utils.errors import UserError
 from utils.files import read_json
-from utils.report.charts import reliability
 from utils.report.pictures import sheet
 
 ANALYSIS = "report.json"
@@ -37,14 +35,12 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
         "name": folder.absolute().name,
         "settings": changed_settings(read_yaml(folder / "config.yaml")),
         **kinds,
-        "starts": [_start(record) for record in kinds["start"]],
         "versions": kinds["start"][-1].get("versions", {}) if kinds["start"] else {},
         "last": last,
         "time": clock(last.get("seconds", 0)),
         "evaluation": analysis.get("record") or evaluation,
         "intervals": analysis.get("intervals", {}),
         "analysis": analysis,
-        "bars": reliability(analysis["calibration"]["bins"]) if analysis else [],
         "classes": [classes[:_FIRST], classes[_FIRST:]],
         "errors": analysis.get("errors", []) if images else [],
         "first_batch": sheet(folder / "first_batch.png") if images else "",
@@ -76,18 +72,6 @@ def _record(line: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def _start(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The time and the topology of a start of the run."""
-    topology = "processes {processes}, batch {batch_size} x {processes} x {grad_accum} = {global_batch_size}"
-    more = [record["device"], f"threads {record['threads']}", f"precision {record['precision']}"]
-    return {
-        "step": record["step"],
-        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record["time"])),
-        "topology": ", ".join([topology.format(**record), *more]),
-        "input": record.get("input", ""),
-    }
 
 
 def without_places(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """report.html: the page of one or several runs, a single file that loads nothing else."""
 
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ def template(name: str) -> Template:
     """A template of this folder, compiled; it escapes all values."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["date"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
     return environment.get_template(name)
 
 
@@ -60,7 +62,7 @@ def _metrics_of(run: dict[str, Any]) -> dict[str, str]:
 
 def _marks(runs: Sequence[dict[str, Any]]) -> list[int]:
     """The updates from which a single run was resumed."""
-    return [start["step"] for start in runs[0]["starts"] if start["step"]] if len(runs) == 1 else []
+    return [start["step"] for start in runs[0]["start"] if start["step"]] if len(runs) == 1 else []
 
 
 def _lines(runs: Sequence[dict[str, Any]], name: str) -> list[Series]:

@@ -68,10 +68,10 @@ class Evaluator:
             kept = (*task.most_likely(outputs, TOP), task.losses(outputs, labels)) if keep else ()
             return predicted, *kept
 
-        found = self.collect(step, stopping)
-        if found is None:
+        rows = self.collect(step, stopping)
+        if rows is None:
             return None
-        indices, predictions, *kept = found
+        indices, predictions, *kept = rows
         decided = task.decide(predictions)
         kinds = decided[:1].tolist() if (decided == decided[:1]).all() else [0, 1]  # or any two
         counts, of_ranks = zip(*self.ranks.gather((len(decided), kinds)), strict=True)
@@ -80,11 +80,12 @@ class Evaluator:
         result, order = self._summary(sums, seen), np.argsort(seen)
         seen, labels = seen[order], self.batches.labels[seen[order]]
         if keep:
-            rows = [gather_rows(self.accelerator, part, counts).cpu().numpy()[order] for part in kept]
-            self.predictions = Predictions(seen, labels, *rows)
+            parts = (gather_rows(self.accelerator, part, counts).cpu().numpy()[order] for part in kept)
+            self.predictions = Predictions(seen, labels, *parts)
         if self.config.metrics or task.metric in task.gathered:
             predicted = gather_rows(self.accelerator, predictions, counts)
-            result |= self.ranks.from_main(lambda: self._metrics(predicted.cpu().numpy()[order], labels))
+            found = self.ranks.from_main(lambda: task.metrics(predicted.cpu().numpy()[order], labels))
+            result |= found if self.config.metrics else {k: found[k] for k in task.gathered if k in found}
         return result | {"seconds": time.perf_counter() - start}
 
     @torch.no_grad()
@@ -145,10 +146,6 @@ class Evaluator:
             raise UserError(f"none of the {samples} images to evaluate can be read", fix)
         result = self.task.summary(dict(zip(self.task.evaluation, totals, strict=True)), count)
         return {**result, "count": count} | ({"left_out": samples - count} if samples > count else {})
-
-    def _metrics(self, predicted: np.ndarray, labels: np.ndarray) -> dict:
-        found, gathered = self.task.metrics(predicted, labels), self.task.gathered
-        return found if self.config.metrics else {k: found[k] for k in gathered if k in found}
 
 
 def make_evaluator(
