@@ -140,21 +140,18 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
 
 
 def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
-    """Print the table and the verdict; if `file` is set, also write the findings to it as JSON."""
-    error = None
-    if file:
-        try:
-            write_output(expand(file), as_json(findings))
-        except OSError as raised:
-            error = raised
+    """Print the table and the verdict; if `file` is set, then write the findings to it as JSON."""
     wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
     verdict = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
     print(f"{show(f'Lockstep doctor  {title}', findings)}\n{verdict}", flush=True)
     if wrong:
         faults = [f"{f.name}: {f.value}; {f.fix}" for f in findings if f.red]
         inform_launcher("\n".join([*faults, verdict]))
-    if error:
-        exit_with_error(error, "doctor.py")
+    if file:
+        try:
+            write_output(expand(file), as_json(findings))
+        except OSError as error:
+            exit_with_error(error, "doctor.py")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def red_lines(file="doctor.json"):
 
 def examine(plant, flags):
     """Plant a fault in this rank, and look."""
-    exchange_checks._SIZES = (2**12, 2**16)
+    exchange_checks._SIZES = {"4 KB": 2**12, "64 KB": 2**16}
     rank = int(os.environ.get("RANK", 0))
     more = plant(rank) if plant else None
     doctor.main([*flags, *(more or [])])
@@ -244,7 +244,7 @@ UNMET = [
     (2, several_gpus_less, (), "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
     (2, None, ("--threads", "9999"), "launch", "--threads 9999: this machine has", ""),
     (2, None, ("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
-    (2, None, ("--interface", "nope0"), "interface", "--interface nope0: ", "an interface of this machine"),
+    (2, None, ("--interface", "nope0"), "connection", "--interface nope0: ", ""),
     (2, environment(MASTER_ADDR="no.invalid"), (), "rendezvous", "no.invalid has no address", "/etc/hosts"),
     (2, environment(MASTER_ADDR="node1..x"), (), "rendezvous", "node1..x has no address (", "/etc/hosts"),
     (2, environment(MASTER_ADDR="192.0.2.7"), (), "rendezvous", "192.0.2.7 is not an address of", "must name the"),

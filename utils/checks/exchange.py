@@ -25,7 +25,7 @@ from utils.data.order import Microbatch, Plan, UpdateSampler
 from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks
 
-_SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes of the tensors that are summed
+_SIZES = {"4 KB": 2**12, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}  # bytes that are summed
 _SECONDS = 1.5  # for all sizes together
 
 
@@ -38,8 +38,8 @@ def network(ranks: Ranks, facts: Sequence[dict]) -> Finding:
 def bandwidth(ranks: Ranks, config: DoctorConfig) -> Finding:
     """Measure how fast gradients of several sizes are summed, in GB/s over each connection."""
     count, left = ranks.topology.world_size, _SECONDS
-    numbers: dict[int, float] = {}
-    for size in _SIZES:
+    numbers: dict[str, float] = {}
+    for name, size in _SIZES.items():
         values = torch.zeros(size // 4, device=ranks.device)
         rounds = 3 if size > 2**20 else 10
         begun = _now(ranks)
@@ -50,11 +50,11 @@ def bandwidth(ranks: Ranks, config: DoctorConfig) -> Finding:
             dist.all_reduce(values)
         took = (_now(ranks) - begun) / rounds
         seconds, spent = ranks.gather((took, first + took * rounds))[0]
-        numbers[size] = 2 * (count - 1) / count * size / seconds / GB
+        numbers[name] = 2 * (count - 1) / count * size / seconds / GB
         left -= spent
         if left < 4 * spent:  # the next size may take that long; all ranks use the time of the main process
             break
-    value = ", ".join(f"{rate:.2g} at {_bytes(size)}" for size, rate in numbers.items())
+    value = ", ".join(f"{rate:.2g} at {name}" for name, rate in numbers.items())
     fix = f"below --slow {config.slow} GB/s, training waits for gradients; check line `links` and --interface, or try "
     fix += "--comm_hook bf16"
     return Finding("all-reduce", f"GB/s: {value}", max(numbers.values()) >= config.slow, fix, numbers)
@@ -99,10 +99,6 @@ def _now(ranks: Ranks) -> float:
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
     return time.perf_counter()
-
-
-def _bytes(size: int) -> str:
-    return f"{size // 2**20} MB" if size >= 2**20 else f"{size // 2**10} KB"
 
 
 class _Indices(Dataset):

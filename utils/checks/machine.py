@@ -15,11 +15,10 @@ from utils.checks.findings import Finding, red
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
 from utils.data.workers import AHEAD, bytes_needed, default_workers
-from utils.errors import problem_of
 from utils.files import expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.environment import Topology, is_launched, read_topology, threads_per_process
-from utils.launch.network import address_of, is_own_address, port_owner, set_interface, system_text
+from utils.launch.network import is_own_address, port_owner, system_text
 from utils.launch.rendezvous import launcher_serves, leads_to_this_machine, store_address
 from utils.memory import SHM, SHM_FIX, free_memory
 from utils.ranks.ranks import Ranks
@@ -43,8 +42,8 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
         others += [check_memory(processes), check_disk(config)]
     needed = [launch]
     if topology and not launch.red:
-        found = check_rendezvous(config, topology), check_interface(config, topology)
-        needed += [finding for finding in found if finding is not None]
+        found = check_rendezvous(config, topology)
+        needed += [found] if found else []
     return [*needed, *others], topology, topology is not None and not red(needed)
 
 
@@ -66,10 +65,6 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
     return Finding("launch", value, True), topology
 
 
-def _address(name: str) -> str:
-    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-
-
 def check_rendezvous(config: DoctorConfig, topology: Topology) -> Finding | None:
     """Check that the processes can find each other: an address and, on rank 0's machine, a free port; or a file."""
     kind, name = urlparse(config.init_method), "rendezvous"
@@ -82,7 +77,7 @@ def check_rendezvous(config: DoctorConfig, topology: Topology) -> Finding | None
         return Finding(name, value, usable, fix)
     address, port = store_address(topology, config.init_method)
     try:
-        found = _address(address)
+        found = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         fix = f"use the IP address of rank 0's machine as MASTER_ADDR, or enter {address} in /etc/hosts"
         return Finding(name, f"{address} has no address ({system_text(error)})", False, fix)
@@ -102,19 +97,6 @@ def check_rendezvous(config: DoctorConfig, topology: Topology) -> Finding | None
             why = f"taken{port_owner(port)}" if error.errno == errno.EADDRINUSE else error.strerror
             return Finding(name, f"port {port} of {address}: {why}", False, fix)
     return Finding(name, f"{address}:{port}, free", True)
-
-
-def check_interface(config: DoctorConfig, topology: Topology) -> Finding | None:
-    """Check that the network interface that the user chose exists; None if the user chose none."""
-    wanted = config.interface or os.environ.get("GLOO_SOCKET_IFNAME")
-    if wanted is None or topology.world_size == 1:
-        return None
-    try:
-        set_interface([], config.interface, topology.world_size > topology.local_world_size)
-        return Finding("interface", f"{wanted}, {address_of(wanted)}", True)
-    except ValueError as error:
-        fix = "set --interface (or GLOO_SOCKET_IFNAME) to an interface of this machine, or leave it out"
-        return Finding("interface", problem_of(error), False, fix)
 
 
 def check_leftovers() -> Finding:

@@ -68,7 +68,7 @@ def analyse(found: Predictions, names: list[str], cut: float | None, seed: int) 
     sample has one class of several.
     """
     analysis = _of_classification(found, names, seed) if cut is None else _of_outputs(found, names, cut, seed)
-    return {"count": len(found.indices), **analysis}
+    return {"count": len(found.indices), "matrix": None, "names": [], "confusions": [], **analysis}
 
 
 def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[str, Any]:
@@ -88,9 +88,10 @@ def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[
         }
         for c in np.flatnonzero(totals).tolist()
     ]
-    matrix = None
+    matrix = {}
     if classes <= MATRIX:
-        matrix = np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes).tolist()
+        counts = np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
+        matrix = {"matrix": counts.tolist(), "names": names}
     worst = np.flatnonzero(~correct)
     worst = worst[np.argsort(-confidence[worst], kind="stable")][:ERRORS]
     return {
@@ -98,8 +99,7 @@ def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[
         "calibration": calibration([(confidence, correct)]),
         "score": "accuracy",
         "classes": sorted(rows, key=lambda row: row["score"]),
-        "matrix": matrix,
-        "names": names if matrix else [],
+        **matrix,
         "confusions": [
             {"true": names[t], "predicted": names[p], "count": n, "share": n / int(totals[t])}
             for t, p, n in confused[:PAIRS]
@@ -157,9 +157,6 @@ def _of_outputs(found: Predictions, names: list[str], cut: float, seed: int) -> 
         "calibration": calibration((sigmoid(logits[:, c]), truth[:, c]) for c in range(outputs)),
         "score": "average precision",
         "classes": sorted(rows, key=lambda row: row["score"]),
-        "matrix": None,
-        "names": [],
-        "confusions": [],
         "errors": errors,
     }
 

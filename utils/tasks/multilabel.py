@@ -91,9 +91,6 @@ class MultiLabel(Task):
         sums = self.training_sums(self.sum_of_losses(outputs, rows, None), outputs, labels)
         return torch.stack([value.double() for value in sums]), outputs
 
-    def decide(self, predictions: Tensor) -> Tensor:
-        return predictions > self.cut
-
     def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(len(outputs), 0, dtype=torch.int64, device=outputs.device), outputs
 

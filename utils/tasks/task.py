@@ -70,10 +70,6 @@ class Task:
         """The sums named by `evaluation`, float64 [len(evaluation)], and a prediction for each sample, [n, ...]."""
         raise NotImplementedError
 
-    def decide(self, predictions: Tensor) -> Tensor:
-        """The classes that the predictions of `evaluate` stand for."""
-        return predictions
-
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """The metrics of `count` samples from their sums, either `training` or `evaluation`; here the means."""
         return {name: total / count for name, total in sums.items()}

@@ -72,7 +72,7 @@ class Evaluator:
         if rows is None:
             return None
         indices, predictions, *kept = rows
-        decided = task.decide(predictions)
+        decided = predictions if task.cut is None else predictions > task.cut
         kinds = decided[:1].tolist() if (decided == decided[:1]).all() else [0, 1]  # or any two
         counts, of_ranks = zip(*self.ranks.gather((len(decided), kinds)), strict=True)
         self.is_constant = len({str(kind) for own in of_ranks for kind in own}) == 1
