@@ -16,9 +16,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
-
-from accelerate import Accelerator
 
 from utils.checks import exchange as exchange_checks
 from utils.checks import processes
@@ -99,9 +96,9 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     """The checks in order: a fault found by one check can cause faults in later checks."""
     facts = processes.facts_of_all(ranks)
 
-    @cache
-    def accelerator() -> Accelerator:
-        return make_accelerator(ranks, TrainConfig(mixed_precision="no"))
+    def training() -> list[Finding]:
+        accelerator = make_accelerator(ranks, TrainConfig(mixed_precision="no"))
+        return [exchange_checks.shards(ranks, accelerator), exchange_checks.gradients(ranks, accelerator)]
 
     alone: list[Check] = [
         ("machines", lambda: processes.machines(facts)),
@@ -115,11 +112,7 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
         ("all-reduce", lambda: exchange_checks.bandwidth(ranks, config)),
         ("links", lambda: exchange_checks.links(ranks, config, facts)),
     ]
-    training: list[Check] = [
-        ("samples", lambda: exchange_checks.shards(ranks, accelerator())),
-        ("gradients", lambda: exchange_checks.gradients(ranks, accelerator())),
-    ]
-    return [*alone, *(several if ranks.topology.world_size > 1 else []), *training]
+    return [*alone, *(several if ranks.topology.world_size > 1 else []), ("training", training)]
 
 
 def describe(ranks: Ranks) -> str:

@@ -439,7 +439,7 @@ def test_the_page_says_which_weights_and_views_were_evaluated_and_shows_a_dash_f
     page, analysis = (folder / "report.html").read_text(), json.loads((folder / "report.json").read_text())
     assert not said and "update 100, mean of 2 checkpoints, views flip</td>" in page
     assert '<th>loss</th><td class="number">–</td>' in page
-    assert all(error["file"] == f"image {error['index'] + 7}" for error in analysis["errors"])
+    assert all(error["file"] == f"image {error['index'] + 7} of split 'val'" for error in analysis["errors"])
 
 
 def test_an_image_that_is_gone_costs_only_its_picture(tmp_path):

@@ -141,7 +141,7 @@ def gradients(ranks: Ranks, accelerator: Accelerator) -> Finding:
     error = ((expected - found).norm() / expected.norm()).item()
     worst = max(ranks.gather(error if math.isfinite(error) else math.inf))
     fix = "training would differ from that on one process; try another --backend, or another version of torch or "
-    fix += f"{ranks.backend}, and check the lines `versions` and `code`"
+    fix += f"{ranks.backend}; check the lines `versions` and `code`"
     value = f"differ from those of one process by {worst:.0e}"
     if worst < 1e-9:
         value = f"equal those of one process to within {worst:.0e}"

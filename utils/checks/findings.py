@@ -35,10 +35,7 @@ class Finding:
     @classmethod
     def of(cls, name: str, error: BaseException) -> "Finding":
         """A red finding from an error."""
-        value, fix = problem_of(error), fix_of(error)
-        if not fix:  # not a UserError: its text may contain both
-            value, _, fix = value.partition("; ")
-        return cls(name, value, False, fix)
+        return cls(name, problem_of(error), False, fix_of(error))
 
 
 def red(findings: Sequence[Finding]) -> bool:

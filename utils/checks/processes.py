@@ -82,13 +82,12 @@ def machines(facts: Sequence[dict]) -> list[Finding]:
         mine = [facts[rank] for rank in members]
         span = f"rank{'s' * (len(members) > 1)} {members[0]}" + f" to {members[-1]}" * (len(members) > 1)
         text = f"{host}: {span}, {_free([mine[0]['memory']])} memory free"
-        for kind in dict.fromkeys(fact["kind"] for fact in mine):
-            same = [fact for fact in mine if fact["kind"] == kind]
-            if same[0]["gpu_memory"]:
-                devices = " to ".join(dict.fromkeys((same[0]["device"], same[-1]["device"])))
-                text += f"\n{len(same)} x {kind} ({devices}), {_free([fact['gpu_memory'] for fact in same])} free"
-            else:
-                text += ", on the CPU"
+        if mine[0]["gpu_memory"]:
+            kinds = " and ".join(dict.fromkeys(fact["kind"] for fact in mine))
+            devices = " to ".join(dict.fromkeys((mine[0]["device"], mine[-1]["device"])))
+            text += f"\n{len(mine)} x {kinds} ({devices}), {_free([fact['gpu_memory'] for fact in mine])} free"
+        else:
+            text += ", on the CPU"
         findings.append(Finding("machine", text, numbers={"host": host, "ranks": members}))
     return findings
 

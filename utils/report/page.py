@@ -51,8 +51,8 @@ def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     shown = {name: word for run in runs for name, word in _metrics_of(run).items() if name != "top5"}
     titles = {"loss": "loss"} | shown | {"lr": "learning rate", "images_per_second": "images/s"}
     made = [line_chart(title, _lines(runs, name), _marks(runs)) for name, title in titles.items()]
-    waits = [s._replace(points=[(x, 100 * y) for x, y in s.points]) for s in _lines(runs, "data_wait")]
-    return [chart for chart in [*made, line_chart("time waiting for data", waits, _marks(runs), "%")] if chart]
+    made.append(line_chart("time waiting for data", _lines(runs, "data_wait", 100), _marks(runs), "%"))
+    return [chart for chart in made if chart]
 
 
 def _metrics_of(run: dict[str, Any]) -> dict[str, str]:
@@ -65,7 +65,7 @@ def _marks(runs: Sequence[dict[str, Any]]) -> list[int]:
     return [start["step"] for start in runs[0]["start"] if start["step"]] if len(runs) == 1 else []
 
 
-def _lines(runs: Sequence[dict[str, Any]], name: str) -> list[Series]:
+def _lines(runs: Sequence[dict[str, Any]], name: str, factor: int = 1) -> list[Series]:
     """The values of one name in the train and eval records of each run. Averaged weights have a line of their own."""
     lines = []
     for number, run in enumerate(runs):
@@ -73,7 +73,7 @@ def _lines(runs: Sequence[dict[str, Any]], name: str) -> list[Series]:
         for record in run["eval"]:
             groups.setdefault(f"evaluation {record.get('weights', '')}".strip(), []).append(record)
         for place, (group, records) in enumerate(groups.items()):
-            points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+            points = [(record["step"], factor * record[name]) for record in records if record.get(name) is not None]
             label = group if len(runs) == 1 else f"{run['name']}, {group}"
             colour = place if len(runs) == 1 else number
             kind = "train" if not place else "raw" if group.endswith("raw") else "eval"
@@ -92,15 +92,14 @@ def metrics_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[st
     """The metrics of each run's last evaluation, with their intervals; a cell without a value has no interval."""
     words = {name: word for run in runs for name, word in _metrics_of(run).items()}
     found = {
-        name: words.get(name, name.replace("_", " "))
+        name: name.replace("_", " ")
         for run in runs
         for name, value in run["evaluation"].items()
         if (value is None or isinstance(value, float)) and name not in ("seconds", "time")
     }
-    ordered = [*(name for name in words if name in found), *(name for name in found if name not in words)]
     rows = []
-    for name in ordered:
-        pairs = [(run["evaluation"].get(name), run["intervals"].get(name)) for run in runs]
+    for name in [name for name in words | found if name in found]:
+        pairs = [(run["evaluation"].get(name), run["analysis"].get("intervals", {}).get(name)) for run in runs]
         cells = [{"value": value, "interval": None if value is None else bounds} for value, bounds in pairs]
-        rows.append((found[name], cells))
+        rows.append((words.get(name, found[name]), cells))
     return rows

@@ -8,21 +8,18 @@ from PIL import Image
 
 from utils.data.decode import decode
 from utils.data.spec import SMALL
-from utils.data.splits import Files, Split
+from utils.data.splits import Split
 
 _SIDE = 192  # pixels of a thumbnail's longer side
 _SHEET = 1100  # pixels of the longer side of first_batch.png in the page
 
 
 def thumbnail(split: Split, position: int) -> dict[str, str | bool]:
-    """A sample's image, reduced if it is a photograph, and its name: below the data set's folder if it is a file.
+    """A sample's image, reduced if it is a photograph, and its name, without folders.
 
     The image is empty if it cannot be read any more.
     """
-    row = int(split.rows[position])
-    name = split.images.names[row] if isinstance(split.images, Files) else f"image {row}"
-    if Path(name).is_absolute():
-        name = Path(name).name
+    name = Path(split.describe(position)).name
     try:
         pixels = decode(split, position, 3, shrink=lambda height, width: max(height, width) / _SIDE)
     except ValueError:

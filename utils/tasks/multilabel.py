@@ -12,7 +12,7 @@ from torch import Tensor
 from utils.config.settings import TrainConfig
 from utils.console import printable
 from utils.errors import UserError
-from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
+from utils.tasks.losses import SIGMOID_LOSSES
 from utils.tasks.task import Task, sigmoid
 
 _COUNTS = ("hits", "predicted", "labelled")  # of pairs of an image and a class
@@ -37,11 +37,7 @@ class MultiLabel(Task):
 
     def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):
         self.class_names, self.outputs = class_names, self._outputs(config, class_names)
-        LOSSES.choose(config.loss)
-        if config.loss not in SIGMOID_LOSSES:
-            problem = f"--loss {config.loss} does not work with --task {config.task}"
-            raise UserError(problem, f"use {', '.join(SIGMOID_LOSSES)}")
-        self.sum_of_losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES[config.loss], **config.loss_args)
+        self.sum_of_losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES.choose(config.loss), **config.loss_args)
         self.smoothing = config.label_smoothing
         self.pos_weight = None if labels is None else self._pos_weight(config.pos_weight, labels)
         # Compared with the logits, and float32 like them, so that all devices predict the same.
