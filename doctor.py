@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(1) from None
         findings, broken = check_run(ranks, config, findings)
         if ranks.is_main:
-            report(describe(ranks), findings, config.json)
+            machines, count = len({member.host for member in ranks.members}) or 1, topology.world_size
+            place = f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
+            report(place, findings, config.json)
         if broken:  # other ranks may have exited: do not wait for them
             raise SystemExit(1)
     if red(findings):
@@ -113,13 +115,6 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
         ("links", lambda: exchange_checks.links(ranks, config, facts)),
     ]
     return [*alone, *(several if ranks.topology.world_size > 1 else []), ("training", training)]
-
-
-def describe(ranks: Ranks) -> str:
-    """The processes and machines that were checked."""
-    machines = len({member.host for member in ranks.members}) or 1
-    count = ranks.topology.world_size
-    return f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
 
 
 def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:

@@ -412,7 +412,7 @@ def test_a_model_that_a_form_cannot_hold_is_refused_with_the_forms_that_can(tmp_
             "resnet18",
             "timm",
             "resnet18 does not have the layers of a timm model",
-            "use --to safetensors, torch or onnx",
+            "use --to torch or onnx, or train",
         ),
     ):
         with pytest.raises(UserError, match=problem) as caught:

@@ -67,23 +67,23 @@ def links(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding 
         return None
     device = torch.device("cpu") if ranks.backend == "gloo" else ranks.device
     values = torch.zeros(2**18 if ranks.backend == "gloo" else 2**22, device=device)
-    mine = {}
-    for source, target in permutations(range(count), 2):
+    mine, pairs = {}, list(permutations(range(count), 2))
+    for source, target in pairs:
         seconds = min(_link(ranks, values, source, target) for _ in range(3))
         if ranks.topology.rank == source:
             mine[target] = 4 * len(values) / seconds / GB
     rates = ranks.gather(mine)
-    far = [rates[a][b] for a, b in permutations(range(count), 2) if facts[a]["host"] != facts[b]["host"]]
+    far = [rates[a][b] for a, b in pairs if facts[a]["host"] != facts[b]["host"]]
     # A connection at a tenth of the usual speed is slow too: it may have a bad cable.
     limit = max(config.slow, statistics.median(far) / 10) if far else config.slow
-    slow = [(a, b) for a, b in permutations(range(count), 2) if rates[a][b] < limit]
+    slow = [(a, b) for a, b in pairs if rates[a][b] < limit]
     lines = ["GB/s  " + "".join(f"{f'to {b}':>7}" for b in range(count))]
     for a in range(count):
         cells = "".join(f"{rates[a][b]:7.2f}" if a != b else f"{'-':>7}" for b in range(count))
         lines.append(f"from {a}{cells}")
-    numbers = {f"{a} to {b}": rates[a][b] for a, b in permutations(range(count), 2)}
-    pairs = ", ".join(f"{a} to {b} ({facts[a]['host']} to {facts[b]['host']})" for a, b in slow[:4])
-    fix = f"below {limit:.3g} GB/s: {pairs}; check the cable, the switch port and --interface"
+    numbers = {f"{a} to {b}": rates[a][b] for a, b in pairs}
+    named = ", ".join(f"{a} to {b} ({facts[a]['host']} to {facts[b]['host']})" for a, b in slow[:4])
+    fix = f"below {limit:.3g} GB/s: {named}; check the cable, the switch port and --interface"
     return Finding("links", "\n".join(lines), not slow, fix, numbers)
 
 

@@ -52,10 +52,9 @@ def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
             if rank and (not finding.red or (host, finding.name, finding.value) in known):
                 continue
             known.add((host, finding.name, finding.value))
-            after = [place for place, other in enumerate(result) if other.name == finding.name]
             if rank:
                 finding = replace(finding, value=f"rank {rank} on {host}: {finding.value}")
-            result.insert(after[-1] + 1 if after else len(result), finding)
+            result.append(finding)
     return result
 
 

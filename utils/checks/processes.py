@@ -19,6 +19,7 @@ import torch
 from utils.checks.findings import Finding
 from utils.checks.machine import GB
 from utils.config.scripts import DoctorConfig
+from utils.errors import one_line
 from utils.files import expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.network import address_of
@@ -165,7 +166,7 @@ def _write(file: Path) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
     except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+        return one_line(error)
     return ""
 
 

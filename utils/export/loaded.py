@@ -50,15 +50,11 @@ class Loaded:
 class Probabilities(nn.Module):
     """From uint8 images [n, H, W, C] to probabilities, float32 [n, outputs]: normalisation, model, activation."""
 
-    scale: Tensor
-    shift: Tensor
-
     def __init__(self, loaded: Loaded):
         super().__init__()
         self.model, self.activation = loaded.model, loaded.task.activation
         std, mean = torch.tensor(loaded.spec.std), torch.tensor(loaded.spec.mean)
-        self.register_buffer("scale", 1 / (255 * std))
-        self.register_buffer("shift", -mean / std)
+        self.scale, self.shift = 1 / (255 * std), -mean / std
 
     def forward(self, images: Tensor) -> Tensor:
         values = (images.float() * self.scale + self.shift).permute(0, 3, 1, 2)
