@@ -30,8 +30,7 @@ from utils.files import check_output_file, expand, write_output
 from utils.models.imagenet import CLASSES, check_classes, names_as_in, version_of
 from utils.models.published import sized
 from utils.models.zoo import check_model, input_spec
-from utils.predictions.rows import columns_of_split
-from utils.predictions.tables import check_table_file, encode
+from utils.predictions.tables import check_table_file, columns_of_split, encode
 from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session

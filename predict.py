@@ -29,8 +29,7 @@ from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
 from utils.models.zoo import check_model
 from utils.predictions.inputs import check_all, find_images
-from utils.predictions.rows import Row, columns_of, make_rows, result_rows
-from utils.predictions.tables import check_table_file, encode
+from utils.predictions.tables import Row, check_table_file, columns_of, encode, make_rows, result_rows
 from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -48,7 +47,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     guard_output()
     flags = parse_args(PredictConfig, "predict.py", argv)
     with distributed_session("predict.py", flags) as ranks:
-        check_flags(flags)
+        # Errors that one process can detect alone are reported before the processes connect.
+        find_checkpoints(expand(flags.ckpt), flags.average)
+        check_workers(flags.num_workers)
+        if flags.out:
+            check_table_file("--out", expand(flags.out))
+        if flags.html:
+            check_output_file("--html", expand(flags.html))
         ranks.join()
         saved = find_saved(flags.ckpt, flags.average, flags.weights, ranks)
         config = replace(saved.settings, **given_settings(flags))
@@ -75,16 +80,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             if ranks.is_main:
                 check_any_read(rows)
     return {"count": len(split), "rows": rows}
-
-
-def check_flags(flags: PredictConfig) -> None:
-    """Raise ValueError for errors that one process can detect alone."""
-    find_checkpoints(expand(flags.ckpt), flags.average)
-    check_workers(flags.num_workers)
-    if flags.out:
-        check_table_file("--out", expand(flags.out))
-    if flags.html:
-        check_output_file("--html", expand(flags.html))
 
 
 def find_split(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:

@@ -29,8 +29,7 @@ from utils.config.settings import TrainConfig
 from utils.data.decode import LARGE
 from utils.errors import UserError
 from utils.predictions.inputs import find_images
-from utils.predictions.rows import Row, columns_of, make_rows
-from utils.predictions.tables import encode
+from utils.predictions.tables import Row, columns_of, encode, make_rows
 from utils.report.gallery import page
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint

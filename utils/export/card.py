@@ -104,13 +104,13 @@ def _rows(rows: list[tuple[str, Any]]) -> str:
 
 def _measured(loaded: Loaded) -> str:
     """The last evaluation of these very weights. With --ema_decay, state.json has those of the average only."""
-    saved, settings, precision = loaded.saved, loaded.saved.settings, loaded.saved.settings.mixed_precision
+    saved, precision = loaded.saved, loaded.saved.settings.mixed_precision
     found: dict[str, Any] = {}
     if saved.weights is None or loaded.is_average or not saved.weights.is_choice:
         found = next((each for each in reversed(saved.state.evaluations) if each["step"] == saved.state.step), {})
     if not found:
         return "The checkpoint has no evaluation of these weights."
-    split = printable(saved.record.evaluation.name if saved.record else settings.eval_split or "evaluation split")
+    split = printable(saved.record.evaluation.name if saved.record else saved.settings.eval_split or "evaluation split")
     where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     where += f", in {precision}" if precision in ("bf16", "fp16") else ""
     return f"On {where}:\n\n| | |\n| --- | --- |\n{_rows(score_rows(found))}"

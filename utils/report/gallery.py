@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from utils.data.splits import Split
-from utils.predictions.rows import Row
+from utils.predictions.tables import Row
 from utils.report.page import render
 from utils.report.pictures import thumbnail
 

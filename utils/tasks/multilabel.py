@@ -153,6 +153,3 @@ class Binary(MultiLabel):
         from utils.tasks.metrics import area_under_curve  # its import takes a second
 
         return area_under_curve(predictions[:, 0], labels)
-
-    def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-        return "", []
