@@ -34,6 +34,7 @@ from utils.report.gallery import page
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 from utils.tasks.table import make_task
+from utils.tasks.task import Task
 
 FLAGS = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size", "12", "--lr", "0.1"]
 FLAGS += ["--max_steps", "3", "--eval_batch_size", "4", "--num_workers", "0"]
@@ -358,6 +359,15 @@ def test_the_most_likely_class_is_that_of_the_outputs_where_probabilities_are_eq
     top, probabilities = task.most_likely(outputs, 5)
     assert outputs[0, 0] < outputs[0, 1] and probabilities[0, 0] == probabilities[0, 1]
     assert top[:, 0].tolist() == task.evaluate(outputs, torch.tensor([0, 0]))[1].tolist() == [1, 0]
+
+
+def test_a_task_needs_only_an_activation_and_names_for_rows():
+    class Own(Task):
+        activation, class_names, outputs = "softmax", ["a", "b"], 2
+
+    top, scores = Own().most_likely(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), 5)
+    rows = make_rows(Own(), top.numpy(), scores.numpy(), 1)
+    assert rows == [Row("b", ["b"], [0.731059]), Row("a", ["a"], [0.731059])]
 
 
 def test_rows_have_six_significant_digits():
