@@ -16,9 +16,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
-
-from accelerate import Accelerator
 
 from utils.checks import exchange as exchange_checks
 from utils.checks import processes
@@ -64,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(1) from None
         findings, broken = check_run(ranks, config, findings)
         if ranks.is_main:
-            report(describe(ranks), findings, config.json)
+            machines, count = len({member.host for member in ranks.members}) or 1, topology.world_size
+            place = f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
+            report(place, findings, config.json)
         if broken:  # other ranks may have exited: do not wait for them
             raise SystemExit(1)
     if red(findings):
@@ -99,9 +98,9 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     """The checks in order: a fault found by one check can cause faults in later checks."""
     facts = processes.facts_of_all(ranks)
 
-    @cache
-    def accelerator() -> Accelerator:
-        return make_accelerator(ranks, TrainConfig(mixed_precision="no"))
+    def training() -> list[Finding]:
+        accelerator = make_accelerator(ranks, TrainConfig(mixed_precision="no"))
+        return [exchange_checks.shards(ranks, accelerator), exchange_checks.gradients(ranks, accelerator)]
 
     alone: list[Check] = [
         ("machines", lambda: processes.machines(facts)),
@@ -112,56 +111,35 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     ]
     several: list[Check] = [
         ("network", lambda: exchange_checks.network(ranks, facts)),
-        ("sums", lambda: exchange_checks.sums(ranks, accelerator())),
         ("all-reduce", lambda: exchange_checks.bandwidth(ranks, config)),
         ("links", lambda: exchange_checks.links(ranks, config, facts)),
     ]
-    training: list[Check] = [
-        ("samples", lambda: exchange_checks.shards(ranks, accelerator())),
-        ("gradients", lambda: exchange_checks.gradients(ranks, accelerator())),
-    ]
-    return [*alone, *(several if ranks.topology.world_size > 1 else []), *training]
-
-
-def describe(ranks: Ranks) -> str:
-    """The processes and machines that were checked."""
-    machines = len({member.host for member in ranks.members}) or 1
-    count = ranks.topology.world_size
-    return f"{count} process{'es' * (count > 1)} on {machines} machine{'s' * (machines > 1)}"
+    return [*alone, *(several if ranks.topology.world_size > 1 else []), ("training", training)]
 
 
 def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:
-    """Print the findings if the processes did not connect: the first rank of each machine prints its table.
-
-    Any other rank that was started by hand prints its own red findings, because no other rank has them.
-    """
-    by_hand = not is_launched() and (topology is None or topology.source == "the environment")
+    """Print the findings if the processes did not connect: the first rank of each machine prints its table."""
     rank = os.environ.get("RANK", "0") if topology is None else topology.rank
-    if topology.local_rank == 0 if topology else reports_for_machine() or by_hand:
+    if topology.local_rank == 0 if topology else reports_for_machine() or not is_launched():
         file = config.json if topology is None or topology.is_main else None  # the disk may be shared
         report(f"{socket.gethostname()}, rank {rank}; the processes are not connected", findings, file)
-    elif by_hand:
-        sys.stderr.write("".join(f"doctor.py: rank {rank}, {f.name}: {f.value}\n" for f in findings if f.red))
     else:
         let_others_print()
 
 
 def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
-    """Print the table and the verdict; if `file` is set, also write the findings to it as JSON."""
-    error = None
-    if file:
-        try:
-            write_output(expand(file), as_json(findings))
-        except OSError as raised:
-            error = raised
+    """Print the table and the verdict; if `file` is set, then write the findings to it as JSON."""
     wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
     verdict = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
-    print(f"{show(f'Lockstep doctor  {title}', findings, sys.stdout.isatty())}\n{verdict}", flush=True)
+    print(f"{show(f'Lockstep doctor  {title}', findings)}\n{verdict}", flush=True)
     if wrong:
         faults = [f"{f.name}: {f.value}; {f.fix}" for f in findings if f.red]
         inform_launcher("\n".join([*faults, verdict]))
-    if error:
-        exit_with_error(error, "doctor.py")
+    if file:
+        try:
+            write_output(expand(file), as_json(findings))
+        except OSError as error:
+            exit_with_error(error, "doctor.py")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, printable
-from utils.data.batches import Batches
-from utils.data.order import BlockSampler
-from utils.data.pipeline import make_dataset, make_loader
+from utils.data.pipeline import make_dataset
 from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides
@@ -32,27 +30,18 @@ from utils.files import check_output_file, expand, write_output
 from utils.models.imagenet import CLASSES, check_classes, names_as_in, version_of
 from utils.models.published import sized
 from utils.models.zoo import check_model, input_spec
-from utils.predictions.rows import columns_of_split
-from utils.predictions.tables import check_table_file, encode
-from utils.ranks.accelerator import check_precision, make_accelerator
+from utils.predictions.tables import check_table_file, columns_of_split, encode
+from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
-from utils.runs.inference import (
-    find_saved,
-    given_settings,
-    load_for_inference,
-    place_model,
-    remarks,
-    set_evaluation_input,
-)
+from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
 from utils.runs.loading import find_checkpoints
 from utils.runs.metadata import SavedRun, SavedState
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
-from utils.tasks.task import Task
-from utils.training.evaluation import Evaluator
-from utils.training.predictions import Predictions, check_outputs, check_predictions
+from utils.tasks.task import Predictions, Task
+from utils.training.evaluation import check_outputs, make_evaluator
 from utils.training.throughput import size_of, speed_of, speed_rows
 
 
@@ -73,29 +62,25 @@ def main(argv: Sequence[str] | None = None) -> dict:
         saved = find_run(flags, ranks)
         with ranks.agree():
             config, own_data = settings_of(saved, flags)
-            check(config, ranks)
+            check_precision(config, ranks)
+            check_model(config)
+            check_source(config)
             config, task = make_task(config, saved.class_names, None)
             if flags.predictions:
-                check_predictions(task)
+                task.check_predictions()
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
         for line in remarks(flags, config, spec):
             Terminal(ranks.is_main).print(line)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
         split = find_split(saved, known, flags, own_data, ranks)
-        saved = set_evaluation_input(saved, spec)
-        record, found = evaluate(saved, config, flags, task, split, ranks)
+        record, found = evaluate(set_evaluation_input(saved, spec), config, flags, task, split, ranks)
         if ranks.is_main:
-            written = list[str]()
-            try:
-                write_files(flags, record, found, task, saved, split)
-                written = [path for path in (flags.json, flags.predictions) if path]
-            finally:
-                more = [("input", spec.describe_pixels())]
-                more += [("views", str(flags.tta))] if flags.tta else []
-                more += speed_rows(record["throughput"]) if flags.throughput else []
-                more += [("written", path) for path in written]
-                print(task.report(record, f"Evaluation of {saved.path}", more))
+            more = [("input", spec.describe_pixels())]
+            more += [("views", str(flags.tta))] if flags.tta else []
+            more += speed_rows(record["throughput"]) if flags.throughput else []
+            print(task.report(record, f"Evaluation of {saved.path}", more))
+            write_files(flags, record, found, task, split)
     return record
 
 
@@ -134,13 +119,6 @@ def spec_of(saved: SavedRun, config: TrainConfig) -> InputSpec:
     return saved.spec.for_evaluation().cropped(config.eval_crop)
 
 
-def check(config: TrainConfig, ranks: Ranks) -> None:
-    """Raise ValueError for settings that do not work on this machine."""
-    check_precision(config, ranks)
-    check_model(config)
-    check_source(config)
-
-
 def find_split(saved: SavedRun, config: TrainConfig, flags: EvalConfig, own_data: bool, ranks: Ranks) -> Split:
     """The split to evaluate, the same on all ranks; collective."""
     terminal, names = Terminal(ranks.is_main), names_as_in if flags.model else saved.class_names
@@ -157,19 +135,12 @@ def evaluate(
     saved: SavedRun, config: TrainConfig, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
 ) -> tuple[dict[str, Any], Predictions | None]:
     """The metrics of one split, and its predictions for --predictions and the page; collective."""
-    accelerator, terminal = make_accelerator(ranks, config), Terminal(ranks.is_main)
-    spec = saved.spec.for_evaluation()
+    terminal, spec = Terminal(ranks.is_main), saved.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, terminal.progress("decoding"))
-    model = load_for_inference(saved, config, task, ranks)
-    blocks = BlockSampler(len(split), config.eval_batch_size)
-    loader = make_loader(dataset, blocks, config, ranks.threads, ranks.device)
-    loader = accelerator.prepare(loader)
-    model = place_model(model, flags.tta, accelerator)
+    evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
     with ranks.agree():
-        size = size_of(model, spec) if flags.throughput else {}
-    batches = Batches(loader, spec, config, accelerator.device, training=False)
-    evaluator = Evaluator(ranks, accelerator, model, batches, task, config)
+        size = size_of(evaluator.model, spec) if flags.throughput else {}
     result = evaluator.evaluate(keep=config.report or flags.predictions is not None)
     assert result is not None  # nothing stops it
     check_outputs(result["loss"], saved.path)
@@ -177,7 +148,7 @@ def evaluate(
         result["tta"] = flags.tta
     if flags.throughput:
         size["images_per_second"] = result["count"] / result["seconds"]
-        result["throughput"] = size | speed_of(model, spec, config, accelerator, ranks)
+        result["throughput"] = size | speed_of(evaluator.model, spec, config, evaluator.accelerator, ranks)
     record = {
         "kind": "eval",
         **origin(saved, config, flags),
@@ -187,22 +158,21 @@ def evaluate(
         **result,
     }
     if config.report and evaluator.predictions and ranks.is_main:
-        evaluated = Evaluated(config, task, saved.class_names, split, evaluator.predictions, record)
+        evaluated = Evaluated(task, split, evaluator.predictions, record, config.seed)
         report_evaluation(saved.path, evaluated, bool(flags.report), terminal.print)
     return record, evaluator.predictions
 
 
-def write_files(
-    flags: EvalConfig, record: dict, found: Predictions | None, task: Task, saved: SavedRun, split: Split
-) -> None:
-    """Write the files of --json and --predictions."""
+def write_files(flags: EvalConfig, record: dict, found: Predictions | None, task: Task, split: Split) -> None:
+    """Write the files of --json and --predictions, and print their paths."""
     if flags.json:
         write_output(expand(flags.json), json.dumps(record, indent=1) + "\n")
+        print(f"written: {flags.json}")
     if flags.predictions:
         assert found is not None
         path = expand(flags.predictions)
-        columns = columns_of_split(task, saved.class_names, split, found)
-        write_output(path, encode(columns, path))
+        write_output(path, encode(columns_of_split(task, split, found), path))
+        print(f"written: {flags.predictions}")
 
 
 def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str, Any]:

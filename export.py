@@ -11,6 +11,8 @@ from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
 import json
+import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,11 @@ from typing import Any
 from utils.config.cli import parse_args
 from utils.config.scripts import ExportConfig
 from utils.console import table
-from utils.errors import UserError
-from utils.export.card import card, config_of, data_name, evaluation_of, split_name
-from utils.export.check import compare, refusing
-from utils.export.forms import FORMS, check_packages, read_config
-from utils.export.hub import check_name, push
-from utils.export.loaded import Loaded, load
+from utils.errors import UserError, one_line
+from utils.export.card import card, config_of
+from utils.export.forms import FORMS, check_packages
+from utils.export.hub import push
+from utils.export.loaded import Loaded, compare, load
 from utils.files import expand, new_folder, size_of
 from utils.memory import bytes_text
 from utils.ranks.session import distributed_session
@@ -33,6 +34,8 @@ from utils.runs.inference import find_saved
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Export with these arguments, and return what was measured."""
     guard_output()
+    logging.disable(logging.WARNING)  # of the exporters
+    warnings.simplefilter("ignore")
     flags = parse_args(ExportConfig, "export.py", argv)
     with distributed_session("export.py", flags) as ranks:
         if ranks.topology.world_size > 1:
@@ -41,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if out.exists() or out.is_symlink():
             raise UserError(f"--out {out}: exists", "give another path, or delete it")
         check_packages(flags.to)
-        if flags.push is not None:
-            check_name(flags.push)
         loaded = load(find_saved(flags.ckpt, None, flags.weights, ranks), ranks)
         difference = write(loaded, flags.to, out)
         print(report(loaded, flags.to, out, difference))
@@ -53,27 +54,27 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def write(loaded: Loaded, form: str, out: Path) -> float:
     """Write the folder `out` if the exported model equals the checkpoint; returns the result of `compare`."""
-    with new_folder(out) as folder, refusing(loaded, form):
-        code = FORMS[form](loaded, folder)
-        config = config_of(loaded) | read_config(folder)
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        difference = compare(loaded, form, code.predict)
+    with new_folder(out) as folder:
+        try:
+            code = FORMS[form](loaded, folder)
+            path, config = folder / "config.json", config_of(loaded)
+            config |= json.loads(path.read_text()) if path.exists() else {}  # timm has written its own
+            path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+            difference = compare(loaded, form, code.predict)
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # exporters and runtimes raise errors of many classes
+            problem = f"--to {form}: {loaded.saved.settings.model} cannot be exported ({one_line(error)[:160]})"
+            raise UserError(problem, "use another form") from error
         (folder / "README.md").write_text(card(loaded, code, difference), encoding="utf-8")
     return difference
 
 
 def report(loaded: Loaded, form: str, out: Path, difference: float) -> str:
     """The result as a table."""
-    evaluation, metric = evaluation_of(loaded), loaded.task.metric
-    measured = (
-        f"{metric} {evaluation[metric]:.4f} on {data_name(loaded)}, {split_name(loaded)}"
-        if evaluation.get(metric) is not None
-        else "no"
-    )
     rows = [
         ("checkpoint", loaded.saved.path),
         ("model", f"{loaded.saved.settings.model}, {loaded.spec.describe()}, {len(loaded.saved.class_names)} classes"),
-        ("evaluated", measured),
         ("weights", "average (ema)" if loaded.is_average else "raw"),
         ("difference", f"{difference:.1e} in probability on the same pixels"),
         ("folder", f"{out}, {bytes_text(size_of(out))}"),

@@ -29,10 +29,10 @@ from utils.data.decode import center, center_of_photograph, decode
 from utils.data.selection import load_split
 from utils.data.spec import InputSpec
 from utils.errors import UserError
-from utils.export import check, forms, hub
+from utils.export import forms, hub
 from utils.export.card import card
 from utils.export.code import Code, preprocessing
-from utils.export.loaded import Loaded, load
+from utils.export.loaded import Loaded, compare, load
 from utils.files import new_folder
 from utils.models.zoo import build_model
 from utils.runs.manifest import find_checkpoint
@@ -45,7 +45,7 @@ SHORT = ("--threads", "1", "--max_steps", "2", "--batch_size", "4", "--num_worke
 # The run's name, its flags, and the forms to export it to.
 RUNS = {
     "grey": (["--data", "digits", "--model", "mnist_cnn", "--max_train_samples", "64"], ["torch", "onnx"]),
-    "colour": (["--data", "small", "--model", "resnet18"], ["safetensors"]),
+    "colour": (["--data", "small", "--model", "resnet18", "--stem", "standard"], ["safetensors"]),
     "photos": (
         [
             "--data",
@@ -236,9 +236,10 @@ def test_the_card_prints_the_answer_for_a_photograph(exported):
         out, labels = exported / f"{run}-{form}", of(exported, run).class_names
         found, lines = np.load(out / "found.npz")["photo"], (out / "printed.txt").read_text().splitlines()
         if run == "two":
-            assert lines == [f"{found[0]:.4f}  b"]
+            assert lines == [f"{found[0]:.4f}  b" + "  (predicted)" * (found[0] > 0.5)]
         elif run == "several":
-            assert lines == [f"{p:.4f}  {name}" for name, p in zip(labels, found, strict=True) if p > 0.5]
+            marks = ["  (predicted)" * (p > 0.5) for p in found]
+            assert lines == [f"{p:.4f}  {name}{mark}" for name, p, mark in zip(labels, found, marks, strict=True)]
         else:
             order = found.argsort()[::-1][:5]
             assert lines == [f"{found[index]:.4f}  {labels[index]}" for index in order]
@@ -303,9 +304,12 @@ def test_odd_class_names_are_kept_and_break_neither_the_code_nor_the_table(tmp_p
 
 
 def test_outputs_of_an_unknown_task_are_not_exported(monkeypatch):
-    monkeypatch.setitem(TASKS, "rated", Classification)
+    class Rated(Classification):
+        activation = ""
+
+    monkeypatch.setitem(TASKS, "rated", Rated)
     saved = loaded("mlp", SMALL_GREY).saved
-    with pytest.raises(UserError, match="does not know the outputs of --task rated"):
+    with pytest.raises(UserError, match="do not support Rated"):
         load(replace(saved, settings=replace(saved.settings, task="rated")), ALONE)
 
 
@@ -366,7 +370,7 @@ def loaded(model: str, spec: InputSpec, classes: int = 3, **settings) -> Loaded:
 PHOTO = InputSpec(128, 128, 3, [0.5] * 3, [0.5] * 3, resize=146)
 SMALL_GREY = InputSpec(32, 32, 1, [0.5], [0.5])
 FAMILIES = [
-    ("densenet121", SMALL_GREY, "safetensors"),
+    ("densenet121", PHOTO, "safetensors"),
     ("googlenet", PHOTO, "safetensors"),
     ("inception_v3", PHOTO, "safetensors"),
     ("vit_b_16", PHOTO, "safetensors"),
@@ -394,15 +398,22 @@ def test_other_architectures_load_by_their_lines(tmp_path, model, spec, form, mo
     out = tmp_path / "out"
     export.write(one, form, out)
     names = functions_of_card(out, monkeypatch)
-    assert check.compare(one, form, names["predict"]) <= 1e-5
+    assert compare(one, form, names["predict"]) <= 1e-5
 
 
 def test_a_model_that_a_form_cannot_hold_is_refused_with_the_forms_that_can(tmp_path):
     small = InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3)
     for model, form, problem, fix in (
-        ("mlp", "safetensors", "mlp is Lockstep's own model", "use --to torch or --to onnx"),
-        ("mlp", "timm", "mlp is not one of timm's models", "use --to torch or onnx"),
-        ("resnet18", "timm", "resnet18 has other layers in timm", "torch or onnx, or train with --stem standard"),
+        ("mlp", "safetensors", "mlp does not have the layers of a torchvision model", "use --to torch or onnx"),
+        ("resnet18", "safetensors", "resnet18 does not have the layers of", "torch or onnx, or train a model of"),
+        ("timm/test_resnet", "safetensors", "test_resnet does not have the layers of", "use --to timm, torch or onnx"),
+        ("mlp", "timm", "mlp does not have the layers of a timm model", "use --to torch or onnx"),
+        (
+            "resnet18",
+            "timm",
+            "resnet18 does not have the layers of a timm model",
+            "use --to torch or onnx, or train",
+        ),
     ):
         with pytest.raises(UserError, match=problem) as caught:
             forms.FORMS[form](loaded(model, small), tmp_path)
@@ -530,20 +541,17 @@ def test_a_missing_package_is_named_with_its_command(run, monkeypatch):
     assert line.endswith("--to onnx: onnx is not installed; pip install onnx onnxscript onnxruntime")
 
 
-def test_push_uploads_weights_configuration_and_card_and_nothing_else(tmp_path, monkeypatch):
+def test_push_uploads_the_folder(tmp_path, monkeypatch):
     import huggingface_hub
 
     calls = []
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("config.json", "model.onnx", "README.md"):
-        (folder / name).touch()
     api = huggingface_hub.HfApi
     monkeypatch.setattr(api, "create_repo", lambda self, name, exist_ok: calls.append(name) or "https://address")
     monkeypatch.setattr(api, "upload_folder", lambda self, **values: calls.append(values))
     assert hub.push(folder, "someone/model") == "https://address"
     assert calls[0] == calls[1]["repo_id"] == "someone/model" and calls[1]["folder_path"] == folder
-    assert calls[1]["allow_patterns"] == ["README.md", "config.json", "model.onnx"]
     monkeypatch.delattr(api, "upload_folder")
     with pytest.raises(UserError) as caught:
         hub.push(folder.rename(tmp_path / "my model"), "a/b")
@@ -554,5 +562,3 @@ def test_a_push_that_fails_is_one_line_and_the_folder_stays(run):
     line = export_to("out", run, "torch", "--push", "someone/model")  # without a network
     assert "--push someone/model: the upload failed (" in line and line.endswith("`hf upload someone/model out`")
     assert sorted(path.name for path in Path("out").iterdir()) == ["README.md", "config.json", "model.pt2"]
-    for name in ("a/b/c", "model", ""):
-        assert f"--push {name}: " in export_to("other", run, "torch", "--push", name) and not Path("other").exists()

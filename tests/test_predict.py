@@ -4,7 +4,6 @@ import base64
 import csv
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -29,14 +28,13 @@ from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.data.decode import LARGE
 from utils.errors import UserError
-from utils.predictions.gallery import page
 from utils.predictions.inputs import find_images
-from utils.predictions.rows import Row, columns_of, make_rows
-from utils.predictions.tables import encode
+from utils.predictions.tables import Row, columns_of, encode, make_rows
+from utils.report.gallery import page
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 from utils.tasks.table import make_task
-from utils.training.predictions import most_likely
+from utils.tasks.task import Task
 
 FLAGS = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--global_batch_size", "12", "--lr", "0.1"]
 FLAGS += ["--max_steps", "3", "--eval_batch_size", "4", "--num_workers", "0"]
@@ -358,17 +356,26 @@ def test_the_most_likely_class_is_that_of_the_outputs_where_probabilities_are_eq
     _, task = make_task(TrainConfig(task="classification"), ["a", "b", "c"], None)
     larger = float(np.nextafter(np.float32(0.1), np.float32(1)))
     outputs = torch.tensor([[0.1, larger, -90.0], [larger, 0.1, -90.0]])
-    top, probabilities = most_likely(task, outputs)
+    top, probabilities = task.most_likely(outputs, 5)
     assert outputs[0, 0] < outputs[0, 1] and probabilities[0, 0] == probabilities[0, 1]
     assert top[:, 0].tolist() == task.evaluate(outputs, torch.tensor([0, 0]))[1].tolist() == [1, 0]
 
 
-def test_rows_have_six_significant_digits_and_nothing_for_nan():
+def test_a_task_needs_only_an_activation_and_names_for_rows():
+    class Own(Task):
+        activation, class_names, outputs = "softmax", ["a", "b"], 2
+
+    top, scores = Own().most_likely(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), 5)
+    rows = make_rows(Own(), top.numpy(), scores.numpy(), 1)
+    assert rows == [Row("b", ["b"], [0.731059]), Row("a", ["a"], [0.731059])]
+
+
+def test_rows_have_six_significant_digits():
     _, task = make_task(TrainConfig(task="classification"), ["a", "b"], None)
-    top, values = np.array([[1, 0]] * 2), np.array([[2 / 3, 1 / 3], [1.23456789e-5, math.nan]])
-    rows = make_rows(task, ["a", "b"], top, values, 2)
+    top, values = np.array([[1, 0]] * 2), np.array([[2 / 3, 1 / 3], [1.23456789e-5, 0]])
+    rows = make_rows(task, top, values, 2)
     assert rows[0] == Row("b", ["b", "a"], [0.666667, 0.333333])
-    assert rows[1].probabilities == [1.23457e-05, None]
+    assert rows[1].probabilities == [1.23457e-05, 0]
     bad = Row(None, [], [], "why")
     assert columns_of([rows[0], bad], 2)["class_2"] == ["a", None]
     assert columns_of([bad], 2) == {name: [None] for name in columns_of(rows, 2)}
@@ -378,7 +385,7 @@ def test_a_class_is_predicted_if_its_logit_is_above_the_threshold_as_in_the_eval
     _, task = make_task(TrainConfig(task="multilabel", threshold=0.3), ["a", "b", "c"], None)
     cut = np.float32(task.cut)
     logits = np.array([[cut, np.nextafter(cut, np.float32(9)), 40], [50, 40, -200]], np.float32)
-    rows = make_rows(task, ["a", "b", "c"], np.zeros((2, 0), int), logits, 3)
+    rows = make_rows(task, np.zeros((2, 0), int), logits, 3)
     sums, _ = task.evaluate(torch.tensor(logits), torch.zeros(2, 3))
     assert [row.predicted for row in rows] == [["b", "c"], ["a", "b"]] and sums[task.evaluation.index("predicted")] == 4
     assert rows[1] == Row(["a", "b"], ["a", "b", "c"], [1.0, 1.0, 1.3839e-87])
@@ -420,7 +427,7 @@ def test_a_probability_beside_a_long_name_is_on_one_line(tmp_path):
 def test_the_page_holds_its_images_loads_nothing_and_shows_names_as_text():
     image_folder("odd", {"<script>x": 2}, (300, 500), "jpeg")
     split = find_images(["odd"])
-    rows = [Row("<b>&", ["<b>&", "c"], [0.75, None]), Row(None, [], [], "it <is> broken")]
+    rows = [Row("<b>&", ["<b>&", "c"], [0.75, 0.25]), Row(None, [], [], "it <is> broken")]
     html = page("A <title>", rows, split)
     found = _Found()
     found.feed(html)
@@ -428,7 +435,7 @@ def test_the_page_holds_its_images_loads_nothing_and_shows_names_as_text():
     assert len(images) == 1 and images[0]["alt"] == "odd/<script>x/000.jpeg"
     data = images[0]["src"].removeprefix("data:image/jpeg;base64,")
     assert Image.open(io.BytesIO(base64.b64decode(data))).size == (192, 115)
-    assert {"<b>&", "0.7500", "NaN", "it <is> broken", "2 images, 1 of them cannot be read"} <= set(found.words)
+    assert {"<b>&", "0.7500", "0.2500", "it <is> broken", "2 images, 1 of them cannot be read"} <= set(found.words)
     tags = {tag for tag, _ in found.tags}
     assert "script" not in tags and "b" not in tags and "link" not in tags
     assert "http" not in html.replace("http-equiv", "") and "prefers-color-scheme: dark" in html

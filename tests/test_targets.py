@@ -22,11 +22,10 @@ from utils.data.selection import load_data
 from utils.data.splits import hold_out, renumber, whole_split
 from utils.runs.log import ProgressBar
 from utils.runs.state import TrainState
-from utils.tasks.binary import Binary
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
-from utils.tasks.multilabel import MultiLabel
-from utils.tasks.scores import area_under_curve, class_metrics
+from utils.tasks.metrics import area_under_curve, class_metrics
+from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.table import make_task
 
 CLASSES = ["bird", "cat", "dog", "emu"]

@@ -1,5 +1,6 @@
 """What every rank of a test needs, made once in the process from which the ranks are forked."""
 
+import encodings.idna  # noqa: F401
 import functools
 import importlib.metadata
 import multiprocessing.synchronize  # noqa: F401

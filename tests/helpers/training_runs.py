@@ -18,7 +18,7 @@ from helpers.ranks import returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
 from utils.report.page import template
 
-template()  # compiled once, before ranks are forked
+template("page.html")  # compiled once, before ranks are forked
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 MLP = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--log_every", "5"]

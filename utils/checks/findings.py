@@ -12,7 +12,6 @@ from utils.ranks.ranks import Ranks
 
 _WIDTH = 100
 _MARKS = {True: "✓", False: "✗", None: " "}
-_COLOURS = {"✓": "\033[32m✓\033[0m", "✗": "\033[31m✗\033[0m"}
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,7 @@ class Finding:
     @classmethod
     def of(cls, name: str, error: BaseException) -> "Finding":
         """A red finding from an error."""
-        value, fix = problem_of(error), fix_of(error)
-        if not fix:  # not a UserError: its text may contain both
-            value, _, fix = value.partition("; ")
-        return cls(name, value, False, fix)
+        return cls(name, problem_of(error), False, fix_of(error))
 
 
 def red(findings: Sequence[Finding]) -> bool:
@@ -56,14 +52,13 @@ def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
             if rank and (not finding.red or (host, finding.name, finding.value) in known):
                 continue
             known.add((host, finding.name, finding.value))
-            after = [place for place, other in enumerate(result) if other.name == finding.name]
             if rank:
                 finding = replace(finding, value=f"rank {rank} on {host}: {finding.value}")
-            result.insert(after[-1] + 1 if after else len(result), finding)
+            result.append(finding)
     return result
 
 
-def show(title: str, findings: Sequence[Finding], colours: bool = False) -> str:
+def show(title: str, findings: Sequence[Finding]) -> str:
     """The findings as a table. Each red one is followed by its fix."""
     rows = []
     for finding in findings:
@@ -73,10 +68,7 @@ def show(title: str, findings: Sequence[Finding], colours: bool = False) -> str:
         if finding.red and finding.fix:
             arrow = textwrap.wrap(finding.fix, _WIDTH - 18, initial_indent="→ ", subsequent_indent="  ")
             rows += [("", f"  {line}") for line in arrow]
-    text = "\n".join(line.rstrip() for line in table(title, rows).splitlines())
-    for mark, coloured in _COLOURS.items() if colours else ():
-        text = text.replace(f" {mark} ", f" {coloured} ")
-    return text
+    return "\n".join(line.rstrip() for line in table(title, rows).splitlines())
 
 
 def as_json(findings: Sequence[Finding]) -> str:

@@ -15,16 +15,16 @@ from utils.checks.findings import Finding, red
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
 from utils.data.workers import AHEAD, bytes_needed, default_workers
-from utils.errors import problem_of
 from utils.files import expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.environment import Topology, is_launched, read_topology, threads_per_process
-from utils.launch.network import address_of, is_own_address, port_owner, set_interface, system_text
+from utils.launch.network import is_own_address, port_owner, system_text
 from utils.launch.rendezvous import launcher_serves, leads_to_this_machine, store_address
 from utils.memory import SHM, SHM_FIX, free_memory
 from utils.ranks.ranks import Ranks
 
 GB = 1e9
+_SCRIPTS = ("train.py", "eval.py", "predict.py", "replay.py", "export.py")
 _BATCH = TrainConfig.eval_batch_size * 224 * 224 * 3  # bytes of photographs that loaders write to /dev/shm
 
 
@@ -34,23 +34,17 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
     Resources that the ranks of a machine share are checked by its first rank only.
     """
     launch, topology = check_launch(config)
-    if topology is None:
-        first = [check_leftovers(), check_memory(1), check_disk(config)]
-        return [launch, *first], None, False
-    threads, on_machine = config.threads or threads_per_process(topology), topology.local_world_size
-    needed = [launch]
-    if not launch.red:
-        found = check_rendezvous(config, topology), check_interface(config, topology)
-        needed += [finding for finding in found if finding is not None]
+    processes = topology.local_world_size if topology else 1
+    threads = config.threads or (threads_per_process(topology) if topology else 1)
     others: list[Finding] = []
-    if topology.local_rank == 0:
-        others = [
-            check_leftovers(),
-            check_shared_memory(threads, on_machine),
-            check_memory(on_machine),
-            check_disk(config),
-        ]
-    return [*needed, *others], topology, not red(needed)
+    if topology is None or topology.local_rank == 0:
+        others = [check_leftovers(), check_shared_memory(threads, processes)]
+        others += [check_memory(processes), check_disk(config)]
+    needed = [launch]
+    if topology and not launch.red:
+        found = check_rendezvous(config, topology)
+        needed += [found] if found else []
+    return [*needed, *others], topology, topology is not None and not red(needed)
 
 
 def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
@@ -71,24 +65,19 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
     return Finding("launch", value, True), topology
 
 
-def _address(name: str) -> str:
-    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-
-
 def check_rendezvous(config: DoctorConfig, topology: Topology) -> Finding | None:
     """Check that the processes can find each other: an address and, on rank 0's machine, a free port; or a file."""
     kind, name = urlparse(config.init_method), "rendezvous"
     if topology.world_size == 1:
         return None
     if kind.scheme == "file":
-        folder = Path(kind.path).parent
-        there, usable = os.path.isdir(folder), os.access(folder, os.W_OK | os.X_OK)
-        value = "in a folder that does not exist" if not there else "" if usable else "where this user cannot write"
+        usable = os.access(Path(kind.path).parent, os.W_OK | os.X_OK)
+        value = kind.path if usable else f"{kind.path}, in a folder that does not exist or where this user cannot write"
         fix = "name a file in a folder that all machines share and where this user can write"
-        return Finding(name, ", ".join(filter(None, [kind.path, value])), there and usable, fix)
+        return Finding(name, value, usable, fix)
     address, port = store_address(topology, config.init_method)
     try:
-        found = _address(address)
+        found = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         fix = f"use the IP address of rank 0's machine as MASTER_ADDR, or enter {address} in /etc/hosts"
         return Finding(name, f"{address} has no address ({system_text(error)})", False, fix)
@@ -110,21 +99,8 @@ def check_rendezvous(config: DoctorConfig, topology: Topology) -> Finding | None
     return Finding(name, f"{address}:{port}, free", True)
 
 
-def check_interface(config: DoctorConfig, topology: Topology) -> Finding | None:
-    """Check that the network interface that the user chose exists; None if the user chose none."""
-    wanted = config.interface or os.environ.get("GLOO_SOCKET_IFNAME")
-    if wanted is None or topology.world_size == 1:
-        return None
-    try:
-        set_interface([], config.interface, topology.world_size > topology.local_world_size)
-        return Finding("interface", f"{wanted}, {address_of(wanted)}", True)
-    except ValueError as error:
-        fix = "set --interface (or GLOO_SOCKET_IFNAME) to an interface of this machine, or leave it out"
-        return Finding("interface", problem_of(error), False, fix)
-
-
 def check_leftovers() -> Finding:
-    """Find training processes of this user whose launcher has exited, or that use GPU memory. Stops none of them."""
+    """Find processes of Lockstep of this user whose launcher has exited, or that use GPU memory. Stops none of them."""
     memory, found = _gpu_memory(), {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -132,7 +108,7 @@ def check_leftovers() -> Finding:
                 continue
             words = process.cmdline()
             script = next((Path(word).name for word in words[1:] if not word.startswith("-")), "")
-            if script not in ("train.py", "eval.py") or not Path(words[0]).name.startswith("python"):
+            if script not in _SCRIPTS or not Path(words[0]).name.startswith("python"):
                 continue
             parent = process.parent()
             waits = parent is not None and any(Path(word).name == script for word in parent.cmdline())
@@ -142,7 +118,7 @@ def check_leftovers() -> Finding:
                 age = (time.time() - process.create_time()) / 60
                 found[process.pid] = f"process {process.pid} ({script}, {age:.0f} min old): {', '.join(signs)}"
     if not found:
-        return Finding("leftovers", "no training process of an earlier run", True)
+        return Finding("leftovers", "no process of an earlier run", True)
     fix = f"they slow this run down or use its memory; unless they should continue, kill {' '.join(map(str, found))}"
     return Finding("leftovers", "\n".join(found.values()), False, fix, {"processes": list(found)})
 
@@ -182,8 +158,8 @@ def check_disk(config: DoctorConfig) -> Finding:
     folder = expand(config.output_dir)
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        why = "not writable" if existing.is_dir() else "not a folder"
-        return Finding("disk", f"{existing} is {why}", False, "set --output_dir to a folder where you can write")
+        value = f"{existing} is not a folder where this user can write"
+        return Finding("disk", value, False, "set --output_dir to a folder where you can write")
     free = shutil.disk_usage(existing).free
     fix = "a run ends if a checkpoint cannot be written; delete old runs, or set another --output_dir"
     return Finding("disk", f"{free / GB:.1f} GB free for {folder}", free >= GB, fix)

@@ -19,6 +19,7 @@ import torch
 from utils.checks.findings import Finding
 from utils.checks.machine import GB
 from utils.config.scripts import DoctorConfig
+from utils.errors import one_line
 from utils.files import expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.network import address_of
@@ -82,13 +83,12 @@ def machines(facts: Sequence[dict]) -> list[Finding]:
         mine = [facts[rank] for rank in members]
         span = f"rank{'s' * (len(members) > 1)} {members[0]}" + f" to {members[-1]}" * (len(members) > 1)
         text = f"{host}: {span}, {_free([mine[0]['memory']])} memory free"
-        for kind in dict.fromkeys(fact["kind"] for fact in mine):
-            same = [fact for fact in mine if fact["kind"] == kind]
-            if same[0]["gpu_memory"]:
-                devices = " to ".join(dict.fromkeys((same[0]["device"], same[-1]["device"])))
-                text += f"\n{len(same)} x {kind} ({devices}), {_free([fact['gpu_memory'] for fact in same])} free"
-            else:
-                text += ", on the CPU"
+        if mine[0]["gpu_memory"]:
+            kinds = " and ".join(dict.fromkeys(fact["kind"] for fact in mine))
+            devices = " to ".join(dict.fromkeys((mine[0]["device"], mine[-1]["device"])))
+            text += f"\n{len(mine)} x {kinds} ({devices}), {_free([fact['gpu_memory'] for fact in mine])} free"
+        else:
+            text += ", on the CPU"
         findings.append(Finding("machine", text, numbers={"host": host, "ranks": members}))
     return findings
 
@@ -166,7 +166,7 @@ def _write(file: Path) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
     except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+        return one_line(error)
     return ""
 
 

@@ -6,12 +6,16 @@ from utils.console import join_names, printable
 from utils.export.code import Code, card_code
 from utils.export.loaded import Loaded
 from utils.files import expand
+from utils.tasks.task import score_rows
 from utils.version import VERSION
 
 
 def config_of(loaded: Loaded) -> dict[str, Any]:
     """The contents of config.json: architecture, classes and preprocessing."""
-    settings, spec = loaded.saved.settings, loaded.spec
+    settings, names = loaded.saved.settings, ("height", "width", "channels", "resize", "squash", "interpolation")
+    shape = {name: getattr(loaded.spec, name) for name in (*names, "mean", "std")}
+    if loaded.spec.small:
+        shape |= {"resize": None, "interpolation": "bilinear"}
     return {
         "architecture": loaded.name,
         "library": loaded.library,
@@ -19,18 +23,9 @@ def config_of(loaded: Loaded) -> dict[str, Any]:
         "num_classes": loaded.task.outputs,
         "labels": loaded.saved.class_names,
         "task": settings.task,
-        "activation": loaded.activation,
-        "threshold": None if settings.task == "classification" else settings.threshold,
-        "input": {
-            "height": spec.height,
-            "width": spec.width,
-            "channels": spec.channels,
-            "resize": None if spec.small else spec.resize,
-            "squash": spec.squash,
-            "interpolation": "bilinear" if spec.small else spec.interpolation,
-            "mean": spec.mean,
-            "std": spec.std,
-        },
+        "activation": loaded.task.activation,
+        "threshold": None if loaded.task.cut is None else settings.threshold,
+        "input": shape,
         "weights": "ema" if loaded.is_average else "raw",
         "lockstep": VERSION,
     }
@@ -43,7 +38,6 @@ def card(loaded: Loaded, code: Code, difference: float) -> str:
     """
     saved, title = loaded.saved, f"{loaded.name} trained on {data_name(loaded)}"
     weights = "the moving average of its weights" if loaded.is_average else "the model"
-    defining, using = card_code(loaded, code)
     return f"""---
 pipeline_tag: image-classification
 tags:
@@ -71,7 +65,7 @@ pip install {" ".join(code.install)}
 ```
 
 ```python
-{defining}{using}```
+{card_code(loaded, code)}```
 
 On the same pixels (random ones), the probabilities are those of the checkpoint in float32;
 the largest difference found was {difference:.1e}.
@@ -89,18 +83,16 @@ def data_name(loaded: Loaded) -> str:
 
 
 def _facts(loaded: Loaded) -> list[tuple[str, Any]]:
-    spec, settings = loaded.spec, loaded.saved.settings
+    task, names = loaded.task, loaded.saved.class_names
     change = getattr(loaded.model, "stem_change", "").partition(" (")[0]
-    outputs = {
-        "classification": "the probability of each class (softmax)",
-        "multilabel": f"the probability of each class (sigmoid); predicted above {settings.threshold}",
-        "binary": f"the probability of the second class (sigmoid); predicted above {settings.threshold}",
-    }
+    output = f"the probability of {'each' if task.outputs == len(names) else 'the second'} class ({task.activation})"
+    if task.cut is not None:
+        output += f"; predicted above {loaded.saved.settings.threshold}"
     return [
         ("Architecture", f"{loaded.name} of {loaded.library}{f', with a {change}' if change else ''}"),
-        ("Input", f"{spec.describe()}, {spec.describe_pixels()}"),
-        ("Output", outputs[settings.task]),
-        ("Classes", f"{len(loaded.saved.class_names)}: {join_names(loaded.saved.class_names)}"),
+        ("Input", f"{loaded.spec.describe()}, {loaded.spec.describe_pixels()}"),
+        ("Output", output),
+        ("Classes", f"{len(names)}: {join_names(names)}"),
     ]
 
 
@@ -110,29 +102,15 @@ def _rows(rows: list[tuple[str, Any]]) -> str:
     return "\n".join(f"| {name} | {str(value).translate(marks)} |" for name, value in rows)
 
 
-def evaluation_of(loaded: Loaded) -> dict[str, Any]:
-    """The last evaluation of these very weights, as state.json has it; empty if there is none.
-
-    With --ema_decay, state.json has the evaluations of the average only.
-    """
-    state, weights = loaded.saved.state, loaded.saved.weights
-    if weights is not None and weights.is_choice and not loaded.is_average:
-        return {}
-    return next((found for found in reversed(state.evaluations) if found["step"] == state.step), {})
-
-
-def split_name(loaded: Loaded) -> str:
-    """The name of the split of this evaluation."""
-    record, settings = loaded.saved.record, loaded.saved.settings
-    return printable(record.evaluation.name if record else settings.eval_split or "evaluation split")
-
-
 def _measured(loaded: Loaded) -> str:
-    found, precision = evaluation_of(loaded), loaded.saved.settings.mixed_precision
-    names = [name for name in loaded.task.listed if found.get(name) is not None]
-    if not names:
+    """The last evaluation of these very weights. With --ema_decay, state.json has those of the average only."""
+    saved, precision = loaded.saved, loaded.saved.settings.mixed_precision
+    found: dict[str, Any] = {}
+    if saved.weights is None or loaded.is_average or not saved.weights.is_choice:
+        found = next((each for each in reversed(saved.state.evaluations) if each["step"] == saved.state.step), {})
+    if not found:
         return "The checkpoint has no evaluation of these weights."
-    rows = _rows([(name, f"{found[name]:.4f}") for name in names])
-    where = f"`{data_name(loaded)}`, split `{split_name(loaded)}`, {found['count']} images, each counted once"
+    split = printable(saved.record.evaluation.name if saved.record else saved.settings.eval_split or "evaluation split")
+    where = f"`{data_name(loaded)}`, split `{split}`, {found['count']} images, each counted once"
     where += f", in {precision}" if precision in ("bf16", "fp16") else ""
-    return f"On {where}:\n\n| | |\n| --- | --- |\n{rows}"
+    return f"On {where}:\n\n| | |\n| --- | --- |\n{_rows(score_rows(found))}"

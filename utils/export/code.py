@@ -9,24 +9,15 @@ from utils.data.decode import EVAL_CROP
 from utils.data.spec import InputSpec
 from utils.export.loaded import Loaded
 
-_DEMONSTRATION = """
-
-probabilities = predict(preprocess("photo.jpg")[None])[0]
-"""
-_SHOWN = {
-    "classification": """
+_SHOW_BEST = """
 for index in probabilities.argsort()[::-1][:5]:
     print(f"{probabilities[index]:.4f}  {labels[index]}")
-""",
-    "multilabel": """
-for label, probability in zip(labels, probabilities):
-    if probability > {threshold!r}:
-        print(f"{{probability:.4f}}  {{label}}")
-""",
-    "binary": """
-print(f"{probabilities[0]:.4f}  {labels[1]}")
-""",
-}
+"""
+_SHOW_EACH = """
+for label, probability in zip(labels[-OUTPUTS:], probabilities):
+    mark = "  (predicted)" if probability > THRESHOLD else ""
+    print(f"{probability:.4f}  {label}{mark}")
+"""
 
 
 @dataclass(frozen=True)
@@ -43,10 +34,14 @@ class Code:
     predict: Callable[[np.ndarray], np.ndarray]
 
 
-def card_code(loaded: Loaded, code: Code) -> tuple[str, str]:
-    """The code that defines `preprocess` and `predict`, and the code after it, which classifies a photograph."""
-    spec, settings = loaded.spec, loaded.saved.settings
+def card_code(loaded: Loaded, code: Code) -> str:
+    """The code that defines `preprocess` and `predict`, and classifies a photograph with them."""
+    spec, outputs = loaded.spec, str(loaded.task.outputs)
     imports = ["import numpy as np", "from PIL import Image, ImageOps", *code.imports]
+    shown = _SHOW_BEST
+    if loaded.task.cut is not None:
+        threshold = str(loaded.saved.settings.threshold)
+        shown = _SHOW_EACH.replace("OUTPUTS", outputs).replace("THRESHOLD", threshold)
     lines = [
         "import json",
         "",
@@ -60,13 +55,13 @@ def card_code(loaded: Loaded, code: Code) -> tuple[str, str]:
         preprocessing(spec),
         "",
         "def predict(images):",
-        f'    """Probabilities [n, {loaded.task.outputs}] of uint8 images '
-        f'[n, {spec.height}, {spec.width}, {spec.channels}]."""',
+        f'    """Probabilities [n, {outputs}] of uint8 images [n, {spec.height}, {spec.width}, {spec.channels}]."""',
         *(f"    {line}" for line in code.predicting),
+        "",
+        "",
+        'probabilities = predict(preprocess("photo.jpg")[None])[0]',
     ]
-    shown = _SHOWN[settings.task]
-    shown = shown.format(threshold=settings.threshold) if settings.task == "multilabel" else shown
-    return "\n".join(lines) + "\n", _DEMONSTRATION + shown.lstrip("\n")
+    return "\n".join(lines) + shown
 
 
 def preprocessing(spec: InputSpec) -> str:

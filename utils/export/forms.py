@@ -4,13 +4,8 @@ To add a form, write such a function and add it to `FORMS` and to ExportConfig.
 """
 
 import importlib.util
-import json
-import logging
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +14,13 @@ from typing import Any
 import torch
 import torchvision
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.export.code import Code
 from utils.export.loaded import Loaded, Probabilities, probabilities
-from utils.models.zoo import STEM_POOLS
 
+_STEM = "or train a model of that library with --stem standard"
 NEEDED = {"timm": ["timm"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 """The packages that a form needs besides those of training."""
 
@@ -39,33 +33,23 @@ def check_packages(form: str) -> None:
 
 
 def write_safetensors(loaded: Loaded, folder: Path) -> Code:
-    """The weights for torchvision's or timm's own class, `model.safetensors`."""
-    if loaded.library == "lockstep":
-        fix = "use --to torch or --to onnx, which need no class"
-        raise UserError(f"--to safetensors: {loaded.name} is Lockstep's own model, which other code cannot build", fix)
-    _save_weights(loaded.model, folder)
-    arguments: dict[str, Any] = {"num_classes": loaded.task.outputs}
-    if loaded.library == "timm":
-        import timm
-
-        arguments |= {"in_chans": loaded.spec.channels}
-        build, build_text = timm.create_model, "timm.create_model"
-    else:
-        arguments |= _of_torchvision(loaded)
-        build, build_text = torchvision.models.get_model, "torchvision.models.get_model"
+    """The weights for torchvision's own class, `model.safetensors`."""
+    change: str = getattr(loaded.model, "stem_change", "")
+    if loaded.library != "torchvision" or change:
+        problem = f"--to safetensors: {loaded.name} does not have the layers of a torchvision model"
+        raise UserError(problem, f"use --to {'timm, ' * (loaded.library == 'timm')}torch or onnx, {_STEM}")
+    tensors = {name: tensor.contiguous() for name, tensor in loaded.model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    arguments = {"num_classes": loaded.task.outputs} | _of_torchvision(loaded)
     arguments |= {name: value for name, value in loaded.saved.settings.model_args.items() if name.isidentifier()}
-    changes = _changed_layers(loaded.model) if getattr(loaded.model, "stem_change", "") else {}
-    model = build(loaded.name, **arguments)
-    for name in changes:
-        model.set_submodule(name, deepcopy(loaded.model.get_submodule(name)))
+    model = torchvision.models.get_model(loaded.name, **arguments)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     texts = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return Code(
-        install=["torch", loaded.library, "safetensors", "numpy", "pillow"],
-        imports=["import torch", f"import {loaded.library}", "from safetensors.torch import load_file"],
+        install=["torch", "torchvision", "safetensors", "numpy", "pillow"],
+        imports=["import torch", "import torchvision", "from safetensors.torch import load_file"],
         loading=[
-            f"model = {build_text}({loaded.name!r}, {texts})",
-            *(f"model.set_submodule({name!r}, {text})" for name, text in changes.items()),
+            f"model = torchvision.models.get_model({loaded.name!r}, {texts})",
             'model.load_state_dict(load_file(f"{folder}/model.safetensors"))',
             "model.eval()",
         ],
@@ -78,19 +62,17 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     """The weights and the configuration that timm loads from a folder or from the Hub."""
     import timm
 
-    model, spec, problem = loaded.model, loaded.spec, f"--to timm: {loaded.name}"
+    model, spec = loaded.model, loaded.spec
     arguments: dict[str, Any] = loaded.saved.settings.model_args
     if loaded.library != "timm":
-        fix = f"use --to {'safetensors, ' * (loaded.library == 'torchvision')}torch or onnx"
-        if not timm.is_model(loaded.name):
-            raise UserError(f"{problem} is not one of timm's models", fix)
         shape: dict[str, Any] = {"num_classes": loaded.task.outputs, "in_chans": spec.channels}
         try:  # for example ResNets, whose layers have the same names in both libraries
             model = timm.create_model(loaded.name, **shape, **arguments)
             model.load_state_dict(loaded.model.state_dict())
         except Exception as error:  # of any class, by the model's arguments
-            fix += ", or train with --stem standard" if getattr(loaded.model, "stem_change", "") else ""
-            raise UserError(f"{problem} has other layers in timm than in this checkpoint", fix) from error
+            problem = f"--to timm: {loaded.name} does not have the layers of a timm model"
+            fix = f"use --to torch or onnx, {_STEM}"
+            raise UserError(problem, fix) from error
     shown = {
         "input_size": (spec.channels, spec.height, spec.width),
         "mean": spec.mean,
@@ -115,8 +97,7 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
 
 def write_torch(loaded: Loaded, folder: Path) -> Code:
     """The program of torch.export, `model.pt2`, from uint8 images to probabilities, for any number of images."""
-    with _quiet():
-        torch.export.save(_program(loaded), folder / "model.pt2")
+    torch.export.save(_program(loaded), folder / "model.pt2")
     model = torch.export.load(folder / "model.pt2").module()
     return Code(
         install=[f"'torch>={torch.__version__.partition('+')[0]}'", "numpy", "pillow"],
@@ -131,11 +112,10 @@ def write_onnx(loaded: Loaded, folder: Path) -> Code:
     """The program of `write_torch` in the ONNX format, `model.onnx`."""
     import onnxruntime
 
-    with _quiet():
-        names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
-        program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)
-        assert program is not None
-        program.save(folder / "model.onnx", external_data=False)
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["probabilities"]}
+    program = torch.onnx.export(_program(loaded), dynamo=True, verbose=False, **names)
+    assert program is not None
+    program.save(folder / "model.onnx", external_data=False)
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     return Code(
         install=["onnxruntime", "numpy", "pillow"],
@@ -154,10 +134,6 @@ FORMS: dict[str, Callable[[Loaded, Path], Code]] = {
 }
 
 
-def _save_weights(model: nn.Module, folder: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
-
-
 def _program(loaded: Loaded) -> torch.export.ExportedProgram:
     spec = loaded.spec
     example = torch.zeros(2, spec.height, spec.width, spec.channels, dtype=torch.uint8)
@@ -165,22 +141,9 @@ def _program(loaded: Loaded) -> torch.export.ExportedProgram:
     return torch.export.export(Probabilities(loaded).eval(), (example,), dynamic_shapes=sizes)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the exporters' log and warnings."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
 def _in_pytorch(loaded: Loaded) -> list[str]:
     """The body of `predict` for a module that takes normalised images."""
-    activation = "softmax(1)" if loaded.activation == "softmax" else "sigmoid()"
+    activation = "softmax(1)" if loaded.task.activation == "softmax" else "sigmoid()"
     return [
         f"mean, std = torch.tensor({loaded.spec.mean}), torch.tensor({loaded.spec.std})",
         "values = ((torch.from_numpy(images) / 255 - mean) / std).permute(0, 3, 1, 2)",
@@ -198,17 +161,6 @@ def _of_torchvision(loaded: Loaded) -> dict[str, Any]:
     return {"image_size": loaded.saved.spec.height} if name.startswith("vit_") else {}
 
 
-def _changed_layers(model: nn.Module) -> dict[str, str]:
-    """The layers of torchvision's stem that `build_model` has replaced, and the code of the new ones."""
-    modules = dict(model.named_modules())
-    name, conv = next((name, module) for name, module in modules.items() if isinstance(module, nn.Conv2d))
-    given = {key: getattr(conv, key) for key in ("kernel_size", "stride", "padding")} | {"bias": conv.bias is not None}
-    texts = ", ".join(f"{key}={value!r}" for key, value in given.items())
-    layers = {name: f"torch.nn.Conv2d({conv.in_channels}, {conv.out_channels}, {texts})"}
-    pools = [pool for pool in STEM_POOLS if isinstance(modules.get(pool), nn.Identity)]
-    return layers | dict.fromkeys(pools, "torch.nn.Identity()")
-
-
 def _crop_share(spec: InputSpec) -> float:
     """The crop_pct with which timm resizes the shorter side to the same number of pixels as the evaluation."""
     if spec.small:
@@ -218,9 +170,3 @@ def _crop_share(spec: InputSpec) -> float:
     side = min(spec.height, spec.width)
     share = side / spec.resize
     return share if math.floor(side / share) == spec.resize else math.nextafter(share, 0)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json that a form has written; empty if it has written none."""
-    path = folder / "config.json"
-    return json.loads(path.read_text()) if path.exists() else {}

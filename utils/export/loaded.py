@@ -1,5 +1,6 @@
-"""A checkpoint with its model, ready to be exported, and the model from uint8 images to probabilities."""
+"""A checkpoint with its model, ready to be exported, and its probabilities, which those of an export must equal."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from utils.runs.parts import EMA
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 
-_ACTIVATIONS = {"classification": "softmax", "multilabel": "sigmoid", "binary": "sigmoid"}
+TOLERANCE = 1e-5  # in probability
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,6 @@ class Loaded:
     task: Task
     spec: InputSpec
     model: nn.Module
-
-    @property
-    def activation(self) -> str:
-        """The function from logits to probabilities."""
-        return _ACTIVATIONS[self.saved.settings.task]
 
     @property
     def is_average(self) -> bool:
@@ -54,15 +50,11 @@ class Loaded:
 class Probabilities(nn.Module):
     """From uint8 images [n, H, W, C] to probabilities, float32 [n, outputs]: normalisation, model, activation."""
 
-    scale: Tensor
-    shift: Tensor
-
     def __init__(self, loaded: Loaded):
         super().__init__()
-        self.model, self.activation = loaded.model, loaded.activation
+        self.model, self.activation = loaded.model, loaded.task.activation
         std, mean = torch.tensor(loaded.spec.std), torch.tensor(loaded.spec.mean)
-        self.register_buffer("scale", 1 / (255 * std))
-        self.register_buffer("shift", -mean / std)
+        self.scale, self.shift = 1 / (255 * std), -mean / std
 
     def forward(self, images: Tensor) -> Tensor:
         values = (images.float() * self.scale + self.shift).permute(0, 3, 1, 2)
@@ -76,12 +68,28 @@ def probabilities(loaded: Loaded, images: np.ndarray) -> np.ndarray:
         return Probabilities(loaded)(torch.from_numpy(images)).numpy()
 
 
+def compare(loaded: Loaded, form: str, predict: Callable[[np.ndarray], np.ndarray]) -> float:
+    """The largest difference in a probability between `predict` of an export and the checkpoint.
+
+    They are compared on random pixels, in batches of 1, 2 and 7 images. Raises ValueError if they differ by over 1e-5.
+    """
+    spec, random, worst = loaded.spec, np.random.default_rng(0), 0.0
+    for count in (1, 2, 7):
+        images = random.integers(0, 256, (count, spec.height, spec.width, spec.channels), np.uint8)
+        expected, got = probabilities(loaded, images), predict(images)
+        difference = float(np.abs(got - expected).max()) if got.shape == expected.shape else np.inf
+        if not difference <= TOLERANCE:  # NaN is not
+            what = f"probabilities that differ by {difference:.2g} from the checkpoint's"
+            problem = f"--to {form}: {loaded.saved.settings.model} has {what}"
+            raise UserError(problem, "use another form, and check that the weights are finite")
+        worst = max(worst, difference)
+    return worst
+
+
 def load(saved: SavedRun, ranks: Ranks) -> Loaded:
     """The model of a verified checkpoint, with its chosen weights. Raises ValueError if they do not fit."""
     config, task = make_task(saved.settings, saved.class_names, None)
-    if config.task not in _ACTIVATIONS:
-        problem = f"{saved.path}: export.py does not know the outputs of --task {config.task}"
-        raise UserError(problem, f"add them to utils/export, which knows {', '.join(_ACTIVATIONS)}")
+    task.check_predictions()
     model = load_for_inference(saved, config, task, ranks)
     model.requires_grad_(False).to(memory_format=torch.contiguous_format)
     return Loaded(saved, task, saved.spec.for_evaluation(), model)

@@ -53,7 +53,7 @@ def _matches(given: Sequence[str]) -> list[str]:
         if os.path.lexists(path):
             matches.append(path)
             continue
-        found = sorted(glob.glob(os.path.expanduser(path), recursive=True)) if glob.has_magic(path) else []
+        found = sorted(glob.glob(os.path.expanduser(path), recursive=True))
         if not found:
             what = "matches no file" if glob.has_magic(path) else "no such file or folder"
             raise UserError(f"{join_names([path])}: {what}", "correct the path")

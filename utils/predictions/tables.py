@@ -1,16 +1,82 @@
-"""Files of rows: CSV, JSON and Parquet. The same rows always make the same bytes."""
+"""Predictions as rows and columns, and files of them: CSV, JSON and Parquet. The same rows make the same bytes."""
 
 import csv
 import io
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from utils.console import printable
+from utils.data.splits import Files, Split
 from utils.errors import UserError
 from utils.files import check_output_file
+from utils.tasks.task import Predictions, Task
+from utils.training.evaluation import TOP
 
+Columns = dict[str, list]
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?([eE][-+]?\d+)?")
+SHOWN = 20  # images in the table on the terminal
+
+
+class Row(NamedTuple):
+    """The prediction for one image, as JSON stores it; `error` is why there is none.
+
+    `predicted` is a class, or in multilabel the list of classes above --threshold. `classes` are the most likely ones,
+    the most likely first.
+    """
+
+    predicted: str | list[str] | None
+    classes: list[str]
+    probabilities: list[float]
+    error: str | None = None
+
+
+def rounded(number: float) -> float:
+    """The number with six significant digits."""
+    return float(f"{number:.6g}")
+
+
+def make_rows(task: Task, top: np.ndarray, scores: np.ndarray, count: int) -> list[Row]:
+    """The rows of n images with `count` classes each; `top` and `scores` [n, k] are as in `Predictions`."""
+    predicted, top, probabilities = task.name_classes(top, scores, count)
+    parts = zip(predicted, top, probabilities.tolist(), strict=True)
+    return [Row(own, [task.class_names[n] for n in best], list(map(rounded, values))) for own, best, values in parts]
+
+
+def columns_of(rows: Sequence[Row], count: int) -> Columns:
+    """The predictions as columns: predicted, class_1, probability_1, class_2, ... of `count` classes."""
+    columns: Columns = {"predicted": [row.predicted for row in rows]}
+    for place in range(count):
+        columns[f"class_{place + 1}"] = [row.classes[place] if row.classes else None for row in rows]
+        columns[f"probability_{place + 1}"] = [row.probabilities[place] if row.classes else None for row in rows]
+    return columns
+
+
+def columns_of_split(task: Task, split: Split, found: Predictions) -> Columns:
+    """The predictions of a split as columns, with the path or index, the label and the loss of each sample."""
+    names, places = task.class_names, split.rows[found.indices].tolist()
+    images: Columns = {"index": places}
+    if isinstance(split.images, Files):
+        images = {"path": [split.images.names[row] for row in places]}
+    labels = [[names[n] for n in np.flatnonzero(row)] if np.ndim(row) else names[row] for row in found.labels]
+    columns = columns_of(make_rows(task, found.top, found.scores, TOP), min(TOP, len(names)))
+    return {**images, "label": labels, **columns, "loss": list(map(rounded, found.losses.tolist()))}
+
+
+def result_rows(rows: Sequence[Row], split: Split) -> list[tuple[str, Any]]:
+    """The rows of a table on the terminal: the first images, and the number of unreadable ones."""
+    lines: list[tuple[str, Any]] = []
+    for position, row in enumerate(rows[:SHOWN]):
+        words = (f"{name} {value}" for name, value in zip(row.classes, row.probabilities, strict=True))
+        found = ", ".join(words) if row.error is None else row.error
+        lines.append((printable(split.describe(position)), printable(found)))
+    bad = sum(row.error is not None for row in rows)
+    lines += [("...", f"{len(rows) - SHOWN} more")] * (len(rows) > SHOWN)
+    return lines + [("unreadable", f"{bad} of {len(rows)} images")] * (bad > 0)
 
 
 def check_table_file(flag: str, path: Path) -> None:
@@ -20,7 +86,7 @@ def check_table_file(flag: str, path: Path) -> None:
     check_output_file(flag, path)
 
 
-def encode(columns: dict[str, list], path: Path) -> bytes:
+def encode(columns: Columns, path: Path) -> bytes:
     """The contents of the file `path` with these columns; its ending selects the format.
 
     A cell is a string, a number, None, or a list of strings. Characters that are not UTF-8 are escaped.
@@ -35,17 +101,15 @@ def _clean(cell: Any) -> Any:
     return cell.encode(errors="backslashreplace").decode() if isinstance(cell, str) else cell
 
 
-def _csv(columns: dict[str, list]) -> bytes:
-    """Comma-separated, with a header. A list of texts is written as JSON."""
+def _csv(columns: Columns) -> bytes:
+    """Comma-separated, with a header. A list of texts is written as JSON.
+
+    All texts are quoted. Otherwise, before Python 3.13, a carriage return in a text would end the row.
+    """
     file = io.StringIO()
-    plain = csv.writer(file, lineterminator="\n")
-    quoted = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    plain.writerow(columns)
-    for row in zip(*columns.values(), strict=True):
-        cells = [_csv_cell(cell) for cell in row]
-        # Readers take a carriage return as the end of a row. Before Python 3.13, csv does not quote it.
-        ends = any(isinstance(cell, str) and "\r" in cell for cell in cells)
-        (quoted if ends else plain).writerow(cells)
+    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(map(_csv_cell, row) for row in zip(*columns.values(), strict=True))
     return file.getvalue().encode()
 
 
@@ -57,14 +121,14 @@ def _csv_cell(cell: Any) -> Any:
     return f"'{cell}" if is_formula and not _NUMBER.fullmatch(cell) else cell
 
 
-def _json(columns: dict[str, list]) -> bytes:
+def _json(columns: Columns) -> bytes:
     """A list with an object for each row, one on each line."""
     rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
     return ("[\n" + ",\n".join(lines) + "\n]\n").encode()
 
 
-def _parquet(columns: dict[str, list]) -> bytes:
+def _parquet(columns: Columns) -> bytes:
     import pyarrow
     from pyarrow import parquet
 

@@ -1,12 +1,12 @@
 """The numbers of the run page: confidence intervals, calibration, scores of the classes, confusions, worst errors."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from utils.data.order import fold_in
-from utils.training.predictions import Predictions, sigmoid
+from utils.tasks.task import Predictions, sigmoid
 
 BINS = 15  # of the confidence, equally wide
 MATRIX = 30  # classes; with more, the page lists the most frequent confusions instead of a matrix
@@ -68,7 +68,7 @@ def analyse(found: Predictions, names: list[str], cut: float | None, seed: int) 
     sample has one class of several.
     """
     analysis = _of_classification(found, names, seed) if cut is None else _of_outputs(found, names, cut, seed)
-    return {"count": len(found.indices), **analysis}
+    return {"count": len(found.indices), "matrix": None, "names": [], "confusions": [], **analysis}
 
 
 def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[str, Any]:
@@ -76,23 +76,22 @@ def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[
     correct, confidence = predicted == labels, found.scores[:, 0]
     pairs, times = np.unique(labels[~correct] * classes + predicted[~correct], return_counts=True)
     order = np.argsort(-times, kind="stable")
-    confused = [(int(pairs[i]) // classes, int(pairs[i]) % classes, int(times[i])) for i in order]
-    mistaken_for: dict[int, int] = {}
-    for true, guessed, _ in confused:
-        mistaken_for.setdefault(true, guessed)
+    confused = [(*divmod(int(pairs[i]), classes), int(times[i])) for i in order]
+    mistaken_for = {true: names[guessed] for true, guessed, _ in reversed(confused)}  # the most frequent one counts
     totals, right = np.bincount(labels, minlength=classes), np.bincount(labels, correct, classes)
     rows = [
         {
             "name": names[c],
             "count": int(totals[c]),
             "score": float(right[c] / totals[c]),
-            "mistaken_for": names[mistaken_for[c]] if c in mistaken_for else "",
+            "mistaken_for": mistaken_for.get(c, ""),
         }
         for c in np.flatnonzero(totals).tolist()
     ]
-    matrix = None
+    matrix = {}
     if classes <= MATRIX:
-        matrix = np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes).tolist()
+        counts = np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
+        matrix = {"matrix": counts.tolist(), "names": names}
     worst = np.flatnonzero(~correct)
     worst = worst[np.argsort(-confidence[worst], kind="stable")][:ERRORS]
     return {
@@ -100,21 +99,17 @@ def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[
         "calibration": calibration([(confidence, correct)]),
         "score": "accuracy",
         "classes": sorted(rows, key=lambda row: row["score"]),
-        "matrix": matrix,
-        "names": names if matrix else [],
+        **matrix,
         "confusions": [
             {"true": names[t], "predicted": names[p], "count": n, "share": n / int(totals[t])}
             for t, p, n in confused[:PAIRS]
         ],
-        "errors": [
-            {
-                "index": int(found.indices[i]),
-                "text": f"{names[predicted[i]]} {confidence[i]:.1%}",
-                "true": names[labels[i]],
-            }
-            for i in worst
-        ],
+        "errors": [_error(found, i, names[predicted[i]], confidence[i], names[labels[i]]) for i in worst.tolist()],
     }
+
+
+def _error(found: Predictions, row: int, name: str, probability: float, true: str) -> dict[str, Any]:
+    return {"index": int(found.indices[row]), "text": f"{name} {probability:.1%}", "true": true}
 
 
 def _metrics_of_classes(found: Predictions, classes: int) -> Metrics:
@@ -138,39 +133,40 @@ def _of_outputs(found: Predictions, names: list[str], cut: float, seed: int) -> 
     binary = found.labels.ndim == 1
     truth = (found.labels[:, None] if binary else found.labels).astype(bool)
     predicted, shown = logits > cut, names[1:] if binary else names
-    rows = []
+    rows, curves, errors = [], [], []
     # The largest error of each sample, and its output. One output after the other: there may be a million samples.
     distance, column = np.zeros(samples), np.zeros(samples, np.int64)
     for c in range(outputs):
         own = np.abs(sigmoid(logits[:, c]) - truth[:, c]) * (predicted[:, c] != truth[:, c])
         further = own > distance
         distance[further], column[further] = own[further], c
-        precision, area = _Curve(logits[:, c], truth[:, c]).areas(np.ones(samples))
-        if precision is not None:
+        curve = _Curve(logits[:, c], truth[:, c])
+        curves += [curve] * (logits.size <= _MOST_SCORES)
+        precision, area = curve.areas(np.ones(samples))
+        if not np.isnan(precision):
             row = {"name": shown[c], "count": int(truth[:, c].sum()), "score": precision}
             rows.append({**row, "auc": None if np.isnan(area) else area})
-    worst = [i for i in np.argsort(-distance, kind="stable")[:ERRORS] if distance[i]]
-    pairs = ((sigmoid(logits[:, c]), truth[:, c]) for c in range(outputs))
-    metrics = _metrics_of_outputs(found, truth, predicted, binary)
+    for i in np.argsort(-distance, kind="stable")[:ERRORS]:
+        if distance[i]:
+            own = [names[n] for n in (found.labels[[i]] if binary else np.flatnonzero(truth[i]))]
+            probability = float(sigmoid(logits[i, column[i]]))
+            errors.append(_error(found, i, shown[column[i]], probability, ", ".join(own) or "no class"))
+    metrics = _metrics_of_outputs(found, truth, predicted, curves)
     return {
         "intervals": intervals(metrics, samples, 8 * outputs, seed),
-        "calibration": calibration(pairs),
+        "calibration": calibration((sigmoid(logits[:, c]), truth[:, c]) for c in range(outputs)),
         "score": "average precision",
         "classes": sorted(rows, key=lambda row: row["score"]),
-        "matrix": None,
-        "names": [],
-        "confusions": [],
-        "errors": [_error_of_output(found, names, binary, i, int(column[i])) for i in worst],
+        "errors": errors,
     }
 
 
-def _metrics_of_outputs(found: Predictions, truth: np.ndarray, predicted: np.ndarray, binary: bool) -> Metrics:
+def _metrics_of_outputs(
+    found: Predictions, truth: np.ndarray, predicted: np.ndarray, curves: Sequence["_Curve"]
+) -> Metrics:
     losses, exact = found.losses.astype(np.float64), (predicted == truth).all(1)
     columns = np.stack([losses, exact, (predicted & truth).sum(1), predicted.sum(1) + truth.sum(1)])
-    exact_name, f1_name = ("accuracy", "f1") if binary else ("exact_match", "micro_f1")
-    curves = []
-    if found.scores.size <= _MOST_SCORES:
-        curves = [_Curve(scores, true) for scores, true in zip(found.scores.T, truth.T, strict=True)]
+    exact_name, f1_name = ("accuracy", "f1") if found.labels.ndim == 1 else ("exact_match", "micro_f1")
 
     def metrics(counts: np.ndarray) -> dict[str, float]:
         loss, right, both, either = columns @ counts
@@ -178,20 +174,13 @@ def _metrics_of_outputs(found: Predictions, truth: np.ndarray, predicted: np.nda
         values = {"loss": loss / counts.sum(), exact_name: right / counts.sum(), f1_name: f1}
         if not curves:
             return values
-        areas = [curve.areas(counts) for curve in curves]
-        if binary:
-            return values | {"auc": areas[0][1]}
-        known = [precision for precision, _ in areas if precision is not None]
-        return values | {"mAP": float(np.mean(known)) if known else np.nan}
+        precisions, areas = np.array([curve.areas(counts) for curve in curves]).T
+        if found.labels.ndim == 1:
+            return values | {"auc": areas[0]}
+        known = precisions[~np.isnan(precisions)]
+        return values | {"mAP": known.mean() if len(known) else np.nan}
 
     return metrics
-
-
-def _error_of_output(found: Predictions, names: list[str], binary: bool, row: int, column: int) -> dict[str, Any]:
-    name, probability = names[1] if binary else names[column], sigmoid(found.scores[row, column])
-    own = [found.labels[row]] if binary else np.flatnonzero(found.labels[row])
-    true = ", ".join(names[label] for label in own)
-    return {"index": int(found.indices[row]), "text": f"{name} {probability:.1%}", "true": true or "no class"}
 
 
 class _Curve:
@@ -206,13 +195,13 @@ class _Curve:
         ranked = scores[self.order]
         self.ends = np.append(np.flatnonzero(ranked[1:] != ranked[:-1]), len(scores) - 1)
 
-    def areas(self, counts: np.ndarray) -> tuple[float | None, float]:
-        """Average precision and the area under the ROC curve; None and NaN if they are undefined."""
+    def areas(self, counts: np.ndarray) -> tuple[float, float]:
+        """Average precision and the area under the ROC curve; NaN if they are undefined."""
         weights = counts[self.order]
         hits, total = np.cumsum(weights * self.truth)[self.ends], np.cumsum(weights)[self.ends]
         misses = total - hits
         if not hits[-1]:
-            return None, np.nan
+            return np.nan, np.nan
         precision = float((np.diff(hits, prepend=0) * hits / np.maximum(total, 1)).sum() / hits[-1])
         if not misses[-1]:
             return precision, np.nan

@@ -1,4 +1,4 @@
-"""The coordinates of the lines, ticks and bars of the page's charts; page.html draws them as SVG."""
+"""The coordinates of the lines and ticks of the page's charts; page.html draws them as SVG."""
 
 import math
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def line_chart(title: str, series: Sequence[Series], marks: Sequence[int] = (), 
 
     NaN and infinite values are left out. The axis of a loss is logarithmic if its values differ by a factor above 50.
     """
-    lines = [s._replace(points=[p for p in s.points if math.isfinite(p[1])]) for s in series]
-    lines = [s._replace(points=_thinned(s.points)) for s in lines if s.points]
+    lines = [s._replace(points=_thinned([p for p in s.points if math.isfinite(p[1])])) for s in series]
+    lines = [s for s in lines if s.points]
     values = [value for s in lines for _, value in s.points]
     if not values:
         return {}
@@ -80,27 +80,11 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 5))]
 
 
-def reliability(bins: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """The bars of a reliability diagram in a square of side 100; empty bins have none."""
-    width, most = 100 / len(bins), max(1, *(entry["count"] for entry in bins))
-    return [
-        {
-            "x": round(place * width, 2),
-            "width": round(width, 2),
-            "height": round(100 * entry["accuracy"], 2),
-            "opacity": round(0.35 + 0.65 * (entry["count"] / most) ** 0.5, 2),
-            **entry,
-        }
-        for place, entry in enumerate(bins)
-        if entry["count"]
-    ]
-
-
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most about a thousand points: every second, third, ... one, and the last one."""
-    every = -(-len(points) // _MOST)
-    kept = list(points[::every])
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+    last = len(points) - 1
+    every = last // _MOST + 1
+    return [point for place, point in enumerate(points) if place % every == 0 or place == last]
 
 
 def _number(value: float, unit: str, digits: int = 3) -> str:

@@ -1,7 +1,6 @@
 """What the page shows of a run folder: its settings, log and pictures, and the analysis of its last evaluation."""
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +11,9 @@ from utils.config.yaml_text import read_yaml
 from utils.console import clock
 from utils.errors import UserError
 from utils.files import read_json
-from utils.report.charts import reliability
 from utils.report.pictures import sheet
 
 ANALYSIS = "report.json"
-_FIRST = 20  # classes that the page shows at once; the others are folded
 _LIKE_DEFAULT = {"task": "classification", "grad_accum": 1}  # saved in place of the default, which means the same
 
 
@@ -28,24 +25,19 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
     log = folder / "log.jsonl"
     if not log.is_file() or not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: is not a run folder, as it has no log.jsonl or no config.yaml", "name a run folder")
-    records = [_record(line) for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # a killed run may have cut the last one
+    records = [json.loads(line) for line in lines]
     kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "train", "eval")}
     last, evaluation = ((kinds[kind] or [{}])[-1] for kind in ("train", "eval"))
     analysis = _analysis(folder / ANALYSIS, evaluation)
-    classes = analysis.get("classes", [])
     return {
         "name": folder.absolute().name,
         "settings": changed_settings(read_yaml(folder / "config.yaml")),
         **kinds,
-        "starts": [_start(record) for record in kinds["start"]],
-        "versions": kinds["start"][-1].get("versions", {}) if kinds["start"] else {},
         "last": last,
         "time": clock(last.get("seconds", 0)),
         "evaluation": analysis.get("record") or evaluation,
-        "intervals": analysis.get("intervals", {}),
         "analysis": analysis,
-        "bars": reliability(analysis["calibration"]["bins"]) if analysis else [],
-        "classes": [classes[:_FIRST], classes[_FIRST:]],
         "errors": analysis.get("errors", []) if images else [],
         "first_batch": sheet(folder / "first_batch.png") if images else "",
     }
@@ -64,30 +56,9 @@ def _analysis(path: Path, last: Mapping[str, Any]) -> dict[str, Any]:
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings that differ from their defaults, as text, without those of the machine."""
     usual = asdict(TrainConfig()) | {"format": 1, "best_metric": values.get("best_metric")}
-    usual |= {name: value for name, value in _LIKE_DEFAULT.items() if values.get(name) == value}
-    kept = {name: value for name, value in values.items() if name not in OF_THIS_MACHINE}
+    own = {*OF_THIS_MACHINE, *(name for name, value in _LIKE_DEFAULT.items() if values.get(name) == value)}
+    kept = {name: value for name, value in values.items() if name not in own}
     return {name: _text(value) for name, value in without_places(kept).items() if value != usual.get(name, value)}
-
-
-def _record(line: str) -> dict[str, Any]:
-    """A record of the log; empty for the last line of a killed run, which may be cut short."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _start(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The time and the topology of a start of the run."""
-    topology = "processes {processes}, batch {batch_size} x {processes} x {grad_accum} = {global_batch_size}"
-    more = [record["device"], f"threads {record['threads']}", f"precision {record['precision']}"]
-    return {
-        "step": record["step"],
-        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record["time"])),
-        "topology": ", ".join([topology.format(**record), *more]),
-        "input": record.get("input", ""),
-    }
 
 
 def without_places(value: Any) -> Any:

@@ -8,27 +8,24 @@ from PIL import Image
 
 from utils.data.decode import decode
 from utils.data.spec import SMALL
-from utils.data.splits import Files, Split
+from utils.data.splits import Split
 
-_SIDE = 176  # pixels of a thumbnail's longer side
+_SIDE = 192  # pixels of a thumbnail's longer side
 _SHEET = 1100  # pixels of the longer side of first_batch.png in the page
 
 
 def thumbnail(split: Split, position: int) -> dict[str, str | bool]:
-    """A sample's image, reduced if it is a photograph, and its name: below the data set's folder if it is a file.
+    """A sample's image, reduced if it is a photograph, and its name, without folders.
 
     The image is empty if it cannot be read any more.
     """
-    row = int(split.rows[position])
-    name = split.images.names[row] if isinstance(split.images, Files) else f"image {row}"
-    if Path(name).is_absolute():
-        name = Path(name).name
+    name = Path(split.describe(position)).name
     try:
-        image = Image.fromarray(decode(split, position, 3).numpy())
+        pixels = decode(split, position, 3, shrink=lambda height, width: max(height, width) / _SIDE)
     except ValueError:
         return {"image": "", "small": False, "file": name}
-    small = max(image.size) <= SMALL
-    return {"image": _uri(image, _SIDE, exact=small), "small": small, "file": name}
+    small = max(pixels.shape[:2]) <= SMALL
+    return {"image": _uri(Image.fromarray(pixels.numpy()), _SIDE, exact=small), "small": small, "file": name}
 
 
 def sheet(path: Path) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.config.settings import TrainConfig
 from utils.data.splits import Split
 from utils.errors import one_line
 from utils.files import write_file
@@ -15,9 +14,7 @@ from utils.report.analysis import analyse
 from utils.report.folder import ANALYSIS, without_places
 from utils.report.page import PAGE, write_page
 from utils.report.pictures import thumbnail
-from utils.tasks.multilabel import MultiLabel
-from utils.tasks.task import Task
-from utils.training.predictions import Predictions
+from utils.tasks.task import Predictions, Task
 from utils.training.run import Run
 
 
@@ -25,12 +22,11 @@ from utils.training.run import Run
 class Evaluated:
     """An evaluation; `record` has its metrics and origin. If `predictions` is None, the older analysis is kept."""
 
-    config: TrainConfig
     task: Task
-    class_names: list[str]
     split: Split
     predictions: Predictions | None
     record: Mapping[str, Any]
+    seed: int
 
 
 def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
@@ -42,14 +38,10 @@ def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
     if run.config.report and run.ended and not run.state.owes_evaluation:
         with run.ranks.agree("writing report.html", patient=True):
             if run.ranks.is_main:
-                _report(run, result)
-
-
-def _report(run: Run, result: Mapping[str, Any] | None) -> None:
-    split, found = run.data.evaluation, run.evaluator.predictions if result else None
-    record = {**(result or {}), "step": run.state.step, "split": split.name}
-    evaluated = Evaluated(run.config, run.task, run.data.class_names, split, found, record)
-    write_report(run.folder, evaluated, run.log.say)
+                split, found = run.data.evaluation, run.evaluator.predictions if result else None
+                record = {**(result or {}), "step": run.state.step, "split": split.name}
+                evaluated = Evaluated(run.task, split, found, record, run.config.seed)
+                write_report(run.folder, evaluated, run.log.say)
 
 
 def report_evaluation(checkpoint: Path, evaluated: Evaluated, asked: bool, say: Callable[[str], None]) -> None:
@@ -66,18 +58,16 @@ def write_report(folder: Path, evaluated: Evaluated, say: Callable[[str], None])
     """Store the analysis of an evaluation in report.json, then write the page; an error is printed with `say`."""
     try:
         if evaluated.predictions is not None:
-            write_file(folder / ANALYSIS, json.dumps(analysis_of(evaluated), allow_nan=False))
+            analysis = analysis_of(evaluated, evaluated.predictions)
+            write_file(folder / ANALYSIS, json.dumps(analysis, allow_nan=False))
         write_page([folder], folder / PAGE)
     except Exception as error:  # of any class: the run itself has succeeded
         say(f"{PAGE} could not be written ({one_line(error)}); all other results are complete")
 
 
-def analysis_of(evaluated: Evaluated) -> dict[str, Any]:
+def analysis_of(evaluated: Evaluated, found: Predictions) -> dict[str, Any]:
     """The numbers and images of an evaluation that the page shows."""
-    assert evaluated.predictions
-    task, names = evaluated.task, evaluated.class_names
-    cut = task.cut if isinstance(task, MultiLabel) else None
-    analysis = analyse(evaluated.predictions, names, cut, evaluated.config.seed)
+    analysis = analyse(found, evaluated.task.class_names, evaluated.task.cut, evaluated.seed)
     for error in analysis["errors"]:
         error |= thumbnail(evaluated.split, error["index"])
     return {"record": _values(evaluated.record), **analysis}

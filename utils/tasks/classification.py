@@ -17,13 +17,13 @@ from utils.tasks.task import Task
 class Classification(Task):
     """One class per image. Targets are class indices, int64 [n], or class probabilities, float [n, classes]."""
 
+    activation = "softmax"
     metric, higher_is_better = "accuracy", True
     when_mixed = "accuracy is against the dominant label"
     training = ("loss", "accuracy")
     evaluation = ("loss", "accuracy", "top5")
     gathered = ("macro_f1", "macro_precision", "macro_recall")
     shown = {"accuracy": "accuracy", "top5": "top-5", "loss": "loss"}  # noqa: RUF012
-    listed = ("accuracy", "top5", "loss", *gathered)
 
     def __init__(self, config: TrainConfig, class_names: list[str], _labels: np.ndarray | None = None):
         self.class_names, self.outputs = class_names, len(class_names)

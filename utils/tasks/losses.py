@@ -11,8 +11,6 @@ what --loss_args may set.
 Losses are linear in the targets: the loss of mixed targets is the mixture of the losses.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -92,11 +90,14 @@ LOSSES = Table(
     trial=lambda config: _try_arguments(config),
 )
 # The losses of the same names for multilabel and binary, with the same --loss_args.
-SIGMOID_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "cross_entropy": sigmoid_cross_entropy,
-    "binary_cross_entropy": sigmoid_cross_entropy,
-    "focal": sigmoid_focal,
-}
+SIGMOID_LOSSES = Table(
+    "loss",
+    {
+        "cross_entropy": sigmoid_cross_entropy,
+        "binary_cross_entropy": sigmoid_cross_entropy,
+        "focal": sigmoid_focal,
+    },
+)
 
 
 def _try_arguments(config: TrainConfig) -> None:

@@ -1,47 +1,83 @@
-"""Metrics of the predictions gathered from all ranks, computed offline with the `evaluate` library.
+"""Metrics of the predictions gathered from all ranks, computed with scikit-learn.
 
-To add a metric of all predictions, add it to `LabelMetrics._compute`.
+To add a metric of all predictions, add it to the function of its task, and its name to `gathered` of the task.
 """
 
-import tempfile
+from typing import Any
 
-import datasets
-import evaluate
 import numpy as np
-from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+from sklearn.metrics import (
+    confusion_matrix,
+    precision_recall_curve,
+    precision_recall_fscore_support,
+    roc_auc_score,
+)
+
+from utils.tasks.task import sigmoid
 
 
-class LabelMetrics(evaluate.Metric):
-    """Macro scores and the accuracy within each class, over int64 class labels; needs no network.
+def label_metrics(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, Any]:
+    """Macro scores and the accuracy within each class, from predicted and true classes, each int64 [N].
 
     Macro precision, recall and F1 are means over the classes that have samples or are predicted, as scikit-learn's
     `average="macro"`. A class that has samples but is never predicted, or is predicted but has no samples, scores 0.
     `classes_evaluated` is the number of classes with samples. A class without samples has the accuracy None.
     """
-
-    def _info(self) -> evaluate.MetricInfo:
-        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
-        return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="", features=features)
-
-    def _compute(self, predictions, references, classes: int) -> dict:
-        precision, recall, f1, _ = precision_recall_fscore_support(
-            references, predictions, average="macro", zero_division=0
-        )
-        matrix = confusion_matrix(references, predictions, labels=range(classes))
-        hits, counts = matrix.diagonal(), matrix.sum(axis=1)
-        return {
-            "macro_precision": float(precision),
-            "macro_recall": float(recall),
-            "macro_f1": float(f1),
-            "classes_evaluated": len(np.unique(references)),
-            "per_class_accuracy": [float(h / n) if n else None for h, n in zip(hits, counts, strict=True)],
-        }
+    precision, recall, f1, _ = precision_recall_fscore_support(labels, predictions, average="macro", zero_division=0)
+    matrix = confusion_matrix(labels, predictions, labels=range(classes))
+    hits, counts = matrix.diagonal(), matrix.sum(axis=1)
+    return {
+        "macro_precision": float(precision),
+        "macro_recall": float(recall),
+        "macro_f1": float(f1),
+        "classes_evaluated": len(np.unique(labels)),
+        "per_class_accuracy": [float(h / n) if n else None for h, n in zip(hits, counts, strict=True)],
+    }
 
 
-def label_metrics(predictions: np.ndarray, labels: np.ndarray, classes: int) -> dict:
-    """The metrics above, from predicted and true classes, each int64 [N]."""
-    with tempfile.TemporaryDirectory() as folder:  # `evaluate` always writes its inputs to disk
-        metric = LabelMetrics(cache_dir=folder)
-        result = metric.compute(predictions=predictions, references=labels, classes=classes)
-        del metric  # closes its file before the folder is deleted
-    return result
+def class_metrics(scores: np.ndarray, labels: np.ndarray, cut: float) -> dict[str, Any]:
+    """Mean average precision, macro-F1, and the scores of each class; empty if a score is NaN or infinite.
+
+    `scores` are logits [N, classes], `labels` multi-hot [N, classes]; scores above `cut` predict a
+    class. The average precision, the best threshold and its F1 are None for classes without labels,
+    and `mAP` is the mean over the others. `macro_f1` is the mean over the classes that have labels
+    or are predicted. The best threshold of a class is the probability with the highest F1 on these
+    samples; expect a lower F1 on others.
+    """
+    if not np.isfinite(scores).all():
+        return {}
+    predicted = scores > cut
+    counts, pairs = labels.sum(0, dtype=np.int64), predicted.sum(0) + labels.sum(0, dtype=np.int64)
+    hits = (predicted & (labels > 0)).sum(0)
+    curves = [
+        _curve(own, true) if count else (None, None, None)
+        for own, true, count in zip(scores.T, labels.T, counts, strict=True)
+    ]
+    precisions, f1s, thresholds = (list(column) for column in zip(*curves, strict=True))
+    return {
+        "mAP": float(np.mean([value for value in precisions if value is not None])),
+        "macro_f1": float(np.mean(2 * hits[pairs > 0] / pairs[pairs > 0])),
+        "classes_evaluated": int((counts > 0).sum()),
+        "per_class_ap": precisions,
+        "per_class_count": counts.tolist(),
+        "per_class_best_f1": f1s,
+        "per_class_best_threshold": thresholds,
+    }
+
+
+def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float, float]:
+    """Average precision, the highest F1 of a threshold, and this threshold as a probability."""
+    precision, recall, cuts = precision_recall_curve(labels, scores)
+    average = -float(np.sum(np.diff(recall) * precision[:-1]))  # as average_precision_score
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-30)
+    best = int(f1[:-1].argmax())
+    # Between two scores, so that rounding does not matter.
+    below = scores[scores < cuts[best]].max(initial=-np.inf)
+    return average, float(f1[best]), float(sigmoid(np.array([cuts[best], below])).mean())
+
+
+def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """The area under the ROC curve; empty if it is undefined: one class, or a score that is NaN."""
+    if len(np.unique(labels)) < 2 or not np.isfinite(scores).all():
+        return {}
+    return {"auc": float(roc_auc_score(labels, scores))}

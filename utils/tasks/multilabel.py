@@ -1,4 +1,4 @@
-"""Multi-label: each image has any number of the classes, including none."""
+"""Multi-label: each image has any number of the classes, including none. Binary: it has one of two."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,8 @@ from torch import Tensor
 from utils.config.settings import TrainConfig
 from utils.console import printable
 from utils.errors import UserError
-from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
-from utils.tasks.task import Task
+from utils.tasks.losses import SIGMOID_LOSSES
+from utils.tasks.task import Task, sigmoid
 
 _COUNTS = ("hits", "predicted", "labelled")  # of pairs of an image and a class
 
@@ -26,6 +26,7 @@ class MultiLabel(Task):
     many classes hardly any image has all of them right.
     """
 
+    activation = "sigmoid"
     metric, higher_is_better = "mAP", True
     exact, f1 = "exact_match", "micro_f1"  # the names of two metrics
     training: Sequence[str] = ("loss", "exact_match", *_COUNTS)
@@ -33,19 +34,14 @@ class MultiLabel(Task):
     evaluation = training
     gathered: Sequence[str] = ("mAP", "macro_f1")
     shown = {"mAP": "mAP", "micro_f1": "micro-F1", "loss": "loss"}  # noqa: RUF012
-    listed: Sequence[str] = ("mAP", "micro_f1", "macro_f1", "exact_match", "loss")
 
     def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):
         self.class_names, self.outputs = class_names, self._outputs(config, class_names)
-        LOSSES.choose(config.loss)
-        if config.loss not in SIGMOID_LOSSES:
-            problem = f"--loss {config.loss} does not work with --task {config.task}"
-            raise UserError(problem, f"use {', '.join(SIGMOID_LOSSES)}")
-        self.sum_of_losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES[config.loss], **config.loss_args)
+        self.sum_of_losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES.choose(config.loss), **config.loss_args)
         self.smoothing = config.label_smoothing
         self.pos_weight = None if labels is None else self._pos_weight(config.pos_weight, labels)
         # Compared with the logits, and float32 like them, so that all devices predict the same.
-        self.cut = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
+        self.cut: float = float(np.float32(math.log(config.threshold / (1 - config.threshold))))
         no_scores = torch.zeros(1, self.outputs)
         self.uniform_loss = max(self.loss(no_scores, no_scores + label).item() for label in (0, 1))
 
@@ -91,8 +87,13 @@ class MultiLabel(Task):
         sums = self.training_sums(self.sum_of_losses(outputs, rows, None), outputs, labels)
         return torch.stack([value.double() for value in sums]), outputs
 
-    def decide(self, predictions: Tensor) -> Tensor:
-        return predictions > self.cut
+    def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(len(outputs), 0, dtype=torch.int64, device=outputs.device), outputs
+
+    def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
+        top = np.argsort(-scores, 1, kind="stable")[:, :count]
+        predicted = [[self.class_names[index] for index in np.flatnonzero(row)] for row in scores > self.cut]
+        return predicted, top, sigmoid(np.take_along_axis(scores, top, 1))
 
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         means = {name: total / count for name, total in sums.items() if name not in _COUNTS}
@@ -100,7 +101,7 @@ class MultiLabel(Task):
         return means | {self.f1: 2 * sums["hits"] / pairs if pairs else 0.0}
 
     def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
-        from utils.tasks.scores import class_metrics  # its import takes a second
+        from utils.tasks.metrics import class_metrics  # its import takes a second
 
         return class_metrics(predictions, labels, self.cut)
 
@@ -117,3 +118,38 @@ class MultiLabel(Task):
         ]
         title = "Average precision of the classes, worst first; the best thresholds of this split"
         return title, rows[:10]
+
+
+class Binary(MultiLabel):
+    """One of two classes per image, with one output: multi-label with the second class alone.
+
+    Targets are class indices, int64 [n], or class probabilities, float [n, 2].
+    """
+
+    metric = "accuracy"
+    exact, f1 = "accuracy", "f1"
+    training = evaluation = ("loss", "accuracy", "hits", "predicted", "labelled")
+    gathered = ("auc",)
+    shown = {"accuracy": "accuracy", "f1": "F1", "auc": "AUC", "loss": "loss"}  # noqa: RUF012
+
+    def _outputs(self, config: TrainConfig, class_names: list[str]) -> int:
+        if len(class_names) != 2:
+            problem = f"--task binary: --data {config.data} has {len(class_names)} classes, not two"
+            raise UserError(problem, "use classification")
+        return 1
+
+    def describe(self) -> str:
+        positive = printable(self.class_names[1])
+        return super().describe().replace("multilabel", f"binary, the positive class is {positive}")
+
+    def _rows(self, targets: Tensor) -> Tensor:
+        return targets[:, None] if targets.ndim == 1 else targets[:, -1:]
+
+    def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
+        _, top, probabilities = super().name_classes(top, np.concatenate([-scores, scores], 1), count)
+        return [self.class_names[int(own)] for own in scores[:, 0] > self.cut], top, probabilities
+
+    def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+        from utils.tasks.metrics import area_under_curve  # its import takes a second
+
+        return area_under_curve(predictions[:, 0], labels)

@@ -6,9 +6,8 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table
-from utils.tasks.binary import Binary
 from utils.tasks.classification import Classification
-from utils.tasks.multilabel import MultiLabel
+from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.task import Task
 
 

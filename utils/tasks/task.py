@@ -2,13 +2,30 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from utils.console import printable, table
 from utils.errors import UserError
+
+
+class Predictions(NamedTuple):
+    """The predictions of n samples, by their position in the split.
+
+    In classification, `top` has the k most likely classes, highest first, and `scores` their
+    probabilities. In multilabel and binary, `top` is empty, and `scores` are the logits of all
+    outputs: --threshold and the metrics of rankings compare logits, many of which have the
+    probability 1.
+    """
+
+    indices: np.ndarray  # int64 [n], ascending
+    labels: np.ndarray  # int64 [n], or multi-hot uint8 [n, classes]
+    top: np.ndarray  # int64 [n, k], or [n, 0]
+    scores: np.ndarray  # float32 [n, k]
+    losses: np.ndarray  # float32 [n]
 
 
 class Task:
@@ -18,8 +35,13 @@ class Task:
     exactly over microbatches, ranks and resumes. Batches may be empty.
     """
 
+    class_names: list[str]
     outputs: int
     """Outputs of the model for each image."""
+    activation: Literal["softmax", "sigmoid", ""] = ""
+    """From outputs to the probabilities of classes; if it is empty, predict.py and export.py refuse the task."""
+    cut: float | None = None
+    """The output above which its class is predicted; None if each image has one class of several."""
     metric: str
     """The metric of an evaluation that decides which checkpoint is the best."""
     higher_is_better: bool
@@ -35,8 +57,6 @@ class Task:
     """The numbers that `metrics` returns."""
     shown: Mapping[str, str]
     """The metrics to print after an evaluation, in this order, and the words for them; absent ones are skipped."""
-    listed: Sequence[str] = ()
-    """The metrics in the table of eval.py, in this order; absent ones are skipped."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The training loss, a scalar, summed over the samples of `outputs` [n, outputs]."""
@@ -50,10 +70,6 @@ class Task:
         """The sums named by `evaluation`, float64 [len(evaluation)], and a prediction for each sample, [n, ...]."""
         raise NotImplementedError
 
-    def decide(self, predictions: Tensor) -> Tensor:
-        """The classes that the predictions of `evaluate` stand for."""
-        return predictions
-
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """The metrics of `count` samples from their sums, either `training` or `evaluation`; here the means."""
         return {name: total / count for name, total in sums.items()}
@@ -64,6 +80,39 @@ class Task:
         They are computed with --metrics, and if `metric` is one of them.
         """
         return {}
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each sample, float32 [n]. `evaluate` has only sums, so each sample is a batch of its own."""
+
+        def loss(row: Tensor, label: Tensor) -> Tensor:
+            return self.evaluate(row[None], label[None])[0][0]
+
+        if not len(outputs):  # vmap needs a row
+            return outputs.new_zeros(0)
+        try:
+            return torch.vmap(loss)(outputs, labels).float()
+        except RuntimeError:  # a loss or a metric that vmap does not support
+            return torch.stack([loss(row, label) for row, label in zip(outputs, labels, strict=True)]).float()
+
+    def check_predictions(self) -> None:
+        """Raise UserError if the outputs have no known meaning as classes."""
+        if not self.activation:
+            problem = f"predict.py, export.py and --predictions do not support {type(self).__name__}"
+            raise UserError(problem, "set its `activation` if its outputs are scores of classes")
+
+    def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """`top` and `scores` of `outputs` [n, outputs], see `Predictions`."""
+        # Of the outputs, as the accuracy is: different outputs may have equal probabilities.
+        top = outputs.topk(min(count, outputs.shape[1]), dim=1).indices
+        return top, outputs.softmax(1).gather(1, top)
+
+    def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
+        """What is predicted for n images, from `top` and `scores` of `Predictions`.
+
+        This is the predicted class, or the list of classes, of each image, then the numbers of the `count` most likely
+        classes and their probabilities, each [n, count], the most likely one first.
+        """
+        return [self.class_names[best] for best in top[:, 0]], top[:, :count], scores[:, :count]
 
     def weigh(self, class_weights: list[float]) -> None:
         """Weight the samples of each class in the training loss by these numbers (--class_weights)."""
@@ -88,7 +137,7 @@ class Task:
         rows += [("weights", record["weights"])] if "weights" in record else []
         rows += [("average of", f"updates {', '.join(map(str, record['averaged']))}")] if "averaged" in record else []
         rows += [("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}")]
-        rows += [(name, f"{record[name]:.4f}") for name in self.listed if name in record]
+        rows += score_rows(record)
         rows += [("count", record["count"])]
         rows += [("seconds", f"{record['seconds']:.2f}")]
         heading, classes = self.worst(record)
@@ -97,3 +146,14 @@ class Task:
     def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
         """A heading, and the names and scores of up to ten classes, worst first."""
         return "", []
+
+
+def score_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The metrics of an evaluation as text: all its floats but the duration."""
+    return [(k, f"{value:.4f}") for k, value in record.items() if isinstance(value, float) and k != "seconds"]
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """The probabilities of logits, float64."""
+    with np.errstate(over="ignore"):  # below -709 the probability is 0
+        return 1 / (1 + np.exp(-logits.astype(np.float64)))

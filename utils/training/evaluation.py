@@ -1,9 +1,11 @@
-"""The evaluation loop of train.py and eval.py. It counts each sample once, on any number of processes."""
+"""The evaluation loop of train.py, eval.py and predict.py: each sample once, on any number of processes."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +15,20 @@ from torch import Tensor, nn
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batches
+from utils.data.order import BlockSampler
+from utils.data.pipeline import make_loader
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
+from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
-from utils.tasks.task import Task
+from utils.runs.inference import load_for_inference, place_model
+from utils.runs.metadata import SavedRun
+from utils.tasks.task import Predictions, Task
 from utils.training.meter import SyncInterval, rounded
-from utils.training.predictions import Predictions, has_predictions, in_order, predict
+
+TOP = 5  # classes that are kept for each sample
+Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 @dataclass
@@ -43,69 +52,78 @@ class Evaluator:
     def evaluate(self, stopping: Stopping | None = None, keep: bool = False) -> dict | None:
         """The metrics of the whole split, and its `count` of samples; the same on all ranks; collective.
 
-        About once a second, the ranks agree whether to stop early: if a rank could not read a sample, or, with
-        `stopping`, if it was asked to stop. Returns None if asked to stop. The result has `left_out` if images were
-        skipped. Raises ValueError if images cannot be read, and RuntimeError if a sample is missing or counted twice.
-        With `keep`, the main process has the predictions afterwards.
+        Returns None if the ranks were asked to stop, see `collect`. The result has `left_out` if images were skipped.
+        Raises RuntimeError if a sample is missing or counted twice. With `keep`, the main process has the predictions
+        afterwards.
         """
         if self.config.metrics and self.ranks.is_main:  # takes seconds, which are not those of the evaluation
             import utils.tasks.metrics  # noqa: F401
-        start, was_training = time.perf_counter(), self.model.training
-        keep = keep and has_predictions(self.task)
+        start, task = time.perf_counter(), self.task
+        keep = keep and bool(task.activation)
+        sums = torch.zeros(len(task.evaluation), dtype=torch.float64, device=self.accelerator.device)
+
+        def step(outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            own, predicted = task.evaluate(outputs, labels)
+            sums.add_(rounded(own))
+            kept = (*task.most_likely(outputs, TOP), task.losses(outputs, labels)) if keep else ()
+            return predicted, *kept
+
+        rows = self.collect(step, stopping)
+        if rows is None:
+            return None
+        indices, predictions, *kept = rows
+        decided = predictions if task.cut is None else predictions > task.cut
+        kinds = decided[:1].tolist() if (decided == decided[:1]).all() else [0, 1]  # or any two
+        counts, of_ranks = zip(*self.ranks.gather((len(decided), kinds)), strict=True)
+        self.is_constant = len({str(kind) for own in of_ranks for kind in own}) == 1
+        seen = gather_rows(self.accelerator, indices, counts).cpu().numpy()
+        result, order = self._summary(sums, seen), np.argsort(seen)
+        seen, labels = seen[order], self.batches.labels[seen[order]]
+        if keep:
+            parts = (gather_rows(self.accelerator, part, counts).cpu().numpy()[order] for part in kept)
+            self.predictions = Predictions(seen, labels, *parts)
+        if self.config.metrics or task.metric in task.gathered:
+            predicted = gather_rows(self.accelerator, predictions, counts)
+            found = self.ranks.from_main(lambda: task.metrics(predicted.cpu().numpy()[order], labels))
+            result |= found if self.config.metrics else {k: found[k] for k in task.gathered if k in found}
+        return result | {"seconds": time.perf_counter() - start}
+
+    @torch.no_grad()
+    def collect(self, step: Step, stopping: Stopping | None = None) -> list[Tensor] | None:
+        """The indices of this rank's samples, and what `step(outputs, labels)` returns for them; collective.
+
+        About once a second, the ranks agree whether to stop early: if a rank could not read a sample, or, with
+        `stopping`, if it was asked to stop. Returns None if asked to stop. Raises ValueError if images cannot be read.
+        """
+        device, was_training, stopped = self.accelerator.device, self.model.training, False
+        shared_blocks = -(-len(self.batches.labels) // self.config.eval_batch_size) // self.accelerator.num_processes
+        no_labels = torch.tensor(self.batches.labels[:0], device=device)
+        # A rank without samples needs the shapes and types, too.
+        found = [step(torch.zeros(0, self.task.outputs, device=device), no_labels)]
+        indices: list[Tensor] = []  # on the host, or all on the device
+        bar, interval = Terminal(self.ranks.is_main).progress("evaluating"), SyncInterval()
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
-            sums, indices, predictions, kept, stopped = self._loop(stopping, keep)
+            for block, batch in enumerate(bar(self.batches), 1):
+                with self.accelerator.autocast():
+                    outputs = self.model(batch.images)
+                indices.append(batch.indices)
+                found.append(step(outputs.float(), batch.labels))
+                # Ranks may differ by one block, so they synchronise only after blocks that all of them have.
+                if block <= shared_blocks and interval.due(block):
+                    wants_to_stop = self.batches.error is not None or (stopping is not None and stopping.requested)
+                    stopped = self._any_wants_to_stop(wants_to_stop, interval, block)
+                    if stopped:
+                        break
+            seen = torch.cat(indices or [torch.zeros(0, dtype=torch.int64)]).to(device)
+            rows = [torch.cat(parts) for parts in zip(*found, strict=True)]
         self.model.train(was_training)
         with self.ranks.agree():
             self.batches.check()
         if stopped and stopping is not None:
             stopping.agreed = True
             return None
-        decided = self.task.decide(predictions)
-        kinds = decided[:1].tolist() if (decided == decided[:1]).all() else [0, 1]  # or any two
-        counts, of_ranks = zip(*self.ranks.gather((len(decided), kinds)), strict=True)
-        self.is_constant = len({str(kind) for own in of_ranks for kind in own}) == 1
-        seen = gather_rows(self.accelerator, indices, counts).cpu().numpy()
-        result = self._summary(sums, seen)
-        if keep:
-            rows = [gather_rows(self.accelerator, part, counts).cpu().numpy() for part in kept]
-            self.predictions = in_order(seen, self.batches.labels, rows)
-        if self.config.metrics or self.task.metric in self.task.gathered:
-            predicted = gather_rows(self.accelerator, predictions, counts)
-            result |= self.ranks.from_main(lambda: self._metrics(seen, predicted))
-        return result | {"seconds": time.perf_counter() - start}
-
-    def _loop(self, stopping: Stopping | None, keep: bool) -> tuple[Tensor, Tensor, Tensor, list[Tensor], bool]:
-        """This rank's sums, the indices and predictions of its samples, and whether the ranks have agreed to stop.
-
-        With `keep`, the list has what `predict` returns for these samples.
-        """
-        device, task, processes = self.accelerator.device, self.task, self.accelerator.num_processes
-        shared_blocks = -(-len(self.batches.labels) // self.config.eval_batch_size) // processes
-        no_labels = torch.tensor(self.batches.labels[:0], device=device)
-        # A rank without samples needs the shape and type of the predictions, too.
-        sums, nothing = task.evaluate(torch.zeros(0, task.outputs, device=device), no_labels)
-        predictions, stopped = [nothing], False
-        kept = [predict(task, torch.zeros(0, task.outputs, device=device), no_labels)] if keep else []
-        indices: list[Tensor] = []  # on the host, or all on the device
-        bar, interval = Terminal(self.ranks.is_main).progress("evaluating"), SyncInterval()
-        for block, batch in enumerate(bar(self.batches), 1):
-            with self.accelerator.autocast():
-                outputs = self.model(batch.images)
-            own, predicted = task.evaluate(outputs.float(), batch.labels)
-            sums += rounded(own)
-            indices.append(batch.indices)
-            predictions.append(predicted)
-            if keep:
-                kept.append(predict(task, outputs.float(), batch.labels))
-            # Ranks may differ by one block, so they synchronise only after blocks that all of them have.
-            if block <= shared_blocks and interval.due(block):
-                wants_to_stop = self.batches.error is not None or (stopping is not None and stopping.requested)
-                stopped = self._any_wants_to_stop(wants_to_stop, interval, block)
-                if stopped:
-                    break
-        seen = torch.cat(indices or [torch.zeros(0, dtype=torch.int64)]).to(device)
-        return sums, seen, torch.cat(predictions), [torch.cat(parts) for parts in zip(*kept, strict=True)], stopped
+        return [seen, *rows]
 
     def _any_wants_to_stop(self, wants_to_stop: bool, interval: SyncInterval, block: int) -> bool:
         self.ranks.mark_waiting(f"block {block} of the evaluation")
@@ -129,12 +147,17 @@ class Evaluator:
         result = self.task.summary(dict(zip(self.task.evaluation, totals, strict=True)), count)
         return {**result, "count": count} | ({"left_out": samples - count} if samples > count else {})
 
-    def _metrics(self, seen: np.ndarray, predicted: Tensor) -> dict:
-        order = np.argsort(seen)
-        labels = self.batches.labels[seen[order]]
-        found = self.task.metrics(predicted.cpu().numpy()[order], labels)
-        gathered = self.task.gathered
-        return found if self.config.metrics else {k: found[k] for k in gathered if k in found}
+
+def make_evaluator(
+    dataset: Any, saved: SavedRun, config: TrainConfig, task: Task, tta: str | None, ranks: Ranks
+) -> Evaluator:
+    """What evaluates a checkpoint on a data set of eval.py or predict.py, with the views `tta`; collective."""
+    accelerator, spec = make_accelerator(ranks, config), saved.spec.for_evaluation()
+    model = place_model(load_for_inference(saved, config, task, ranks), tta, accelerator)
+    blocks = BlockSampler(len(dataset), config.eval_batch_size)
+    loader = accelerator.prepare(make_loader(dataset, blocks, config, ranks.threads, ranks.device))
+    batches = Batches(loader, spec, config, accelerator.device, training=False)
+    return Evaluator(ranks, accelerator, model, batches, task, config)
 
 
 @contextmanager
@@ -159,3 +182,10 @@ def gather_rows(accelerator: Accelerator, rows: Tensor, counts: list[int]) -> Te
     padded[: len(rows)] = rows
     parts = accelerator.gather(padded).split(len(padded))
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def check_outputs(numbers: Any, checkpoint: Path) -> None:
+    """Raise UserError unless all of these numbers, which follow from the outputs of a model, are finite."""
+    if not np.isfinite(numbers).all():
+        fix = "try --mixed_precision no, or use another checkpoint"
+        raise UserError(f"{checkpoint}: outputs of the model are NaN or infinite", fix)
