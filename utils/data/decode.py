@@ -31,23 +31,6 @@ with warnings.catch_warnings():  # PyTorch warns not to write to such a tensor, 
     torch.frombuffer(b"JPEG", dtype=torch.uint8)
 
 
-class BadImages(UserError):
-    """Images that cannot be read; `found` maps their positions in the split to their errors."""
-
-    def __init__(self, found: dict[int, str]):
-        self.found = dict(sorted(found.items()))
-        texts = list(self.found.values())
-        more = f"; and {len(texts) - 10} more" * (len(texts) > 10)
-        if len(texts) > 1:
-            problem = f"{len(texts)} images cannot be read: {'; '.join(texts[:10])}{more}"
-            super().__init__(problem, "fix them, or leave them out with --bad_images skip")
-        else:
-            super().__init__(texts[0], BAD_IMAGE_FIX)
-
-    def __reduce__(self):  # pickle would call BadImages(problem, fix)
-        return BadImages, (self.found,)
-
-
 def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None) -> Tensor:
     """Decode sample `position` to uint8 [H, W, C]. Raises ValueError, which names it, if it cannot be read.
 
@@ -142,10 +125,10 @@ def _eight_bit(image: Image.Image, file_format: str | None) -> Image.Image:
     return image
 
 
-def peek(split: Split, count: int = 64, skip: bool = False) -> tuple[int, tuple[int, int] | None]:
+def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None]:
     """Decode some images; returns (1 if all are grey, else 3; their (height, width), or None if they differ).
 
-    With `skip`, images that cannot be read are skipped; otherwise the first one raises ValueError.
+    Raises ValueError for an image that cannot be read.
     """
     sizes: set[tuple[int, int]] = set()
     grey, readable = True, np.flatnonzero(split.readable)
@@ -153,8 +136,6 @@ def peek(split: Split, count: int = 64, skip: bool = False) -> tuple[int, tuple[
         try:
             pixels = decode(split, position, 3)
         except ValueError as error:
-            if skip:
-                continue
             raise UserError(str(error), BAD_IMAGE_FIX) from error
         sizes.add((pixels.shape[0], pixels.shape[1]))
         grey = grey and bool((pixels[..., :1] == pixels).all())

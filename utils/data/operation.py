@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from utils.data.decode import Shrink
-from utils.data.draws import Array
 
 
 class Operation:
@@ -20,11 +18,11 @@ class Operation:
     # by one, in loader processes.
     batched = False
 
-    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
         """The changed image [H, W, C], not in place."""
         raise NotImplementedError
 
-    def prepare(self, random: Array) -> Any:
+    def prepare(self, random: Tensor) -> Any:
         """Compute the input of `batch` from the random numbers [n, len(streams)], which are on the host or the device.
 
         If it is a dict, its tensors are copied to the device. It must not wait for a GPU.
@@ -38,6 +36,6 @@ class Operation:
         """
         raise NotImplementedError
 
-    def shrink(self, random: np.ndarray) -> Shrink | None:
+    def shrink(self, random: Tensor) -> Shrink | None:
         """How many times smaller the first operation makes a photograph, as a function of its size; None: full size."""
         return None

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names
 from utils.data.check import check_images, refuse_bad
-from utils.data.multi_hot import check_kind
 from utils.data.record import Record, differences, is_same, make_record, match_files, table_changes
 from utils.data.sampling import class_weights
 from utils.data.sources import open_source
@@ -39,7 +37,7 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
-        check_kind(split, config)
+        _check_kind(split, config)
     if len(source.class_names) < 2:
         raise UserError(f"--data {config.data} has one class, {join_names(source.class_names)}", "give at least two")
     weights = class_weights(config, train, source.class_names)
@@ -77,22 +75,17 @@ def load_split(
     if config.bad_images == "skip":
         _report_left_out([split], terminal)
     split = random_subset(_readable_part(split, config), config.max_eval_samples, config.seed)
-    check_kind(split, config)
+    _check_kind(split, config)
     wanted = class_names(source.class_names) if callable(class_names) else class_names
     return replace(renumber(split, source.class_names, wanted), name=shown)
 
 
 def _open_checked(config: TrainConfig, terminal: Terminal) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened."""
-    source = open_source(config)
-    source.check = partial(_checked, config=config, progress=terminal.progress("checking images"))
-    return source
-
-
-def _checked(split: Split, config: TrainConfig, progress: Callable) -> Split:
-    """Check all images of a split according to --check_images and --bad_images."""
+    source, progress = open_source(config), terminal.progress("checking images")
     full = config.check_images == "full" or config.bad_images == "skip"  # all must be known before samples are counted
-    return check_images(split, full, config.cache_dir, progress)
+    source.check = lambda split: check_images(split, full, config.cache_dir, progress)
+    return source
 
 
 def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
@@ -125,15 +118,13 @@ def _check_apart(train: Split, evaluation: Split) -> None:
 
 def _readable_part(split: Split, config: TrainConfig) -> Split:
     """The split without unreadable images. With --bad_images error, raises ValueError, which names them."""
+    _check_readable(split, config)
+    return split if split.readable.all() else split.select(np.flatnonzero(split.readable))
+
+
+def _check_readable(split: Split, config: TrainConfig) -> None:
     if config.bad_images == "error":
         refuse_bad(split)
-    if split.readable.all():
-        return split
-    _check_any_readable(split)
-    return split.select(np.flatnonzero(split.readable))
-
-
-def _check_any_readable(split: Split) -> None:
     if not split.readable.any():
         raise UserError(f"no image of split {split.name!r} can be used ({len(split)} checked)", "give another --data")
 
@@ -144,9 +135,12 @@ def _recorded_splits(record: Record, source: Source, config: TrainConfig, termin
     if source.class_names != record.class_names:
         problem = _class_changes(record.class_names, source.class_names)
         raise UserError(problem, "a resumed run needs the same classes: restore them, or start a new run")
-    found = [match_files(record, *pair, source.class_names) for pair in zip(record.parts, wholes, strict=True)]
     skip = config.bad_images == "skip"
-    changes = [text for one in found for text in one.label_changes + ([] if skip else one.image_changes)]
+    found = [
+        match_files(record, part, whole, source.class_names, skip)
+        for part, whole in zip(record.parts, wholes, strict=True)
+    ]
+    changes = [text for one in found for text in one.changes]
     if changes:
         raise UserError(
             "; ".join(changes),
@@ -155,18 +149,10 @@ def _recorded_splits(record: Record, source: Source, config: TrainConfig, termin
         )
     for text in dict.fromkeys(text for one in found for text in one.new_files):
         terminal.print(text)
-    train, evaluation = (_without_changed(one.split, one.changed) for one in found)
+    train, evaluation = (one.split for one in found)
     for split in (train, evaluation):
-        if not skip:
-            refuse_bad(split)
-        _check_any_readable(split)
+        _check_readable(split, config)
     return train, evaluation
-
-
-def _without_changed(split: Split, positions: np.ndarray) -> Split:
-    """Mark the images at these positions, which have changed, as unreadable."""
-    changed = dict.fromkeys(split.rows[positions].tolist(), "changed since the run started")
-    return replace(split, bad={**split.bad, **changed}) if changed else split
 
 
 def _class_changes(before: list[str], now: list[str]) -> str:
@@ -212,18 +198,13 @@ def _own_split(source: Source, config: TrainConfig, training: bool, record: Reco
     if record is not None and part is not None and part.names is not None:
         whole = source.split(_existing(source, part.source, "the run used split"))
         found = match_files(record, part, whole, source.class_names)
-        for text in (*found.image_changes, *found.label_changes, *found.new_files):
+        for text in (*found.changes, *found.new_files):
             terminal.print(text)
         return found.split
     train, evaluation = _choose_splits(source, config)
     split, whole = train if training else evaluation
-    is_hold_out = train[1] is evaluation[1]
-    if record is None and is_hold_out:
-        terminal.print(
-            "the checkpoint does not record its samples: the hold-out is correct only if no sample was added since"
-        )
     changes = table_changes(part, whole) if part else []
-    if changes and is_hold_out:
+    if changes and train[1] is evaluation[1]:
         raise UserError(
             f"{'; '.join(changes)}; the held-out samples cannot be found again",
             f"evaluate all samples with --data {config.data} --split {whole.name}",
@@ -235,7 +216,7 @@ def _own_split(source: Source, config: TrainConfig, training: bool, record: Reco
 
 def _report_trained_on(record: Record | None, split: Split, terminal: Terminal) -> None:
     """Report how many of the images to evaluate on are training images of the run."""
-    if record is not None and record.train.ends and split.ends is not None:
+    if record is not None and record.train.ends is not None and split.ends is not None:
         known = int(np.isin(split.ends[split.rows], record.train.ends).sum())
         if known:
             terminal.print(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")
@@ -263,3 +244,16 @@ def _existing(source: Source, name: str, flag: str) -> str:
     if name not in source.openers:
         raise UserError(f"{flag} {name}: no such split", f"use one of {join_names(source.openers)}")
     return name
+
+
+def _check_kind(split: Split, config: TrainConfig) -> None:
+    """Raise ValueError if the labels of a split do not suit --task, or if none of its images has one."""
+    if split.labels.ndim == 1:
+        if config.task == "multilabel":
+            problem = f"--task multilabel: each image of --data {config.data} has one label"
+            raise UserError(problem, "use lists of labels, or train with --task classification")
+    elif config.task not in ("auto", "multilabel"):
+        problem = f"--task {config.task}: an image of --data {config.data} may have several labels"
+        raise UserError(problem, "use other data, or train with --task multilabel")
+    elif not split.labels.any():
+        raise UserError(f"no image of split {split.name!r} has a label", "fix the labels")

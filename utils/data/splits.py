@@ -46,7 +46,7 @@ class Split:
     labels: np.ndarray
     rows: np.ndarray
     fingerprint: str
-    ends: np.ndarray | None = None
+    ends: Any = None
     bad: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
     weights: np.ndarray | None = None
@@ -130,8 +130,6 @@ class Data:
 class Files:
     """Image files by path, most or all of them below a folder `root`; indexing returns the bytes of a file."""
 
-    missing = "the file is gone"  # why a file that a checkpoint records cannot be read if this split does not have it
-
     def __init__(self, paths: list[str], root: str = "", scan: Scan | None = None):
         self.paths, self.root, self.scan = paths, root, scan  # `scan` is for image folders
 
@@ -200,6 +198,21 @@ def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     """A split with all images in order; `labels` are classes, [N], or multi-hot, [N, classes]."""
     labels = np.ascontiguousarray(labels, np.uint8 if np.ndim(labels) == 2 else np.int64)
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
+
+
+def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
+    """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in `flat`.
+
+    Raises ValueError if one is outside 0 .. classes - 1.
+    """
+    samples = np.repeat(np.arange(len(counts)), counts)
+    wrong = np.flatnonzero((flat < 0) | (flat >= classes))
+    if len(wrong):
+        problem = f"has the label {flat[wrong[0]]}, outside 0..{classes - 1}"
+        raise UserError(f"image {samples[wrong[0]]} of split {split!r} {problem}", "fix the labels")
+    rows = np.zeros((len(counts), classes), np.uint8)
+    rows[samples, flat] = 1
+    return rows
 
 
 def check_labels(split: Split, classes: int) -> None:

@@ -10,9 +10,16 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.multi_hot import multi_hot
 from utils.data.sampling import to_weights, weight_column
-from utils.data.splits import Source, Split, fingerprint_of, split_that_defines_classes, stamp_of, whole_split
+from utils.data.splits import (
+    Source,
+    Split,
+    fingerprint_of,
+    multi_hot,
+    split_that_defines_classes,
+    stamp_of,
+    whole_split,
+)
 from utils.data.table_files import hide_bars_without_terminal
 from utils.errors import UserError, one_line
 
@@ -100,16 +107,14 @@ def table_source(splits, config: TrainConfig) -> Source:
 def _image_column(features, wanted: str | None) -> str:
     from datasets import Image
 
-    if wanted is None:
-        found = [name for name, feature in features.items() if isinstance(feature, Image)]
-        # In files that were not written by `datasets`, images are a plain struct of bytes.
-        found = found or [name for name, feature in features.items() if _is_struct(feature)]
-        return _only_one(found, "image", features)
-    _check_column(features, wanted, "--image_column")
-    feature = features[wanted]
-    if not (isinstance(feature, Image) or _is_struct(feature) or getattr(feature, "dtype", "") in IMAGE_TYPES):
-        raise UserError(f"--image_column {wanted}: holds {feature}, not images", f"use one of {join_names(features)}")
-    return wanted
+    found = [name for name, feature in features.items() if isinstance(feature, Image)]
+    # In files that were not written by `datasets`, images are a plain struct of bytes.
+    found = found or [name for name, feature in features.items() if _is_struct(feature)]
+    name = _choose("image", features, wanted, found)
+    if name not in found and not _is_struct(features[name]) and getattr(features[name], "dtype", "") not in IMAGE_TYPES:
+        problem = f"--image_column {name}: holds {features[name]}, not images"
+        raise UserError(problem, f"use one of {join_names(features)}")
+    return name
 
 
 def _is_struct(feature) -> bool:
@@ -119,17 +124,24 @@ def _is_struct(feature) -> bool:
 def _label_column(features, wanted: str | None) -> str:
     from datasets import ClassLabel
 
-    if wanted is None:
-        found = [name for name, feature in features.items() if isinstance(_element(feature), ClassLabel)]
-        wanted = _only_one(found or [name for name in LABEL_NAMES if name in features][:1], "label", features)
-    _check_column(features, wanted, "--label_column")
-    dtype = getattr(_element(features[wanted]), "dtype", "")
-    if not re.fullmatch(r"u?int\d+|bool|(large_)?string", dtype):
+    found = [name for name, feature in features.items() if isinstance(_element(feature), ClassLabel)]
+    name = _choose("label", features, wanted, found or [name for name in LABEL_NAMES if name in features][:1])
+    if not re.fullmatch(r"u?int\d+|bool|(large_)?string", getattr(_element(features[name]), "dtype", "")):
         raise UserError(
-            f"--label_column {wanted}: labels must be integers or strings, or lists of them, not {features[wanted]}",
+            f"--label_column {name}: labels must be integers or strings, or lists of them, not {features[name]}",
             f"use one of {join_names(features)}",
         )
-    return wanted
+    return name
+
+
+def _choose(kind: str, features: Collection[str], wanted: str | None, found: list[str]) -> str:
+    """The column that a flag names, or the only one found. Raises ValueError if there is none."""
+    if wanted in features or (wanted is None and len(found) == 1):
+        return wanted or found[0]
+    problem = f"each of {join_names(found)} may be the {kind} column" if found else f"there is no {kind} column"
+    if wanted is not None:
+        problem = f"--{kind}_column {wanted}: no such column"
+    raise UserError(problem, f"set --{kind}_column to one of {join_names(features)}")
 
 
 def _is_list(feature) -> bool:
@@ -145,18 +157,6 @@ def _element(feature):
 
 def _values(dataset, column: str):
     return dataset.select_columns(column).with_format("arrow")[:][column]
-
-
-def _only_one(found: list[str], kind: str, features: Collection[str]) -> str:
-    if len(found) != 1:
-        which = f"each of {join_names(found)} may be the {kind} column" if found else f"there is no {kind} column"
-        raise UserError(which, f"set --{kind}_column to one of {join_names(features)}")
-    return found[0]
-
-
-def _check_column(features: Collection[str], name: str, flag: str) -> None:
-    if name not in features:
-        raise UserError(f"{flag} {name}: no such column", f"use one of {join_names(features)}")
 
 
 def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, ...]]:

@@ -100,7 +100,7 @@ def resolve_input(
     """
     if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT):
         return config, [], saved.spec
-    channels, size = peek(train, skip=config.bad_images == "skip")
+    channels, size = peek(train)
     small = size is not None and max(size) <= SMALL
     # mnist_cnn takes images of one size.
     small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None
