@@ -31,7 +31,6 @@ from utils.data.datasets import ImagesToPredict
 from utils.data.order import BlockSampler
 from utils.data.pipeline import make_loader
 from utils.data.splits import Split, fingerprint_of
-from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
 from utils.launch.exits import fix_for_memory
@@ -100,7 +99,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def check_flags(flags: PredictConfig) -> None:
     """Raise ValueError for errors that one process can detect alone."""
     find_checkpoints(expand(flags.ckpt), flags.average)
-    check_workers(flags.num_workers)
     if flags.out:
         check_table_file("--out", expand(flags.out))
     if flags.html:

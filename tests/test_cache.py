@@ -227,7 +227,7 @@ def test_a_bad_image_is_named_whichever_process_finds_it(workers):
 def test_a_bad_image_that_many_samples_share_is_named():
     images = [encoded(image, "PNG") for image in pictures(5)]
     split = split_of([*images[:3], b"no image", images[4]]).select(np.array([0, 3, 1, 3, 2, 4]))
-    with pytest.raises(ValueError, match="^image 3 of split 'train': not a readable image"):
+    with pytest.raises(ValueError, match=r"^image 3 of split 'train': not a readable image"):
         decode_all(split, 8, 8, 3, "cache", iter)
 
 

@@ -19,8 +19,8 @@ from sklearn.datasets import load_sample_image
 from torchvision.transforms import InterpolationMode, v2
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import crop_box
-from utils.data.decode import EVAL_CROP, LARGE, center, decode, peek, shrink_to_center, shrink_to_part
+from utils.data.augment import Crop, crop_box
+from utils.data.decode import EVAL_CROP, LARGE, center, center_factor, decode, peek
 from utils.data.order import Microbatch
 from utils.data.pipeline import make_dataset
 from utils.data.spec import InputSpec
@@ -212,9 +212,10 @@ def test_a_large_jpeg_is_turned_by_its_xmp_data_at_any_scale_and_not_by_an_inval
 
 
 def test_an_image_is_to_be_reduced_only_as_far_as_both_of_its_sides_allow():
-    assert shrink_to_part(lambda height, width: (0, 0, height // 2, width), 100, 50)(800, 600) == 4
-    assert shrink_to_part(lambda height, width: (0, 0, height, width // 2), 100, 50)(1000, 400) == 4
-    assert shrink_to_center(100, 50)(800, 150) == 3 and shrink_to_center(100, 50, share=0.5)(800, 600) == 4
+    crop, random = Crop(InputSpec(100, 50, 3, [0.5] * 3, [0.5] * 3), 0.1), torch.full((4,), 0.5)
+    _, _, rows, columns = crop_box(800, 600, random.tolist(), 0.1)
+    assert crop.shrink(random, 800, 600) == min(rows / 100, columns / 50)
+    assert center_factor(800, 150, 100, 50) == 3
 
 
 def test_only_large_jpegs_are_looked_at_before_they_are_decoded():

@@ -408,8 +408,16 @@ def test_columns_are_found_by_type_or_by_name():
 
 def test_columns_that_do_not_fit_are_refused():
     table(labels_of(30), NAMED, weight=([0.5] * 30, Value("float32"))).save_to_disk("tables")
-    refused("tables", "--image_column photo: no such column; use one of image, label, weight", image_column="photo")
-    refused("tables", "--label_column kind: no such column; use one of image, label, weight", label_column="kind")
+    refused(
+        "tables",
+        "--image_column photo: no such column; set --image_column to one of image, label, weight",
+        image_column="photo",
+    )
+    refused(
+        "tables",
+        "--label_column kind: no such column; set --label_column to one of image, label, weight",
+        label_column="kind",
+    )
     refused("tables", "--image_column label: holds ", image_column="label")
     refused("tables", "--label_column image: labels must be integers or strings", label_column="image")
     refused("tables", "--label_column weight: labels must be integers or strings", label_column="weight")

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from utils.config.settings import TrainConfig
 from utils.data.auto_augment import AUTO_AUGMENTS, ColorJitter
-from utils.data.decode import EVAL_CROP, Shrink, center_of_photograph, resize, shrink_to_center, shrink_to_part
+from utils.data.decode import EVAL_CROP, Shrink, center_factor, center_of_photograph, resize
 from utils.data.draws import ALTERNATING, Draws
 from utils.data.erasing import Cutout, RandomErasing
 from utils.data.operation import Operation
@@ -32,9 +32,9 @@ class Center(Operation):
     def image(self, pixels: Tensor, random: Tensor) -> Tensor:
         return center_of_photograph(pixels, self.spec)
 
-    def shrink(self, random: Tensor) -> Shrink:
-        size = self.spec.height, self.spec.width
-        return shrink_to_center(*size, min(size) / self.spec.resize if self.spec.resize else EVAL_CROP)
+    def shrink(self, random: Tensor, height: int, width: int) -> float:
+        share = min(self.spec.size) / self.spec.resize if self.spec.resize else EVAL_CROP
+        return share * center_factor(height, width, *self.spec.size)
 
 
 class Crop(Operation):
@@ -50,8 +50,9 @@ class Crop(Operation):
         top, left, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
         return resize(pixels[top : top + rows, left : left + columns], *self.size, self.interpolation)
 
-    def shrink(self, random: Tensor) -> Shrink:
-        return shrink_to_part(partial(crop_box, random=random.tolist(), min_scale=self.min_scale), *self.size)
+    def shrink(self, random: Tensor, height: int, width: int) -> float:
+        _, _, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
+        return min(rows / self.size[0], columns / self.size[1])
 
 
 class ShiftAndFlip(Operation):
@@ -171,10 +172,10 @@ class Augmentation:
         draws = Draws(self.seed, microbatch.epoch, microbatch.indices, microbatch.occurrences)
         return {name: draws.uniform(*operation.streams) for name, operation in self.operations.items()}
 
-    def shrink(self, random: dict[str, Tensor], place: int) -> Shrink | None:
+    def shrink(self, random: dict[str, Tensor], place: int) -> Shrink:
         """`Operation.shrink` of the first operation, for the photograph at this place of its microbatch."""
         name, first = next(iter(self.operations.items()))
-        return first.shrink(random[name][place])
+        return partial(first.shrink, random[name][place])
 
     def image(self, pixels: Tensor, random: dict[str, Tensor], place: int) -> Tensor:
         """Change the image at this place of its microbatch, [H, W, C]."""

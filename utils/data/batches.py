@@ -91,17 +91,14 @@ class Batches:
         loaded, resident = awaited(self.loader, self.what), self.resident
         for batch in self._streamed(loaded) if resident is None else self._drawn(loaded, resident):
             self.error = batch.get("error", self.error)
-            mix = None
+            mix, labels, microbatch = None, batch["labels"], batch["microbatch"]
             if self.mixing and "error" not in batch:
-                mix = self.mixing.draw(batch["microbatch"])
+                mix = _to(self.mixing.draw(microbatch), self.device)
             if self.mixing and mix:
-                mix = _to(mix, self.device)
-                batch["labels"] = mix.targets(batch["labels"], self.mixing.outputs)
-            batch["indices"] = torch.as_tensor(batch["indices"])
-            if batch["labels"].ndim == 2:  # copied to the device as bytes
-                batch["labels"] = batch["labels"].float()
-            rest = [batch[name] for name in Batch._fields[1:]]
-            yield Batch(self._normalised(batch["images"], mix), *rest)
+                labels = mix.targets(labels, self.mixing.outputs)
+            labels = labels.float() if labels.ndim == 2 else labels  # copied to the device as bytes
+            indices = torch.as_tensor(microbatch.indices)
+            yield Batch(self._normalised(batch["images"], mix), labels, indices, microbatch.update, microbatch.number)
 
     def _streamed(self, loaded: Iterator[dict]) -> Iterator[dict]:
         """Batches on the device from batches of pixels, augmented."""
@@ -116,7 +113,7 @@ class Batches:
             images, labels = resident.draw(group["microbatch"].indices)
             if self.augmentation:
                 images = self.augmentation.batch(images, self.augmentation.prepare(group["microbatch"]))
-            sizes = [len(part["indices"]) for part in group["parts"]]
+            sizes = [len(part["microbatch"].indices) for part in group["parts"]]
             cuts = zip(images.split(sizes), labels.split(sizes), strict=True)
             for part, (pixels, classes) in zip(group["parts"], cuts, strict=True):
                 yield part | {"images": pixels, "labels": classes}

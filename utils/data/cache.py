@@ -3,13 +3,14 @@
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from utils.data.decode import BAD_IMAGE_FIX, VERSION, center, decode, shrink_to_center
+from utils.data.decode import BAD_IMAGE_FIX, VERSION, center, center_factor, decode
 from utils.data.pixels import damage, open_pixels, remove_leftovers, write_pixels
 from utils.data.spec import SMALL
 from utils.data.splits import Split, whole_split
@@ -47,7 +48,10 @@ class _Chunks(Dataset):
     def __getitem__(self, number: int) -> dict:
         height, width, channels = self.shape
         positions = range(number * self.size, min((number + 1) * self.size, len(self.split)))
-        pixels, shrink = np.zeros((len(positions), *self.shape), np.uint8), shrink_to_center(height, width)
+        pixels, shrink = (
+            np.zeros((len(positions), *self.shape), np.uint8),
+            partial(center_factor, height=height, width=width),
+        )
         try:
             encoded = self.split.read_ahead(positions)
             for row, position in enumerate(positions):

@@ -142,26 +142,16 @@ def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None]:
     return (1 if grey else 3), (sizes.pop() if len(sizes) == 1 else None)
 
 
-def shrink_to_center(height: int, width: int, share: float = 1.0) -> Shrink:
-    """A function that computes how many times smaller `center` makes an image."""
-    return lambda whole_height, whole_width: share * min(whole_height / height, whole_width / width)
-
-
-def shrink_to_part(part: Callable[[int, int], tuple[int, int, int, int]], height: int, width: int) -> Shrink:
-    """The same for a crop: `part` computes its (top, left, height, width) from an image's (height, width)."""
-
-    def shrink(whole_height: int, whole_width: int) -> float:
-        _, _, part_height, part_width = part(whole_height, whole_width)
-        return min(part_height / height, part_width / width)
-
-    return shrink
+def center_factor(whole_height: int, whole_width: int, height: int, width: int) -> float:
+    """How many times smaller `center` makes an image of the first size."""
+    return min(whole_height / height, whole_width / width)
 
 
 def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tensor:
     """Resize an image so that its central `share` is height x width, and crop to that; uint8 [H, W, C]."""
     if tuple(pixels.shape[:2]) == (height, width) and share == 1.0:
         return pixels
-    scale = 1 / shrink_to_center(height, width, share)(*pixels.shape[:2])
+    scale = 1 / (share * center_factor(pixels.shape[0], pixels.shape[1], height, width))
     rows, columns = max(height, round(pixels.shape[0] * scale)), max(width, round(pixels.shape[1] * scale))
     planes = resize(pixels, rows, columns).permute(2, 0, 1)
     return F.center_crop(planes, [height, width]).permute(1, 2, 0)

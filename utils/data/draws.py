@@ -62,7 +62,7 @@ class Draws:
 @cache
 def _offsets(streams: tuple[str, ...], device: torch.device) -> Tensor:
     counters = [_COUNTERS.get(stream, fold_in("stream", stream)) for stream in streams]
-    return torch.tensor([_signed(counter * _GAMMA % 2**64) for counter in counters]).to(device)
+    return torch.tensor([_signed(counter * _GAMMA % 2**64) for counter in counters], dtype=torch.int64).to(device)
 
 
 def _signed(word: int) -> int:

@@ -5,7 +5,6 @@ split if no folder next to it holds images, or if it has classes in common with 
 error that names the flag to set. A folder that --train_split or --eval_split names is always a split.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,13 +15,11 @@ from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.scan import (
     IMG_EXTENSIONS,
-    LeftOut,
     Scan,
     class_name_of,
     class_names_in,
     folders_in,
     holds_image,
-    is_folder,
     loose_images,
 )
 from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, split_that_defines_classes, whole_split
@@ -200,7 +197,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
         class_name = class_name_of(child)
         files = scan.images(child.path, class_name)
         if not files:
-            scan.left_out.empty_classes.append(class_name)
+            scan.empty_classes.append(class_name)
             continue
         if class_name not in number:
             raise UserError(
@@ -210,15 +207,14 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
         paths += files
         labels += [number[class_name]] * len(files)
     if not paths:
-        raise _no_images(folder, scan.left_out)
-    scan.count_beside_classes(folder)
-    bad = {row: scan.bad[path] for row, path in enumerate(paths) if path in scan.bad} if scan.bad else {}
-    images = Files(paths, str(folder), scan)
-    split = whole_split(name, images, labels, fingerprint_of(folder.resolve()))
-    return replace(split, bad=bad, notes=tuple(scan.left_out.notes(folder)))
+        raise _no_images(scan)
+    scan.count_beside_classes()
+    split = whole_split(name, Files(paths, str(folder), scan), labels, fingerprint_of(folder.resolve()))
+    return replace(split, notes=scan.notes())
 
 
-def _no_images(folder: Path, left_out: LeftOut) -> UserError:
+def _no_images(scan: Scan) -> UserError:
+    folder = scan.folder
     tables = [child for child in sorted(folder.iterdir()) if child.is_dir() and has_tables(child)]
     if tables:
         return UserError(f"{folder}: no images in it", f"for the tables below it, give {join_names(tables)}")
@@ -229,9 +225,7 @@ def _no_images(folder: Path, left_out: LeftOut) -> UserError:
             "move each image to CLASS/IMAGE.jpg "
             "(if this split has no labels, choose another --eval_split or give --eval_fraction 0.1)",
         )
-    if left_out.not_images:
-        problem = f"{folder}: no images of a supported type, only {left_out.kinds()}"
+    if scan.not_images:
+        problem = f"{folder}: no images of a supported type, only {scan.kinds()}"
         return UserError(problem, f"convert them to one of {join_names(IMG_EXTENSIONS)}")
-    names = [entry.name + "/" * is_folder(entry) for entry in os.scandir(folder)]
-    seen = f" (only {join_names(sorted(names), 6)})" if names else ""
-    return UserError(f"{folder}: no images in it{seen}", "an image folder holds CLASS/IMAGE.jpg")
+    return UserError(f"{folder}: no images in it", "an image folder holds CLASS/IMAGE.jpg")

@@ -4,8 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from utils.data.decode import Shrink
-
 
 class Operation:
     """An augmentation of uint8 images. Each image has one random number in [0, 1) from each of the `streams`.
@@ -36,6 +34,6 @@ class Operation:
         """
         raise NotImplementedError
 
-    def shrink(self, random: Tensor) -> Shrink | None:
-        """How many times smaller the first operation makes a photograph, as a function of its size; None: full size."""
-        return None
+    def shrink(self, random: Tensor, height: int, width: int) -> float:
+        """How many times smaller the first operation makes a photograph of this size; below 2 it is decoded whole."""
+        return 1.0

@@ -35,8 +35,7 @@ class ResidentImages(DecodedImages):
         self.targets = torch.tensor(decoded.labels, device=device)
 
     def __getitems__(self, microbatch: Microbatch) -> dict:
-        part = self.readable_part(microbatch)
-        return {"indices": part.indices, "update": part.update, "number": part.number, "microbatch": part}
+        return {"microbatch": self.readable_part(microbatch)}
 
     def groups(self, batches: Iterator[dict]) -> Iterator[dict]:
         """Join microbatches of one epoch; tensors are copied to the device."""

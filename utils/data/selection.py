@@ -175,8 +175,7 @@ def _report_left_out(splits: Sequence[Split], terminal: Terminal) -> dict[str, s
     """Report the unreadable images, which are left out; returns them with the reasons."""
     images: dict[str, str] = {}
     for split in splits:
-        positions = np.flatnonzero(~split.readable).tolist()
-        bad = {split.describe(position): split.bad[int(split.rows[position])] for position in positions}
+        bad = split.unreadable()
         for name, reason in list(bad.items())[:1]:
             count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
             terminal.print(f"{count} cannot be used and will be left out; the first is {name} ({reason})")

@@ -31,7 +31,6 @@ SOURCES = Table(
     },
     others="a Hub id such as ylecun/mnist, an image folder, a folder of parquet or arrow files, a save_to_disk folder",
 )
-_EARLY_CHECKS = {"torchvision/": torchvision_class}  # check the part after the key without opening data
 
 
 def _find(data: str) -> tuple[str, str]:
@@ -69,8 +68,8 @@ def check_source(config: TrainConfig) -> None:
         problem = f"--task multilabel: each image of --data {config.data} has one label"
         raise UserError(problem, "use a table or a CSV file with lists of labels")
     (key, rest), path = _find(config.data), expand(config.data)
-    if key in _EARLY_CHECKS:
-        _EARLY_CHECKS[key](rest)
+    if key == "torchvision/":
+        torchvision_class(rest)
     elif key:
         return
     elif not path.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") != 1):

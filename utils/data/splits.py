@@ -59,6 +59,11 @@ class Split:
         """bool [N]: False for each sample whose image is known to be unreadable."""
         return ~np.isin(self.rows, list(self.bad)) if self.bad else np.ones(len(self), bool)
 
+    def unreadable(self) -> dict[str, str]:
+        """The errors of its unreadable images, by their paths or indices."""
+        positions = np.flatnonzero(~self.readable).tolist()
+        return {self.describe(position): self.bad[int(self.rows[position])] for position in positions}
+
     def select(self, positions: np.ndarray) -> "Split":
         """A split of the samples at these positions, in this order."""
         weights = None if self.weights is None else self.weights[positions]

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Sequence
 
-from utils.errors import UserError
 from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import MB, SHM, SHM_FIX, describe_shm, shm_space, usable_physical_cores
 
@@ -15,29 +14,12 @@ _USABLE = 0.9  # fraction of the free space to use; other programs need some too
 _PER_CORE = 8  # most loader processes per core of a machine, far more than is useful
 
 
-def check_workers(count: int | None) -> None:
-    """Raise ValueError if --num_workers `count` starts far more processes than this machine has cores."""
-    most = most_workers()
-    if count is not None and count > most:
-        _, processes = local_rank_and_size()
-        total = f"{processes} x {count} loader processes" if processes > 1 else f"{count} loader processes"
-        raise UserError(
-            f"--num_workers {count}: {total} are too many for the {os.cpu_count()} processor cores of this machine",
-            f"use at most {most}, or leave it out",
-        )
-
-
 def default_workers(threads: int, processes: int) -> int:
     """The default number of loader processes for each of a machine's `processes`, with `threads` threads each.
 
     At most 8, or one for each physical core of the process up to 16, whose photographs can keep one GPU busy.
     """
     return min(threads, max(8, min(16, usable_physical_cores() // processes)))
-
-
-def most_workers() -> int:
-    """The highest --num_workers that this machine allows."""
-    return max(1, _PER_CORE * (os.cpu_count() or 1) // local_rank_and_size()[1])
 
 
 def bytes_needed(sizes: Sequence[int], workers: int, ahead: int) -> int:
@@ -60,10 +42,15 @@ def choose_workers(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
 
 
 def workers_that_fit(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
-    """`choose_workers`. The machine's first rank prints a line if fewer than `wanted` fit."""
+    """`choose_workers`. The machine's first rank prints a line if there are fewer than `wanted`."""
+    processes, cores = local_rank_and_size()[1], os.cpu_count() or 1
+    most = max(1, _PER_CORE * cores // processes)
+    if wanted > most:
+        print_for_machine(f"--num_workers {wanted}: too many for {cores} processor cores; using {most} instead")
+        wanted = most
     workers, ahead = choose_workers(sizes, wanted)
     if (workers, ahead) != (wanted, AHEAD):
-        need = local_rank_and_size()[1] * bytes_needed(sizes, wanted, AHEAD) / MB
+        need = processes * bytes_needed(sizes, wanted, AHEAD) / MB
         problem = f"{SHM}: {describe_shm()}, {need:.0f} MB needed for --num_workers {wanted}"
         print_for_machine(f"{problem}; using {workers} instead, which is slower; {SHM_FIX}")
     return workers, ahead

@@ -11,7 +11,6 @@ from utils.config.settings import TrainConfig
 from utils.data.order import Plan
 from utils.data.sources import check_source
 from utils.data.spec import InputSpec
-from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.models.batch_norm import check_batch_norm, has_batch_norm
 from utils.models.zoo import check_model
@@ -28,7 +27,6 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_model(config)
     check_source(config)
     check_run_folder(config)
-    check_workers(config.num_workers)
     if config.data_dir and config.resume is None and not config.data.startswith("torchvision/"):
         problem = "--data_dir is for --data torchvision/NAME only"
         raise UserError(problem, f"for a folder of your own use --data {shlex.quote(config.data_dir)}")
