@@ -271,10 +271,9 @@ def test_images_without_a_class_folder_are_reported_or_refused_if_there_is_nothi
     refused("flat: has images but no class folders (4 found)", "CLASS/IMAGE.jpg", data="flat")
 
 
-def test_an_empty_layout_is_refused_with_what_was_seen():
+def test_an_empty_layout_is_refused():
     Path("folder/scans").mkdir(parents=True)
-    Path("folder/readme.txt").write_text("")
-    refused("folder: no images in it (only readme.txt, scans/)", "CLASS/IMAGE.jpg")
+    refused("folder: no images in it; an image folder holds CLASS/IMAGE.jpg")
 
 
 # -- special files and links -----------------------------------------------------------------------------------------
@@ -437,7 +436,7 @@ def test_tables_must_be_regular_files_and_hidden_ones_are_left_alone():
     refused("folder/test.parquet: is not a regular file")
     os.unlink("folder/test.parquet")
     os.mkdir("folder/test.parquet")
-    refused("folder/test.parquet: is a folder", "--data folder/test.parquet")
+    refused("folder/test.parquet: is not a regular file")
     os.mkfifo("pipe.parquet")
     refused("pipe.parquet: is neither a folder nor a regular file", data="pipe.parquet")
 

@@ -26,6 +26,7 @@ from utils.models.zoo import build_model, input_spec
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 from utils.runs.resume import resolve_input
+from utils.runs.typed_json import parse
 
 FLAGS = ("--data", "pictures", "--eval_fraction", "0.5", "--model", "resnet18", "--stem", "standard", "--threads", "1")
 FLAGS += ("--max_steps", "1", "--global_batch_size", "4", "--num_workers", "0", "--min_scale", "1")
@@ -111,16 +112,14 @@ def test_the_resizing_of_evaluation_is_that_of_its_own_size():
         assert input_spec(replace(config, eval_size=size), 3, None).evaluation is None
 
 
-def test_the_input_of_a_checkpoint_may_lack_the_size_of_evaluation():
+def test_the_input_of_a_checkpoint_has_one_of_evaluation_or_none():
     spec = InputSpec(32, 48, 3, [0.5] * 3, [0.5] * 3)
     both = replace(spec, evaluation=replace(spec, height=64))
-    assert InputSpec.from_dict(asdict(both)) == both
-    values = asdict(spec)
-    del values["evaluation"]
-    assert InputSpec.from_dict(values) == spec == spec.for_evaluation()
+    assert parse(InputSpec, asdict(both), "input") == both
+    assert parse(InputSpec, asdict(spec), "input") == spec == spec.for_evaluation()
     for wrong in ({}, 5, asdict(both), asdict(spec) | {"channels": 1, "mean": [0.5], "std": [0.5]}):
-        with pytest.raises(ValueError, match="'input' is missing or malformed"):
-            InputSpec.from_dict(asdict(spec) | {"evaluation": wrong})
+        with pytest.raises(ValueError, match="is missing or malformed"):
+            parse(InputSpec, asdict(spec) | {"evaluation": wrong}, "input")
 
 
 @pytest.mark.parametrize(("model", "settings", "text"), [

@@ -84,7 +84,9 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
     classes_in = {name: class_names_in(_inner(children[name])) for name in splits}
     with_classes = {name: classes for name, classes in classes_in.items() if classes}
     if with_classes:
-        if not _share_a_class(with_classes):
+        in_train = {text for name in with_classes if split_word(name) == "train" for text in with_classes[name]}
+        in_others = {text for name in with_classes if split_word(name) != "train" for text in with_classes[name]}
+        if not in_train & in_others:
             raise _ambiguous(path, with_classes, others)
         layout = _split_layout(path, splits, config)
         known = join_names((word for words in _WORDS.values() for word in words), 99)
@@ -158,15 +160,6 @@ def _asked_for(path: Path, children: dict[str, Path], wanted: str | None) -> str
         return wanted
     found = next((name for name in children if split_word(name) == wanted), None)
     return found or (wanted if (path / wanted).is_dir() else None)
-
-
-def _share_a_class(classes_in: Mapping[str, list[str]]) -> bool:
-    """Whether a training split and another split have a class in common."""
-    train: set[str] = set()
-    rest: set[str] = set()
-    for name, classes in classes_in.items():
-        (train if split_word(name) == "train" else rest).update(classes)
-    return bool(train & rest)
 
 
 def _ambiguous(path: Path, classes_in: Mapping[str, list[str]], others: list[str]) -> UserError:

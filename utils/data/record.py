@@ -97,9 +97,12 @@ class Record:
         for part in self.parts:
             part.check(len(self.class_names))
 
-    def has_same_choices(self, config: TrainConfig) -> bool:
-        """Whether these settings split the data set in the same way as the recorded ones."""
-        return self.choices == _choices(config)
+    def check_choices(self, config: TrainConfig) -> None:
+        """Raise ValueError if these settings split the data set in another way than the recorded ones."""
+        for name, value in _choices(config).items():
+            if value != self.choices[name]:
+                problem = f"--{name} was {self.choices[name]} when the run started, and is now {value}"
+                raise UserError(problem, "a resumed run needs the same samples: use the same value")
 
     @cached_property
     def data(self) -> bytes:
@@ -224,18 +227,3 @@ def is_same(part: RecordedSplit, whole: Split) -> bool:
         return part.names is None and bool(part.content) and not table_changes(part, whole)
     ends = dict(zip(whole.images.names, whole.ends.tolist(), strict=True))
     return all(ends.get(name) == end for name, end in zip(part.names, part.ends or [], strict=True))
-
-
-def differences(part: RecordedSplit, fresh: RecordedSplit, whole: Split) -> list[str]:
-    """Lines about the differences between the recorded training samples and those that these settings select."""
-    if part.names is None or fresh.names is None:
-        if (part.names, fresh.names) != (None, None) or part.source != fresh.source:
-            return [f"the run used split {part.source!r} of a different data set"]
-        return table_changes(part, whole)
-    before, now = (dict(zip(each.names or [], each.ends or [], strict=True)) for each in (part, fresh))
-    kinds = {
-        "removed": before.keys() - now.keys(),
-        "added": now.keys() - before.keys(),
-        "changed": {name for name in before.keys() & now.keys() if before[name] != now[name]},
-    }
-    return [f"training images were {what}: {join_names(sorted(names), 3)}" for what, names in kinds.items() if names]

@@ -8,7 +8,7 @@ import numpy as np
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names
 from utils.data.check import check_images, refuse_bad
-from utils.data.record import Record, differences, is_same, make_record, match_files, table_changes
+from utils.data.record import Record, is_same, make_record, match_files, table_changes
 from utils.data.sampling import class_weights
 from utils.data.sources import open_source
 from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset, renumber
@@ -23,16 +23,17 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
     A resumed run passes the `record` of its checkpoint, to continue with the same samples. All images are checked, and
     progress and messages are printed to `terminal`.
     """
+    if record is not None:
+        record.check_choices(config)
     source = _open_checked(config, terminal)
-    if record is not None and record.has_same_choices(config) and record.train.names is not None:
+    if record is not None and record.train.names is not None:
         train, evaluation = _recorded_splits(record, source, config, terminal)
         bad = _report_left_out((train, evaluation), terminal)
     else:
         (train, train_whole), (evaluation, eval_whole) = _choose_splits(source, config)
-        fresh = make_record(config, source.class_names, (train, train_whole), (evaluation, eval_whole))
         if record is not None:
-            _check_same(record, fresh, train_whole, eval_whole if record.has_same_choices(config) else None)
-        record = fresh
+            _check_same_tables(record, train_whole, eval_whole)
+        record = make_record(config, source.class_names, (train, train_whole), (evaluation, eval_whole))
         bad = _report_left_out(source.opened, terminal)
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
@@ -161,14 +162,11 @@ def _class_changes(before: list[str], now: list[str]) -> str:
     return f"the classes changed since training ({'; '.join(parts) or 'a different order'})"
 
 
-def _check_same(record: Record, fresh: Record, train_whole: Split, eval_whole: Split | None) -> None:
-    """Raise ValueError unless these are the original samples of the run; with None, compare only training samples."""
-    changes = differences(record.train, fresh.train, train_whole)
-    if not changes and eval_whole is not None:
-        changes = differences(record.evaluation, fresh.evaluation, eval_whole)
+def _check_same_tables(record: Record, *wholes: Split) -> None:
+    """Raise ValueError unless these are the tables of the run."""
+    changes = [text for part, whole in zip(record.parts, wholes, strict=True) for text in table_changes(part, whole)]
     if changes:
-        needed = "the same training data, --seed, --train_split, --eval_split and --eval_fraction"
-        raise UserError("; ".join(changes), f"a resumed run needs {needed}")
+        raise UserError("; ".join(dict.fromkeys(changes)), "a resumed run needs the same data: restore it")
 
 
 def _report_left_out(splits: Sequence[Split], terminal: Terminal) -> dict[str, str]:

@@ -5,7 +5,6 @@ prefix that ends in a slash, or a file suffix such as ".csv". `rest` is the part
 """
 
 import os
-from pathlib import Path
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
@@ -93,10 +92,8 @@ def open_source(config: TrainConfig) -> Source:
     if key:
         return SOURCES[key](rest, config)
     path = expand(config.data)
-    return _local(path, config) if path.exists() else load_hub(config)
-
-
-def _local(path: Path, config: TrainConfig) -> Source:
+    if not path.exists():
+        return load_hub(config)
     if path.is_file() or has_tables(path):
         return table_source(read_table_files(path), config)
     return image_folder(path, config)

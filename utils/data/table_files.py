@@ -83,8 +83,6 @@ def _check_files(path: Path) -> None:
     if path.is_file():
         return
     for file in (file for pattern in TABLE_FILES for file in _visible(path, pattern)):
-        if file.is_dir():
-            raise UserError(f"{file}: is a folder", f"for the tables in it, give --data {file}")
         if not file.is_file():
             raise UserError(f"{file}: is not a regular file", "remove or replace it")
     if not _is_saved(path):  # `datasets` names what such a folder lacks
