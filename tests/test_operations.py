@@ -392,7 +392,7 @@ def choices(monkeypatch):
         draws[type(operation).__name__] = [choose(operation, row) for row in random]
 
     def box(operation, row):
-        return [int(edge) for edge in operation.boxes(row[None])]
+        return [int(edge) for edge in operation.boxes(torch.from_numpy(row[None]))]
 
     def recorded(operation, row):
         operation.planes(torch.zeros(3, 20, 30, dtype=torch.uint8), row.tolist())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 from utils.config.settings import TrainConfig
 from utils.data.auto_augment import AUTO_AUGMENTS, ColorJitter
 from utils.data.decode import EVAL_CROP, Shrink, center_factor, center_of_photograph, resize
-from utils.data.draws import ALTERNATING, Draws
+from utils.data.draws import ALTERNATING, Array, Draws, namespace
 from utils.data.erasing import Cutout, RandomErasing
 from utils.data.operation import Operation
 from utils.data.order import Microbatch
@@ -29,10 +30,10 @@ class Center(Operation):
     def __init__(self, spec: InputSpec):
         self.spec = spec
 
-    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
         return center_of_photograph(pixels, self.spec)
 
-    def shrink(self, random: Tensor, height: int, width: int) -> float:
+    def shrink(self, random: np.ndarray, height: int, width: int) -> float:
         share = min(self.spec.size) / self.spec.resize if self.spec.resize else EVAL_CROP
         return share * center_factor(height, width, *self.spec.size)
 
@@ -45,12 +46,12 @@ class Crop(Operation):
     def __init__(self, spec: InputSpec, min_scale: float):
         self.size, self.min_scale, self.interpolation = (spec.height, spec.width), min_scale, spec.interpolation
 
-    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
         height, width, _ = pixels.shape
         top, left, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
         return resize(pixels[top : top + rows, left : left + columns], *self.size, self.interpolation)
 
-    def shrink(self, random: Tensor, height: int, width: int) -> float:
+    def shrink(self, random: np.ndarray, height: int, width: int) -> float:
         _, _, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
         return min(rows / self.size[0], columns / self.size[1])
 
@@ -69,37 +70,38 @@ class ShiftAndFlip(Operation):
         stream = ALTERNATING if flip == "alternate" else "flip"
         self.streams = ("shift_top", "shift_left") * (padding > 0) + (stream,) * self.flip
 
-    def _choices(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _choices(self, random: Array) -> tuple[Any, Any, Any]:
         """Where each result starts in its padded image, int64 [n] twice, and whether it is flipped, bool [n]."""
-        starts = (random * (2 * self.padding + 1)).long()  # without padding, 0
+        xp = namespace(random)
+        starts = xp.asarray(random * (2 * self.padding + 1), dtype=xp.int64)  # without padding, 0
         return starts[:, 0], starts[:, 1 if self.padding else 0], random[:, -1] < 0.5 * self.flip
 
-    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
-        (top,), (left,), (flipped,) = (choice.tolist() for choice in self._choices(random[None]))
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+        (top,), (left,), (flipped,) = self._choices(random[None])
         if self.padding:
             pixels = pad(pixels, (0, 0) + (self.padding,) * 4)[top : top + self.height, left : left + self.width]
         return pixels.flip(1) if flipped else pixels
 
-    def prepare(self, random: Tensor) -> dict[str, Tensor]:
+    def prepare(self, random: Array) -> dict[str, Tensor]:
         """The samples to flip, int64 [m], and where each row of the result starts, int64 [n * H].
 
-        On a GPU, all images are flipped, because the host would have to wait for the number of those to flip.
+        On the device, all images are flipped, because the host would have to wait for the number of those to flip.
         """
         n, padding, (padded_height, padded_width) = len(random), self.padding, self._padded()
         top, left, is_flipped = self._choices(random)
-        image, rows = (torch.arange(count, device=random.device) for count in (n, self.height))
-        step: int | Tensor = padded_width
-        first, flipped = (image * padded_height + top) * padded_width + left, image[:0]
+        xp = namespace(random)
+        image, rows = (xp.arange(count, device=random.device) for count in (n, self.height))
+        first, step, flipped = (image * padded_height + top) * padded_width + left, padded_width, image[:0]
         if self.flip:
             # Flipped images come after the others, with all pixels in reverse order, so rows are read from last to
             # first.
-            on_host = random.device.type == "cpu"
-            flipped = is_flipped.nonzero()[:, 0] if on_host else image
-            copy = is_flipped.cumsum(0) - 1 if on_host else image  # its place among the flipped images
+            flipped = image if xp is torch else image[is_flipped]
+            copy = image if xp is torch else is_flipped.cumsum() - 1  # its place among the flipped images
             reverse = ((n + copy + 1) * padded_height - 1 - top) * padded_width + 2 * padding - left
-            first = torch.where(is_flipped, reverse, first)
-            step = torch.where(is_flipped, -padded_width, padded_width)[:, None]
-        return {"flipped": flipped, "starts": (first[:, None] + step * rows).reshape(-1)}
+            first = xp.where(is_flipped, reverse, first)
+            step = xp.where(is_flipped, -padded_width, padded_width)[:, None]
+        starts = (first[:, None] + step * rows).reshape(-1)
+        return {"flipped": torch.as_tensor(flipped), "starts": torch.as_tensor(starts)}
 
     def batch(self, images: Tensor, prepared: dict[str, Tensor]) -> Tensor:
         n, height, width, channels = images.shape
@@ -167,17 +169,17 @@ class Augmentation:
         """Whether all operations can change a batch on the device; else images are changed in loader processes."""
         return all(operation.batched for operation in self.operations.values())
 
-    def draw(self, microbatch: Microbatch) -> dict[str, Tensor]:
+    def draw(self, microbatch: Microbatch) -> dict[str, Any]:
         """The random numbers of its samples, float32 [n, len(streams)] for each operation."""
         draws = Draws(self.seed, microbatch.epoch, microbatch.indices, microbatch.occurrences)
         return {name: draws.uniform(*operation.streams) for name, operation in self.operations.items()}
 
-    def shrink(self, random: dict[str, Tensor], place: int) -> Shrink:
+    def shrink(self, random: dict[str, np.ndarray], place: int) -> Shrink:
         """`Operation.shrink` of the first operation, for the photograph at this place of its microbatch."""
         name, first = next(iter(self.operations.items()))
         return partial(first.shrink, random[name][place])
 
-    def image(self, pixels: Tensor, random: dict[str, Tensor], place: int) -> Tensor:
+    def image(self, pixels: Tensor, random: dict[str, np.ndarray], place: int) -> Tensor:
         """Change the image at this place of its microbatch, [H, W, C]."""
         for name, operation in self.operations.items():
             pixels = operation.image(pixels, random[name][place])

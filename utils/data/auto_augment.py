@@ -30,7 +30,7 @@ class ColorOperation(Operation):
         """The changed planes."""
         raise NotImplementedError
 
-    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
         return self.planes(pixels.permute(2, 0, 1), random.tolist()).permute(1, 2, 0)
 
 

@@ -4,6 +4,7 @@ An image is therefore augmented in the same way on every rank, in every worker a
 """
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from utils.data.order import fold_in
 
+Array = np.ndarray | Tensor
+
 # SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 _GAMMA = 0x9E3779B97F4A7C15
-_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))  # as int64
 # The counters of the oldest streams, fixed so that earlier runs can be resumed; any other is a hash of its name.
 _COUNTERS = {"shift_top": 1, "shift_left": 2, "flip": 3}
 _COUNTERS |= {"crop_area": 5, "crop_aspect": 6, "crop_top": 7, "crop_left": 8}
@@ -27,32 +30,34 @@ They also do so from each occurrence in an epoch to the next.
 class Draws:
     """The random numbers of the samples of one microbatch: int64 `indices` [n] and `occurrences` [n] (None: all 0).
 
-    Each stream has independent numbers and can be used only once. Indices and occurrences are arrays or tensors. The
-    numbers are computed on the device of the tensors without waiting for it, and are the same there, bit for bit.
+    Each stream has independent numbers and can be used only once. For tensors, they are computed on their device
+    without waiting for it, and are the same, bit for bit.
     """
 
-    def __init__(
-        self, seed: int, epoch: int, indices: np.ndarray | Tensor, occurrences: np.ndarray | Tensor | None = None
-    ):
-        samples = torch.as_tensor(indices)
-        self._states = _scramble(samples ^ _signed(fold_in(seed, "augment", epoch) ^ 1 << 63))
-        self._alternating = samples ^ _signed(fold_in(seed, "augment", ALTERNATING))
-        self._turns: int | Tensor = epoch
-        self._used = set[str]()
+    def __init__(self, seed: int, epoch: int, indices: Array, occurrences: Array | None = None):
+        states = _scramble(indices ^ _signed(fold_in(seed, "augment", epoch) ^ 1 << 63))
+        self._turns: Any = epoch
         if occurrences is not None:
-            occurrences = torch.as_tensor(occurrences)
-            repeated = _scramble(self._states ^ _scramble(occurrences))
-            self._states = torch.where(occurrences > 0, repeated, self._states)
+            repeated = _scramble(states ^ _scramble(occurrences))
+            states = namespace(states).where(occurrences > 0, repeated, states)
             self._turns = epoch + occurrences
+        self._states, self._used = states[:, None], set[str]()
+        self._alternating = indices ^ _signed(fold_in(seed, "augment", ALTERNATING))
 
-    def uniform(self, *streams: str) -> Tensor:
-        """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)]."""
+    def uniform(self, *streams: str) -> Any:
+        """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)], an array or a tensor."""
         assert len(set(streams)) == len(streams) and self._used.isdisjoint(streams), f"used twice: {streams}"
         self._used.update(streams)
-        bits = _right(_scramble(self._states[:, None] + _offsets(streams, self._states.device)), 40)
+        xp = namespace(self._states)
+        bits = _right(_scramble(self._states + _offsets(streams, xp, self._states.device)), 40)
         if ALTERNATING in streams:  # the highest bit is inverted after an odd number of turns
             bits[:, streams.index(ALTERNATING)] = _right(_scramble(self._alternating), 40) ^ (self._turns & 1) << 23
-        return bits.float() / 2**24
+        return xp.asarray(bits, dtype=xp.float32) / 2**24
+
+
+def namespace(array: Array) -> Any:
+    """The module whose functions take this array: numpy, which is faster for small arrays on the host, or torch."""
+    return torch if isinstance(array, Tensor) else np
 
 
 # 64-bit words are int64, because PyTorch cannot shift uint64: sums and products have the same bits, and a shift to the
@@ -60,20 +65,20 @@ class Draws:
 
 
 @cache
-def _offsets(streams: tuple[str, ...], device: torch.device) -> Tensor:
+def _offsets(streams: tuple[str, ...], xp: Any, device: Any) -> Any:
     counters = [_COUNTERS.get(stream, fold_in("stream", stream)) for stream in streams]
-    return torch.tensor([_signed(counter * _GAMMA % 2**64) for counter in counters], dtype=torch.int64).to(device)
+    return xp.asarray([_signed(counter * _GAMMA % 2**64) for counter in counters], dtype=xp.int64, device=device)
 
 
 def _signed(word: int) -> int:
     return (word ^ 1 << 63) - (1 << 63)
 
 
-def _right(x: Tensor, places: int) -> Tensor:
+def _right(x: Any, places: int) -> Any:
     return x >> places & (1 << 64 - places) - 1
 
 
-def _scramble(x: Tensor) -> Tensor:
+def _scramble(x: Any) -> Any:
     for places, multiplier in _MULTIPLIERS:
-        x = (x ^ _right(x, places)) * _signed(multiplier)
+        x = (x ^ _right(x, places)) * multiplier
     return x ^ _right(x, 31)

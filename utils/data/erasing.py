@@ -3,9 +3,11 @@
 import math
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from utils.data.draws import Array
 from utils.data.operation import Operation
 from utils.data.spec import InputSpec
 
@@ -34,20 +36,23 @@ class FillBox(Operation):
         """Whether each image may change, bool [n]; it need not, if its box has no pixels."""
         return torch.ones(len(random), dtype=torch.bool)
 
-    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
-        top, left, bottom, right = (max(0, int(edge)) for edge in self.boxes(random[None]))
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
+        top, left, bottom, right = (max(0, int(edge)) for edge in self.boxes(torch.from_numpy(random[None])))
         pixels = pixels.clone()
         pixels[top:bottom, left:right] = torch.tensor(self.fill, dtype=torch.uint8)
         return pixels
 
-    def prepare(self, random: Tensor) -> dict[str, Tensor]:
+    def prepare(self, random: Array) -> dict[str, Tensor]:
         """Masks of the rows [m, H] and of the values in a row [m, W * C]: uint8, 255 inside the box, else 0.
 
-        They are those of the m images that may change, `chosen` int64 [m]. On a GPU, where the host would have to wait
-        for m, it is absent: there they are those of all images.
+        They are those of the m images that may change, `chosen` int64 [m]. On the device it is absent, because the host
+        would have to wait for m: there they are those of all images.
         """
-        chosen = {"chosen": self.may_change(random).nonzero()[:, 0]} if random.device.type == "cpu" else {}
-        random = random[chosen["chosen"]] if chosen else random
+        chosen = {}
+        if isinstance(random, np.ndarray):
+            random = torch.from_numpy(random)
+            chosen = {"chosen": self.may_change(random).nonzero()[:, 0]}
+            random = random[chosen["chosen"]]
         top, left, bottom, right = (edge[:, None] for edge in self.boxes(random))
         row = torch.arange(self.height, device=random.device)
         column = torch.arange(self.width, device=random.device).repeat_interleave(self.channels)

@@ -74,7 +74,7 @@ class Mixing:
         first = np.flatnonzero(is_pair)  # its draws are those of the pair
         draws = Draws(self.seed, microbatch.epoch, indices[first], None if occurrences is None else occurrences[first])
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
-        random = draws.uniform(*streams).double().numpy()
+        random = draws.uniform(*streams).astype(np.float64)
         is_mixed = random[:, 0] < self.probability
         first, (_, which, quantile, row, column) = first[is_mixed], random[is_mixed].T
         is_cut = which < 0.5 if self.mixup and self.cutmix else np.full(len(first), self.cutmix > 0)

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
+
+from utils.data.draws import Array
 
 
 class Operation:
@@ -16,11 +19,11 @@ class Operation:
     # by one, in loader processes.
     batched = False
 
-    def image(self, pixels: Tensor, random: Tensor) -> Tensor:
+    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
         """The changed image [H, W, C], not in place."""
         raise NotImplementedError
 
-    def prepare(self, random: Tensor) -> Any:
+    def prepare(self, random: Array) -> Any:
         """Compute the input of `batch` from the random numbers [n, len(streams)], which are on the host or the device.
 
         If it is a dict, its tensors are copied to the device. It must not wait for a GPU.
@@ -34,6 +37,6 @@ class Operation:
         """
         raise NotImplementedError
 
-    def shrink(self, random: Tensor, height: int, width: int) -> float:
+    def shrink(self, random: np.ndarray, height: int, width: int) -> float:
         """How many times smaller the first operation makes a photograph of this size; below 2 it is decoded whole."""
         return 1.0
