@@ -17,7 +17,7 @@ import eval
 import train
 from utils.config.settings import TrainConfig
 from utils.console import printable
-from utils.data.class_counts import absent_classes, classes_row, few_images
+from utils.data.class_counts import classes_row, remarks
 from utils.data.selection import load_data, load_split
 from utils.data.sources import check_source
 from utils.data.splits import Data, whole_split
@@ -253,10 +253,12 @@ def test_only_readable_samples_count_for_the_size_of_a_class():
     even = whole_split("test", pixels, [0, 1, 2, 2, 1, 0], "")
     data = Data(train, even, names)
     assert classes_row(data) == "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
-    assert absent_classes(data) == ["1 of 3 classes have no training image: dog"]
+    assert "1 of 3 classes have no training image: dog" in remarks(data)
     data = Data(even, train.select(np.asarray([0, 1])), names)
     assert classes_row(data) == "3, each with 2 training images, 0 (class bee cat) to 1 (class ant) evaluation images"
-    assert absent_classes(data) == ["2 of 3 classes have no evaluation image: bee cat, dog"]
+    assert [line for line in remarks(data) if "classes have" in line] == [
+        "2 of 3 classes have no evaluation image: bee cat, dog"
+    ]
 
 
 def test_images_without_a_class_folder_are_reported_or_refused_if_there_is_nothing_else():
@@ -505,9 +507,9 @@ def test_a_name_with_escape_codes_is_printed_without_them():
 
 def test_an_evaluation_of_few_images_is_reported():
     image_folder("few", {"train/a": 30, "train/b": 30, "val/a": 10, "val/b": 9})
-    assert few_images(load_data(TrainConfig(data="few"))) == [
+    assert remarks(load_data(TrainConfig(data="few"))) == [
         "19 evaluation images are too few to compare models or checkpoints; "
         "give more with --eval_fraction or --eval_split"
     ]
     image_folder("few", {"val/c": 0, "val/b": 10})
-    assert few_images(load_data(TrainConfig(data="few"))) == []
+    assert remarks(load_data(TrainConfig(data="few"))) == []

@@ -17,9 +17,10 @@ from PIL import Image as PillowImage
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.decode import decode, peek
+from utils.data.labels import renumber
 from utils.data.selection import load_data, load_split
 from utils.data.sources import check_source
-from utils.data.splits import hold_out, random_subset, renumber, whole_split
+from utils.data.splits import hold_out, random_subset, whole_split
 
 ANIMALS = ["cat", "dog", "emu"]
 NAMED = ClassLabel(names=ANIMALS)

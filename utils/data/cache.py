@@ -14,8 +14,7 @@ from utils.data.decode import BAD_IMAGE_FIX, VERSION, center, center_factor, dec
 from utils.data.pixels import damage, open_pixels, remove_leftovers, write_pixels
 from utils.data.spec import SMALL
 from utils.data.splits import Split, whole_split
-from utils.data.worker_process import move_to_shared_memory, worker_processes
-from utils.data.workers import choose_workers
+from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand
 from utils.launch.environment import local_rank_and_size, print_for_machine

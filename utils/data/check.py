@@ -12,8 +12,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from utils.data.decode import why_unreadable
-from utils.data.splits import Files, Split, fingerprint_of
-from utils.data.worker_process import worker_processes
+from utils.data.splits import Files, Split, fingerprint_of, stamp_of
+from utils.data.workers import worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand, write_file
 from utils.memory import usable_cores
@@ -68,9 +68,9 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     if not isinstance(split.images, Files):
         return [split.cache_key], {}
     stamps, bad = np.zeros((len(split), 3), np.int64), dict[int, str]()
-    for row in range(len(split)):
+    for row, file in enumerate(split.images.paths):
         try:
-            stamps[row] = split.images.stamp(row)
+            stamps[row] = stamp_of(file)
         except OSError as error:
             bad[row] = error.strerror or str(error)
     return [os.fsencode("\0".join(split.images.paths)), stamps.data], bad

@@ -14,6 +14,7 @@ import numpy as np
 from utils.config.settings import TrainConfig
 from utils.console import join_names, printable
 from utils.data.folders import split_word
+from utils.data.labels import multi_hot
 from utils.data.sampling import to_weights, weight_column
 from utils.data.splits import (
     EVAL_NAMES,
@@ -21,7 +22,6 @@ from utils.data.splits import (
     Source,
     Split,
     fingerprint_of,
-    multi_hot,
     split_that_defines_classes,
     whole_split,
 )

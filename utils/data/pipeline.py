@@ -13,8 +13,7 @@ from utils.data.order import MicrobatchSampler
 from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
-from utils.data.worker_process import move_to_shared_memory, worker_processes
-from utils.data.workers import default_workers, workers_that_fit
+from utils.data.workers import default_workers, move_to_shared_memory, worker_processes, workers_that_fit
 from utils.launch.environment import local_rank_and_size
 
 ImageDataset = DecodedImages | EncodedImages

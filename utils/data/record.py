@@ -5,12 +5,11 @@ table have no names, so tables are only compared as a whole.
 """
 
 import gzip
-import io
 import json
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -20,7 +19,8 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.splits import Files, Split, multi_hot
+from utils.data.labels import multi_hot
+from utils.data.splits import Files, Split
 from utils.errors import UserError
 
 FILE = "samples.json.gz"
@@ -99,16 +99,16 @@ class Record:
 
     def check_choices(self, config: TrainConfig) -> None:
         """Raise ValueError if these settings split the data set in another way than the recorded ones."""
-        for name, value in _choices(config).items():
-            if value != self.choices[name]:
-                problem = f"--{name} was {self.choices[name]} when the run started, and is now {value}"
+        for name, value in self.choices.items():
+            if value != getattr(config, name):
+                problem = f"--{name} was {value} when the run started, and is now {getattr(config, name)}"
                 raise UserError(problem, "a resumed run needs the same samples: use the same value")
 
     @cached_property
     def data(self) -> bytes:
         """The contents of the file in a checkpoint, computed once. Equal records give equal bytes."""
         parts = {"train": vars(self.train), "evaluation": vars(self.evaluation)}
-        values = {"format": 1, **parts, "class_names": self.class_names, "choices": self.choices}
+        values = {**parts, "class_names": self.class_names, "choices": self.choices}
         text = json.dumps(values, separators=(",", ":"))
         return gzip.compress(text.encode(), 1, mtime=0)
 
@@ -117,27 +117,20 @@ def make_record(
     config: TrainConfig, class_names: list[str], train: tuple[Split, Split], evaluation: tuple[Split, Split]
 ) -> Record:
     """Describe both splits. Each is passed together with the whole split that it was taken from."""
-    return Record(RecordedSplit.of(*train), RecordedSplit.of(*evaluation), list(class_names), _choices(config))
-
-
-def _choices(config: TrainConfig) -> dict:
-    return {name: getattr(config, name) for name in _CHOICES}
+    choices = {name: getattr(config, name) for name in _CHOICES}
+    return Record(RecordedSplit.of(*train), RecordedSplit.of(*evaluation), list(class_names), choices)
 
 
 def read_record(path: Path) -> Record:
     """The record in a file of a verified checkpoint. Raises ValueError if it is invalid."""
     try:
-        packed = path.read_bytes()
-        largest = min(_LARGEST, _MOST_PACKED * len(packed) + 2**16)
-        with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
+        largest = min(_LARGEST, _MOST_PACKED * path.stat().st_size + 2**16)
+        with gzip.open(path) as file:
             data = file.read(largest + 1)
         if len(data) > largest:
             raise ValueError("too large")
         values = json.loads(data)
-        train, evaluation = (
-            RecordedSplit(**{field.name: values[name][field.name] for field in fields(RecordedSplit)})
-            for name in ("train", "evaluation")
-        )
+        train, evaluation = RecordedSplit(**values["train"]), RecordedSplit(**values["evaluation"])
         record = Record(train, evaluation, values["class_names"], dict(values["choices"]))
         record.check()
         return record

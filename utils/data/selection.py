@@ -8,10 +8,11 @@ import numpy as np
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names
 from utils.data.check import check_images, refuse_bad
+from utils.data.labels import check_kind, renumber
 from utils.data.record import Record, is_same, make_record, match_files, table_changes
 from utils.data.sampling import class_weights
 from utils.data.sources import open_source
-from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset, renumber
+from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset
 from utils.errors import UserError
 
 SILENT = Terminal(False)
@@ -38,7 +39,7 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
-        _check_kind(split, config)
+        check_kind(split, config)
     if len(source.class_names) < 2:
         raise UserError(f"--data {config.data} has one class, {join_names(source.class_names)}", "give at least two")
     weights = class_weights(config, train, source.class_names)
@@ -76,7 +77,7 @@ def load_split(
     if config.bad_images == "skip":
         _report_left_out([split], terminal)
     split = random_subset(_readable_part(split, config), config.max_eval_samples, config.seed)
-    _check_kind(split, config)
+    check_kind(split, config)
     wanted = class_names(source.class_names) if callable(class_names) else class_names
     return replace(renumber(split, source.class_names, wanted), name=shown)
 
@@ -241,16 +242,3 @@ def _existing(source: Source, name: str, flag: str) -> str:
     if name not in source.openers:
         raise UserError(f"{flag} {name}: no such split", f"use one of {join_names(source.openers)}")
     return name
-
-
-def _check_kind(split: Split, config: TrainConfig) -> None:
-    """Raise ValueError if the labels of a split do not suit --task, or if none of its images has one."""
-    if split.labels.ndim == 1:
-        if config.task == "multilabel":
-            problem = f"--task multilabel: each image of --data {config.data} has one label"
-            raise UserError(problem, "use lists of labels, or train with --task classification")
-    elif config.task not in ("auto", "multilabel"):
-        problem = f"--task {config.task}: an image of --data {config.data} may have several labels"
-        raise UserError(problem, "use other data, or train with --task multilabel")
-    elif not split.labels.any():
-        raise UserError(f"no image of split {split.name!r} has a label", "fix the labels")

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from utils.console import join_names
 from utils.data.order import fold_in, permutation
 from utils.data.scan import Scan
 from utils.errors import UserError
@@ -75,7 +74,7 @@ class Split:
         stamps: list[str] = []
         if isinstance(self.images, Files):
             paths, rows = self.images.paths, self.rows[self.readable]
-            stamps = [f"{os.fsencode(paths[row])!r}:{':'.join(map(str, self.images.stamp(row)))}" for row in rows]
+            stamps = [f"{os.fsencode(paths[row])!r}:{':'.join(map(str, stamp_of(paths[row])))}" for row in rows]
         return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).data, *sorted(self.bad), *stamps)
 
     @cached_property
@@ -151,10 +150,6 @@ class Files:
         with open(self.paths[row], "rb", buffering=0) as file:  # a buffer would cost a copy
             return file.read()
 
-    def stamp(self, row: int) -> tuple[int, int, int]:
-        """`stamp_of` the file of a row."""
-        return stamp_of(self.paths[row])
-
 
 def stamp_of(path: str | os.PathLike) -> tuple[int, int, int]:
     """Size in bytes, modification and change time in ns. Raises OSError for a missing or special file."""
@@ -205,21 +200,6 @@ def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
-def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
-    """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in `flat`.
-
-    Raises ValueError if one is outside 0 .. classes - 1.
-    """
-    samples = np.repeat(np.arange(len(counts)), counts)
-    wrong = np.flatnonzero((flat < 0) | (flat >= classes))
-    if len(wrong):
-        problem = f"has the label {flat[wrong[0]]}, outside 0..{classes - 1}"
-        raise UserError(f"image {samples[wrong[0]]} of split {split!r} {problem}", "fix the labels")
-    rows = np.zeros((len(counts), classes), np.uint8)
-    rows[samples, flat] = 1
-    return rows
-
-
 def check_labels(split: Split, classes: int) -> None:
     """Raise ValueError if the split is empty or a label is outside 0 .. classes - 1."""
     if not len(split):
@@ -263,27 +243,6 @@ def random_subset(split: Split, count: int | None, seed: int) -> Split:
     if count is None or count >= len(split):
         return split
     return split.select(np.sort(permutation(len(split), fold_in(seed, "subset", split.name), 0)[:count]))
-
-
-def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
-    """Map labels, indices into `class_names`, to indices into `wanted`. Raises ValueError if it lacks a class."""
-    if class_names == wanted:
-        return split
-    number = {name: index for index, name in enumerate(wanted)}
-    table = np.asarray([number.get(name, -1) for name in class_names])
-    is_multi = split.labels.ndim == 2
-    present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
-    unknown = sorted({class_names[label] for label in present if table[label] < 0})
-    if unknown:
-        raise UserError(
-            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}",
-            "evaluate data with these classes",
-        )
-    if not is_multi:
-        return replace(split, labels=table[split.labels])
-    labels = np.zeros((len(split), len(wanted)), np.uint8)
-    labels[:, table[present]] = split.labels[:, present]
-    return replace(split, labels=labels)
 
 
 def fingerprint_of(*parts) -> str:

@@ -10,12 +10,12 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
+from utils.data.labels import multi_hot
 from utils.data.sampling import to_weights, weight_column
 from utils.data.splits import (
     Source,
     Split,
     fingerprint_of,
-    multi_hot,
     split_that_defines_classes,
     stamp_of,
     whole_split,
