@@ -100,7 +100,7 @@ class Record:
     def check_choices(self, config: TrainConfig) -> None:
         """Raise ValueError if these settings split the data set in another way than the recorded ones."""
         for name, value in self.choices.items():
-            if value != getattr(config, name):
+            if name != "seed" and value != getattr(config, name):  # resume.py compares the seed
                 problem = f"--{name} was {value} when the run started, and is now {getattr(config, name)}"
                 raise UserError(problem, "a resumed run needs the same samples: use the same value")
 
