@@ -25,7 +25,6 @@ from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
-from utils.data.workers import check_workers
 from utils.files import check_output_file, expand, write_output
 from utils.models.imagenet import CLASSES, check_classes, names_as_in, version_of
 from utils.models.published import sized
@@ -53,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
         # Errors that one process can detect alone are reported before the processes connect.
         if flags.ckpt:
             find_checkpoints(expand(flags.ckpt), flags.average)
-        check_workers(flags.num_workers)
         if flags.json:
             check_output_file("--json", expand(flags.json))
         if flags.predictions:

@@ -24,7 +24,6 @@ from utils.console import Terminal, printable, table
 from utils.data.augment import make_augmentation
 from utils.data.datasets import ImagesToPredict
 from utils.data.splits import Split, fingerprint_of
-from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
 from utils.models.zoo import check_model
@@ -49,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with distributed_session("predict.py", flags) as ranks:
         # Errors that one process can detect alone are reported before the processes connect.
         find_checkpoints(expand(flags.ckpt), flags.average)
-        check_workers(flags.num_workers)
         if flags.out:
             check_table_file("--out", expand(flags.out))
         if flags.html:

@@ -159,7 +159,7 @@ def test_images_on_the_device_are_changed_like_those_of_the_loader_bit_for_bit(n
     )
     parts = np.split(order, [40, 40, 75])
     microbatches = [Microbatch(update, update // 3, 0, part) for update, part in enumerate(parts)]
-    microbatches += [Microbatch(4, 1, 0, order % 50, order // 50)]
+    microbatches += [Microbatch(4, 2, 0, order % 50, order // 50)]
     decoded = DecodedImages(pictures(150, (20, 24))[..., :channels].copy(), np.arange(150))
     for settings in cases(name):
         config = TrainConfig(seed=4, **settings)

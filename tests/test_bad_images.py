@@ -218,7 +218,7 @@ def test_a_file_that_was_deleted_keeps_its_place_in_the_order_of_a_resumed_run(s
     for name in (data.train.describe(7), data.evaluation.describe(1)):
         Path(name).unlink()
     line = refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto")
-    assert "(the file is gone)" in line and "--bad_images skip" in line
+    assert "(no longer in the data set)" in line and "--bad_images skip" in line
     shutil.copytree("runs/run", "runs/two")
     train_run(1, "run", *SKIP, "--resume", "auto")
     train_run(2, "two", *SKIP, "--resume", "auto")

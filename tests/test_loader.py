@@ -15,7 +15,7 @@ from helpers.waiting import lives, until
 from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
-from utils.data import worker_process
+from utils.data import workers as worker_process
 from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages
 from utils.data.decode import decode, resize
@@ -61,7 +61,7 @@ def test_large_batches_are_normalised_like_single_images(channels_last):
 ORPHANS = """
 import os, sys, time
 from torch.utils.data import DataLoader, Dataset
-from utils.data.worker_process import worker_processes
+from utils.data.workers import worker_processes
 
 class Large(Dataset):
     def __len__(self):

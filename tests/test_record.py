@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,10 @@ CHANGES = {
     "swapped": (swap_classes, ("54 of 54 images", "changed: cat/")),
     "renamed": (lambda paths: [p.rename(p.with_name("b" + p.name)) for p in paths[:2]], ("gone", "--bad_images skip")),
     "one changed": (lambda paths: keep_time(paths[7], invert), ("1 of ", "images", "changed: cat/007.bmp")),
-    "deleted": (lambda paths: paths[40].unlink(), ("1 of ", "dog/010.bmp (the file is gone)", "--bad_images skip")),
+    "deleted": (
+        lambda paths: paths[40].unlink(),
+        ("1 of ", "dog/010.bmp (no longer in the data set)", "--bad_images skip"),
+    ),
     "a class more": (lambda paths: image_folder("data", {"emu": 3}), ("the classes changed", "new: emu")),
     "a class less": (lambda paths: shutil.rmtree("data/cat"), ("the classes changed", "removed: cat")),
 }
@@ -138,7 +142,7 @@ def test_an_evaluation_reports_missing_files_and_leaves_them_out_only_on_request
     line = refused(eval.main, "--ckpt", "runs/run")
     assert (
         "1 of 6 images of split 'hold-out of train' cannot be read" in line
-        and f"data/{held[2]} (the file is gone)" in line
+        and f"data/{held[2]} (no longer in the data set)" in line
     )
     record, out = evaluated("--bad_images", "skip")
     assert record["count"] == 5 and "1 of 6 images" in out
@@ -166,7 +170,7 @@ def test_images_to_evaluate_on_that_the_run_trained_on_are_counted(trained):
 
 def test_other_settings_for_the_splits_are_refused_with_the_changes(trained):
     line = refused(train.main, *MORE, "--eval_fraction", "0.5")
-    assert "training images were removed" in line and "--eval_fraction" in line
+    assert "--eval_fraction was None when the run started, and is now 0.5" in line
 
 
 NAMED = ClassLabel(names=["cat", "dog"])
@@ -291,7 +295,7 @@ def test_names_in_a_stranger_s_record_open_no_file_outside_the_data(trained):
     path.write_bytes(gzip.compress(json.dumps(values).encode()))
     (checkpoint() / "manifest.json").unlink()
     write_manifest(checkpoint())
-    assert "../secret.bmp (the file is gone)" in refused(eval.main, "--ckpt", "runs/run")
+    assert "../secret.bmp (no longer in the data set)" in refused(eval.main, "--ckpt", "runs/run")
     assert evaluated("--bad_images", "skip")[0]["count"] == 5
 
 
@@ -300,14 +304,13 @@ def test_files_that_changed_class_are_counted_with_the_old_and_the_new_class():
     paths = [str(path) for path in image_folder("data", {"all": 6})]
 
     def split(labels):
-        return whole_split("train", Files(paths, "data"), labels, "made")
+        return replace(whole_split("train", Files(paths, "data"), labels, "made"), ends=np.arange(6))
 
     before = split([0, 1, 0, 1, 0, 1])
     config, classes = TrainConfig(), ["cat", "dog"]
     record = make_record(config, classes, (before, before), (before, before))
     found = match_files(record, record.train, split([0, 1, 0, 0, 0, 0]), classes)
-    told = ["2 of 6 images of 'train' changed class: all/003.png, all/005.png ('dog', now 'cat')"]
-    assert found.label_changes == told
-    assert match_files(record, record.train, before, classes).label_changes == []
+    assert found.changes == ["2 of 6 images of 'train' changed class: all/003.png, all/005.png"]
+    assert match_files(record, record.train, before, classes).changes == []
     renumbered = match_files(record, record.train, split([1, 2, 1, 2, 1, 2]), ["ant", *classes])
-    assert renumbered.label_changes == [] and renumbered.split.labels.tolist() == [1, 2, 1, 2, 1, 2]
+    assert renumbered.changes == [] and renumbered.split.labels.tolist() == [1, 2, 1, 2, 1, 2]

@@ -29,7 +29,7 @@ ORDER = np.random.default_rng(1).permutation(60)
 MICROBATCHES = [
     *(Microbatch(0, 3, number, part) for number, part in enumerate(np.split(ORDER, [7, 7, 30, 57]))),
     *(Microbatch(1, 4, number, part % 20, part // 20) for number, part in enumerate(np.split(ORDER[::-1], [41]))),
-    Microbatch(2, 4, 0, ORDER[:9]),
+    Microbatch(2, 4, 0, ORDER[:9], ORDER[:9] * 0),
 ]
 
 

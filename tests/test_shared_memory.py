@@ -219,22 +219,18 @@ def test_another_death_of_a_worker_is_not_blamed_on_shared_memory():
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_thousands_of_workers_are_refused_before_anything_is_begun(photos, processes):
+def test_thousands_of_workers_are_lowered_and_reported(photos, processes):
     outcomes = run_ranks(processes, train.main, [*FLAGS, "--run_name", "run", "--num_workers", "3000"])
-    assert [outcome.code for outcome in outcomes] == [2] * processes
-    error, *others = [outcome.err for outcome in outcomes]
-    most = 8 * os.cpu_count() // processes
-    assert f"--num_workers 3000: {'2 x ' * (processes == 2)}3000 loader processes are too many" in error
-    assert f"the {os.cpu_count()} processor cores" in error and f"use at most {most}" in error
-    assert error.count("\n") == 1 and not any(others) and not Path("runs").exists()
+    assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].err
+    cores, most = os.cpu_count(), 8 * os.cpu_count() // processes
+    line = f"--num_workers 3000: too many for {cores} processor cores; using {most} instead"
+    assert [outcome.out.count(line) for outcome in outcomes] == [1, 0][:processes]
 
 
 @pytest.mark.full
-def test_eval_refuses_thousands_of_workers_and_lowers_those_of_a_run_on_a_larger_machine(photos):
+def test_eval_lowers_the_workers_of_a_run_on_a_larger_machine(photos):
     (trained,) = _train(1, "--run_name", "run", "--num_workers", "0")
     assert trained.code == 0, trained.err
-    (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--num_workers", "3000"])
-    assert outcome.code == 2 and "--num_workers 3000" in outcome.err
     (outcome,) = run_ranks(1, _evaluate_a_run_of_a_larger_machine)
     assert outcome.code == 0 and outcome.value == (8, 140), outcome.err
 

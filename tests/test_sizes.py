@@ -13,6 +13,7 @@ from helpers.training_runs import records, refused, same_tensors, train_run, wei
 from PIL import Image
 from torch.nn import functional as F
 from torchvision.transforms import v2
+from utils.runs.typed_json import parse
 
 import eval
 import train
@@ -111,16 +112,14 @@ def test_the_resizing_of_evaluation_is_that_of_its_own_size():
         assert input_spec(replace(config, eval_size=size), 3, None).evaluation is None
 
 
-def test_the_input_of_a_checkpoint_may_lack_the_size_of_evaluation():
+def test_the_input_of_a_checkpoint_has_one_of_evaluation_or_none():
     spec = InputSpec(32, 48, 3, [0.5] * 3, [0.5] * 3)
     both = replace(spec, evaluation=replace(spec, height=64))
-    assert InputSpec.from_dict(asdict(both)) == both
-    values = asdict(spec)
-    del values["evaluation"]
-    assert InputSpec.from_dict(values) == spec == spec.for_evaluation()
+    assert parse(InputSpec, asdict(both), "input") == both
+    assert parse(InputSpec, asdict(spec), "input") == spec == spec.for_evaluation()
     for wrong in ({}, 5, asdict(both), asdict(spec) | {"channels": 1, "mean": [0.5], "std": [0.5]}):
-        with pytest.raises(ValueError, match="'input' is missing or malformed"):
-            InputSpec.from_dict(asdict(spec) | {"evaluation": wrong})
+        with pytest.raises(ValueError, match="is missing or malformed"):
+            parse(InputSpec, asdict(spec) | {"evaluation": wrong}, "input")
 
 
 @pytest.mark.parametrize(("model", "settings", "text"), [

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 
 from utils.config.settings import TrainConfig
 from utils.data.auto_augment import AUTO_AUGMENTS, ColorJitter
-from utils.data.decode import EVAL_CROP, Shrink, center_of_photograph, resize, shrink_to_center, shrink_to_part
-from utils.data.draws import ALTERNATING, Array, Draws
+from utils.data.decode import EVAL_CROP, Shrink, center_factor, center_of_photograph, resize
+from utils.data.draws import ALTERNATING, Array, Draws, namespace
 from utils.data.erasing import Cutout, RandomErasing
 from utils.data.operation import Operation
 from utils.data.order import Microbatch
@@ -33,9 +33,9 @@ class Center(Operation):
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
         return center_of_photograph(pixels, self.spec)
 
-    def shrink(self, random: np.ndarray) -> Shrink:
-        size = self.spec.height, self.spec.width
-        return shrink_to_center(*size, min(size) / self.spec.resize if self.spec.resize else EVAL_CROP)
+    def shrink(self, random: np.ndarray, height: int, width: int) -> float:
+        share = min(self.spec.size) / self.spec.resize if self.spec.resize else EVAL_CROP
+        return share * center_factor(height, width, *self.spec.size)
 
 
 class Crop(Operation):
@@ -51,8 +51,9 @@ class Crop(Operation):
         top, left, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
         return resize(pixels[top : top + rows, left : left + columns], *self.size, self.interpolation)
 
-    def shrink(self, random: np.ndarray) -> Shrink:
-        return shrink_to_part(partial(crop_box, random=random.tolist(), min_scale=self.min_scale), *self.size)
+    def shrink(self, random: np.ndarray, height: int, width: int) -> float:
+        _, _, rows, columns = crop_box(height, width, random.tolist(), self.min_scale)
+        return min(rows / self.size[0], columns / self.size[1])
 
 
 class ShiftAndFlip(Operation):
@@ -71,8 +72,8 @@ class ShiftAndFlip(Operation):
 
     def _choices(self, random: Array) -> tuple[Any, Any, Any]:
         """Where each result starts in its padded image, int64 [n] twice, and whether it is flipped, bool [n]."""
-        starts = random * (2 * self.padding + 1)  # without padding, below 1
-        starts = starts.long() if isinstance(starts, Tensor) else starts.astype(np.int64)
+        xp = namespace(random)
+        starts = xp.asarray(random * (2 * self.padding + 1), dtype=xp.int64)  # without padding, 0
         return starts[:, 0], starts[:, 1 if self.padding else 0], random[:, -1] < 0.5 * self.flip
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
@@ -88,19 +89,17 @@ class ShiftAndFlip(Operation):
         """
         n, padding, (padded_height, padded_width) = len(random), self.padding, self._padded()
         top, left, is_flipped = self._choices(random)
-        on_device = isinstance(random, Tensor)
-        image: Any = torch.arange(n, device=random.device) if on_device else np.arange(n)
-        rows: Any = torch.arange(self.height, device=random.device) if on_device else np.arange(self.height)
+        xp = namespace(random)
+        image, rows = (xp.arange(count, device=random.device) for count in (n, self.height))
         first, step, flipped = (image * padded_height + top) * padded_width + left, padded_width, image[:0]
         if self.flip:
             # Flipped images come after the others, with all pixels in reverse order, so rows are read from last to
             # first.
-            flipped = image if on_device else np.flatnonzero(is_flipped)
-            copy = image if on_device else np.cumsum(is_flipped) - 1  # its place among the flipped images
+            flipped = image if xp is torch else image[is_flipped]
+            copy = image if xp is torch else is_flipped.cumsum() - 1  # its place among the flipped images
             reverse = ((n + copy + 1) * padded_height - 1 - top) * padded_width + 2 * padding - left
-            where: Any = torch.where if on_device else np.where
-            first = where(is_flipped, reverse, first)
-            step = where(is_flipped, -padded_width, padded_width)[:, None]
+            first = xp.where(is_flipped, reverse, first)
+            step = xp.where(is_flipped, -padded_width, padded_width)[:, None]
         starts = (first[:, None] + step * rows).reshape(-1)
         return {"flipped": torch.as_tensor(flipped), "starts": torch.as_tensor(starts)}
 
@@ -175,10 +174,10 @@ class Augmentation:
         draws = Draws(self.seed, microbatch.epoch, microbatch.indices, microbatch.occurrences)
         return {name: draws.uniform(*operation.streams) for name, operation in self.operations.items()}
 
-    def shrink(self, random: dict[str, np.ndarray], place: int) -> Shrink | None:
+    def shrink(self, random: dict[str, np.ndarray], place: int) -> Shrink:
         """`Operation.shrink` of the first operation, for the photograph at this place of its microbatch."""
         name, first = next(iter(self.operations.items()))
-        return first.shrink(random[name][place])
+        return partial(first.shrink, random[name][place])
 
     def image(self, pixels: Tensor, random: dict[str, np.ndarray], place: int) -> Tensor:
         """Change the image at this place of its microbatch, [H, W, C]."""

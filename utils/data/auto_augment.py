@@ -5,14 +5,13 @@ its parameters with a default are what --auto_augment_args may set.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from itertools import permutations
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
@@ -56,12 +55,12 @@ class TrivialAugment(ColorOperation):
     streams = ("auto_operation", "auto_magnitude", "auto_sign")
 
     def __init__(self, spec: InputSpec, num_magnitude_bins: int = 31, interpolation: str = "nearest"):
-        self.strengths = _strengths(num_magnitude_bins, 0.99, (32.0, 32.0), 135.0, 0.99, 6)
-        self.bins, self.interpolation = num_magnitude_bins, _mode(interpolation)
+        self.policy = _Policy(v2.TrivialAugmentWide(num_magnitude_bins, _mode(interpolation)), spec)
+        self.bins = num_magnitude_bins
 
     def planes(self, x: Tensor, random: list[float]) -> Tensor:
         operation, place, sign = random
-        return _apply(x, self.strengths, operation, int(place * self.bins), sign, self.interpolation)
+        return self.policy.apply(x, operation, int(place * self.bins), sign)
 
 
 class RandAugment(ColorOperation):
@@ -79,14 +78,13 @@ class RandAugment(ColorOperation):
             raise ValueError(f"magnitude must be between 0 and {num_magnitude_bins - 1}, got {magnitude}")
         if not 1 <= num_ops <= 16:
             raise ValueError(f"num_ops must be between 1 and 16, got {num_ops}")
-        shifts = 150 / 331 * spec.width, 150 / 331 * spec.height
-        self.strengths = _strengths(num_magnitude_bins, 0.3, shifts, 30.0, 0.9, 4)
-        self.magnitude, self.interpolation = magnitude, _mode(interpolation)
+        transform = v2.RandAugment(num_ops, magnitude, num_magnitude_bins, _mode(interpolation))
+        self.policy, self.magnitude = _Policy(transform, spec), magnitude
         self.streams = tuple(f"auto_{what}_{number}" for number in range(num_ops) for what in ("operation", "sign"))
 
     def planes(self, x: Tensor, random: list[float]) -> Tensor:
         for operation, sign in zip(random[::2], random[1::2], strict=True):
-            x = _apply(x, self.strengths, operation, self.magnitude, sign, self.interpolation)
+            x = self.policy.apply(x, operation, self.magnitude, sign)
         return x
 
 
@@ -142,73 +140,50 @@ def _solarize(x: Tensor, threshold: float) -> Tensor:
     return x ^ -(x >= math.ceil(np.float32(threshold))).byte()
 
 
-def _move(x: Tensor, mode: InterpolationMode, move: Callable[[Tensor], Tensor]) -> Tensor:
-    """Move the pixels of planes. With `nearest`, RGB is one plane of 24-bit integers, exact in float32."""
-    if mode != InterpolationMode.NEAREST or len(x) != 3:
-        return move(x)
-    red, green, blue = x.int()
-    moved = move((red + (green << 8) + (blue << 16)).float()[None]).int()
-    return torch.cat([moved, moved >> 8, moved >> 16]).byte()
-
-
-def _affine(x: Tensor, mode: InterpolationMode, center: list[float] | None = None, **change: Any) -> Tensor:
-    change = {"translate": [0, 0], "shear": [0.0, 0.0]} | change
-    return _move(x, mode, partial(F.affine, angle=0.0, scale=1.0, interpolation=mode, center=center, **change))
-
-
-def _degrees(slope: float) -> float:
-    return math.degrees(math.atan(slope))
-
-
-# The operations of TrivialAugment and RandAugment, as in torchvision: planes, strength and interpolation to planes.
-_OPERATIONS: dict[str, Callable[[Tensor, float, InterpolationMode], Tensor]] = {
-    "identity": lambda x, m, mode: x,
-    "shear_x": lambda x, m, mode: _affine(x, mode, [0, 0], shear=[_degrees(m), 0.0]),
-    "shear_y": lambda x, m, mode: _affine(x, mode, [0, 0], shear=[0.0, _degrees(m)]),
-    "translate_x": lambda x, m, mode: _affine(x, mode, translate=[int(m), 0]),
-    "translate_y": lambda x, m, mode: _affine(x, mode, translate=[0, int(m)]),
-    "rotate": lambda x, m, mode: _move(x, mode, partial(F.rotate, angle=m, interpolation=mode)),
-    "brightness": lambda x, m, mode: F.adjust_brightness(x, 1 + m),
-    "color": lambda x, m, mode: F.adjust_saturation(x.contiguous(), 1 + m),
-    "contrast": lambda x, m, mode: F.adjust_contrast(x.contiguous(), 1 + m),
-    "sharpness": lambda x, m, mode: _sharpness(x, 1 + m),
-    "posterize": lambda x, m, mode: F.posterize(x, int(m)),
-    "solarize": lambda x, m, mode: _solarize(x, 255 * m),
-    "autocontrast": lambda x, m, mode: F.autocontrast(x.contiguous()),  # faster than with the channels last
-    "equalize": lambda x, m, mode: F.equalize(x.contiguous()),
-}
-_NAMES = list(_OPERATIONS)
-_SIGNED = set(_NAMES[1:10])
-
-
-def _strengths(
-    bins: int, shear: float, shifts: tuple[float, float], angle: float, color: float, bits: int
-) -> dict[str, list[float]]:
-    """The strengths of each operation in `bins` equal steps from none to these limits.
-
-    `shifts` are pixels in x and y. `bits` is the most that posterize removes. Computed in float32, as in torchvision.
-    """
-    if not 2 <= bins <= 1000:
-        raise ValueError(f"num_magnitude_bins must be between 2 and 1000, got {bins}")
-    limits = [shear, shear, *shifts, angle, *[color] * 4]
-    strengths = {}
-    for name, limit in zip(_NAMES[1:10], limits, strict=True):
-        strengths[name] = torch.linspace(0, limit, bins).tolist()
-    strengths["posterize"] = (8 - torch.arange(bins) / ((bins - 1) / bits)).round().tolist()
-    strengths["solarize"] = torch.linspace(1, 0, bins).tolist()
-    return {name: strengths.get(name, [0.0] * bins) for name in _NAMES}
-
-
-def _apply(
-    x: Tensor, strengths: dict[str, list[float]], operation: float, place: int, sign: float, mode: InterpolationMode
-) -> Tensor:
-    """Apply the operation that a random number selects, with the strength at this place and a random sign."""
-    name = _NAMES[int(operation * len(_NAMES))]
-    strength = strengths[name][place]
-    return _OPERATIONS[name](x, -strength if name in _SIGNED and sign < 0.5 else strength, mode)
-
-
 def _mode(interpolation: str) -> InterpolationMode:
     if interpolation not in ("nearest", "bilinear"):
         raise ValueError(f"interpolation must be nearest or bilinear, got {interpolation}")
     return InterpolationMode(interpolation)
+
+
+class _Policy:
+    """The operations of one of torchvision's policies, with their strengths; they are selected by random numbers."""
+
+    def __init__(self, transform: v2.TrivialAugmentWide | v2.RandAugment, spec: InputSpec):
+        bins = transform.num_magnitude_bins
+        if not 2 <= bins <= 1000:
+            raise ValueError(f"num_magnitude_bins must be between 2 and 1000, got {bins}")
+        self.transform, space = transform, transform._AUGMENTATION_SPACE
+        self.operations = [
+            (name, strengths(bins, spec.height, spec.width), is_signed)
+            for name, (strengths, is_signed) in space.items()
+        ]
+
+    def apply(self, x: Tensor, operation: float, place: int, sign: float) -> Tensor:
+        """Apply the operation that a random number selects, with the strength at this place and a random sign."""
+        name, strengths, is_signed = self.operations[int(operation * len(self.operations))]
+        strength = 0.0 if strengths is None else float(strengths[place])
+        return self.change(x, name, -strength if is_signed and sign < 0.5 else strength)
+
+    def change(self, x: Tensor, name: str, strength: float) -> Tensor:
+        """What torchvision's operation of this name returns for planes, faster."""
+        if name == "Sharpness":
+            return _sharpness(x, 1 + strength)
+        if name == "Solarize":
+            return _solarize(x, 255 * strength)
+        if name in ("Color", "Contrast", "AutoContrast", "Equalize"):
+            x = x.contiguous()  # faster than with the channels last
+        mode, fill = self.transform.interpolation, self.transform._fill
+        change = partial(
+            self.transform._apply_image_or_video_transform,
+            transform_id=name,
+            magnitude=strength,
+            interpolation=mode,
+            fill=fill,
+        )
+        if not name.startswith(("Shear", "Translate", "Rotate")) or mode != InterpolationMode.NEAREST or len(x) != 3:
+            return change(x)
+        # RGB is moved as one plane of 24-bit integers, exact in float32.
+        red, green, blue = x.int()
+        moved = change((red + (green << 8) + (blue << 16)).float()[None]).int()
+        return torch.cat([moved, moved >> 8, moved >> 16]).byte()

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -90,17 +91,14 @@ class Batches:
         loaded, resident = awaited(self.loader, self.what), self.resident
         for batch in self._streamed(loaded) if resident is None else self._drawn(loaded, resident):
             self.error = batch.get("error", self.error)
-            mix = None
+            mix, labels, microbatch = None, batch["labels"], batch["microbatch"]
             if self.mixing and "error" not in batch:
-                mix = self.mixing.draw(batch["microbatch"])
+                mix = _to(self.mixing.draw(microbatch), self.device)
             if self.mixing and mix:
-                mix = Mix(**_to(mix._asdict(), self.device))
-                batch["labels"] = mix.targets(batch["labels"], self.mixing.outputs)
-            batch["indices"] = torch.as_tensor(batch["indices"])
-            if batch["labels"].ndim == 2:  # copied to the device as bytes
-                batch["labels"] = batch["labels"].float()
-            rest = [batch[name] for name in Batch._fields[1:]]
-            yield Batch(self._normalised(batch["images"], mix), *rest)
+                labels = mix.targets(labels, self.mixing.outputs)
+            labels = labels.float() if labels.ndim == 2 else labels  # copied to the device as bytes
+            indices = torch.as_tensor(microbatch.indices)
+            yield Batch(self._normalised(batch["images"], mix), labels, indices, microbatch.update, microbatch.number)
 
     def _streamed(self, loaded: Iterator[dict]) -> Iterator[dict]:
         """Batches on the device from batches of pixels, augmented."""
@@ -112,12 +110,10 @@ class Batches:
     def _drawn(self, loaded: Iterator[dict], resident: ResidentImages) -> Iterator[dict]:
         """Batches drawn from images on the device, augmented, from batches without pixels."""
         for group in _upload(resident.groups(loaded), self.device):
-            images, labels = resident.draw(group["indices"])
+            images, labels = resident.draw(group["microbatch"].indices)
             if self.augmentation:
-                tensors = {name: group.get(name) for name in ("indices", "occurrences")}
-                prepared = self.augmentation.prepare(group["microbatch"]._replace(**tensors))
-                images = self.augmentation.batch(images, prepared)
-            sizes = [len(part["indices"]) for part in group["parts"]]
+                images = self.augmentation.batch(images, self.augmentation.prepare(group["microbatch"]))
+            sizes = [len(part["microbatch"].indices) for part in group["parts"]]
             cuts = zip(images.split(sizes), labels.split(sizes), strict=True)
             for part, (pixels, classes) in zip(group["parts"], cuts, strict=True):
                 yield part | {"images": pixels, "labels": classes}
@@ -171,26 +167,19 @@ def _upload(batches: Iterator[dict], device: torch.device) -> Iterator[dict]:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
-    """The batch, a dict of values and dicts, with its tensors on the device."""
-    if isinstance(batch, dict):
-        return {name: _to(value, device) for name, value in batch.items()}
-    if not isinstance(batch, Tensor):
-        return batch
-    # From pinned memory, so that the host does not wait for the copy.
-    return (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
+    """The batch, of nested dicts and tuples, with its tensors on the device."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        # From pinned memory, so that the host does not wait for the copy.
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+    return recursively_apply(copy, batch)
 
 
 def _wait_for_copy(batch: dict, copied: torch.cuda.Event, device: torch.device) -> dict:
     """Make the current stream wait until another stream has copied the batch."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(copied)
-    _record(batch, stream)
+    # Keep the memory of the tensors until the stream has used it, even if Python frees them earlier.
+    recursively_apply(lambda tensor: tensor.record_stream(stream), batch)
     return batch
-
-
-def _record(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of the batch's tensors until the stream has used it, even if Python frees them earlier."""
-    if isinstance(batch, Tensor):
-        batch.record_stream(stream)
-    for value in batch.values() if isinstance(batch, dict) else ():
-        _record(value, stream)

@@ -3,18 +3,18 @@
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from utils.data.decode import VERSION, BadImages, center, decode, shrink_to_center
+from utils.data.decode import BAD_IMAGE_FIX, VERSION, center, center_factor, decode
 from utils.data.pixels import damage, open_pixels, remove_leftovers, write_pixels
 from utils.data.spec import SMALL
 from utils.data.splits import Split, whole_split
-from utils.data.worker_process import move_to_shared_memory, worker_processes
-from utils.data.workers import choose_workers
+from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand
 from utils.launch.environment import local_rank_and_size, print_for_machine
@@ -36,7 +36,7 @@ class SharedImages:
 
 
 class _Chunks(Dataset):
-    """Chunks of consecutive samples: {"images": uint8 [n, H, W, C], "bad": {position: error}}."""
+    """Chunks of consecutive samples: {"images": uint8 [n, H, W, C]}, and "error" if one of them cannot be read."""
 
     def __init__(self, split: Split, shape: tuple[int, int, int]):
         self.split, self.shape, self.size = split, shape, max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape)))
@@ -47,21 +47,19 @@ class _Chunks(Dataset):
     def __getitem__(self, number: int) -> dict:
         height, width, channels = self.shape
         positions = range(number * self.size, min((number + 1) * self.size, len(self.split)))
-        pixels, shrink, bad = np.empty((len(positions), *self.shape), np.uint8), shrink_to_center(height, width), {}
+        pixels, shrink = (
+            np.zeros((len(positions), *self.shape), np.uint8),
+            partial(center_factor, height=height, width=width),
+        )
         try:
             encoded = self.split.read_ahead(positions)
-        except Exception:  # a damaged table; reading images one by one finds the bad ones
-            encoded = [None] * len(positions)
-        for row, position in enumerate(positions):
-            if not self.split.readable[position]:
-                pixels[row] = 0  # these pixels are never used
-                continue
-            try:
-                image = decode(self.split, position, channels, encoded[row], shrink)
-                pixels[row] = center(image, height, width).numpy()
-            except (ValueError, OSError) as error:  # returned: a worker's exception would include its traceback
-                bad[position] = one_line(error)
-        return {"images": torch.from_numpy(pixels), "bad": bad}
+            for row, position in enumerate(positions):
+                if self.split.readable[position]:  # the pixels of others are never used
+                    image = decode(self.split, position, channels, encoded[row], shrink)
+                    pixels[row] = center(image, height, width).numpy()
+        except (ValueError, OSError) as error:  # returned: a worker's exception would include its traceback
+            return {"images": torch.empty(0), "error": UserError(one_line(error), BAD_IMAGE_FIX)}
+        return {"images": torch.from_numpy(pixels)}
 
 
 def decode_all(
@@ -72,17 +70,13 @@ def decode_all(
     The name of the file contains the fingerprint of the data. For image files, the fingerprint includes their paths,
     sizes and times. The first rank of a machine checks the pixels. A damaged file is deleted and written again. If the
     images cannot be cached, they are decoded into memory if they fit. `progress` wraps an iterable (tqdm). Raises
-    BadImages for unreadable images, and UserError if the images fit neither in the cache nor in memory, or if a damaged
-    file cannot be deleted.
+    UserError for an unreadable image, if the images fit neither in the cache nor in memory, or if a damaged file cannot
+    be deleted.
     """
     shape = (height, width, channels)
     if len(split) > len(split.images):  # several samples share an image
         whole = whole_split(split.name, split.images, np.zeros(len(split.images)), split.fingerprint)
-        try:
-            return SharedImages(decode_all(whole, *shape, cache_dir, progress), split.rows)
-        except BadImages as bad:
-            found = {sample: bad.found[row] for sample, row in enumerate(split.rows.tolist()) if row in bad.found}
-            raise BadImages(found or bad.found) from bad
+        return SharedImages(decode_all(whole, *shape, cache_dir, progress), split.rows)
     if isinstance(split.images, np.ndarray) and _shape(split.images) == shape:
         is_whole = np.array_equal(split.rows, np.arange(len(split.images)))
         images = split.images if is_whole else split.images[split.rows]
@@ -122,26 +116,19 @@ def _check_free_space(folder: Path, size: int) -> None:
 
 
 def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:
-    """Yield all images in order, in chunks, decoded on all processor cores. The machine's other ranks wait.
-
-    Raises BadImages after all images have been tried.
-    """
+    """Yield all images in order, in chunks, decoded on all processor cores. The machine's other ranks wait."""
     # Processes, because threads would wait for each other's Python code. They are forked, because starting new ones
     # takes longer than decoding MNIST. They return tensors, because arrays would be sent through a pipe, which would
     # block a process forever if its rank has exited.
     workers = min(len(usable_cores()), _MOST, len(split) // _LEAST)
-    chunks, bad = _Chunks(split, shape), dict[int, str]()
+    chunks = _Chunks(split, shape)
     workers, ahead = choose_workers([chunks.size * math.prod(shape)], workers)
     processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
     loader = DataLoader(chunks, batch_size=None, collate_fn=move_to_shared_memory, **processes)
     for chunk in awaited(progress(loader), "a decoded image"):
         if "error" in chunk:
             raise chunk["error"]
-        bad |= chunk["bad"]
-        if not bad:
-            yield chunk["images"].numpy()
-    if bad:
-        raise BadImages(bad)
+        yield chunk["images"].numpy()
 
 
 def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Callable, reason: str) -> np.ndarray:

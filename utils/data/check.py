@@ -3,7 +3,7 @@
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from utils.data.decode import why_unreadable
-from utils.data.splits import Files, Split, fingerprint_of
-from utils.data.worker_process import worker_processes
+from utils.data.splits import Files, Split, fingerprint_of, stamp_of
+from utils.data.workers import worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand, write_file
 from utils.memory import usable_cores
@@ -35,12 +35,11 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     if not isinstance(split.images, Files) and not hasattr(split.images, "many"):
         return split
     stamps, bad = _stamps(split)
-    present = replace(split, bad=bad)
+    rows = np.setdiff1d(split.rows, list(bad))
     path = expand(cache_dir) / "checked" / f"{fingerprint_of(_VERSION, full, split.fingerprint, *stamps)}.json"
-    rows = present.rows[present.readable]
     found = _cached_result(path, len(rows))
     if found is None:
-        found = _check_all(present, full, progress)
+        found = _check_all(split, rows, full, progress)
         with suppress(OSError):  # without the cached result, the next check takes as long as this one
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(found))
@@ -51,16 +50,14 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
 
 def refuse_bad(split: Split) -> None:
     """Raise ValueError, with the number and the names of the unreadable images, if a split has any."""
-    positions = np.flatnonzero(~split.readable)
-    if not len(positions):
-        return
-    shown = [f"{split.describe(p)} ({split.bad[int(split.rows[p])]})" for p in positions[:_SHOWN].tolist()]
-    more = f" and {len(positions) - _SHOWN} more" * (len(positions) > _SHOWN)
-    count = f"{len(positions)} of {len(split)} images of split {split.name!r}"
-    raise UserError(
-        f"{count} cannot be read: {', '.join(shown)}{more}",
-        "fix these files, or leave them out with --bad_images skip",
-    )
+    shown = [f"{name} ({reason})" for name, reason in split.unreadable().items()]
+    if shown:
+        more = f" and {len(shown) - _SHOWN} more" * (len(shown) > _SHOWN)
+        count = f"{len(shown)} of {len(split)} images of split {split.name!r}"
+        raise UserError(
+            f"{count} cannot be read: {', '.join(shown[:_SHOWN])}{more}",
+            "fix these files, or leave them out with --bad_images skip",
+        )
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
@@ -69,16 +66,14 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     Special files must not be opened: reading a pipe would block forever.
     """
     if not isinstance(split.images, Files):
-        return [split.cache_key], dict(split.bad)
-    bad, rows = dict(split.bad), split.rows[split.readable].tolist()
-    stamps = np.zeros((len(rows), 3), np.int64)
-    for place, row in enumerate(rows):
+        return [split.cache_key], {}
+    stamps, bad = np.zeros((len(split), 3), np.int64), dict[int, str]()
+    for row, file in enumerate(split.images.paths):
         try:
-            stamps[place] = split.images.stamp(row)
+            stamps[row] = stamp_of(file)
         except OSError as error:
             bad[row] = error.strerror or str(error)
-    paths = "\0".join(split.images.paths[row] for row in rows)
-    return [os.fsencode(paths), stamps.data, *sorted(bad)], bad
+    return [os.fsencode("\0".join(split.images.paths)), stamps.data], bad
 
 
 def _cached_result(path: Path, count: int) -> dict | None:
@@ -91,14 +86,13 @@ def _cached_result(path: Path, count: int) -> dict | None:
     return None
 
 
-def _check_all(split: Split, full: bool, progress: Callable) -> dict:
-    """Check the readable images on all cores.
+def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -> dict:
+    """Check these images on all cores.
 
-    Returns {"ends": a checksum of each readable image, "bad": {its index among them, as text: error}}.
+    Returns {"ends": a checksum of each image, "bad": {its index among them, as text: error}}.
     """
-    positions = np.flatnonzero(split.readable)
-    workers = min(len(usable_cores()), _MOST, len(positions) * (10 if full else 1) // _LEAST)
-    chunks = _Chunks(split, positions, full)
+    workers = min(len(usable_cores()), _MOST, len(rows) * (10 if full else 1) // _LEAST)
+    chunks = _Chunks(split, rows, full)
     loader = DataLoader(chunks, batch_size=None, **worker_processes(workers if workers > 1 else 0))
     ends: list[int] = []
     bad: dict[str, str] = {}
@@ -114,52 +108,45 @@ class _Chunks(Dataset):
     These are lists and not tensors, because tensors would need space in /dev/shm.
     """
 
-    def __init__(self, split: Split, positions: np.ndarray, full: bool):
-        self.split, self.positions, self.full = split, positions, full
+    def __init__(self, split: Split, rows: np.ndarray, full: bool):
+        self.split, self.rows, self.full = split, rows, full
 
     def __len__(self) -> int:
-        return -(-len(self.positions) // _CHUNK)
+        return -(-len(self.rows) // _CHUNK)
 
     def __getitem__(self, number: int) -> tuple[list[int], dict[int, str]]:
-        positions = self.positions[number * _CHUNK : (number + 1) * _CHUNK]
-        sums, bad = [0] * len(positions), {}
-        for place, (position, ends) in enumerate(zip(positions, self._ends(positions), strict=True)):
-            if isinstance(ends, str):
-                bad[place] = ends
+        rows = self.rows[number * _CHUNK : (number + 1) * _CHUNK].tolist()
+        sums, bad = [0] * len(rows), dict[int, str]()
+        for place, (row, raw) in enumerate(zip(rows, self.split.read_ahead(rows), strict=True)):
+            try:
+                size, head, tail = self._ends(row, raw)
+            except (OSError, ValueError) as error:
+                bad[place] = getattr(error, "strerror", None) or one_line(error)
                 continue
-            size, head, tail = ends
             sums[place] = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
             if self.full or not _looks_whole(size, head, tail):
-                reason = why_unreadable(self.split, int(position))
-                if reason is not None:
-                    bad[place] = reason
+                reason = why_unreadable(self.split, row)
+                bad |= {place: reason} if reason else {}
         return sums, bad
 
-    def _ends(self, positions: np.ndarray) -> Iterator[tuple[int, bytes, bytes] | str]:
-        """The size, the first bytes and the last bytes of each image, or the reason why it cannot be read."""
+    def _ends(self, row: int, raw: bytes | None) -> tuple[int, bytes, bytes]:
+        """The size, the first bytes and the last bytes of an image. Raises OSError or ValueError if it has none."""
         if isinstance(self.split.images, Files):
-            for row in self.split.rows[positions]:
-                yield _ends_of_file(self.split.images.paths[row])
-            return
-        for position, raw in zip(positions, self.split.read_ahead(positions.tolist()), strict=True):
-            try:
-                if raw is None:  # some tables have only the path of a file
-                    raw = self.split.images[int(self.split.rows[position])]
-                yield "there is no image" if raw is None else (len(raw), raw[:_HEAD], raw[-_TAIL:])
-            except (OSError, ValueError) as error:
-                yield one_line(error)
+            return _ends_of_file(self.split.images.paths[row])
+        if raw is None:  # some tables have only the path of a file
+            raw = self.split.images[row]
+        if raw is None:
+            raise ValueError("there is no image")
+        return len(raw), raw[:_HEAD], raw[-_TAIL:]
 
 
-def _ends_of_file(path: str) -> tuple[int, bytes, bytes] | str:
+def _ends_of_file(path: str) -> tuple[int, bytes, bytes]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            size = os.fstat(descriptor).st_size
-            return size, os.pread(descriptor, _HEAD, 0), os.pread(descriptor, _TAIL, max(0, size - _TAIL))
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return error.strerror or str(error)
+        size = os.fstat(descriptor).st_size
+        return size, os.pread(descriptor, _HEAD, 0), os.pread(descriptor, _TAIL, max(0, size - _TAIL))
+    finally:
+        os.close(descriptor)
 
 
 def _looks_whole(size: int, head: bytes, tail: bytes) -> bool:

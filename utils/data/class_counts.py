@@ -19,27 +19,16 @@ def classes_row(data: Data) -> str:
 
 def remarks(data: Data) -> list[str]:
     """Lines to print about the data at the start of a run."""
-    lines = [*data.train.notes, *data.evaluation.notes, *absent_classes(data), *few_images(data)]
-    return [printable(line) for line in dict.fromkeys(lines)]
-
-
-def absent_classes(data: Data) -> list[str]:
-    """A line for each of the two splits that lacks a class."""
-    lines = []
+    lines, names = [*data.train.notes, *data.evaluation.notes], data.class_names
     for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
-        absent = [data.class_names[index] for index in np.flatnonzero(_counts(split, len(data.class_names)) == 0)]
+        absent = [names[index] for index in np.flatnonzero(_counts(split, len(names)) == 0)]
         if absent:
-            lines.append(f"{len(absent)} of {len(data.class_names)} classes have no {word} image: {join_names(absent)}")
-    return lines
-
-
-def few_images(data: Data) -> list[str]:
-    """A line if the evaluation has so few samples that its accuracy means little."""
+            lines.append(f"{len(absent)} of {len(names)} classes have no {word} image: {join_names(absent)}")
     count = int(data.evaluation.readable.sum())
-    if count >= _FEW:
-        return []
-    fix = "give more with --eval_fraction or --eval_split"
-    return [f"{count} evaluation images are too few to compare models or checkpoints; {fix}"]
+    if count < _FEW:
+        fix = "give more with --eval_fraction or --eval_split"
+        lines.append(f"{count} evaluation images are too few to compare models or checkpoints; {fix}")
+    return [printable(line) for line in dict.fromkeys(lines)]
 
 
 def _range(split: Split, names: list[str]) -> str:

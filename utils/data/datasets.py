@@ -1,5 +1,7 @@
 """Datasets that return one microbatch at a time, of decoded small images or of photographs."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch.utils.data import Dataset
 
 from utils.data.augment import Augmentation
 from utils.data.cache import SharedImages
-from utils.data.decode import center, decode, shrink_to_center
+from utils.data.decode import center, center_factor, decode
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
@@ -96,7 +98,8 @@ class ImagesToPredict(EncodedImages):
     def _image(self, position: int, raw: bytes | None, random: dict, place: int) -> Tensor:
         if not self.spec.small:
             return super()._image(position, raw, random, place)
-        pixels = decode(self.split, position, self.spec.channels, raw, shrink_to_center(*self.spec.size))
+        shrink = partial(center_factor, height=self.spec.height, width=self.spec.width)
+        pixels = decode(self.split, position, self.spec.channels, raw, shrink)
         return center(pixels, *self.spec.size)  # as in the cache of an evaluation
 
 
@@ -104,8 +107,5 @@ def _batch(microbatch: Microbatch, images: Tensor, labels: np.ndarray) -> dict:
     return {
         "images": images,
         "labels": torch.from_numpy(labels[microbatch.indices]),
-        "indices": microbatch.indices,  # an array, which is not copied to the device
-        "update": microbatch.update,
-        "number": microbatch.number,
-        "microbatch": microbatch,
+        "microbatch": microbatch,  # its arrays are not copied to the device
     }

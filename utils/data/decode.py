@@ -31,23 +31,6 @@ with warnings.catch_warnings():  # PyTorch warns not to write to such a tensor, 
     torch.frombuffer(b"JPEG", dtype=torch.uint8)
 
 
-class BadImages(UserError):
-    """Images that cannot be read; `found` maps their positions in the split to their errors."""
-
-    def __init__(self, found: dict[int, str]):
-        self.found = dict(sorted(found.items()))
-        texts = list(self.found.values())
-        more = f"; and {len(texts) - 10} more" * (len(texts) > 10)
-        if len(texts) > 1:
-            problem = f"{len(texts)} images cannot be read: {'; '.join(texts[:10])}{more}"
-            super().__init__(problem, "fix them, or leave them out with --bad_images skip")
-        else:
-            super().__init__(texts[0], BAD_IMAGE_FIX)
-
-    def __reduce__(self):  # pickle would call BadImages(problem, fix)
-        return BadImages, (self.found,)
-
-
 def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None) -> Tensor:
     """Decode sample `position` to uint8 [H, W, C]. Raises ValueError, which names it, if it cannot be read.
 
@@ -142,10 +125,10 @@ def _eight_bit(image: Image.Image, file_format: str | None) -> Image.Image:
     return image
 
 
-def peek(split: Split, count: int = 64, skip: bool = False) -> tuple[int, tuple[int, int] | None]:
+def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None]:
     """Decode some images; returns (1 if all are grey, else 3; their (height, width), or None if they differ).
 
-    With `skip`, images that cannot be read are skipped; otherwise the first one raises ValueError.
+    Raises ValueError for an image that cannot be read.
     """
     sizes: set[tuple[int, int]] = set()
     grey, readable = True, np.flatnonzero(split.readable)
@@ -153,34 +136,22 @@ def peek(split: Split, count: int = 64, skip: bool = False) -> tuple[int, tuple[
         try:
             pixels = decode(split, position, 3)
         except ValueError as error:
-            if skip:
-                continue
             raise UserError(str(error), BAD_IMAGE_FIX) from error
         sizes.add((pixels.shape[0], pixels.shape[1]))
         grey = grey and bool((pixels[..., :1] == pixels).all())
     return (1 if grey else 3), (sizes.pop() if len(sizes) == 1 else None)
 
 
-def shrink_to_center(height: int, width: int, share: float = 1.0) -> Shrink:
-    """A function that computes how many times smaller `center` makes an image."""
-    return lambda whole_height, whole_width: share * min(whole_height / height, whole_width / width)
-
-
-def shrink_to_part(part: Callable[[int, int], tuple[int, int, int, int]], height: int, width: int) -> Shrink:
-    """The same for a crop: `part` computes its (top, left, height, width) from an image's (height, width)."""
-
-    def shrink(whole_height: int, whole_width: int) -> float:
-        _, _, part_height, part_width = part(whole_height, whole_width)
-        return min(part_height / height, part_width / width)
-
-    return shrink
+def center_factor(whole_height: int, whole_width: int, height: int, width: int) -> float:
+    """How many times smaller `center` makes an image of the first size."""
+    return min(whole_height / height, whole_width / width)
 
 
 def center(pixels: Tensor, height: int, width: int, share: float = 1.0) -> Tensor:
     """Resize an image so that its central `share` is height x width, and crop to that; uint8 [H, W, C]."""
     if tuple(pixels.shape[:2]) == (height, width) and share == 1.0:
         return pixels
-    scale = 1 / shrink_to_center(height, width, share)(*pixels.shape[:2])
+    scale = 1 / (share * center_factor(pixels.shape[0], pixels.shape[1], height, width))
     rows, columns = max(height, round(pixels.shape[0] * scale)), max(width, round(pixels.shape[1] * scale))
     planes = resize(pixels, rows, columns).permute(2, 0, 1)
     return F.center_crop(planes, [height, width]).permute(1, 2, 0)

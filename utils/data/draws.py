@@ -3,7 +3,7 @@
 An image is therefore augmented in the same way on every rank, in every worker and in a resumed run.
 """
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ Array = np.ndarray | Tensor
 
 # SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 _GAMMA = 0x9E3779B97F4A7C15
-_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_MULTIPLIERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))  # as int64
 # The counters of the oldest streams, fixed so that earlier runs can be resumed; any other is a hash of its name.
 _COUNTERS = {"shift_top": 1, "shift_left": 2, "flip": 3}
 _COUNTERS |= {"crop_area": 5, "crop_aspect": 6, "crop_top": 7, "crop_left": 8}
@@ -35,56 +35,50 @@ class Draws:
     """
 
     def __init__(self, seed: int, epoch: int, indices: Array, occurrences: Array | None = None):
-        key = fold_in(seed, "augment", epoch) ^ 1 << 63
-        states = _scramble(_bits(indices) ^ _constant(key, indices))
+        states = _scramble(indices ^ _signed(fold_in(seed, "augment", epoch) ^ 1 << 63))
+        self._turns: Any = epoch
         if occurrences is not None:
-            repeated = _scramble(states ^ _scramble(_bits(occurrences)))
-            states = (np if isinstance(states, np.ndarray) else torch).where(occurrences > 0, repeated, states)
+            repeated = _scramble(states ^ _scramble(occurrences))
+            states = namespace(states).where(occurrences > 0, repeated, states)
+            self._turns = epoch + occurrences
         self._states, self._used = states[:, None], set[str]()
-        self._alternating = partial(_alternating, seed, indices, epoch + (0 if occurrences is None else occurrences))
+        self._alternating = indices ^ _signed(fold_in(seed, "augment", ALTERNATING))
 
     def uniform(self, *streams: str) -> Any:
         """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)], an array or a tensor."""
         assert len(set(streams)) == len(streams) and self._used.isdisjoint(streams), f"used twice: {streams}"
         self._used.update(streams)
-        device = self._states.device if isinstance(self._states, Tensor) else None
-        bits = _right(_scramble(self._states + _offsets(streams, device)), 40)
-        if ALTERNATING in streams:
-            bits[:, streams.index(ALTERNATING)] = self._alternating()
-        return (bits.float() if isinstance(bits, Tensor) else bits.astype(np.float32)) / 2**24
+        xp = namespace(self._states)
+        bits = _right(_scramble(self._states + _offsets(streams, xp, self._states.device)), 40)
+        if ALTERNATING in streams:  # the highest bit is inverted after an odd number of turns
+            bits[:, streams.index(ALTERNATING)] = _right(_scramble(self._alternating), 40) ^ (self._turns & 1) << 23
+        return xp.asarray(bits, dtype=xp.float32) / 2**24
 
 
-def _alternating(seed: int, indices: Array, turns: int | Array) -> Any:
-    """24 random bits for each sample, with the highest one inverted after an odd number of turns."""
-    key = fold_in(seed, "augment", ALTERNATING)
-    odd = turns & 1 if isinstance(turns, int) else _bits(turns & 1)
-    return _right(_scramble(_bits(indices) ^ _constant(key, indices)), 40) ^ odd << 23
+def namespace(array: Array) -> Any:
+    """The module whose functions take this array: numpy, which is faster for small arrays on the host, or torch."""
+    return torch if isinstance(array, Tensor) else np
+
+
+# 64-bit words are int64, because PyTorch cannot shift uint64: sums and products have the same bits, and a shift to the
+# right must clear the copies of the sign.
 
 
 @cache
-def _offsets(streams: tuple[str, ...], device: torch.device | None) -> Array:
+def _offsets(streams: tuple[str, ...], xp: Any, device: Any) -> Any:
     counters = [_COUNTERS.get(stream, fold_in("stream", stream)) for stream in streams]
-    offsets = np.array([counter * _GAMMA % 2**64 for counter in counters], np.uint64)
-    return offsets if device is None else torch.from_numpy(offsets.view(np.int64)).to(device)
+    return xp.asarray([_signed(counter * _GAMMA % 2**64) for counter in counters], dtype=xp.int64, device=device)
 
 
-# 64-bit words are uint64 in arrays. In tensors they are int64, because PyTorch cannot shift uint64: sums and products
-# have the same bits, and a shift to the right must clear the copies of the sign.
-
-
-def _bits(values: Array) -> Any:
-    return values if isinstance(values, Tensor) else values.astype(np.uint64)
-
-
-def _constant(word: int, like: Array) -> int:
-    return (word ^ 1 << 63) - (1 << 63) if isinstance(like, Tensor) else word
+def _signed(word: int) -> int:
+    return (word ^ 1 << 63) - (1 << 63)
 
 
 def _right(x: Any, places: int) -> Any:
-    return x >> places & (1 << 64 - places) - 1 if isinstance(x, Tensor) else x >> places
+    return x >> places & (1 << 64 - places) - 1
 
 
 def _scramble(x: Any) -> Any:
     for places, multiplier in _MULTIPLIERS:
-        x = (x ^ _right(x, places)) * _constant(multiplier, x)
+        x = (x ^ _right(x, places)) * multiplier
     return x ^ _right(x, 31)

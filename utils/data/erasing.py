@@ -48,9 +48,11 @@ class FillBox(Operation):
         They are those of the m images that may change, `chosen` int64 [m]. On the device it is absent, because the host
         would have to wait for m: there they are those of all images.
         """
-        on_device, random = isinstance(random, Tensor), torch.as_tensor(random)
-        chosen = {} if on_device else {"chosen": self.may_change(random).nonzero()[:, 0]}
-        random = random if on_device else random[chosen["chosen"]]
+        chosen = {}
+        if isinstance(random, np.ndarray):
+            random = torch.from_numpy(random)
+            chosen = {"chosen": self.may_change(random).nonzero()[:, 0]}
+            random = random[chosen["chosen"]]
         top, left, bottom, right = (edge[:, None] for edge in self.boxes(random))
         row = torch.arange(self.height, device=random.device)
         column = torch.arange(self.width, device=random.device).repeat_interleave(self.channels)

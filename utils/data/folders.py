@@ -5,7 +5,6 @@ split if no folder next to it holds images, or if it has classes in common with 
 error that names the flag to set. A folder that --train_split or --eval_split names is always a split.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,13 +15,11 @@ from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.scan import (
     IMG_EXTENSIONS,
-    LeftOut,
     Scan,
     class_name_of,
     class_names_in,
     folders_in,
     holds_image,
-    is_folder,
     loose_images,
 )
 from utils.data.splits import EVAL_NAMES, Files, Source, Split, fingerprint_of, split_that_defines_classes, whole_split
@@ -87,7 +84,9 @@ def _layout(path: Path, config: TrainConfig) -> _Layout:
     classes_in = {name: class_names_in(_inner(children[name])) for name in splits}
     with_classes = {name: classes for name, classes in classes_in.items() if classes}
     if with_classes:
-        if not _share_a_class(with_classes):
+        in_train = {text for name in with_classes if split_word(name) == "train" for text in with_classes[name]}
+        in_others = {text for name in with_classes if split_word(name) != "train" for text in with_classes[name]}
+        if not in_train & in_others:
             raise _ambiguous(path, with_classes, others)
         layout = _split_layout(path, splits, config)
         known = join_names((word for words in _WORDS.values() for word in words), 99)
@@ -163,15 +162,6 @@ def _asked_for(path: Path, children: dict[str, Path], wanted: str | None) -> str
     return found or (wanted if (path / wanted).is_dir() else None)
 
 
-def _share_a_class(classes_in: Mapping[str, list[str]]) -> bool:
-    """Whether a training split and another split have a class in common."""
-    train: set[str] = set()
-    rest: set[str] = set()
-    for name, classes in classes_in.items():
-        (train if split_word(name) == "train" else rest).update(classes)
-    return bool(train & rest)
-
-
 def _ambiguous(path: Path, classes_in: Mapping[str, list[str]], others: list[str]) -> UserError:
     seen = [f"{n} (with the folders {join_names(inner, 4)})" if inner else n for n, inner in classes_in.items()]
     return UserError(
@@ -200,7 +190,7 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
         class_name = class_name_of(child)
         files = scan.images(child.path, class_name)
         if not files:
-            scan.left_out.empty_classes.append(class_name)
+            scan.empty_classes.append(class_name)
             continue
         if class_name not in number:
             raise UserError(
@@ -210,15 +200,14 @@ def _folder_split(name: str, folder: Path, class_names: list[str]) -> Split:
         paths += files
         labels += [number[class_name]] * len(files)
     if not paths:
-        raise _no_images(folder, scan.left_out)
-    scan.count_beside_classes(folder)
-    bad = {row: scan.bad[path] for row, path in enumerate(paths) if path in scan.bad} if scan.bad else {}
-    images = Files(paths, str(folder), scan)
-    split = whole_split(name, images, labels, fingerprint_of(folder.resolve()))
-    return replace(split, bad=bad, notes=tuple(scan.left_out.notes(folder)))
+        raise _no_images(scan)
+    scan.count_beside_classes()
+    split = whole_split(name, Files(paths, str(folder), scan), labels, fingerprint_of(folder.resolve()))
+    return replace(split, notes=scan.notes())
 
 
-def _no_images(folder: Path, left_out: LeftOut) -> UserError:
+def _no_images(scan: Scan) -> UserError:
+    folder = scan.folder
     tables = [child for child in sorted(folder.iterdir()) if child.is_dir() and has_tables(child)]
     if tables:
         return UserError(f"{folder}: no images in it", f"for the tables below it, give {join_names(tables)}")
@@ -229,9 +218,7 @@ def _no_images(folder: Path, left_out: LeftOut) -> UserError:
             "move each image to CLASS/IMAGE.jpg "
             "(if this split has no labels, choose another --eval_split or give --eval_fraction 0.1)",
         )
-    if left_out.not_images:
-        problem = f"{folder}: no images of a supported type, only {left_out.kinds()}"
+    if scan.not_images:
+        problem = f"{folder}: no images of a supported type, only {scan.kinds()}"
         return UserError(problem, f"convert them to one of {join_names(IMG_EXTENSIONS)}")
-    names = [entry.name + "/" * is_folder(entry) for entry in os.scandir(folder)]
-    seen = f" (only {join_names(sorted(names), 6)})" if names else ""
-    return UserError(f"{folder}: no images in it{seen}", "an image folder holds CLASS/IMAGE.jpg")
+    return UserError(f"{folder}: no images in it", "an image folder holds CLASS/IMAGE.jpg")

@@ -80,23 +80,19 @@ class Mixing:
         is_cut = which < 0.5 if self.mixup and self.cutmix else np.full(len(first), self.cutmix > 0)
         alpha = np.where(is_cut, self.cutmix, self.mixup)
         weight = share = 1 - betaincinv(alpha, alpha, quantile)  # a Beta variate, by its inverse CDF
-        box = None
-        if self.cutmix:
-            boxes = self._boxes(share, row, column)
-            area = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
-            weight, share = np.where(is_cut, 1, weight), np.where(is_cut, area / (self.height * self.width), share)
-            box = np.where(is_cut[:, None], boxes, [0, self.height, 0, self.width])
-        partner = np.arange(len(indices))
+        box = self._boxes(share, row, column)
+        area = (box[:, 1] - box[:, 0]) * (box[:, 3] - box[:, 2])
+        weight, share = np.where(is_cut, 1, weight), np.where(is_cut, area / (self.height * self.width), share)
+        box = np.where(is_cut[:, None], box, [0, self.height, 0, self.width])
+        # Both images of a pair have the same numbers; those of unmixed images are 0.
+        count, partner = len(indices), np.arange(len(indices))
         partner[first], partner[first + 1] = first + 1, first
-
-        def of_both(values: np.ndarray, kind: torch.dtype) -> Tensor:
-            """The numbers of the pairs for both of their images; 0 for unmixed images."""
-            result = torch.zeros(len(indices), *values.shape[1:], dtype=kind)
-            result.numpy()[first] = result.numpy()[first + 1] = values
-            return result
-
-        mixed = of_both(weight, torch.float32), of_both(share, torch.float32)
-        return Mix(torch.from_numpy(partner), *mixed, None if box is None else of_both(box, torch.int64))
+        weights, shares = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        boxes = np.zeros((count, 4), np.int64)
+        for place in (first, first + 1):
+            weights[place], shares[place], boxes[place] = weight, share, box
+        mixed = [torch.from_numpy(numbers) for numbers in (partner, weights, shares, boxes)]
+        return Mix(*mixed) if self.cutmix else Mix(*mixed[:3])
 
     def _boxes(self, share: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
         """Boxes with this share of the area around random centres, cut off at the edges of the image: int64 [m, 4]."""

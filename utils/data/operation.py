@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from utils.data.decode import Shrink
 from utils.data.draws import Array
 
 
@@ -38,6 +37,6 @@ class Operation:
         """
         raise NotImplementedError
 
-    def shrink(self, random: np.ndarray) -> Shrink | None:
-        """How many times smaller the first operation makes a photograph, as a function of its size; None: full size."""
-        return None
+    def shrink(self, random: np.ndarray, height: int, width: int) -> float:
+        """How many times smaller the first operation makes a photograph of this size; below 2 it is decoded whole."""
+        return 1.0

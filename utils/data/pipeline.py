@@ -13,8 +13,7 @@ from utils.data.order import MicrobatchSampler
 from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
-from utils.data.worker_process import move_to_shared_memory, worker_processes
-from utils.data.workers import default_workers, most_workers, workers_that_fit
+from utils.data.workers import default_workers, move_to_shared_memory, worker_processes, workers_that_fit
 from utils.launch.environment import local_rank_and_size
 
 ImageDataset = DecodedImages | EncodedImages
@@ -45,7 +44,6 @@ def make_loaders(
     wanted = config.num_workers
     if wanted is None:
         wanted = default_workers(threads, local_rank_and_size()[1])
-    wanted = min(wanted, most_workers())  # the settings may come from a larger machine
     # Without an augmentation, a batch is one copy of small images, which is faster than passing it between processes.
     sizes = [each.largest * dataset.image_bytes for dataset, each in parts if dataset.augmentation is not None]
     workers_each, ahead = workers_that_fit(sizes, wanted)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,8 +19,6 @@ from utils.files import naming_file
 from utils.memory import usable_cores
 
 _BLOCK = 2**24  # bytes that one thread hashes at once
-_CHECKSUM = b"\ncontent %s\n"
-_END = len(_CHECKSUM % bytes(64))
 
 
 def open_pixels(path: Path) -> np.memmap:
@@ -35,18 +33,18 @@ def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
     """
     try:
         mapped = open_pixels(path)
-    except OSError:
-        raise
     except Exception as error:  # numpy raises errors of any class for a damaged header
+        if isinstance(error, OSError):
+            raise
         return f"not an array: {one_line(error)[:100]}"
     if mapped.shape != shape or mapped.dtype != np.uint8 or not mapped.flags.c_contiguous:
         return f"{mapped.dtype} {list(mapped.shape)} instead of uint8 {list(shape)}"
-    start, end = mapped.offset, mapped.offset + mapped.nbytes
+    start = mapped.offset
     with naming_file(path), path.open("rb", buffering=0) as file:
-        size, checksum = os.fstat(file.fileno()).st_size, _checksum_at(file, end)
-        if size != end + _END or not checksum:
+        footer = os.pread(file.fileno(), 1000, start + mapped.nbytes)
+        if not re.fullmatch(rb"\ncontent [0-9a-f]{64}\n", footer):
             return "truncated, or written by an older version without a checksum"
-        if thorough and checksum != _content_of_file(file, start, shape):  # not mapped: a bad disk would raise SIGBUS
+        if thorough and footer != _footer(file, start, shape):  # not mapped: a bad disk would raise SIGBUS
             return "its pixels have changed since they were written"
     return ""
 
@@ -60,7 +58,7 @@ def write_pixels(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray
         for pixels in chunks:
             file.write(pixels.data)  # not to a memory map, because a full disk would raise SIGBUS
         file.flush()
-        file.write(_CHECKSUM % _content_of_file(file, start, shape).encode())
+        file.write(_footer(file, start, shape))
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -75,24 +73,18 @@ def remove_leftovers(folder: Path) -> None:
                 partial.unlink()
 
 
-def _content(shape: Sequence[int], read: Callable) -> str:
-    """SHA-256 of the SHA-256s of blocks of images, computed on all cores; `read(start, end)` returns their bytes."""
-    rows = max(1, _BLOCK // max(1, math.prod(shape[1:])))
-    with ThreadPoolExecutor(len(usable_cores())) as pool:
-        starts = range(0, shape[0], rows)
-        blocks = pool.map(lambda row: hashlib.sha256(read(row, min(row + rows, shape[0]))).digest(), starts)
-        return hashlib.sha256(repr(tuple(shape)).encode() + b"".join(blocks)).hexdigest()
-
-
-def _content_of_file(file: BinaryIO, start: int, shape: Sequence[int]) -> str:
+def _footer(file: BinaryIO, start: int, shape: Sequence[int]) -> bytes:
+    """What follows the pixels: SHA-256 of the SHA-256s of blocks of images, computed on all cores."""
     image = math.prod(shape[1:])
-    return _content(shape, lambda row, end: os.pread(file.fileno(), (end - row) * image, start + row * image))
+    rows = max(1, _BLOCK // max(1, image))
 
+    def digest(row: int) -> bytes:
+        block = os.pread(file.fileno(), min(rows, shape[0] - row) * image, start + row * image)
+        return hashlib.sha256(block).digest()
 
-def _checksum_at(file: BinaryIO, end: int) -> str:
-    """The checksum that follows the pixels, or ""."""
-    found = re.fullmatch(rb"\ncontent ([0-9a-f]{64})\n", os.pread(file.fileno(), _END, end))
-    return found[1].decode() if found else ""
+    with ThreadPoolExecutor(len(usable_cores())) as pool:
+        blocks = b"".join(pool.map(digest, range(0, shape[0], rows)))
+    return b"\ncontent %s\n" % hashlib.sha256(repr(tuple(shape)).encode() + blocks).hexdigest().encode()
 
 
 @contextmanager

@@ -35,13 +35,7 @@ class ResidentImages(DecodedImages):
         self.targets = torch.tensor(decoded.labels, device=device)
 
     def __getitems__(self, microbatch: Microbatch) -> dict:
-        readable = self.readable_part(microbatch)
-        return {
-            "indices": readable.indices,
-            "update": readable.update,
-            "number": readable.number,
-            "microbatch": readable,
-        }
+        return {"microbatch": self.readable_part(microbatch)}
 
     def groups(self, batches: Iterator[dict]) -> Iterator[dict]:
         """Join microbatches of one epoch; tensors are copied to the device."""
@@ -110,10 +104,9 @@ def _distinct(pixels: np.ndarray | SharedImages) -> tuple[np.ndarray, np.ndarray
 def _joined(group: list[dict]) -> dict:
     """The microbatches as one, with its samples as tensors; `parts` has the batches."""
     parts = [batch["microbatch"] for batch in group]
-    indices, occurrences = np.concatenate([part.indices for part in parts]), None
-    if any(part.occurrences is not None for part in parts):
-        counts = [np.zeros_like(part.indices) if part.occurrences is None else part.occurrences for part in parts]
-        occurrences = np.concatenate(counts)
-    joined = {"microbatch": parts[0]._replace(indices=indices, occurrences=occurrences), "parts": group}
-    tensors = {"indices": indices, "occurrences": occurrences}
-    return joined | {name: torch.from_numpy(array) for name, array in tensors.items() if array is not None}
+    joined = {
+        name: torch.from_numpy(np.concatenate([getattr(part, name) for part in parts]))
+        for name in ("indices", "occurrences")
+        if getattr(parts[0], name) is not None  # the occurrences of all microbatches, or of none
+    }
+    return {"microbatch": parts[0]._replace(**joined), "parts": group}

@@ -1,9 +1,7 @@
 """Find the class folders and the image files of a split, and list what is left out."""
 
 import os
-import stat
 from collections import Counter
-from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,53 +12,23 @@ from utils.errors import UserError
 
 # Folders that systems and tools add. Folders whose names begin with a dot are hidden too.
 _JUNK = ("__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found", "system volume information", "__pycache__")
-_SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-
-
-@dataclass
-class LeftOut:
-    """The contents of a split's folder that are not used as samples."""
-
-    hidden_folders: Counter = field(default_factory=Counter)  # by name, such as .ipynb_checkpoints
-    hidden_files: int = 0
-    not_images: Counter = field(default_factory=Counter)  # other files by their extension, such as .heic
-    empty_classes: list[str] = field(default_factory=list)
-    loose: int = 0  # images next to the class folders, which have no class
-    linked: list[str] = field(default_factory=list)  # links to folders that are already included
-
-    def kinds(self) -> str:
-        """The types of the files that are not images, and how many files each has."""
-        return join_names((f"{kind or 'no extension'} ({count})" for kind, count in self.not_images.most_common()), 6)
-
-    def notes(self, folder: Path) -> list[str]:
-        """Lines to print about everything that a user may have meant as samples."""
-        lines = []
-        if self.empty_classes:
-            lines.append(f"class folders without readable images are left out: {join_names(self.empty_classes)}")
-        if self.not_images:
-            lines.append(f"files of unsupported types are left out: {self.kinds()}")
-        if self.hidden_files or self.hidden_folders:
-            folders = [f"{name}/ ({count})" for name, count in self.hidden_folders.most_common()]
-            files = [f"files ({self.hidden_files})"] if self.hidden_files else []
-            lines.append(f"hidden files and folders are left out: {join_names([*files, *folders], 6)}")
-        if self.loose:
-            lines.append(f"images next to the class folders have no class and are left out ({self.loose} found)")
-        if self.linked:
-            lines.append(f"links to folders that are already included are left out: {join_names(self.linked, 3)}")
-        return [f"{folder}: {line}" for line in lines]
 
 
 class Scan:
-    """One pass over all files of a split, given its folder and its class folders."""
+    """One pass over all files of a split, given its folder and its class folders; it counts what is not used."""
 
     def __init__(self, folder: Path, children: list[os.DirEntry]):
         self.folder = folder
-        self.bad: dict[str, str] = {}  # paths with names of images that are not files, with the reason
-        self.left_out = LeftOut()
+        self.hidden_folders: Counter[str] = Counter()  # by name, such as .ipynb_checkpoints
+        self.hidden_files = 0
+        self.not_images: Counter[str] = Counter()  # other files by their extension, such as .heic
+        self.empty_classes: list[str] = []
+        self.loose = 0  # images next to the class folders, which have no class
+        self.linked: list[str] = []  # links to folders that are already included
         # The class of each folder that is entered, so that no image is read twice; "" for the split and its parents.
         self.class_of = dict.fromkeys(_with_parents(folder), "")
         for child in children:
-            first = self.class_of.setdefault(_identity(child.path), class_name_of(child))
+            first = self.class_of.setdefault(os.path.realpath(child.path), class_name_of(child))
             if first != class_name_of(child):
                 raise _two_classes(child.path, first)
 
@@ -68,49 +36,62 @@ class Scan:
         """The paths of the images below a folder, sorted by name."""
         found: list[str] = []
         for entry in sorted(os.scandir(folder), key=attrgetter("name")):
-            is_image = _looks_like_image(entry.name)
-            if is_image and _is_file(entry):  # tested first, because there may be millions
-                found.append(entry.path)
-            elif is_folder(entry):
+            if is_folder(entry):
                 if self._enters(entry, class_name):
                     found += self.images(entry.path, class_name)
-            elif is_image:
+            elif _looks_like_image(entry.name):
                 found.append(entry.path)
-                self.bad[entry.path] = _kind_of(entry)
             else:
                 self._leave_out(entry.name)
         return found
 
-    def count_beside_classes(self, folder: Path) -> None:
+    def count_beside_classes(self) -> None:
         """Count the hidden folders and the files next to the class folders."""
-        for entry in os.scandir(folder):
+        for entry in os.scandir(self.folder):
             if is_folder(entry):
                 if _is_hidden(entry.name):
-                    self.left_out.hidden_folders[entry.name] += 1
+                    self.hidden_folders[entry.name] += 1
             elif _looks_like_image(entry.name):
-                self.left_out.loose += 1
+                self.loose += 1
             else:
                 self._leave_out(entry.name)
+
+    def kinds(self) -> str:
+        """The types of the files that are not images, and how many files each has."""
+        return join_names((f"{kind or 'no extension'} ({count})" for kind, count in self.not_images.most_common()), 6)
+
+    def notes(self) -> tuple[str, ...]:
+        """Lines to print about everything that a user may have meant as samples."""
+        hidden = [f"files ({self.hidden_files})"] if self.hidden_files else []
+        hidden += [f"{name}/ ({count})" for name, count in self.hidden_folders.most_common()]
+        lines = {
+            "class folders without readable images are left out: ": join_names(self.empty_classes),
+            "files of unsupported types are left out: ": self.kinds(),
+            "hidden files and folders are left out: ": join_names(hidden, 6),
+            "images next to the class folders have no class and are left out: ": str(self.loose or ""),
+            "links to folders that are already included are left out: ": join_names(self.linked, 3),
+        }
+        return tuple(f"{self.folder}: {line}{found}" for line, found in lines.items() if found)
 
     def _enters(self, entry: os.DirEntry, class_name: str) -> bool:
         """Whether to enter a folder; False for hidden folders and links to folders that are already included."""
         if _is_hidden(entry.name):
-            self.left_out.hidden_folders[entry.name] += 1
+            self.hidden_folders[entry.name] += 1
             return False
-        key = _identity(entry.path)
+        key = os.path.realpath(entry.path)
         if key not in self.class_of:
             self.class_of[key] = class_name
             return True
         if self.class_of[key] not in (class_name, ""):
             raise _two_classes(entry.path, self.class_of[key])
-        self.left_out.linked.append(entry.path)
+        self.linked.append(entry.path)
         return False
 
     def _leave_out(self, name: str) -> None:
         if _is_hidden(name):
-            self.left_out.hidden_files += 1
+            self.hidden_files += 1
         else:
-            self.left_out.not_images[os.path.splitext(name)[1].lower()] += 1
+            self.not_images[os.path.splitext(name)[1].lower()] += 1
 
 
 def _two_classes(path: str, first: str) -> UserError:
@@ -118,24 +99,22 @@ def _two_classes(path: str, first: str) -> UserError:
     return UserError(problem, "remove the link")
 
 
-def folders_in(folder: Path, parents: set | None = None) -> list[os.DirEntry]:
+def folders_in(folder: Path) -> list[os.DirEntry]:
     """The folders in a folder, sorted by name, without hidden ones and links to the folder or its parents."""
-    parents = parents or _with_parents(folder)
+    parents = _with_parents(folder)
     found = [entry for entry in os.scandir(folder) if is_folder(entry) and not _is_hidden(entry.name)]
-    found = [entry for entry in found if not (entry.is_symlink() and _identity(entry.path) in parents)]
+    found = [entry for entry in found if not (entry.is_symlink() and os.path.realpath(entry.path) in parents)]
     return sorted(found, key=attrgetter("name"))
 
 
 def class_names_in(folder: Path) -> list[str]:
     """The names of the folders in a split's folder that hold images."""
-    parents = _with_parents(folder)
-    children = folders_in(folder, parents)
-    return [class_name_of(child) for child in children if holds_image(child.path, parents | {_identity(child.path)})]
+    return [class_name_of(child) for child in folders_in(folder) if holds_image(child.path)]
 
 
-def holds_image(folder: str | Path, entered: set | None = None) -> bool:
+def holds_image(folder: str | Path, entered: set[str] | None = None) -> bool:
     """Whether any file in or below a folder is named like an image."""
-    entered = entered or _with_parents(Path(folder))
+    entered = _with_parents(folder) if entered is None else entered
     below = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -145,9 +124,9 @@ def holds_image(folder: str | Path, entered: set | None = None) -> bool:
                 return True
     for entry in below:
         if entry.is_symlink():  # only links can form circles
-            if _identity(entry.path) in entered:
+            if os.path.realpath(entry.path) in entered:
                 continue
-            entered.add(_identity(entry.path))
+            entered.add(os.path.realpath(entry.path))
         if holds_image(entry.path, entered):
             return True
     return False
@@ -174,32 +153,10 @@ def is_folder(entry: os.DirEntry) -> bool:
         return False
 
 
-def _is_file(entry: os.DirEntry) -> bool:
-    """Whether an entry is a regular file or a link to one."""
-    try:
-        return entry.is_file()
-    except OSError:  # a link to itself
-        return False
-
-
-def _kind_of(entry: os.DirEntry) -> str:
-    """The kind of an entry that is neither a file nor a folder."""
-    try:
-        return _SPECIAL.get(stat.S_IFMT(entry.stat().st_mode), "a special file")
-    except OSError as error:
-        return "a broken link" if entry.is_symlink() else str(error.strerror)
-
-
-def _identity(path: str | Path) -> tuple[int, int]:
-    """The device and inode of a folder, which do not depend on the link that leads to it."""
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
-
-
-def _with_parents(folder: Path) -> set[tuple[int, int]]:
-    """The identities of a folder and of all its parents."""
-    resolved = folder.resolve()
-    return {_identity(path) for path in (resolved, *resolved.parents)}
+def _with_parents(folder: str | Path) -> set[str]:
+    """A folder and all its parents, without links."""
+    resolved = Path(folder).resolve()
+    return {str(path) for path in (resolved, *resolved.parents)}
 
 
 def class_name_of(entry: os.DirEntry) -> str:

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names
 from utils.data.check import check_images, refuse_bad
-from utils.data.multi_hot import check_kind
-from utils.data.record import Record, differences, is_same, make_record, match_files, table_changes
+from utils.data.labels import check_kind, renumber
+from utils.data.record import Record, is_same, make_record, match_files, table_changes
 from utils.data.sampling import class_weights
 from utils.data.sources import open_source
-from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset, renumber
+from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset
 from utils.errors import UserError
 
 SILENT = Terminal(False)
@@ -25,16 +24,17 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
     A resumed run passes the `record` of its checkpoint, to continue with the same samples. All images are checked, and
     progress and messages are printed to `terminal`.
     """
+    if record is not None:
+        record.check_choices(config)
     source = _open_checked(config, terminal)
-    if record is not None and record.has_same_choices(config) and record.train.names is not None:
+    if record is not None and record.train.names is not None:
         train, evaluation = _recorded_splits(record, source, config, terminal)
         bad = _report_left_out((train, evaluation), terminal)
     else:
         (train, train_whole), (evaluation, eval_whole) = _choose_splits(source, config)
-        fresh = make_record(config, source.class_names, (train, train_whole), (evaluation, eval_whole))
         if record is not None:
-            _check_same(record, fresh, train_whole, eval_whole if record.has_same_choices(config) else None)
-        record = fresh
+            _check_same_tables(record, train_whole, eval_whole)
+        record = make_record(config, source.class_names, (train, train_whole), (evaluation, eval_whole))
         bad = _report_left_out(source.opened, terminal)
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
@@ -84,15 +84,10 @@ def load_split(
 
 def _open_checked(config: TrainConfig, terminal: Terminal) -> Source:
     """The source that --data names. The images of a split are checked when the split is opened."""
-    source = open_source(config)
-    source.check = partial(_checked, config=config, progress=terminal.progress("checking images"))
-    return source
-
-
-def _checked(split: Split, config: TrainConfig, progress: Callable) -> Split:
-    """Check all images of a split according to --check_images and --bad_images."""
+    source, progress = open_source(config), terminal.progress("checking images")
     full = config.check_images == "full" or config.bad_images == "skip"  # all must be known before samples are counted
-    return check_images(split, full, config.cache_dir, progress)
+    source.check = lambda split: check_images(split, full, config.cache_dir, progress)
+    return source
 
 
 def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
@@ -125,15 +120,13 @@ def _check_apart(train: Split, evaluation: Split) -> None:
 
 def _readable_part(split: Split, config: TrainConfig) -> Split:
     """The split without unreadable images. With --bad_images error, raises ValueError, which names them."""
+    _check_readable(split, config)
+    return split if split.readable.all() else split.select(np.flatnonzero(split.readable))
+
+
+def _check_readable(split: Split, config: TrainConfig) -> None:
     if config.bad_images == "error":
         refuse_bad(split)
-    if split.readable.all():
-        return split
-    _check_any_readable(split)
-    return split.select(np.flatnonzero(split.readable))
-
-
-def _check_any_readable(split: Split) -> None:
     if not split.readable.any():
         raise UserError(f"no image of split {split.name!r} can be used ({len(split)} checked)", "give another --data")
 
@@ -144,9 +137,12 @@ def _recorded_splits(record: Record, source: Source, config: TrainConfig, termin
     if source.class_names != record.class_names:
         problem = _class_changes(record.class_names, source.class_names)
         raise UserError(problem, "a resumed run needs the same classes: restore them, or start a new run")
-    found = [match_files(record, *pair, source.class_names) for pair in zip(record.parts, wholes, strict=True)]
     skip = config.bad_images == "skip"
-    changes = [text for one in found for text in one.label_changes + ([] if skip else one.image_changes)]
+    found = [
+        match_files(record, part, whole, source.class_names, skip)
+        for part, whole in zip(record.parts, wholes, strict=True)
+    ]
+    changes = [text for one in found for text in one.changes]
     if changes:
         raise UserError(
             "; ".join(changes),
@@ -155,18 +151,10 @@ def _recorded_splits(record: Record, source: Source, config: TrainConfig, termin
         )
     for text in dict.fromkeys(text for one in found for text in one.new_files):
         terminal.print(text)
-    train, evaluation = (_without_changed(one.split, one.changed) for one in found)
+    train, evaluation = (one.split for one in found)
     for split in (train, evaluation):
-        if not skip:
-            refuse_bad(split)
-        _check_any_readable(split)
+        _check_readable(split, config)
     return train, evaluation
-
-
-def _without_changed(split: Split, positions: np.ndarray) -> Split:
-    """Mark the images at these positions, which have changed, as unreadable."""
-    changed = dict.fromkeys(split.rows[positions].tolist(), "changed since the run started")
-    return replace(split, bad={**split.bad, **changed}) if changed else split
 
 
 def _class_changes(before: list[str], now: list[str]) -> str:
@@ -175,22 +163,18 @@ def _class_changes(before: list[str], now: list[str]) -> str:
     return f"the classes changed since training ({'; '.join(parts) or 'a different order'})"
 
 
-def _check_same(record: Record, fresh: Record, train_whole: Split, eval_whole: Split | None) -> None:
-    """Raise ValueError unless these are the original samples of the run; with None, compare only training samples."""
-    changes = differences(record.train, fresh.train, train_whole)
-    if not changes and eval_whole is not None:
-        changes = differences(record.evaluation, fresh.evaluation, eval_whole)
+def _check_same_tables(record: Record, *wholes: Split) -> None:
+    """Raise ValueError unless these are the tables of the run."""
+    changes = [text for part, whole in zip(record.parts, wholes, strict=True) for text in table_changes(part, whole)]
     if changes:
-        needed = "the same training data, --seed, --train_split, --eval_split and --eval_fraction"
-        raise UserError("; ".join(changes), f"a resumed run needs {needed}")
+        raise UserError("; ".join(dict.fromkeys(changes)), "a resumed run needs the same data: restore it")
 
 
 def _report_left_out(splits: Sequence[Split], terminal: Terminal) -> dict[str, str]:
     """Report the unreadable images, which are left out; returns them with the reasons."""
     images: dict[str, str] = {}
     for split in splits:
-        positions = np.flatnonzero(~split.readable).tolist()
-        bad = {split.describe(position): split.bad[int(split.rows[position])] for position in positions}
+        bad = split.unreadable()
         for name, reason in list(bad.items())[:1]:
             count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
             terminal.print(f"{count} cannot be used and will be left out; the first is {name} ({reason})")
@@ -212,18 +196,13 @@ def _own_split(source: Source, config: TrainConfig, training: bool, record: Reco
     if record is not None and part is not None and part.names is not None:
         whole = source.split(_existing(source, part.source, "the run used split"))
         found = match_files(record, part, whole, source.class_names)
-        for text in (*found.image_changes, *found.label_changes, *found.new_files):
+        for text in (*found.changes, *found.new_files):
             terminal.print(text)
         return found.split
     train, evaluation = _choose_splits(source, config)
     split, whole = train if training else evaluation
-    is_hold_out = train[1] is evaluation[1]
-    if record is None and is_hold_out:
-        terminal.print(
-            "the checkpoint does not record its samples: the hold-out is correct only if no sample was added since"
-        )
     changes = table_changes(part, whole) if part else []
-    if changes and is_hold_out:
+    if changes and train[1] is evaluation[1]:
         raise UserError(
             f"{'; '.join(changes)}; the held-out samples cannot be found again",
             f"evaluate all samples with --data {config.data} --split {whole.name}",
@@ -235,7 +214,7 @@ def _own_split(source: Source, config: TrainConfig, training: bool, record: Reco
 
 def _report_trained_on(record: Record | None, split: Split, terminal: Terminal) -> None:
     """Report how many of the images to evaluate on are training images of the run."""
-    if record is not None and record.train.ends and split.ends is not None:
+    if record is not None and record.train.ends is not None and split.ends is not None:
         known = int(np.isin(split.ends[split.rows], record.train.ends).sum())
         if known:
             terminal.print(f"the run trained on {known} of the {len(split)} images of split {split.name!r}")

@@ -5,7 +5,6 @@ prefix that ends in a slash, or a file suffix such as ".csv". `rest` is the part
 """
 
 import os
-from pathlib import Path
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
@@ -31,7 +30,6 @@ SOURCES = Table(
     },
     others="a Hub id such as ylecun/mnist, an image folder, a folder of parquet or arrow files, a save_to_disk folder",
 )
-_EARLY_CHECKS = {"torchvision/": torchvision_class}  # check the part after the key without opening data
 
 
 def _find(data: str) -> tuple[str, str]:
@@ -69,8 +67,8 @@ def check_source(config: TrainConfig) -> None:
         problem = f"--task multilabel: each image of --data {config.data} has one label"
         raise UserError(problem, "use a table or a CSV file with lists of labels")
     (key, rest), path = _find(config.data), expand(config.data)
-    if key in _EARLY_CHECKS:
-        _EARLY_CHECKS[key](rest)
+    if key == "torchvision/":
+        torchvision_class(rest)
     elif key:
         return
     elif not path.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") != 1):
@@ -94,10 +92,8 @@ def open_source(config: TrainConfig) -> Source:
     if key:
         return SOURCES[key](rest, config)
     path = expand(config.data)
-    return _local(path, config) if path.exists() else load_hub(config)
-
-
-def _local(path: Path, config: TrainConfig) -> Source:
+    if not path.exists():
+        return load_hub(config)
     if path.is_file() or has_tables(path):
         return table_source(read_table_files(path), config)
     return image_folder(path, config)

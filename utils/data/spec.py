@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 SMALL = 96  # pixels; images with sides up to this are decoded once and cached
 
 
@@ -13,7 +11,7 @@ class InputSpec:
     """The model's input: image shape in pixels, and the mean and standard deviation per channel of pixels in 0..1.
 
     Evaluation resizes the shorter side of a photograph to `resize` pixels, or with `squash` both sides, and crops the
-    centre. If `resize` is None, as in older checkpoints, the centre is 0.875 of the shorter side. Photographs are
+    centre. If `resize` is None, the centre is 0.875 of the shorter side. Photographs are
     resized with `interpolation`, bilinear or bicubic. `evaluation` is the input in evaluation if its size differs.
     """
 
@@ -27,25 +25,14 @@ class InputSpec:
     squash: bool = False
     evaluation: "InputSpec | None" = None
 
-    @classmethod
-    def from_dict(cls, values: dict, nested: bool = True) -> "InputSpec":
-        """Make a spec from the output of `asdict`. Raises ValueError if the values are invalid."""
-        try:
-            spec = cls(**values)
-            if spec.evaluation is not None and nested:
-                spec = replace(spec, evaluation=cls.from_dict(values["evaluation"], nested=False))
-            sizes = (spec.height, spec.width, spec.channels, 1 if spec.resize is None else spec.resize)
-            fits = all(type(n) is int and 0 < n < 2**16 for n in sizes)
-            fits = fits and spec.interpolation in ("bilinear", "bicubic") and type(spec.squash) is bool
-            fits = fits and len(spec.mean) == len(spec.std) == spec.channels and min(spec.std) > 0
-            fits = fits and bool(np.isfinite([*spec.mean, *spec.std]).all())
-            fits = fits and (nested or spec.evaluation is None)
-            fits = fits and spec.channels == spec.for_evaluation().channels
-        except TypeError:
-            fits = False
-        if not fits:
+    def check(self) -> None:
+        """Raise ValueError for values that no run can have. `typed_json.parse` has checked their types."""
+        other = self.for_evaluation()
+        fits = all(0 < size < 2**16 for size in (*self.size, self.channels, 1 if self.resize is None else self.resize))
+        fits = fits and self.interpolation in ("bilinear", "bicubic")
+        fits = fits and len(self.mean) == len(self.std) == self.channels == other.channels and min(self.std) > 0
+        if not fits or other.evaluation is not None:
             raise ValueError("'input' is missing or malformed")
-        return spec
 
     def for_evaluation(self) -> "InputSpec":
         """The input in evaluation."""

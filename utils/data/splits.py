@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from utils.console import join_names
 from utils.data.order import fold_in, permutation
 from utils.data.scan import Scan
 from utils.errors import UserError
@@ -46,7 +45,7 @@ class Split:
     labels: np.ndarray
     rows: np.ndarray
     fingerprint: str
-    ends: np.ndarray | None = None
+    ends: Any = None
     bad: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
     weights: np.ndarray | None = None
@@ -59,6 +58,11 @@ class Split:
         """bool [N]: False for each sample whose image is known to be unreadable."""
         return ~np.isin(self.rows, list(self.bad)) if self.bad else np.ones(len(self), bool)
 
+    def unreadable(self) -> dict[str, str]:
+        """The errors of its unreadable images, by their paths or indices."""
+        positions = np.flatnonzero(~self.readable).tolist()
+        return {self.describe(position): self.bad[int(self.rows[position])] for position in positions}
+
     def select(self, positions: np.ndarray) -> "Split":
         """A split of the samples at these positions, in this order."""
         weights = None if self.weights is None else self.weights[positions]
@@ -70,7 +74,7 @@ class Split:
         stamps: list[str] = []
         if isinstance(self.images, Files):
             paths, rows = self.images.paths, self.rows[self.readable]
-            stamps = [f"{os.fsencode(paths[row])!r}:{':'.join(map(str, self.images.stamp(row)))}" for row in rows]
+            stamps = [f"{os.fsencode(paths[row])!r}:{':'.join(map(str, stamp_of(paths[row])))}" for row in rows]
         return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).data, *sorted(self.bad), *stamps)
 
     @cached_property
@@ -130,8 +134,6 @@ class Data:
 class Files:
     """Image files by path, most or all of them below a folder `root`; indexing returns the bytes of a file."""
 
-    missing = "the file is gone"  # why a file that a checkpoint records cannot be read if this split does not have it
-
     def __init__(self, paths: list[str], root: str = "", scan: Scan | None = None):
         self.paths, self.root, self.scan = paths, root, scan  # `scan` is for image folders
 
@@ -147,10 +149,6 @@ class Files:
     def __getitem__(self, row: int) -> bytes:
         with open(self.paths[row], "rb", buffering=0) as file:  # a buffer would cost a copy
             return file.read()
-
-    def stamp(self, row: int) -> tuple[int, int, int]:
-        """`stamp_of` the file of a row."""
-        return stamp_of(self.paths[row])
 
 
 def stamp_of(path: str | os.PathLike) -> tuple[int, int, int]:
@@ -245,27 +243,6 @@ def random_subset(split: Split, count: int | None, seed: int) -> Split:
     if count is None or count >= len(split):
         return split
     return split.select(np.sort(permutation(len(split), fold_in(seed, "subset", split.name), 0)[:count]))
-
-
-def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
-    """Map labels, indices into `class_names`, to indices into `wanted`. Raises ValueError if it lacks a class."""
-    if class_names == wanted:
-        return split
-    number = {name: index for index, name in enumerate(wanted)}
-    table = np.asarray([number.get(name, -1) for name in class_names])
-    is_multi = split.labels.ndim == 2
-    present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
-    unknown = sorted({class_names[label] for label in present if table[label] < 0})
-    if unknown:
-        raise UserError(
-            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}",
-            "evaluate data with these classes",
-        )
-    if not is_multi:
-        return replace(split, labels=table[split.labels])
-    labels = np.zeros((len(split), len(wanted)), np.uint8)
-    labels[:, table[present]] = split.labels[:, present]
-    return replace(split, labels=labels)
 
 
 def fingerprint_of(*parts) -> str:

@@ -1,7 +1,6 @@
 """Read Hugging Face tables from files: parquet and arrow files, and save_to_disk folders."""
 
 import errno
-import json
 import re
 import sys
 from contextlib import suppress
@@ -84,60 +83,31 @@ def _check_files(path: Path) -> None:
     if path.is_file():
         return
     for file in (file for pattern in TABLE_FILES for file in _visible(path, pattern)):
-        if file.is_dir():
-            raise UserError(f"{file}: is a folder", f"for the tables in it, give --data {file}")
         if not file.is_file():
             raise UserError(f"{file}: is not a regular file", "remove or replace it")
-    if _is_saved(path):
-        _check_saved(path)
-    else:
+    if not _is_saved(path):  # `datasets` names what such a folder lacks
         _check_shards(_visible(path, "*.parquet") or _visible(path, "*.arrow"))
-
-
-def _check_saved(path: Path) -> None:
-    """Check that a save_to_disk folder contains all files that it lists. `datasets` reports damaged lists itself."""
-    malformed = (OSError, ValueError, TypeError, KeyError, RecursionError)
-    folders = [path]
-    with suppress(*malformed):
-        folders = [path / name for name in json.loads((path / "dataset_dict.json").read_text())["splits"]]
-    for folder in folders:
-        needed = [folder / "state.json", folder / "dataset_info.json"]
-        with suppress(*malformed):
-            if needed[0].is_file():
-                listed_files = json.loads(needed[0].read_text())["_data_files"]
-                needed += [folder / file["filename"] for file in listed_files]
-        missing = [file for file in needed if not file.is_file()]
-        if missing:
-            problem = f"{path}: cannot be read, missing {join_names(missing, 3)}"
-            raise UserError(problem, "copy or save the folder again")
 
 
 def _check_shards(files: list[Path]) -> None:
     """Check that each of the shards NAME-00000-of-00010, and so on, exists exactly once."""
-    sets: dict[str, dict[int, dict[int, Path]]] = {}  # by name, by total, by number
+    sets: dict[tuple[str, int], dict[int, Path]] = {}  # by name and total, by number
     for file in files:
         shard = re.fullmatch(r"(.+)-(\d+)-of-(\d+)(.*)", file.stem)
-        if not shard:
-            continue
-        name, number, total = shard[1], int(shard[2]), int(shard[3])
-        totals = sets.setdefault(name, {})
-        numbers = totals.setdefault(total, {})
-        other = numbers.get(number) or next((n for t in totals if t != total for n in totals[t].values()), None)
-        if other:
-            problem = f"{file}: duplicates {other.name} or belongs to a different set of shards"
-            raise UserError(problem, "remove one of the two")
-        numbers[number] = file
-    for name, totals in sets.items():
-        for total, numbers in totals.items():
-            first = 1 if 0 not in numbers and total in numbers else 0
-            expected = range(first, first + min(total, len(numbers) + 13))  # enough to list the first missing ones
-            missing = [f"{name}-{number:05}-of-{total:05}" for number in expected if number not in numbers]
-            if missing:
-                count = f"{total - len(numbers)} of {total} shards not found"
-                raise UserError(
-                    f"{files[0].parent}: {count}: {join_names(missing, 3)}",
-                    f"add them, or rename the others without -of-{total:05} to use only those",
-                )
+        if shard:
+            other = sets.setdefault((shard[1], int(shard[3])), {}).setdefault(int(shard[2]), file)
+            if other != file:
+                raise UserError(f"{file}: duplicates {other.name}", "remove one of the two")
+    for (name, total), numbers in sets.items():
+        first = 1 if 0 not in numbers and total in numbers else 0
+        expected = range(first, first + min(total, len(numbers) + 13))  # enough to list the first missing ones
+        missing = [f"{name}-{number:05}-of-{total:05}" for number in expected if number not in numbers]
+        if missing:
+            count = f"{total - len(numbers)} of {total} shards not found"
+            raise UserError(
+                f"{files[0].parent}: {count}: {join_names(missing, 3)}",
+                f"add them, or rename the others without -of-{total:05} to use only those",
+            )
 
 
 def _unreadable_file(path: Path) -> Path:

@@ -10,15 +10,21 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.multi_hot import multi_hot
+from utils.data.labels import multi_hot
 from utils.data.sampling import to_weights, weight_column
-from utils.data.splits import Source, Split, fingerprint_of, split_that_defines_classes, stamp_of, whole_split
+from utils.data.splits import (
+    Source,
+    Split,
+    fingerprint_of,
+    split_that_defines_classes,
+    stamp_of,
+    whole_split,
+)
 from utils.data.table_files import hide_bars_without_terminal
 from utils.errors import UserError, one_line
 
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "fine_label")
 IMAGE_TYPES = ("binary", "large_binary", "string")  # encoded files, or their paths
-MOST_CLASSES = 10**6  # higher labels are identifiers, not class numbers
 
 
 class Table:
@@ -86,7 +92,8 @@ def table_source(splits, config: TrainConfig) -> Source:
         if _is_list(dataset.features[label_column]) != _is_list(train.features[label_column]):
             problem = f"the labels of split {name!r} are {dataset.features[label_column]}"
             raise UserError(f"{problem}, unlike those of the training split", "choose another split")
-        labels = _labels(name, _values(dataset, label_column), label_values, len(class_names))
+        values, counts = _values(dataset, label_column)
+        labels = _labels(name, values, counts, label_values, len(class_names))
         images = Table(dataset, image_column)
         stamps = [stamp_of(file) for file in images.files() if Path(file).is_file()]
         split = whole_split(name, images, labels, fingerprint_of(dataset._fingerprint, *stamps))
@@ -100,16 +107,14 @@ def table_source(splits, config: TrainConfig) -> Source:
 def _image_column(features, wanted: str | None) -> str:
     from datasets import Image
 
-    if wanted is None:
-        found = [name for name, feature in features.items() if isinstance(feature, Image)]
-        # In files that were not written by `datasets`, images are a plain struct of bytes.
-        found = found or [name for name, feature in features.items() if _is_struct(feature)]
-        return _only_one(found, "image", features)
-    _check_column(features, wanted, "--image_column")
-    feature = features[wanted]
-    if not (isinstance(feature, Image) or _is_struct(feature) or getattr(feature, "dtype", "") in IMAGE_TYPES):
-        raise UserError(f"--image_column {wanted}: holds {feature}, not images", f"use one of {join_names(features)}")
-    return wanted
+    found = [name for name, feature in features.items() if isinstance(feature, Image)]
+    # In files that were not written by `datasets`, images are a plain struct of bytes.
+    found = found or [name for name, feature in features.items() if _is_struct(feature)]
+    name = _choose("image", features, wanted, found)
+    if name not in found and not _is_struct(features[name]) and getattr(features[name], "dtype", "") not in IMAGE_TYPES:
+        problem = f"--image_column {name}: holds {features[name]}, not images"
+        raise UserError(problem, f"use one of {join_names(features)}")
+    return name
 
 
 def _is_struct(feature) -> bool:
@@ -119,17 +124,24 @@ def _is_struct(feature) -> bool:
 def _label_column(features, wanted: str | None) -> str:
     from datasets import ClassLabel
 
-    if wanted is None:
-        found = [name for name, feature in features.items() if isinstance(_element(feature), ClassLabel)]
-        wanted = _only_one(found or [name for name in LABEL_NAMES if name in features][:1], "label", features)
-    _check_column(features, wanted, "--label_column")
-    dtype = getattr(_element(features[wanted]), "dtype", "")
-    if not re.fullmatch(r"u?int\d+|bool|(large_)?string", dtype):
+    found = [name for name, feature in features.items() if isinstance(_element(feature), ClassLabel)]
+    name = _choose("label", features, wanted, found or [name for name in LABEL_NAMES if name in features][:1])
+    if not re.fullmatch(r"u?int\d+|bool|(large_)?string", getattr(_element(features[name]), "dtype", "")):
         raise UserError(
-            f"--label_column {wanted}: labels must be integers or strings, or lists of them, not {features[wanted]}",
+            f"--label_column {name}: labels must be integers or strings, or lists of them, not {features[name]}",
             f"use one of {join_names(features)}",
         )
-    return wanted
+    return name
+
+
+def _choose(kind: str, features: Collection[str], wanted: str | None, found: list[str]) -> str:
+    """The column that a flag names, or the only one found. Raises ValueError if there is none."""
+    if wanted in features or (wanted is None and len(found) == 1):
+        return wanted or found[0]
+    problem = f"each of {join_names(found)} may be the {kind} column" if found else f"there is no {kind} column"
+    if wanted is not None:
+        problem = f"--{kind}_column {wanted}: no such column"
+    raise UserError(problem, f"set --{kind}_column to one of {join_names(features)}")
 
 
 def _is_list(feature) -> bool:
@@ -144,19 +156,13 @@ def _element(feature):
 
 
 def _values(dataset, column: str):
-    return dataset.select_columns(column).with_format("arrow")[:][column]
+    """The labels of a column, those in lists one after the other, and the length of each list, if there are any."""
+    from pyarrow import compute
 
-
-def _only_one(found: list[str], kind: str, features: Collection[str]) -> str:
-    if len(found) != 1:
-        which = f"each of {join_names(found)} may be the {kind} column" if found else f"there is no {kind} column"
-        raise UserError(which, f"set --{kind}_column to one of {join_names(features)}")
-    return found[0]
-
-
-def _check_column(features: Collection[str], name: str, flag: str) -> None:
-    if name not in features:
-        raise UserError(f"{flag} {name}: no such column", f"use one of {join_names(features)}")
+    values = dataset.select_columns(column).with_format("arrow")[:][column]
+    if not _is_list(dataset.features[column]):
+        return values, None
+    return compute.list_flatten(values), compute.list_value_length(values)
 
 
 def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, ...]]:
@@ -165,16 +171,11 @@ def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, .
     Integer labels are class numbers from 0 to the highest label. If fewer than half of these numbers occur, as with
     0, 1000, 2000, only the numbers that occur are classes, and are their names.
     """
-    from pyarrow import compute
-
     names = getattr(_element(dataset.features[column]), "names", None)
     if names:
         return [str(name) for name in names], None, ()
     try:
-        if _is_list(dataset.features[column]):
-            unique = compute.list_flatten(_values(dataset, column)).unique().to_pylist()
-        else:
-            unique = dataset.unique(column)
+        unique = _values(dataset, column)[0].unique().to_pylist()
         values = sorted(value for value in unique if value is not None)
     except UnicodeDecodeError:
         raise UserError(f"--label_column {column}: a label is not UTF-8 text", "save the column as UTF-8") from None
@@ -182,15 +183,13 @@ def _classes(dataset, column: str) -> tuple[list[str], list | None, tuple[str, .
         return values, values, ()
     values = [int(value) for value in values if value >= 0]
     highest = max(values, default=-1)
-    if highest >= MOST_CLASSES:
-        raise UserError(f"--label_column {column}: labels go up to {highest}", "number the classes from 0")
     if 2 * len(values) >= highest + 1:
         return [str(number) for number in range(highest + 1)], None, ()
     note = f"--label_column {column}: only the labels that occur are classes: {join_names(values, 3)}"
     return [str(value) for value in values], values, (note,)
 
 
-def _labels(split: str, values, label_values: list | None, classes: int) -> np.ndarray:
+def _labels(split: str, values, counts, label_values: list | None, classes: int) -> np.ndarray:
     """The labels as class indices, int64 [N], below 0 for negative ones; those in lists as multi-hot rows.
 
     `label_values` are the values of class 0, 1, ... Raises ValueError for a null label.
@@ -198,11 +197,12 @@ def _labels(split: str, values, label_values: list | None, classes: int) -> np.n
     import pyarrow as pa
     from pyarrow import compute
 
-    _refuse_null(split, values, range(len(values)))
-    if pa.types.is_nested(values.type):
-        counts, flat = compute.list_value_length(values).to_numpy(), compute.list_flatten(values)
-        _refuse_null(split, flat, np.repeat(np.arange(len(counts)), counts))
-        return multi_hot(split, counts, _labels(split, flat, label_values, classes), classes)
+    rows = np.arange(len(values if counts is None else counts))
+    if counts is not None:
+        _refuse_null(split, counts, rows)
+        counts = counts.to_numpy()
+        rows = np.repeat(rows, counts)
+    _refuse_null(split, values, rows)
     if label_values is not None:
         is_text = isinstance(label_values[0], str)
         values = values if is_text else values.cast(pa.int64())
@@ -216,10 +216,11 @@ def _labels(split: str, values, label_values: list | None, classes: int) -> np.n
                 "fix the labels, or choose another split",
             )
         values = indices
-    return values.cast(pa.int64()).fill_null(-1).to_numpy()
+    labels = values.cast(pa.int64()).fill_null(-1).to_numpy()
+    return labels if counts is None else multi_hot(split, counts, labels, classes)
 
 
-def _refuse_null(split: str, values, rows: Sequence[int] | np.ndarray) -> None:
+def _refuse_null(split: str, values, rows: np.ndarray) -> None:
     """Raise ValueError if one of these labels is null; `rows` are the rows of their images."""
     from pyarrow import compute
 

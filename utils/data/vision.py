@@ -1,6 +1,5 @@
 """The classification data sets of torchvision, by class name."""
 
-import difflib
 import inspect
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import torchvision
 from torchvision.datasets import MNIST
 
 from utils.config.settings import TrainConfig
+from utils.config.table import suggestion
 from utils.data.splits import Files, Images, Source, Split, fingerprint_of, whole_split
 from utils.errors import UserError, one_line
 from utils.files import expand
@@ -61,11 +61,10 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
 
 def torchvision_class(name: str) -> type:
     """The class `torchvision.datasets.NAME`. Raises ValueError if there is none."""
-    known = {n.lower(): n for n in torchvision.datasets.__all__ if _is_dataset(getattr(torchvision.datasets, n))}
-    if name not in known.values():
-        near = [known[n] for n in difflib.get_close_matches(name.lower(), known, n=3)]
+    known = [name for name in torchvision.datasets.__all__ if _is_dataset(getattr(torchvision.datasets, name))]
+    if name not in known:
         problem = f"--data torchvision/{name}: torchvision.datasets has no such data set"
-        raise UserError(problem, f"did you mean {' or '.join(near)}" if near else "")
+        raise UserError(problem, suggestion(name, known, "choose a classification data set"))
     return getattr(torchvision.datasets, name)
 
 
@@ -84,18 +83,18 @@ def _split_names(cls: type, fixed: Mapping[str, Any]) -> list[str]:
 
 
 def _open_dataset(cls: type, arguments: Mapping[str, Any], root: str):
-    what = f"--data torchvision/{cls.__name__}"
+    can_download = "download" in inspect.signature(cls).parameters or issubclass(cls, MNIST)
     try:
-        return cls(**arguments)
-    except Exception as error:  # of any class, for files that are missing, damaged or partly extracted
-        if "download" not in inspect.signature(cls).parameters and not issubclass(cls, MNIST):
-            problem = f"{what}: cannot be read in {root} ({one_line(error)[:200]})"
-            raise UserError(problem, "put it there, or choose another --data_dir") from error
-    try:
+        try:
+            return cls(**arguments)
+        except Exception:  # of any class, for files that are missing, damaged or partly extracted
+            if not can_download:
+                raise
         return cls(**arguments, download=True)
     except Exception as error:
+        problem = f"not in {root}, and the download failed" if can_download else f"cannot be read in {root}"
         raise UserError(
-            f"{what}: not in {root}, and the download failed ({one_line(error)[:200]})",
+            f"--data torchvision/{cls.__name__}: {problem} ({one_line(error)[:200]})",
             "put it there, or choose another --data_dir",
         ) from error
 

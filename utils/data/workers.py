@@ -1,10 +1,23 @@
-"""Choose how many loader processes decode photographs, and how many batches they prepare in advance."""
+"""Loader processes: how many there are, how they start, their signals, and how they send batches through /dev/shm.
+
+/dev/shm is shared memory. In containers it is often small.
+"""
 
 import math
 import os
+import signal
+import sys
+import threading
 from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
 
-from utils.errors import UserError
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from utils.errors import UserError, one_line
 from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import MB, SHM, SHM_FIX, describe_shm, shm_space, usable_physical_cores
 
@@ -15,29 +28,12 @@ _USABLE = 0.9  # fraction of the free space to use; other programs need some too
 _PER_CORE = 8  # most loader processes per core of a machine, far more than is useful
 
 
-def check_workers(count: int | None) -> None:
-    """Raise ValueError if --num_workers `count` starts far more processes than this machine has cores."""
-    most = most_workers()
-    if count is not None and count > most:
-        _, processes = local_rank_and_size()
-        total = f"{processes} x {count} loader processes" if processes > 1 else f"{count} loader processes"
-        raise UserError(
-            f"--num_workers {count}: {total} are too many for the {os.cpu_count()} processor cores of this machine",
-            f"use at most {most}, or leave it out",
-        )
-
-
 def default_workers(threads: int, processes: int) -> int:
     """The default number of loader processes for each of a machine's `processes`, with `threads` threads each.
 
     At most 8, or one for each physical core of the process up to 16, whose photographs can keep one GPU busy.
     """
     return min(threads, max(8, min(16, usable_physical_cores() // processes)))
-
-
-def most_workers() -> int:
-    """The highest --num_workers that this machine allows."""
-    return max(1, _PER_CORE * (os.cpu_count() or 1) // local_rank_and_size()[1])
 
 
 def bytes_needed(sizes: Sequence[int], workers: int, ahead: int) -> int:
@@ -60,10 +56,90 @@ def choose_workers(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
 
 
 def workers_that_fit(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
-    """`choose_workers`. The machine's first rank prints a line if fewer than `wanted` fit."""
+    """`choose_workers`. The machine's first rank prints a line if there are fewer than `wanted`."""
+    processes, cores = local_rank_and_size()[1], os.cpu_count() or 1
+    most = max(1, _PER_CORE * cores // processes)
+    if wanted > most:
+        print_for_machine(f"--num_workers {wanted}: too many for {cores} processor cores; using {most} instead")
+        wanted = most
     workers, ahead = choose_workers(sizes, wanted)
     if (workers, ahead) != (wanted, AHEAD):
-        need = local_rank_and_size()[1] * bytes_needed(sizes, wanted, AHEAD) / MB
+        need = processes * bytes_needed(sizes, wanted, AHEAD) / MB
         problem = f"{SHM}: {describe_shm()}, {need:.0f} MB needed for --num_workers {wanted}"
         print_for_machine(f"{problem}; using {workers} instead, which is slower; {SHM_FIX}")
     return workers, ahead
+
+
+class ShmFull(UserError):
+    """A loader process could not write a batch to /dev/shm."""
+
+
+def move_to_shared_memory(batch: Any) -> dict:
+    """A `collate_fn` that moves the tensors of a batch, a dict, to shared memory if this is a loader process.
+
+    If there is no space, the tensors are returned empty, with a ShmFull under "error". PyTorch would move them later,
+    in a thread that only prints the error, and the rank would wait for this batch forever.
+    """
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    try:
+        for tensor in tensors.values() if get_worker_info() is not None else ():
+            if tensor.numel():  # an empty tensor takes no shared memory
+                _share(tensor)
+    except ShmFull as error:
+        tensors, batch = {name: value[:0] for name, value in tensors.items()}, batch | {"error": error}
+    # PyTorch would send the whole memory of an empty view; an empty copy has none.
+    return batch | {name: value if value.numel() else value.clone() for name, value in tensors.items()}
+
+
+def _share(tensor: Tensor) -> None:
+    try:
+        tensor.share_memory_()
+    except RuntimeError as error:
+        problem = f"a loader process could not write a batch of {tensor.nbytes / MB:.1f} MB"
+        raise ShmFull(
+            f"{SHM}: {problem} ({describe_shm()}; {one_line(error)[:160]})", f"{SHM_FIX}, or use --num_workers 0"
+        ) from error
+
+
+# How workers start. The default of Python 3.14 would import PyTorch again in each worker, and would start a process
+# between the worker and its rank, so that neither would notice if the other one exits.
+_START_METHOD = "fork" if sys.platform == "linux" else None
+
+
+def worker_processes(count: int, ahead: int = 2) -> dict:
+    """The keyword arguments of a DataLoader with `count` workers that each prepare `ahead` batches in advance."""
+    return {
+        "num_workers": count,
+        "prefetch_factor": ahead if count else None,
+        "multiprocessing_context": _START_METHOD if count else None,
+        # The rank passes its own process id: if it were killed first, the worker would have another parent.
+        "worker_init_fn": partial(_leave_signals_to_parent, os.getpid()),
+        "generator": torch.Generator(),  # because starting workers must not draw from the global generator
+    }
+
+
+def _leave_signals_to_parent(parent: int, worker: int) -> None:
+    """Called in each worker, so that only its own rank, the process `parent`, can stop it.
+
+    Ctrl-C in a terminal and scancel signal the workers too, but the rank needs them to finish its update.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _print_unless_disconnected
+    if hasattr(signal, "sigtimedwait"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_await_parents_sigterm, args=(parent,), daemon=True).start()
+
+
+def _print_unless_disconnected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of a thread, except a lost connection: the rank was stopped while it was receiving a batch."""
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _await_parents_sigterm(parent: int) -> None:
+    while os.getppid() == parent:  # a parent that is killed sends no signal
+        received = signal.sigtimedwait({signal.SIGTERM}, 2)
+        if received is not None and received.si_pid == parent:
+            break
+    os._exit(0)

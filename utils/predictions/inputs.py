@@ -11,39 +11,35 @@ import numpy as np
 from utils.console import join_names
 from utils.data.check import check_images
 from utils.data.scan import Scan
-from utils.data.splits import Files, Split, fingerprint_of
+from utils.data.splits import Files, Split, fingerprint_of, whole_split
 from utils.errors import UserError
 
 
 def find_images(given: Sequence[str]) -> Split:
     """The images at these paths, in this order, each once; those of a folder or a pattern are sorted by name.
 
-    The labels of the split have no meaning. `bad` has the paths that are not regular files. Raises UserError if a path
-    does not exist or if there is no image.
+    The labels of the split have no meaning. Raises UserError if a path does not exist or if there is no image.
     """
-    found: dict[str, str] = {}  # the path of each image, and why it cannot be read
+    found: list[str] = []
     notes: list[str] = []
     for path in _matches(given):
         if os.path.isdir(path):
             scan = Scan(Path(path), [])
-            for image in scan.images(path, ""):
-                found.setdefault(image, scan.bad.get(image, ""))
-            notes += scan.left_out.notes(Path(path))
+            found += scan.images(path, "")
+            notes += scan.notes()
         else:
-            found.setdefault(path, "" if os.path.isfile(path) else "not a regular file")
+            found.append(path)
     if not found:
         raise UserError(f"{join_names(given)}: no images", "name image files, or folders with images in them")
-    rows, labels = np.arange(len(found)), np.zeros(len(found), np.int64)
-    bad = {row: reason for row, reason in enumerate(found.values()) if reason}
-    fingerprint = fingerprint_of(*map(os.fsencode, found))
-    return Split("images", Files(list(found)), labels, rows, fingerprint, bad=bad, notes=tuple(notes))
+    paths = list(dict.fromkeys(found))
+    split = whole_split("images", Files(paths), np.zeros(len(paths)), fingerprint_of(*map(os.fsencode, paths)))
+    return replace(split, notes=tuple(notes))
 
 
 def check_all(split: Split, cache_dir: str, progress: Callable) -> Split:
     """The split with the errors of all images that cannot be decoded; they keep their positions."""
     checked = check_images(split, True, cache_dir, progress)
-    found = {row: split.bad.get(row, f"not a readable image ({reason})") for row, reason in checked.bad.items()}
-    return replace(checked, bad=found)
+    return replace(checked, bad={row: f"not a readable image ({reason})" for row, reason in checked.bad.items()})
 
 
 def _matches(given: Sequence[str]) -> list[str]:

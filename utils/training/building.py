@@ -16,7 +16,6 @@ from utils.data.sampling import make_plan
 from utils.data.sources import absolute_data, check_source
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
-from utils.data.workers import check_workers
 from utils.errors import UserError
 from utils.models.batch_norm import check_batch_norm, has_batch_norm
 from utils.models.checking import bad_tensors
@@ -42,7 +41,6 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_model(config)
     check_source(config)
     check_run_folder(config)
-    check_workers(config.num_workers)
     if config.data_dir and config.resume is None and not config.data.startswith("torchvision/"):
         problem = "--data_dir is for --data torchvision/NAME only"
         raise UserError(problem, f"for a folder of your own use --data {shlex.quote(config.data_dir)}")
@@ -130,7 +128,7 @@ def resolve_input(
     """
     if saved is not None and all(getattr(saved.settings, name) == getattr(config, name) for name in OF_INPUT):
         return config, [], saved.spec
-    channels, size = peek(train, skip=config.bad_images == "skip")
+    channels, size = peek(train)
     small = size is not None and max(size) <= SMALL
     # mnist_cnn takes images of one size.
     small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None

@@ -1,12 +1,13 @@
-"""Labels of samples that may have several classes or none: multi-hot rows, uint8 [N, classes]."""
+"""Labels of samples: classes, int64 [N], or multi-hot rows, uint8 [N, classes], for several classes or none."""
+
+from dataclasses import replace
 
 import numpy as np
 
 from utils.config.settings import TrainConfig
+from utils.console import join_names
 from utils.data.splits import Split
 from utils.errors import UserError
-
-SEPARATOR = "|"  # between the labels of an image in a CSV file
 
 
 def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
@@ -22,6 +23,27 @@ def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) ->
     rows = np.zeros((len(counts), classes), np.uint8)
     rows[samples, flat] = 1
     return rows
+
+
+def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
+    """Map labels, indices into `class_names`, to indices into `wanted`. Raises ValueError if it lacks a class."""
+    if class_names == wanted:
+        return split
+    number = {name: index for index, name in enumerate(wanted)}
+    table = np.asarray([number.get(name, -1) for name in class_names])
+    is_multi = split.labels.ndim == 2
+    present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
+    unknown = sorted({class_names[label] for label in present if table[label] < 0})
+    if unknown:
+        raise UserError(
+            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}",
+            "evaluate data with these classes",
+        )
+    if not is_multi:
+        return replace(split, labels=table[split.labels])
+    labels = np.zeros((len(split), len(wanted)), np.uint8)
+    labels[:, table[present]] = split.labels[:, present]
+    return replace(split, labels=labels)
 
 
 def check_kind(split: Split, config: TrainConfig) -> None:
