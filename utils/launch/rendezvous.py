@@ -147,7 +147,10 @@ def check_own_gpus(members: list[Member]) -> None:
 
 
 def _wait(condition: Callable[[], bool], deadline: float) -> bool:
-    """Wait until the condition is true; False if it is not before the deadline."""
+    """Wait until the condition is true; False if it is not before the deadline.
+
+    Not with `wait` of the store: c10d prints warnings about a wait that ends at its time limit.
+    """
     while not condition():
         if time.monotonic() > deadline:
             return False

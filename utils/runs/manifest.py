@@ -88,12 +88,12 @@ def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | Non
         if left_out:
             return f"{path}: does not name {', '.join(left_out)}"
         for name, entry in files.items():
-            if Path(name).name != name or not isinstance(entry, dict):
+            if Path(name).name != name:
                 return f"{checkpoint / MANIFEST}: damaged"
             path = checkpoint / name
             if not path.is_file():
                 return f"{path}: missing"
-            if path.stat().st_size != entry.get("size") or sha256_of(path) != entry.get("sha256"):
+            if entry_of(path) != entry:
                 return f"{path}: damaged"
     except (ValueError, OSError) as error:
         text = problem_of(error)
@@ -106,13 +106,18 @@ def write_manifest(folder: Path) -> None:
     mode, entries = folder.stat().st_mode & 0o666, {}  # the umask of the process could only be read by changing it
     for path in sorted(folder.iterdir()):
         path.chmod(mode)  # safetensors makes its files readable by the owner only
-        entries[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        entries[path.name] = entry_of(path)
     write_file(folder / MANIFEST, manifest_text(entries))
 
 
 def manifest_text(files: dict) -> str:
     """The text of a manifest. Equal entries always give the same text, so any change to a manifest is detected."""
     return json.dumps({"files": files}, indent=1) + "\n"
+
+
+def entry_of(path: Path) -> dict[str, int | str]:
+    """What a manifest says about a file."""
+    return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def sha256_of(path: Path) -> str:
