@@ -17,7 +17,6 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from sklearn.datasets import load_sample_image
 from torchvision.transforms import InterpolationMode, v2
-from utils.runs.typed_json import parse
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import Crop, crop_box
@@ -377,7 +376,7 @@ def test_photographs_are_evaluated_as_torchvision_does_for_its_weights(name):
         ours, whole = evaluated(raw, spec), decode(split_of([raw]), 0, 3).permute(2, 0, 1)
         assert torch.equal(ours, crop(resize(whole)))
         assert (ours - own(raw)).abs().max() < 2.01  # torchvision's preset resizes with Pillow
-        assert torch.equal(evaluated(raw, parse(InputSpec, asdict(spec), "input")), ours)
+        assert torch.equal(evaluated(raw, InputSpec.from_dict(asdict(spec))), ours)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +443,7 @@ def test_training_crops_are_resized_as_the_weights_were():
 def test_an_input_with_values_that_it_cannot_have_is_malformed(change):
     values = asdict(InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3)) | change
     with pytest.raises(ValueError, match=" is missing or malformed"):
-        parse(InputSpec, values, "input")
+        InputSpec.from_dict(values)
 
 
 def test_peek_tells_grey_from_colour_and_one_size_from_many():

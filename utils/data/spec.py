@@ -2,6 +2,10 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from utils.config.bounds import Number, PositiveFloat, read_fields, require
+from utils.config.settings import Pixels
 
 SMALL = 96  # pixels; images with sides up to this are decoded once and cached
 
@@ -15,24 +19,27 @@ class InputSpec:
     resized with `interpolation`, bilinear or bicubic. `evaluation` is the input in evaluation if its size differs.
     """
 
-    height: int
-    width: int
-    channels: int
-    mean: list[float]
-    std: list[float]
-    resize: int | None = None
-    interpolation: str = "bilinear"
+    height: Pixels
+    width: Pixels
+    channels: Pixels
+    mean: list[Number]
+    std: list[PositiveFloat]
+    resize: Pixels | None = None
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     squash: bool = False
     evaluation: "InputSpec | None" = None
 
-    def check(self) -> None:
-        """Raise ValueError for values that no run can have. `typed_json.parse` has checked their types."""
-        other = self.for_evaluation()
-        fits = all(0 < size < 2**16 for size in (*self.size, self.channels, 1 if self.resize is None else self.resize))
-        fits = fits and self.interpolation in ("bilinear", "bicubic")
-        fits = fits and len(self.mean) == len(self.std) == self.channels == other.channels and min(self.std) > 0
-        if not fits or other.evaluation is not None:
-            raise ValueError("'input' is missing or malformed")
+    @classmethod
+    def from_dict(cls, values: Any) -> "InputSpec":
+        """Make a spec from the output of `asdict`. Raises ValueError if the values are invalid."""
+        values = dict(values)
+        other = values.get("evaluation")
+        spec = read_fields(cls, values | {"evaluation": None})
+        if other is not None:
+            spec = replace(spec, evaluation=cls.from_dict(other))
+            require(spec.evaluation.evaluation is None, "an evaluation has no other input")
+        require(len(spec.mean) == len(spec.std) == spec.channels == spec.for_evaluation().channels, "channels differ")
+        return spec
 
     def for_evaluation(self) -> "InputSpec":
         """The input in evaluation."""
