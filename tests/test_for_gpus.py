@@ -97,8 +97,7 @@ def _ddp_arguments(device_type):
 def test_ddp_is_given_no_gpu_number_as_a_task_may_see_only_one_gpu():
     found = returned(1, _ddp_arguments, "cuda")[0]
     assert found["device_ids"] is found["output_device"] is None
-    assert found["batched_grad_copy"] is True and found["gradient_as_bucket_view"] is True
-    assert "batched_grad_copy" not in returned(1, _ddp_arguments, "cpu")[0]
+    assert found["gradient_as_bucket_view"] is True
 
 
 @pytest.mark.parametrize("name", ["1gpu", "2gpu", "4gpu", "8gpu"])
@@ -424,30 +423,6 @@ def test_ddp_does_not_measure_updates_which_would_wait_for_the_gpu():
         for _ in range(110):
             model(torch.ones(1, 1)).sum().backward()
         assert model._get_ddp_logging_data()["iteration"] <= 10
-
-
-def _gradients(batched):
-    with distributed_session("train.py", TrainConfig(threads=1)) as ranks:
-        ranks.join()
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 5))
-        model = DistributedDataParallel(net, gradient_as_bucket_view=True, batched_grad_copy=batched)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-        random = torch.Generator().manual_seed(ranks.topology.rank)
-        for _ in range(5):
-            for exchanged in (False, True):  # two microbatches
-                images = torch.randn(4 + ranks.topology.rank, 3, 8, 8, generator=random)
-                with nullcontext() if exchanged else model.no_sync():
-                    model(images).square().sum().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach() for parameter in net.parameters()]
-
-
-def test_gradients_copied_in_batches_are_the_same():
-    one_by_one, batched = returned(2, _gradients, False)[0], returned(2, _gradients, True)[0]
-    assert all(torch.equal(a, b) for a, b in zip(one_by_one, batched, strict=True))
 
 
 def _compiled(launcher, flags):

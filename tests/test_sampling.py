@@ -330,20 +330,3 @@ def test_one_against_the_rest_weights_each_sample_by_its_class(smoothing):
     hard = torch.tensor([0, 1, 2, 2, 1, 0])
     one_by_one = [weight[k] * plain.loss(logits[i : i + 1], hard[i : i + 1]).item() for i, k in enumerate(hard)]
     assert task.loss(logits, hard).item() == pytest.approx(sum(one_by_one), rel=1e-5)
-
-
-def test_the_class_counts_are_kept_with_a_checkpoint_of_weighted_training():
-    flags = ["--data", "digits", "--max_train_samples", "100", "--global_batch_size", "20", *MLP]
-    for name, more in (
-        ("plain", []),
-        ("drawn", ["--sampler", "balanced"]),
-        ("weighed", ["--class_weights", "balanced"]),
-    ):
-        train_run(1, name, *flags, *more)
-    found = [
-        list(Path(f"runs/{name}/checkpoints").glob("step-*/class_counts.json"))
-        for name in ("plain", "drawn", "weighed")
-    ]
-    assert [len(paths) for paths in found] == [0, 1, 1]
-    labels = load_data(TrainConfig(data="digits", max_train_samples=100)).train.labels
-    assert json.loads(found[1][0].read_text()) == {str(k): int((labels == k).sum()) for k in range(10)}

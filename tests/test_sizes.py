@@ -13,7 +13,6 @@ from helpers.training_runs import records, refused, same_tensors, train_run, wei
 from PIL import Image
 from torch.nn import functional as F
 from torchvision.transforms import v2
-from utils.runs.typed_json import parse
 
 import eval
 import train
@@ -115,11 +114,11 @@ def test_the_resizing_of_evaluation_is_that_of_its_own_size():
 def test_the_input_of_a_checkpoint_has_one_of_evaluation_or_none():
     spec = InputSpec(32, 48, 3, [0.5] * 3, [0.5] * 3)
     both = replace(spec, evaluation=replace(spec, height=64))
-    assert parse(InputSpec, asdict(both), "input") == both
-    assert parse(InputSpec, asdict(spec), "input") == spec == spec.for_evaluation()
+    assert InputSpec.from_dict(asdict(both)) == both
+    assert InputSpec.from_dict(asdict(spec)) == spec == spec.for_evaluation()
     for wrong in ({}, 5, asdict(both), asdict(spec) | {"channels": 1, "mean": [0.5], "std": [0.5]}):
         with pytest.raises(ValueError, match="is missing or malformed"):
-            parse(InputSpec, asdict(spec) | {"evaluation": wrong}, "input")
+            InputSpec.from_dict(asdict(spec) | {"evaluation": wrong})
 
 
 @pytest.mark.parametrize(("model", "settings", "text"), [

@@ -67,13 +67,11 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
     # broadcasts those of the main process (`Ranks.broadcast_buffers`).
     # PyTorch has deprecated this argument of DDP, but Accelerate does not have its successor yet.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-    batched = "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters
-    wrapping = _Wrapping(
+    wrapping = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
         comm_hook=DDPCommunicationHookType(config.comm_hook),
         find_unused_parameters=config.find_unused_parameters,
-        batched_grad_copy=batched and on_gpu,
     )
     accelerator = Accelerator(
         cpu=not on_gpu,
@@ -81,21 +79,14 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales partial windows wrongly
         # The samplers make exact batches, which Accelerate must pass to the ranks unchanged.
         dataloader_config=DataLoaderConfiguration(even_batches=False),
+        kwargs_handlers=[wrapping],
     )
-    accelerator.ddp_handler = wrapping  # as `kwargs_handlers`, which does not accept a subclass
     if accelerator.num_processes != ranks.topology.world_size:
         raise UserError(
             f"{ranks.topology.world_size} processes were launched, but Accelerate uses {accelerator.num_processes}",
             "launch with a file of accelerate_configs/",
         )
     return accelerator
-
-
-@dataclass
-class _Wrapping(DistributedDataParallelKwargs):
-    """The arguments of DDP. Accelerate does not have the last one, which is new in PyTorch 2.15."""
-
-    batched_grad_copy: bool = False  # one copy for each bucket instead of one for each parameter
 
 
 def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None) -> None:

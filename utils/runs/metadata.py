@@ -122,11 +122,6 @@ def make_files(
         "labels.json": json.dumps(data.class_names),
         "config.yaml": config_to_save(config),
     }
-    if config.sampler != "shuffle" or config.class_weights:  # to correct predictions for the true frequencies
-        labels = data.train.labels
-        classes = labels if labels.ndim == 1 else np.nonzero(labels)[1]  # multi-hot
-        counts = np.bincount(classes, minlength=len(data.class_names)).tolist()
-        texts["class_counts.json"] = json.dumps(dict(zip(data.class_names, counts, strict=True)))
     return {name: text.encode() for name, text in texts.items()} | {FILE: data.record.data}
 
 
