@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 def parse(kind: Any, value: Any, name: str) -> Any:
     """`value` as `kind`: a dataclass, list, dict, str, bool, int (0 or above), finite float, or one of these or None.
 
-    A dataclass may have a `from_dict` of its own, or a `check` that raises ValueError for values that no run can have.
+    A dataclass may have a `check` that raises ValueError for values that no run can have.
     Fields are required, even if they have a default, unless their metadata has "optional". Raises ValueError, which
     names the field.
     """
@@ -16,7 +16,7 @@ def parse(kind: Any, value: Any, name: str) -> Any:
     if outer is UnionType:  # X | None
         return None if value is None and NoneType in inner else parse(inner[0], value, name)
     if dataclasses.is_dataclass(outer) and type(value) is dict:
-        return outer.from_dict(value) if hasattr(outer, "from_dict") else _parse_fields(outer, value)
+        return _parse_fields(outer, value)
     if outer is list and type(value) is list:
         return [parse(inner[0], each, name) for each in value]
     if outer is dict and type(value) is dict:
