@@ -512,4 +512,4 @@ def test_an_evaluation_of_few_images_is_reported():
         "give more with --eval_fraction or --eval_split"
     ]
     image_folder("few", {"val/c": 0, "val/b": 10})
-    assert remarks(load_data(TrainConfig(data="few"))) == []
+    assert not any("too few" in line for line in remarks(load_data(TrainConfig(data="few"))))

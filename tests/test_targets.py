@@ -18,6 +18,7 @@ from torchvision.ops import sigmoid_focal_loss
 import eval
 import train
 from utils.config.settings import TrainConfig
+from utils.data.labels import renumber
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, renumber, whole_split
 from utils.runs.log import ProgressBar
