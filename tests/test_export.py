@@ -236,9 +236,9 @@ def test_the_card_prints_the_answer_for_a_photograph(exported):
         out, labels = exported / f"{run}-{form}", of(exported, run).class_names
         found, lines = np.load(out / "found.npz")["photo"], (out / "printed.txt").read_text().splitlines()
         if run == "two":
-            assert lines == [f"{found[0]:.4f}  b" + "  (predicted)" * (found[0] > 0.5)]
+            assert lines == [f"{found[0]:.4f}  b" + "  (predicted)" * bool(found[0] > 0.5)]
         elif run == "several":
-            marks = ["  (predicted)" * (p > 0.5) for p in found]
+            marks = ["  (predicted)" * bool(p > 0.5) for p in found]
             assert lines == [f"{p:.4f}  {name}{mark}" for name, p, mark in zip(labels, found, marks, strict=True)]
         else:
             order = found.argsort()[::-1][:5]
@@ -541,17 +541,20 @@ def test_a_missing_package_is_named_with_its_command(run, monkeypatch):
     assert line.endswith("--to onnx: onnx is not installed; pip install onnx onnxscript onnxruntime")
 
 
-def test_push_uploads_the_folder(tmp_path, monkeypatch):
+def test_push_uploads_weights_configuration_and_card_and_nothing_else(tmp_path, monkeypatch):
     import huggingface_hub
 
     calls = []
     folder = tmp_path / "model"
     folder.mkdir()
+    for name in ("config.json", "model.onnx", "README.md"):
+        (folder / name).touch()
     api = huggingface_hub.HfApi
     monkeypatch.setattr(api, "create_repo", lambda self, name, exist_ok: calls.append(name) or "https://address")
     monkeypatch.setattr(api, "upload_folder", lambda self, **values: calls.append(values))
     assert hub.push(folder, "someone/model") == "https://address"
     assert calls[0] == calls[1]["repo_id"] == "someone/model" and calls[1]["folder_path"] == folder
+    assert calls[1]["allow_patterns"] == ["README.md", "config.json", "model.onnx"]
     monkeypatch.delattr(api, "upload_folder")
     with pytest.raises(UserError) as caught:
         hub.push(folder.rename(tmp_path / "my model"), "a/b")

@@ -1,5 +1,6 @@
 """Upload an exported folder to the Hugging Face Hub."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -13,7 +14,8 @@ def push(folder: Path, name: str) -> str:
     try:
         api = HfApi()
         address = api.create_repo(name, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model")
+        files = sorted(os.listdir(folder))
+        api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=files, commit_message="Upload model")
     except Exception as error:  # of many classes: no token, no network, no permission
         problem = f"--push {name}: the upload failed ({one_line(error)[:200]}); {folder} is complete"
         command = shlex.join(["hf", "upload", name, str(folder)])

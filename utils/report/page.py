@@ -17,19 +17,16 @@ PAGE = "report.html"
 
 
 def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
-    """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run."""
-    runs = _with_own_names([read_run(folder, images) for folder in folders])
-    rows = {"settings": settings_rows(runs), "metrics": metrics_rows(runs)}
-    write_output(out, render("page.html", runs=runs, charts=charts(runs), **rows))
+    """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run.
 
-
-def _with_own_names(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs; if folders have the same name, all are numbered."""
-    names = [run["name"] for run in runs]
-    if len(set(names)) < len(names):
+    If folders have the same name, all are numbered.
+    """
+    runs = [read_run(folder, images) for folder in folders]
+    if len({run["name"] for run in runs}) < len(runs):
         for number, run in enumerate(runs, 1):
             run["name"] += f" ({number})"
-    return runs
+    rows = {"settings": settings_rows(runs), "metrics": metrics_rows(runs)}
+    write_output(out, render("page.html", runs=runs, charts=charts(runs), **rows))
 
 
 @cache
