@@ -1,6 +1,5 @@
 """Repeats, sampling with replacement, pairs and class weights, against counts and formulas written anew here."""
 
-import json
 from collections import Counter
 from pathlib import Path
 

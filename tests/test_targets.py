@@ -20,7 +20,7 @@ import train
 from utils.config.settings import TrainConfig
 from utils.data.labels import renumber
 from utils.data.selection import load_data
-from utils.data.splits import hold_out, renumber, whole_split
+from utils.data.splits import hold_out, whole_split
 from utils.runs.log import ProgressBar
 from utils.runs.state import TrainState
 from utils.tasks.classification import Classification

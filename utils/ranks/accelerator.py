@@ -1,9 +1,7 @@
 """Set up Accelerate on top of the process group that `Ranks` creates."""
 
-import inspect
 import os
 import warnings
-from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
