@@ -112,7 +112,6 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     several: list[Check] = [
         ("network", lambda: exchange_checks.network(ranks, facts)),
         ("all-reduce", lambda: exchange_checks.bandwidth(ranks, config)),
-        ("links", lambda: exchange_checks.links(ranks, config, facts)),
     ]
     return [*alone, *(several if ranks.topology.world_size > 1 else []), ("training", training)]
 

@@ -1,7 +1,6 @@
 """Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model card.
 
     python export.py --ckpt runs/NAME --to onnx --out models/NAME
-    python export.py --ckpt runs/NAME --to timm --out models/NAME --push USER/NAME      and upload it to the Hub
 
 The exported model is loaded and compared with the checkpoint before the folder appears.
 `python export.py --help` lists the settings.
@@ -23,7 +22,6 @@ from utils.console import table
 from utils.errors import UserError, one_line
 from utils.export.card import card, config_of
 from utils.export.forms import FORMS, check_packages
-from utils.export.hub import push
 from utils.export.loaded import Loaded, compare, load
 from utils.files import expand, new_folder, size_of
 from utils.memory import bytes_text
@@ -47,8 +45,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         loaded = load(find_saved(flags.ckpt, None, flags.weights, ranks), ranks)
         difference = write(loaded, flags.to, out)
         print(report(loaded, flags.to, out, difference))
-        if flags.push is not None:
-            print(f"uploaded to {push(out, flags.push)}")
     return {"difference": difference}
 
 

@@ -29,7 +29,7 @@ from utils.data.decode import center, center_of_photograph, decode
 from utils.data.selection import load_split
 from utils.data.spec import InputSpec
 from utils.errors import UserError
-from utils.export import forms, hub
+from utils.export import forms
 from utils.export.card import card
 from utils.export.code import Code, preprocessing
 from utils.export.loaded import Loaded, compare, load
@@ -539,29 +539,3 @@ def test_a_missing_package_is_named_with_its_command(run, monkeypatch):
     monkeypatch.setattr(forms.importlib.util, "find_spec", lambda name: None)
     line = export_to("out", run, "onnx")
     assert line.endswith("--to onnx: onnx is not installed; pip install onnx onnxscript onnxruntime")
-
-
-def test_push_uploads_weights_configuration_and_card_and_nothing_else(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    calls = []
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("config.json", "model.onnx", "README.md"):
-        (folder / name).touch()
-    api = huggingface_hub.HfApi
-    monkeypatch.setattr(api, "create_repo", lambda self, name, exist_ok: calls.append(name) or "https://address")
-    monkeypatch.setattr(api, "upload_folder", lambda self, **values: calls.append(values))
-    assert hub.push(folder, "someone/model") == "https://address"
-    assert calls[0] == calls[1]["repo_id"] == "someone/model" and calls[1]["folder_path"] == folder
-    assert calls[1]["allow_patterns"] == ["README.md", "config.json", "model.onnx"]
-    monkeypatch.delattr(api, "upload_folder")
-    with pytest.raises(UserError) as caught:
-        hub.push(folder.rename(tmp_path / "my model"), "a/b")
-    assert caught.value.fix.endswith(f"run `hf upload a/b '{tmp_path}/my model'`")
-
-
-def test_a_push_that_fails_is_one_line_and_the_folder_stays(run):
-    line = export_to("out", run, "torch", "--push", "someone/model")  # without a network
-    assert "--push someone/model: the upload failed (" in line and line.endswith("`hf upload someone/model out`")
-    assert sorted(path.name for path in Path("out").iterdir()) == ["README.md", "config.json", "model.pt2"]

@@ -4,11 +4,9 @@ All public functions are collective and must be called by all ranks or none.
 """
 
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -55,44 +53,11 @@ def bandwidth(ranks: Ranks, config: DoctorConfig) -> Finding:
         if left < 4 * spent:  # the next size may take that long; all ranks use the time of the main process
             break
     value = ", ".join(f"{rate:.2g} at {name}" for name, rate in numbers.items())
-    fix = f"below --slow {config.slow} GB/s, training waits for gradients; check line `links` and --interface, or try "
+    fix = (
+        f"below --slow {config.slow} GB/s, training waits for gradients; check --interface and the switch port, or try "
+    )
     fix += "--comm_hook bf16"
     return Finding("all-reduce", f"GB/s: {value}", max(numbers.values()) >= config.slow, fix, numbers)
-
-
-def links(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding | None:
-    """Measure GB/s from each rank to each other rank; None with more than eight ranks."""
-    count = ranks.topology.world_size
-    if count > 8:
-        return None
-    device = torch.device("cpu") if ranks.backend == "gloo" else ranks.device
-    values = torch.zeros(2**18 if ranks.backend == "gloo" else 2**22, device=device)
-    mine, pairs = {}, list(permutations(range(count), 2))
-    for source, target in pairs:
-        seconds = min(_link(ranks, values, source, target) for _ in range(3))
-        if ranks.topology.rank == source:
-            mine[target] = 4 * len(values) / seconds / GB
-    rates = ranks.gather(mine)
-    far = [rates[a][b] for a, b in pairs if facts[a]["host"] != facts[b]["host"]]
-    # A connection at a tenth of the usual speed is slow too: it may have a bad cable.
-    limit = max(config.slow, statistics.median(far) / 10) if far else config.slow
-    slow = [(a, b) for a, b in pairs if rates[a][b] < limit]
-    lines = ["GB/s  " + "".join(f"{f'to {b}':>7}" for b in range(count))]
-    for a in range(count):
-        cells = "".join(f"{rates[a][b]:7.2f}" if a != b else f"{'-':>7}" for b in range(count))
-        lines.append(f"from {a}{cells}")
-    numbers = {f"{a} to {b}": rates[a][b] for a, b in pairs}
-    named = ", ".join(f"{a} to {b} ({facts[a]['host']} to {facts[b]['host']})" for a, b in slow[:4])
-    fix = f"below {limit:.3g} GB/s: {named}; check the cable, the switch port and --interface"
-    return Finding("links", "\n".join(lines), not slow, fix, numbers)
-
-
-def _link(ranks: Ranks, values: Tensor, source: int, target: int) -> float:
-    """Seconds to send the values from one rank to another and one number back, measured by the first of them."""
-    reply, begun = values[:1].clone(), _now(ranks)
-    ranks.send_recv(values, source, target)
-    ranks.send_recv(reply, target, source)
-    return _now(ranks) - begun
 
 
 def _now(ranks: Ranks) -> float:

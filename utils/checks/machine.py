@@ -1,25 +1,20 @@
 """Checks of one machine, before the processes connect."""
 
-import errno
 import os
 import shutil
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlparse
 
 import psutil
 
-from utils.checks.findings import Finding, red
+from utils.checks.findings import Finding
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
 from utils.data.workers import AHEAD, bytes_needed, default_workers
 from utils.files import expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.environment import Topology, is_launched, read_topology, threads_per_process
-from utils.launch.network import is_own_address, port_owner, system_text
-from utils.launch.rendezvous import launcher_serves, leads_to_this_machine, store_address
 from utils.memory import SHM, SHM_FIX, free_memory
 from utils.ranks.ranks import Ranks
 
@@ -40,11 +35,7 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
     if topology is None or topology.local_rank == 0:
         others = [check_leftovers(), check_shared_memory(threads, processes)]
         others += [check_memory(processes), check_disk(config)]
-    needed = [launch]
-    if topology and not launch.red:
-        found = check_rendezvous(config, topology)
-        needed += [found] if found else []
-    return [*needed, *others], topology, topology is not None and not red(needed)
+    return [launch, *others], topology, topology is not None and not launch.red
 
 
 def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
@@ -63,40 +54,6 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
     machines = "" if topology.local_world_size == topology.world_size else f", {topology.local_world_size} on this one"
     value = f"{topology.world_size} process{'es' * (topology.world_size > 1)}{machines}, according to {topology.source}"
     return Finding("launch", value, True), topology
-
-
-def check_rendezvous(config: DoctorConfig, topology: Topology) -> Finding | None:
-    """Check that the processes can find each other: an address and, on rank 0's machine, a free port; or a file."""
-    kind, name = urlparse(config.init_method), "rendezvous"
-    if topology.world_size == 1:
-        return None
-    if kind.scheme == "file":
-        usable = os.access(Path(kind.path).parent, os.W_OK | os.X_OK)
-        value = kind.path if usable else f"{kind.path}, in a folder that does not exist or where this user cannot write"
-        fix = "name a file in a folder that all machines share and where this user can write"
-        return Finding(name, value, usable, fix)
-    address, port = store_address(topology, config.init_method)
-    try:
-        found = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError) as error:
-        fix = f"use the IP address of rank 0's machine as MASTER_ADDR, or enter {address} in /etc/hosts"
-        return Finding(name, f"{address} has no address ({system_text(error)})", False, fix)
-    if not topology.is_main:
-        return None
-    if launcher_serves(address, port):
-        return Finding(name, f"{address}:{port}, served by the launcher", True)
-    if not leads_to_this_machine(address, port):
-        fix = "MASTER_ADDR or --init_method must name the machine where rank 0 is started"
-        return Finding(name, f"{address} is not an address of {socket.gethostname()}, rank 0's machine", False, fix)
-    with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((found if is_own_address(found) else "", port))
-        except OSError as error:
-            fix = "choose another MASTER_PORT (--main_process_port, --master_port), or stop the process that uses it"
-            why = f"taken{port_owner(port)}" if error.errno == errno.EADDRINUSE else error.strerror
-            return Finding(name, f"port {port} of {address}: {why}", False, fix)
-    return Finding(name, f"{address}:{port}, free", True)
 
 
 def check_leftovers() -> Finding:

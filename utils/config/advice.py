@@ -40,12 +40,8 @@ def advice(
     ]
     if config.data_on_device == "yes" and small[0] and by_loader:
         lines.append("--data_on_device applies to evaluation only: loader processes augment the training images")
-    if config.sampler == "balanced" and config.class_weights:
-        lines.append("--sampler balanced and --class_weights both favour rare classes: together they do it twice")
     if config.sync_batchnorm and processes == 1:
         lines.append("--sync_batchnorm is slower on one process; it only helps to compare with runs on several")
-    if config.model == "mnist_cnn" and not small[0]:
-        lines.append("mnist_cnn is made for small images; for photographs try --model resnet18")
     return lines
 
 

@@ -70,7 +70,7 @@ ADVICE = {
     "bce_loss": "use --loss binary_cross_entropy",
     "torchcompile compile torch_compile": "set dynamo_config in the accelerate config, see docs/gpus.md",
     "log_wandb wandb": "use --report_to wandb",
-    "push_to_hub hub_model_id": "after training, use python export.py --ckpt RUN --to timm --out DIR --push USER/NAME",
+    "push_to_hub hub_model_id": "use export.py --ckpt RUN --to timm --out DIR, then hf upload USER/NAME DIR",
     "test_only evaluate do_eval": "use python eval.py --ckpt RUN, or --model NAME --pretrained for published weights",
     "tta test_time_augmentation": "use python eval.py --ckpt RUN --tta flip,shift",
     "throughput benchmark": "use python eval.py --ckpt RUN --throughput",

@@ -141,8 +141,6 @@ class ExportConfig(CheckpointConfig):
     take uint8 images and return probabilities."""
     out: str
     """Folder to write; it must not exist."""
-    push: str | None = None
-    """Repository of the Hugging Face Hub to upload the folder to, such as USER/NAME; created if it does not exist."""
 
 
 @dataclass(kw_only=True)

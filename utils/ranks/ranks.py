@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, fix_of, one_line, problem_of
@@ -240,14 +240,6 @@ class Ranks:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
             self.watch.mark()
-
-    def send_recv(self, values: Tensor, source: int, target: int) -> None:
-        """Copy the values from one rank to another; called by these two ranks. CPU tensors are sent over gloo."""
-        group = self._fast if values.device.type == "cpu" else None
-        if self.topology.rank == source:
-            dist.send(values, target, group)
-        elif self.topology.rank == target:
-            dist.recv(values, source, group)
 
     def store_set(self, key: str, text: str) -> None:
         """Store a text for the attempt after a restart by the launcher, if it has a store. Not collective."""
