@@ -23,12 +23,10 @@ from utils.checks.findings import Finding, as_json, merged, red, show
 from utils.checks.machine import check_machine
 from utils.config.cli import parse_args
 from utils.config.scripts import DoctorConfig
-from utils.config.settings import TrainConfig
 from utils.errors import AgreedError, UserError, is_lost_rank, one_line
 from utils.files import expand, write_output
 from utils.launch.environment import Topology, is_launched
 from utils.launch.exits import exit_with_error, inform_launcher, let_others_print, reports_for_machine
-from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 
@@ -97,23 +95,16 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tu
 def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     """The checks in order: a fault found by one check can cause faults in later checks."""
     facts = processes.facts_of_all(ranks)
-
-    def training() -> list[Finding]:
-        accelerator = make_accelerator(ranks, TrainConfig(mixed_precision="no"))
-        return [exchange_checks.shards(ranks, accelerator), exchange_checks.gradients(ranks, accelerator)]
-
-    alone: list[Check] = [
+    found: list[Check] = [
         ("machines", lambda: processes.machines(facts)),
         ("threads", lambda: processes.threads(facts)),
         ("versions", lambda: processes.versions(facts)),
         ("code", lambda: processes.code(facts)),
         ("folder", lambda: processes.folder(ranks, config)),
     ]
-    several: list[Check] = [
-        ("network", lambda: exchange_checks.network(ranks, facts)),
-        ("all-reduce", lambda: exchange_checks.bandwidth(ranks, config)),
-    ]
-    return [*alone, *(several if ranks.topology.world_size > 1 else []), ("training", training)]
+    if ranks.topology.world_size > 1:
+        found.append(("all-reduce", lambda: exchange_checks.bandwidth(ranks, config, facts)))
+    return [*found, ("gradients", lambda: exchange_checks.gradients(ranks))]
 
 
 def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:

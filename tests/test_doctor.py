@@ -74,8 +74,8 @@ def test_forked_ranks_are_green(processes):
     assert red_lines() == set(), outcomes[0].out + outcomes[0].err
     assert all(outcome.out == "" for outcome in outcomes[1:])
     names = set(findings())
-    assert {"launch", "machine", "versions", "code", "folder", "samples", "gradients"} <= names
-    assert ({"network", "all-reduce"} <= names) == (processes > 1)
+    assert {"launch", "machine", "versions", "code", "folder", "gradients"} <= names
+    assert ("all-reduce" in names) == (processes > 1)
 
 
 # Faults: what each rank does to itself, which may return flags.
@@ -107,10 +107,6 @@ def usage(place, free):
     )
 
 
-def small_shared_memory(rank):
-    usage("/dev/shm", 2**26)
-
-
 def full_disk(rank):
     usage(str(Path.cwd()), 2**20)
 
@@ -119,17 +115,7 @@ def no_memory(rank):
     host_checks.free_memory = lambda: (10**8, 10**10)
 
 
-def same_shards(rank):
-    class Broken(exchange_checks.UpdateSampler):
-        def __iter__(self):
-            for microbatch in super().__iter__():
-                yield microbatch._replace(indices=microbatch.indices // 2 * 2)
-
-    exchange_checks.UpdateSampler = Broken
-
-
 def unshared_gradients(rank):
-
     prepare = Accelerator.prepare
     Accelerator.prepare = lambda self, part: part if isinstance(part, torch.nn.Module) else prepare(self, part)
 
@@ -153,19 +139,12 @@ FAULTS = [
     (file_for_folder, {"folder"}, "rank 1: taken", "a folder where every rank can write"),
     (another_version, {"versions"}, "accelerate 1.2.3 on rank 1", "pip install -r requirements.txt"),
     (other_code, {"code"}, "111111111111 on rank 1", "copy the same code to all machines"),
-    (
-        small_shared_memory,
-        {"/dev/shm"},
-        "0.07 GB free",
-        "with fewer loader processes or none; docker run",
-    ),
     (full_disk, {"disk"}, "0.0 GB free for runs", "delete old runs"),
     (no_memory, {"memory"}, "0.1 of 10.0 GB free", "start fewer processes"),
-    (same_shards, {"samples"}, "are missing", "check the lines `versions`"),
     (unshared_gradients, {"gradients"}, "differ from those of one process by", "try another --backend"),
     (bad_gradients, {"gradients"}, "differ from those of one process by inf", "try another --backend"),
     (greedy_threads, {"threads"}, f"{2 * os.cpu_count()} threads for", "leave out --threads"),
-    (no_limit_passed, {"all-reduce"}, "GB/s: ", "check --interface"),
+    (no_limit_passed, {"all-reduce"}, ", GB/s: ", "check --interface"),
 ]
 
 

@@ -23,11 +23,11 @@ from utils.data.cache import decode_all
 from utils.data.selection import load_data
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
-from utils.runs.resume import resolve_input
 from utils.runs.writing import _remove
 from utils.tasks.classification import Classification
 from utils.tasks.metrics import label_metrics
 from utils.training import evaluation
+from utils.training.building import resolve_input
 
 FLAGS = ("--model", "mlp", "--max_steps", "12", "--lr", "0.05", "--eval_every", "12")
 

@@ -25,7 +25,7 @@ from utils.data.spec import InputSpec
 from utils.models.zoo import build_model, input_spec
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
-from utils.runs.resume import resolve_input
+from utils.training.building import resolve_input
 
 FLAGS = ("--data", "pictures", "--eval_fraction", "0.5", "--model", "resnet18", "--stem", "standard", "--threads", "1")
 FLAGS += ("--max_steps", "1", "--global_batch_size", "4", "--num_workers", "0", "--min_scale", "1")

@@ -7,34 +7,25 @@ import math
 import time
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from utils.checks.findings import Finding
 from utils.checks.machine import GB
 from utils.config.scripts import DoctorConfig
-from utils.data.order import Microbatch, Plan, UpdateSampler
-from utils.ranks.accelerator import compile_model
+from utils.config.settings import TrainConfig
+from utils.ranks.accelerator import compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 
 _SIZES = {"4 KB": 2**12, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}  # bytes that are summed
 _SECONDS = 1.5  # for all sizes together
 
 
-def network(ranks: Ranks, facts: Sequence[dict]) -> Finding:
-    """The backend and interfaces of the processes."""
-    places = dict.fromkeys(f"{fact['interface']} ({fact['address']})" for fact in facts)
-    return Finding("network", f"{ranks.backend} over {', '.join(places)}")
-
-
-def bandwidth(ranks: Ranks, config: DoctorConfig) -> Finding:
+def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding:
     """Measure how fast gradients of several sizes are summed, in GB/s over each connection."""
+    interfaces = ", ".join(dict.fromkeys(f"{fact['interface']} ({fact['address']})" for fact in facts))
     count, left = ranks.topology.world_size, _SECONDS
     numbers: dict[str, float] = {}
     for name, size in _SIZES.items():
@@ -57,7 +48,13 @@ def bandwidth(ranks: Ranks, config: DoctorConfig) -> Finding:
         f"below --slow {config.slow} GB/s, training waits for gradients; check --interface and the switch port, or try "
     )
     fix += "--comm_hook bf16"
-    return Finding("all-reduce", f"GB/s: {value}", max(numbers.values()) >= config.slow, fix, numbers)
+    return Finding(
+        "all-reduce",
+        f"{ranks.backend} over {interfaces}, GB/s: {value}",
+        max(numbers.values()) >= config.slow,
+        fix,
+        numbers,
+    )
 
 
 def _now(ranks: Ranks) -> float:
@@ -66,32 +63,10 @@ def _now(ranks: Ranks) -> float:
     return time.perf_counter()
 
 
-class _Indices(Dataset):
-    """Returns the requested indices."""
-
-    def __getitems__(self, microbatch: Microbatch) -> np.ndarray:
-        return microbatch.indices
-
-
-def shards(ranks: Ranks, accelerator: Accelerator) -> Finding:
-    """Check that the loaders of all ranks together return each sample of an epoch once, as in training."""
-    count = ranks.topology.world_size
-    plan = Plan(samples=30 * count + 7, global_batch_size=8 * count, microbatches=2 * count, seed=0)
-    sampler: Any = UpdateSampler(plan, count, plan.updates_per_epoch)  # DataLoader's type hint requires lists
-    loader = accelerator.prepare(DataLoader(_Indices(), batch_sampler=sampler, collate_fn=torch.as_tensor))
-    mine = [index for batch in loader for index in batch.tolist()]
-    given = [index for theirs in ranks.gather(mine) for index in theirs]
-    missing, repeated = len(set(range(plan.samples)) - set(given)), len(given) - len(set(given))
-    value = f"{plan.samples}, each given to one rank once"
-    if missing or repeated:
-        value = f"of {plan.samples} samples {missing} are missing and {repeated} are repeated"
-    fix = "an epoch would not train on each sample once; check the lines `versions` (accelerate) and `code`"
-    return Finding("samples", value, not missing and not repeated, fix)
-
-
-def gradients(ranks: Ranks, accelerator: Accelerator) -> Finding:
+def gradients(ranks: Ranks) -> Finding:
     """Check that a training step of a small model on all ranks has the gradients of one process with the same batch."""
     count, rank = ranks.topology.world_size, ranks.topology.rank
+    accelerator = make_accelerator(ranks, TrainConfig(mixed_precision="no"))
     torch.manual_seed(0)  # the same samples and weights on all ranks
     samples, targets = (torch.randn(4 * count + 3, size, dtype=torch.float64) for size in (20, 5))
     single = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5)).double()

@@ -10,17 +10,14 @@ import psutil
 
 from utils.checks.findings import Finding
 from utils.config.scripts import DoctorConfig
-from utils.config.settings import TrainConfig
-from utils.data.workers import AHEAD, bytes_needed, default_workers
 from utils.files import expand
 from utils.launch.devices import nvidia_smi
-from utils.launch.environment import Topology, is_launched, read_topology, threads_per_process
-from utils.memory import SHM, SHM_FIX, free_memory
+from utils.launch.environment import Topology, is_launched, read_topology
+from utils.memory import free_memory
 from utils.ranks.ranks import Ranks
 
 GB = 1e9
 _SCRIPTS = ("train.py", "eval.py", "predict.py", "replay.py", "export.py")
-_BATCH = TrainConfig.eval_batch_size * 224 * 224 * 3  # bytes of photographs that loaders write to /dev/shm
 
 
 def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None, bool]:
@@ -30,11 +27,9 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
     """
     launch, topology = check_launch(config)
     processes = topology.local_world_size if topology else 1
-    threads = config.threads or (threads_per_process(topology) if topology else 1)
     others: list[Finding] = []
     if topology is None or topology.local_rank == 0:
-        others = [check_leftovers(), check_shared_memory(threads, processes)]
-        others += [check_memory(processes), check_disk(config)]
+        others = [check_leftovers(), check_memory(processes), check_disk(config)]
     return [launch, *others], topology, topology is not None and not launch.red
 
 
@@ -88,19 +83,6 @@ def _gpu_memory() -> dict[int, int]:
         if pid.strip().isdigit():
             memory[int(pid)] = (int(mebibytes) if mebibytes.strip().isdigit() else 0) * 2**20
     return memory
-
-
-def check_shared_memory(threads: int, processes: int) -> Finding:
-    """Check that /dev/shm is large enough for the loaders of photographs."""
-    with suppress(OSError):
-        free = shutil.disk_usage(SHM).free
-        # for training and evaluation
-        need = processes * bytes_needed([_BATCH] * 2, default_workers(threads, processes), AHEAD)
-        value = f"{free / GB:.2f} GB free, loaders of photographs need {need / GB:.2f} GB"
-        fix = f"loading would be slower, with fewer loader processes or none; {SHM_FIX} "
-        fix += "(small images need no loaders)"
-        return Finding(SHM, value, free >= need, fix)
-    return Finding(SHM, "does not exist")
 
 
 def check_memory(processes: int) -> Finding:

@@ -32,13 +32,14 @@ class InputSpec:
     @classmethod
     def from_dict(cls, values: Any) -> "InputSpec":
         """Make a spec from the output of `asdict`. Raises ValueError if the values are invalid."""
-        values = dict(values)
+        values = values if isinstance(values, dict) else {}
         other = values.get("evaluation")
         spec = read_fields(cls, values | {"evaluation": None})
         if other is not None:
             spec = replace(spec, evaluation=cls.from_dict(other))
-            require(spec.evaluation.evaluation is None, "an evaluation has no other input")
-        require(len(spec.mean) == len(spec.std) == spec.channels == spec.for_evaluation().channels, "channels differ")
+        one, two = spec, spec.for_evaluation()
+        fits = two.evaluation is None and len(one.mean) == len(one.std) == one.channels == two.channels
+        require(fits, "'input' is missing or malformed")
         return spec
 
     def for_evaluation(self) -> "InputSpec":

@@ -1,12 +1,11 @@
 """The size and the speed of a model in evaluation (eval.py --throughput)."""
 
-import time
-from statistics import median
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
@@ -14,7 +13,7 @@ from utils.ranks.ranks import Ranks
 from utils.training.evaluation import same_kernels
 from utils.training.summary import count_flops, count_parameters
 
-_STRETCHES, _SECONDS = 5, 0.5  # their number, and about how long each takes
+_SECONDS = 2.5  # that the measurement takes
 
 
 def size_of(model: nn.Module, spec: InputSpec) -> dict[str, int]:
@@ -37,26 +36,15 @@ def speed_of(
 
 @torch.no_grad()
 def _images_per_second(model: nn.Module, images: Tensor, accelerator: Accelerator) -> float:
-    """The median over several stretches of time, each of several batches, after a warm-up."""
+    """The median over several blocks of batches, after a warm-up."""
 
-    def seconds(batches: int) -> float:
-        _wait_for(accelerator.device)
-        start = time.perf_counter()
-        for _ in range(batches):
-            with accelerator.autocast():
-                model(images)
-        _wait_for(accelerator.device)
-        return time.perf_counter() - start
+    def compute() -> None:
+        with accelerator.autocast():
+            model(images)
 
     with same_kernels():
-        seconds(1)
-        batches = max(1, round(_SECONDS / seconds(1)))
-        return len(images) * batches / median(seconds(batches) for _ in range(_STRETCHES))
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        timer = Timer("compute()", globals={"compute": compute}, num_threads=torch.get_num_threads())
+        return len(images) / timer.blocked_autorange(min_run_time=_SECONDS).median
 
 
 def speed_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
