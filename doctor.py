@@ -17,7 +17,6 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from utils.checks import exchange as exchange_checks
 from utils.checks import processes
 from utils.checks.findings import Finding, as_json, merged, red, show
 from utils.checks.machine import check_machine
@@ -97,14 +96,13 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     facts = processes.facts_of_all(ranks)
     found: list[Check] = [
         ("machines", lambda: processes.machines(facts)),
-        ("threads", lambda: processes.threads(facts)),
         ("versions", lambda: processes.versions(facts)),
         ("code", lambda: processes.code(facts)),
         ("folder", lambda: processes.folder(ranks, config)),
     ]
     if ranks.topology.world_size > 1:
-        found.append(("all-reduce", lambda: exchange_checks.bandwidth(ranks, config, facts)))
-    return [*found, ("gradients", lambda: exchange_checks.gradients(ranks))]
+        found.append(("all-reduce", lambda: processes.bandwidth(ranks, config, facts)))
+    return [*found, ("gradients", lambda: processes.gradients(ranks))]
 
 
 def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:

@@ -26,8 +26,7 @@ from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_output
-from utils.models.imagenet import CLASSES, check_classes, names_as_in, version_of
-from utils.models.published import sized
+from utils.models.published import CLASSES, check_classes, names_as_in, sized, version_of
 from utils.models.zoo import check_model, input_spec
 from utils.predictions.tables import check_table_file, columns_of_split, encode
 from utils.ranks.accelerator import check_precision
@@ -41,7 +40,7 @@ from utils.runs.state import TrainState
 from utils.tasks.table import make_task
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import check_outputs, make_evaluator
-from utils.training.throughput import size_of, speed_of, speed_rows
+from utils.training.summary import size_of, speed_of, speed_rows
 
 
 def main(argv: Sequence[str] | None = None) -> dict:

@@ -21,9 +21,9 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.auto_augment import AUTO_AUGMENTS
 from utils.data.batches import Batch, Batches
+from utils.data.datasets import keep_on_device
 from utils.data.order import BlockSampler, UpdateSampler
 from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
-from utils.data.resident import keep_on_device
 from utils.data.selection import load_data
 from utils.data.sources import SOURCES
 from utils.data.splits import Data
@@ -47,10 +47,9 @@ from utils.training.divergence import watch_evaluation
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import clip_gradients, make_gradients
-from utils.training.loop import batches_of_update, log_training, save, synchronise
+from utils.training.loop import Profile, batches_of_update, log_training, save, synchronise
 from utils.training.meter import Meter, SyncInterval
 from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
-from utils.training.profiling import Profile
 from utils.training.run import Run, log_end, log_start
 from utils.training.schedule import SCHEDULES, due_after, learning_rate, reduce_on_plateau
 

@@ -37,10 +37,9 @@ sys.path.insert(0, str(ROOT))
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
-from utils.data.datasets import DecodedImages, EncodedImages
+from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
 from utils.data.order import Plan, UpdateSampler
 from utils.data.pipeline import make_loader
-from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
 from utils.memory import keep_freed_memory

@@ -14,12 +14,11 @@ from torchvision.transforms.v2 import functional as F
 from utils.config.settings import TrainConfig
 from utils.data.augment import AUGMENTATIONS, Augmentation, Operation, ShiftAndFlip, crop_box, make_augmentation
 from utils.data.batches import Batches
-from utils.data.datasets import DecodedImages, EncodedImages
+from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
 from utils.data.decode import LARGE, center
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
 from utils.data.pipeline import make_dataset, make_loader
-from utils.data.resident import ResidentImages
 from utils.data.selection import load_data
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split

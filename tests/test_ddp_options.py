@@ -10,7 +10,7 @@ import train
 import utils.models.zoo
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan, UpdateSampler
-from utils.models.batch_norm import check_batch_norm
+from utils.models.checking import check_batch_norm
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 

@@ -24,7 +24,6 @@ from helpers.training_runs import launch
 from helpers.waiting import PATIENCE, SOON, has_ended, until
 
 import doctor
-from utils.checks import exchange as exchange_checks
 from utils.checks import machine as host_checks
 from utils.checks import processes as health
 from utils.checks.findings import Finding, merged, show
@@ -45,7 +44,7 @@ def red_lines(file="doctor.json"):
 
 def examine(plant, flags):
     """Plant a fault in this rank, and look."""
-    exchange_checks._SIZES = {"4 KB": 2**12, "64 KB": 2**16}
+    health._SIZES = {"4 KB": 2**12, "64 KB": 2**16}
     rank = int(os.environ.get("RANK", 0))
     more = plant(rank) if plant else None
     doctor.main([*flags, *(more or [])])
@@ -121,13 +120,9 @@ def unshared_gradients(rank):
 
 
 def bad_gradients(rank):
-    step = exchange_checks.nn.Module.__call__
+    step = health.nn.Module.__call__
     if rank == 1:
-        exchange_checks.nn.Sequential.__call__ = lambda self, values: step(self, values) * float("nan")
-
-
-def greedy_threads(rank):
-    return ["--threads", str(os.cpu_count())]
+        health.nn.Sequential.__call__ = lambda self, values: step(self, values) * float("nan")
 
 
 def no_limit_passed(rank):
@@ -143,7 +138,6 @@ FAULTS = [
     (no_memory, {"memory"}, "0.1 of 10.0 GB free", "start fewer processes"),
     (unshared_gradients, {"gradients"}, "differ from those of one process by", "try another --backend"),
     (bad_gradients, {"gradients"}, "differ from those of one process by inf", "try another --backend"),
-    (greedy_threads, {"threads"}, f"{2 * os.cpu_count()} threads for", "leave out --threads"),
     (no_limit_passed, {"all-reduce"}, ", GB/s: ", "check --interface"),
 ]
 
@@ -280,7 +274,7 @@ def test_a_folder_that_may_not_be_looked_into_is_red(flags, monkeypatch):
 def test_what_was_found_is_told_when_a_rank_is_lost_meanwhile():
     def dies(rank):
         if rank == 1:
-            exchange_checks.bandwidth = lambda *_: os._exit(9)
+            health.bandwidth = lambda *_: os._exit(9)
 
     begun = time.monotonic()
     outcomes = look(2, dies, "--timeout", str(PATIENCE))
@@ -292,7 +286,7 @@ def test_what_was_found_is_told_when_a_rank_is_lost_meanwhile():
 def test_what_was_found_is_told_when_a_rank_breaks_a_check_off():
     def breaks(rank):
         if rank == 1:
-            exchange_checks.bandwidth = lambda *_: int("planted")
+            health.bandwidth = lambda *_: int("planted")
 
     outcomes = look(2, breaks)
     assert [outcome.code for outcome in outcomes] == [1, 1] and red_lines() == {"all-reduce"}
@@ -307,7 +301,7 @@ def test_the_main_process_speaks_first_though_the_launcher_ends_it_for_another_r
 sys.path.insert(0, {str(Path(doctor.__file__).parent)!r})
 import doctor
 if os.environ["RANK"] == "1":
-    doctor.exchange_checks.bandwidth = lambda *_: os._exit(9)
+    doctor.health.bandwidth = lambda *_: os._exit(9)
 doctor.main(["--json", "doctor.json"])
 """)
     code, out, err = launch("2cpu", Path.cwd() / "planted.py")
@@ -318,7 +312,7 @@ doctor.main(["--json", "doctor.json"])
 def test_what_was_found_is_told_when_a_rank_hangs():
     def hangs(rank):
         if rank == 1:
-            exchange_checks.bandwidth = lambda *_: time.sleep(600)
+            health.bandwidth = lambda *_: time.sleep(600)
         return ["--timeout", "8"]
 
     started = start_ranks(2, examine, hangs, ["--json", "doctor.json"])

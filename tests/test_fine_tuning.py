@@ -27,7 +27,7 @@ from utils.config.settings import TrainConfig
 from utils.data.order import fold_in
 from utils.data.spec import InputSpec
 from utils.errors import UserError
-from utils.models.batch_norm import has_batch_norm
+from utils.models.checking import has_batch_norm
 from utils.models.layers import checkpoint_blocks, freeze
 from utils.models.matching import copy_matching, heads_of
 from utils.models.zoo import build_model, seed_layers

@@ -17,10 +17,10 @@ import eval
 import train
 from utils.config.settings import TrainConfig
 from utils.console import printable
-from utils.data.class_counts import classes_row, remarks
 from utils.data.selection import load_data, load_split
 from utils.data.sources import check_source
 from utils.data.splits import Data, whole_split
+from utils.training.summary import classes_row, remarks
 
 PETS = {"cat": 10, "dog": 10}
 SHORT = ("--model", "mlp", "--max_steps", "2", "--eval_every", "2", "--global_batch_size", "16")

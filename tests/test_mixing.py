@@ -14,11 +14,10 @@ from utils.config.advice import advice
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
-from utils.data.datasets import DecodedImages, EncodedImages
+from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
 from utils.data.mixing import Mixing
 from utils.data.order import Microbatch, Plan, UpdateSampler, fold_in
 from utils.data.pipeline import make_loader
-from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.tasks.classification import Classification

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import eval
 from utils.config.scripts import EvalConfig
 from utils.errors import UserError
-from utils.models.imagenet import CLASSES, names_as_in
+from utils.models.published import CLASSES, names_as_in
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 

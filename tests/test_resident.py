@@ -9,15 +9,14 @@ from helpers.training_runs import records, same_tensors, train_run, weights
 
 import eval
 import utils.data.augment as augment
-import utils.data.resident as resident
+import utils.data.datasets as resident
 from utils.config.advice import advice
 from utils.config.settings import TrainConfig
 from utils.data.batches import Batches
 from utils.data.cache import SharedImages
-from utils.data.datasets import DecodedImages, EncodedImages
+from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages, describe_place, keep_on_device
 from utils.data.order import Microbatch
 from utils.data.pipeline import make_dataset, make_loader
-from utils.data.resident import ResidentImages, describe_place, keep_on_device
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
 from utils.errors import UserError

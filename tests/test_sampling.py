@@ -17,7 +17,7 @@ from utils.data.order import Microbatch, Plan, UpdateSampler, permutation
 from utils.data.sampling import class_weights, draw_weights, make_plan
 from utils.data.selection import load_data
 from utils.data.splits import whole_split
-from utils.models.batch_norm import check_batch_norm
+from utils.models.checking import check_batch_norm
 from utils.tasks.classification import Classification
 
 MLP = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--max_steps", "2", "--lr", "0.01"]

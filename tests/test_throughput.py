@@ -16,9 +16,9 @@ from torch import nn
 import eval
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
-from utils.models.views import Views
+from utils.models.layers import Views
 from utils.models.zoo import build_model
-from utils.training import throughput
+from utils.training import summary as throughput
 
 
 class Attention(nn.Module):

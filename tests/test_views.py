@@ -18,7 +18,7 @@ import eval
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.selection import load_data
-from utils.models.views import Views
+from utils.models.layers import Views
 
 FLAGS = ("--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--lr", "0.05")
 

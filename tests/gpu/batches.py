@@ -14,10 +14,9 @@ import torch
 
 from utils.config.settings import TrainConfig
 from utils.data.batches import Batches
-from utils.data.datasets import DecodedImages
+from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.order import Microbatch
 from utils.data.pipeline import make_loader
-from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 
 config = TrainConfig(crop_padding=4, flip="alternate", random_erasing=0.5, cutout=8)

@@ -17,9 +17,8 @@ from torch.nn.functional import pad
 from utils.config.settings import TrainConfig
 from utils.data.auto_augment import AUTO_AUGMENTS, ColorJitter
 from utils.data.decode import EVAL_CROP, Shrink, center_factor, center_of_photograph, resize
-from utils.data.draws import ALTERNATING, Array, Draws, namespace
+from utils.data.draws import ALTERNATING, Array, Draws, Operation, namespace
 from utils.data.erasing import Cutout, RandomErasing
-from utils.data.operation import Operation
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 

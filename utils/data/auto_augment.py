@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table
-from utils.data.operation import Operation
+from utils.data.draws import Operation
 from utils.data.spec import InputSpec
 
 _ORDERS = list(permutations(range(3)))

@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
-from utils.data.datasets import DecodedImages
+from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.mixing import Mix, make_mixing
-from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.waiting import awaited
 

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data.draws import Array
-from utils.data.operation import Operation
+from utils.data.draws import Array, Operation
 from utils.data.spec import InputSpec
 
 _TRIES = 10  # boxes to draw until one is smaller than the image, as in torchvision and timm

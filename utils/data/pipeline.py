@@ -8,9 +8,8 @@ from torch.utils.data import DataLoader
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.cache import decode_all
-from utils.data.datasets import DecodedImages, EncodedImages
+from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
 from utils.data.order import MicrobatchSampler
-from utils.data.resident import ResidentImages
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.data.workers import default_workers, move_to_shared_memory, worker_processes, workers_that_fit

@@ -17,9 +17,8 @@ from utils.data.pipeline import ImageDataset
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output
-from utils.models.imagenet import keep_head
 from utils.models.layers import has_drop_path, set_drop_path, unsupported
-from utils.models.published import loading_weights, published_input, sized
+from utils.models.published import keep_head, loading_weights, published_input, sized
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
 STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet

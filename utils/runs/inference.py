@@ -11,8 +11,8 @@ from utils.config.scripts import EvalConfig, PredictConfig
 from utils.config.settings import OF_ONE_START, LaunchConfig, TrainConfig
 from utils.data.spec import InputSpec
 from utils.files import expand
-from utils.models.imagenet import load_published
-from utils.models.views import Views
+from utils.models.layers import Views
+from utils.models.published import load_published
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks

@@ -17,8 +17,7 @@ from utils.data.sources import absolute_data, check_source
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
 from utils.errors import UserError
-from utils.models.batch_norm import check_batch_norm, has_batch_norm
-from utils.models.checking import bad_tensors
+from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm
 from utils.models.layers import checkpoint_blocks, freeze
 from utils.models.matching import copy_matching
 from utils.models.zoo import check_model, input_spec

@@ -1,11 +1,16 @@
-"""What the loop in train.py does besides training: read batches, synchronise the ranks, log and save."""
+"""What the loop in train.py does besides training: read batches, synchronise, log, save, and profile."""
 
 import math
+import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
 
 from utils.data.batches import Batch
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 from utils.runs.metadata import make_files
 from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_loss
 from utils.training.first_batch import write_first_batch
@@ -93,3 +98,42 @@ def log_training(run: Run) -> None:
     watch_loss(run, summary["loss"], count)
     state.logged_seconds, state.since_log = state.seconds, {}
     run.meter.reset()
+
+
+WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates that are not recorded, recorded and discarded, recorded and kept
+_ROWS = 12  # operations in the table
+
+
+class Profile:
+    """A context around the loop, which must call `step` after each update. With --profile, records ten updates."""
+
+    def __init__(self, run: Run):
+        self.path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
+        self.say, self.kind, enabled = run.log.say, run.ranks.device.type, run.config.profile
+        self._enabled, self._written = enabled, False
+        self._profiler: Any = nullcontext()
+        if enabled:
+            schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
+            self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+        self.step = self._profiler.step if enabled else lambda: None
+
+    def __enter__(self) -> "Profile":
+        self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._profiler.__exit__(*exception)
+        if self._enabled and not self._written:
+            self.say(f"--profile: the run ended before update {WAIT + WARM_UP + 1}, where the trace starts")
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        partial = self.path.with_name(f".partial-{self.path.name}")  # the suffix selects the compression
+        self._written = True
+        try:
+            profiler.export_chrome_trace(str(partial))
+            os.replace(partial, self.path)
+        except (OSError, RuntimeError) as error:  # the run continues without a trace
+            self.say(f"--profile: {self.path} cannot be written ({one_line(error)[:120]})")
+            return
+        longest = profiler.key_averages().table(f"self_{self.kind}_time_total", _ROWS, max_name_column_width=40)
+        self.say(f"{longest}trace: {self.path} (open it at https://ui.perfetto.dev)")

@@ -16,9 +16,8 @@ from utils.config.advice import advice, changed, hint_for_few, hint_for_gpus
 from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig
 from utils.console import table
 from utils.data.batches import Batches
-from utils.data.class_counts import classes_row, remarks
+from utils.data.datasets import describe_place
 from utils.data.order import Plan
-from utils.data.resident import describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
@@ -35,7 +34,7 @@ from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import count_parameters, describe_parameters, differences
+from utils.training.summary import classes_row, count_parameters, describe_parameters, differences, remarks
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
