@@ -76,7 +76,7 @@ def remove_leftovers(folder: Path) -> None:
 
     A live process, on any machine, locks its file before it writes the first byte.
     """
-    for path in folder.glob("*.path"):
+    for path in folder.glob("*.partial"):
         with suppress(OSError), path.open("r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_size:
