@@ -32,7 +32,7 @@ from utils.predictions.tables import Row, check_table_file, columns_of, encode, 
 from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.report.pictures import page
+from utils.report.gallery import page
 from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
 from utils.runs.loading import find_checkpoints
 from utils.runs.metadata import SavedRun

@@ -20,7 +20,7 @@ from PIL import Image
 
 from utils.config.settings import TrainConfig
 from utils.data import cache
-from utils.data import pixels as cache_file
+from utils.data import cache as cache_file
 from utils.data.cache import SharedImages, decode_all
 from utils.data.selection import load_data
 from utils.data.splits import Files, hold_out, whole_split

@@ -30,7 +30,7 @@ from utils.data.decode import LARGE
 from utils.errors import UserError
 from utils.predictions.inputs import find_images
 from utils.predictions.tables import Row, columns_of, encode, make_rows
-from utils.report.pictures import page
+from utils.report.gallery import page
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 from utils.tasks.table import make_task

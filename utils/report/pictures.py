@@ -1,8 +1,7 @@
-"""Thumbnails for the pages, and the page of predict.py."""
+"""Images of the run page, as data URIs."""
 
 import base64
 import io
-from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -10,8 +9,6 @@ from PIL import Image
 from utils.data.decode import decode
 from utils.data.spec import SMALL
 from utils.data.splits import Split
-from utils.predictions.tables import Row
-from utils.report.page import render
 
 _SIDE = 192  # pixels of a thumbnail's longer side
 _SHEET = 1100  # pixels of the longer side of first_batch.png in the page
@@ -48,16 +45,3 @@ def _uri(image: Image.Image, side: int, exact: bool) -> str:
         image.thumbnail((side, side))
         image.save(file, "JPEG", quality=85)
     return f"data:image/{'png' if exact else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-MOST = 1000  # images on the page; the thumbnail of each has about 5 kB
-
-
-def page(title: str, rows: Sequence[Row], split: Split) -> str:
-    """The page of the first `MOST` images of a split with their rows, in HTML."""
-    figures = [
-        (row, split.describe(place), thumbnail(split, place)["image"] if row.error is None else "")
-        for place, row in enumerate(rows[:MOST])
-    ]
-    unreadable = sum(row.error is not None for row in rows)
-    return render("gallery.html", title=title, count=len(rows), unreadable=unreadable, figures=figures)
