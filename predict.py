@@ -27,8 +27,16 @@ from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
 from utils.models.zoo import check_model
-from utils.predictions.inputs import check_all, find_images
-from utils.predictions.tables import Row, check_table_file, columns_of, encode, make_rows, result_rows
+from utils.predictions.tables import (
+    Row,
+    check_all,
+    check_table_file,
+    columns_of,
+    encode,
+    find_images,
+    make_rows,
+    result_rows,
+)
 from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session

@@ -131,9 +131,8 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
 
 def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data:
     """Load and check the data. A resumed run keeps its original samples."""
-    record = saved.record if saved else None
     with ranks.local_main_first("loading the data"):
-        data = load_data(config, record, Terminal(ranks.is_main))
+        data = load_data(config, saved.record if saved else None, Terminal(ranks.is_main))
     ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
     return data
 
@@ -142,10 +141,10 @@ def make_sets(resolved: Resolved, ranks: Ranks) -> list[ImageDataset]:
     """The training and the evaluation set. Small images are decoded here, others by the loaders."""
     config, data, spec = resolved.config, resolved.data, resolved.spec
     bar, made = Terminal(ranks.is_main).progress("decoding"), []
-    parts = (data.train, spec, True), (data.evaluation, spec.for_evaluation(), False)
-    for split, size, training in parts:
+    for split, training in (data.train, True), (data.evaluation, False):
+        own = spec if training else spec.for_evaluation()
         with ranks.local_main_first("decoding images"):
-            made.append(make_dataset(split, size, config, training, bar))
+            made.append(make_dataset(split, own, config, training, bar))
     with ranks.agree():
         return keep_on_device(made, config, ranks.device)
 

@@ -363,7 +363,7 @@ def test_the_other_scripts_answer_with_their_own_flags(settings, flags, fix, cap
 
 def test_a_data_dir_without_its_data_is_refused():
     flags = ["--data_dir", "my photos"]
-    fix = "--data_dir is for --data torchvision/NAME only; for a folder of your own use --data 'my photos'"
+    fix = "--data_dir is for --data torchvision/NAME only; name a folder of your own with --data"
     assert fix in refused(train.main, *flags)
 
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 import doctor
 import train
 import utils.models.zoo
-from utils.config.advice import hint_for_gpus
+from utils.config.defaults import hint_for_gpus
 from utils.config.settings import LaunchConfig, TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers

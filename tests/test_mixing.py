@@ -10,7 +10,7 @@ from helpers.make_data import CPU, encoded, pictures
 from scipy import stats
 from torchvision.transforms import v2
 
-from utils.config.advice import advice
+from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.batches import Batches

@@ -28,8 +28,7 @@ from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.data.decode import LARGE
 from utils.errors import UserError
-from utils.predictions.inputs import find_images
-from utils.predictions.tables import Row, columns_of, encode, make_rows
+from utils.predictions.tables import Row, columns_of, encode, find_images, make_rows
 from utils.report.gallery import page
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint

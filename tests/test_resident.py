@@ -10,7 +10,7 @@ from helpers.training_runs import records, same_tensors, train_run, weights
 import eval
 import utils.data.augment as augment
 import utils.data.datasets as resident
-from utils.config.advice import advice
+from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
 from utils.data.batches import Batches
 from utils.data.cache import SharedImages

@@ -16,8 +16,8 @@ from torchvision.transforms import v2
 
 import eval
 import train
-from utils.config.advice import advice, hint_for_few
 from utils.config.cli import parse_args
+from utils.config.defaults import advice, hint_for_few
 from utils.config.settings import TrainConfig, to_yaml
 from utils.data.decode import center_of_photograph
 from utils.data.selection import load_data

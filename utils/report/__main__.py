@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         exit_with_error(error, parser.prog)
     except (LookupError, TypeError, AttributeError, TemplateError) as error:
-        files, reason = "log.jsonl, config.yaml or report.json", f"{type(error).__name__}: {one_line(error)}"
-        problem = f"{files} has unknown contents ({reason})"
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        problem = f"log.jsonl, config.yaml or report.json has unknown contents ({reason})"
         exit_with_error(UserError(problem, "use the version of Lockstep that wrote them"), parser.prog)
     print(out)
 

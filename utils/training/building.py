@@ -1,6 +1,5 @@
 """Steps of building a run: checks before the processes connect, and the model that it starts with."""
 
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,8 +40,7 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_source(config)
     check_run_folder(config)
     if config.data_dir and config.resume is None and not config.data.startswith("torchvision/"):
-        problem = "--data_dir is for --data torchvision/NAME only"
-        raise UserError(problem, f"for a folder of your own use --data {shlex.quote(config.data_dir)}")
+        raise UserError("--data_dir is for --data torchvision/NAME only", "name a folder of your own with --data")
     if config.resume is None:
         resolve_batch(config, ranks.topology.world_size)
 
@@ -101,11 +99,10 @@ def resolve(
         mixed_precision=accelerator.mixed_precision,
         init_from=absolute_source(config.init_from),
     )
-    changed = resume_lines(saved, config, resolved, plan, processes) if saved else []
     return Resolved(
         config=resolved,
         chosen=sizes + images,
-        changed=changed,
+        changed=resume_lines(saved, config, resolved, plan, processes) if saved else [],
         resumed_from=saved.path if saved else None,
         source=source,
         data=data,

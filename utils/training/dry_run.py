@@ -65,16 +65,14 @@ def _measured(run: Run, action: Callable[[], None]) -> tuple[float, int]:
     """The seconds of an action, and the largest memory of a process in bytes; collective."""
     start = time.perf_counter()
     action()
-    seconds = time.perf_counter() - start
-    return seconds, max(run.ranks.gather(_peak(run.accelerator.device)))
+    return time.perf_counter() - start, max(run.ranks.gather(_peak(run.accelerator.device)))
 
 
 def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> None:
-    interval = SyncInterval(run.state.step)
     run.model.train()
     run.meter.restart()
     update(run, iter(run.train_batches))
-    synchronise(run, interval)  # raises the errors of any rank
+    synchronise(run, SyncInterval())  # raises the errors of any rank
 
 
 def _first_block(run: Run) -> None:
@@ -95,5 +93,4 @@ def _peak(device: torch.device) -> int:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

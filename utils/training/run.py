@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.advice import advice, changed, hint_for_few, hint_for_gpus
+from utils.config.defaults import advice, changed, hint_for_few, hint_for_gpus
 from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig
 from utils.console import table
 from utils.data.batches import Batches
@@ -93,10 +93,9 @@ def log_start(run: Run) -> None:
     processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
-    if ranks.is_main:
-        numbers |= {"init_weights": run.source.weights} if run.source else {}
-        numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
-        run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
+    more = {"init_weights": run.source and run.source.weights, "max_seconds": config.max_seconds}
+    numbers |= {name: value for name, value in more.items() if value}
+    run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather(ranks.describe()))
     by_loader = run.train_batches.dataset.augmentation is not None
     with ranks.agree():
@@ -163,9 +162,8 @@ def describe_optimizer(config: TrainConfig) -> str:
 
 def fixed_batch(plan: Plan, processes: int) -> str:
     """How the global batch is divided with --microbatches."""
-    number = plan.microbatches
-    same = f"; the same bits on 1 to {number} processes" if number > 1 else ""
-    return f"{plan.global_batch_size} in {number} microbatches, on {processes} process{'es' * (processes > 1)}{same}"
+    batch = f"{plan.global_batch_size} in {plan.microbatches} microbatches"
+    return f"{batch}, on {processes} process{'es' * (processes > 1)}; the same bits on 1 to {plan.microbatches}"
 
 
 def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
