@@ -100,13 +100,13 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
     train_loader, eval_loader = assign_batches(train_set, eval_set, resolved, ranks)
     if config.microbatches in (None, accelerator.num_processes):
         prepared = accelerator.prepare(module, optimizer, train_loader, eval_loader)
-    else:  # DDP exchanges gradients in one backward pass, TreeGradients only after several
+    else:  # without DDP: TreeGradients exchanges gradients after several backward passes, not in one
         model = accelerator.prepare_model(module, evaluation_mode=True)
         prepared = (model, *accelerator.prepare(optimizer, train_loader, eval_loader))
     model, optimizer, train_loader, eval_loader = prepared
     optimizer = init_optimizer(optimizer, accelerator)
     parts = make_parts(accelerator, module, config.ema_decay)
-    folder = checkpoints.start(config, saved, module, optimizer, parts, resolved.changed)
+    folder = checkpoints.restore(config, saved, module, optimizer, parts, resolved.changed)
     gradients = make_gradients(resolved, model, module, accelerator, ranks)
     sinks, device = TRACKERS.sinks(config), accelerator.device
     eval_batches = Batches(eval_loader, spec.for_evaluation(), config, device, training=False)

@@ -98,7 +98,8 @@ def main() -> None:
             found[name] = fingerprint(folder / own[3])
     before = json.loads(args.compare.read_text())["results"] if args.compare else {}
     differs = [name for name in found if before and before.get(name) != found[name]]
-    rows = [[name, RUNS[name][0], found[name][:16], "differs" if name in differs else ""] for name in found]
+    words = {name: "differs" if name in differs else "equal" * bool(before) for name in found}
+    rows = [[name, RUNS[name][0], found[name][:16], words[name]] for name in found]
     report(args, ["run", "processes", "SHA-256", "" if not before else "before"], rows, found)
     sys.exit(1 if differs else 0)
 

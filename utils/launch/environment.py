@@ -1,4 +1,7 @@
-"""Read the topology of the run from the launcher's environment variables. Does not import torch."""
+"""Read the topology of the run from the launcher's environment variables. Does not import torch.
+
+To add a launcher, add its variables to `_SOURCES`.
+"""
 
 import re
 import socket

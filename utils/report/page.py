@@ -1,4 +1,8 @@
-"""report.html: the page of one or several runs, a single file that loads nothing else."""
+"""report.html: the page of one or several runs, a single file that loads nothing else.
+
+To add a section, add it to page.html. `read_run` (folder.py) has its values: the log, the settings, and the numbers of
+the last evaluation (analysis.py).
+"""
 
 import math
 import time

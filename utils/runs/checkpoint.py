@@ -53,7 +53,7 @@ class CheckpointManager:
         with self.ranks.agree():
             return read_checkpoint(checkpoint) if checkpoint else None
 
-    def start(
+    def restore(
         self,
         config: TrainConfig,
         saved: SavedRun | None,

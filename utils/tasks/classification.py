@@ -1,4 +1,7 @@
-"""Classification: each image has one class."""
+"""Classification: each image has one class.
+
+To add a metric, add a sum to `evaluation` and `evaluate`, or, if it needs all predictions, to `gathered` and `metrics`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

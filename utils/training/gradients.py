@@ -1,4 +1,7 @@
-"""How the gradients of an update's microbatches are added up: by DDP, or in one fixed order with --microbatches."""
+"""How the gradients of an update's microbatches are added up: by DDP, or in one fixed order with --microbatches.
+
+To add another way, write a subclass of `Gradients` and choose it in `make_gradients`.
+"""
 
 import hashlib
 from collections.abc import Iterator, Sequence
