@@ -118,7 +118,7 @@ def predict(
     if not ranks.is_main:
         return []
     if sorted(indices) != np.flatnonzero(split.readable).tolist():
-        raise RuntimeError("the images were not predicted once each; please report this")
+        raise RuntimeError("an image was predicted twice or not at all; please report this")
     rows = dict(zip(indices.tolist(), make_rows(task, top, scores, flags.top), strict=True))
     return [rows.get(position) or Row(None, [], [], split.bad[position]) for position in range(len(split))]
 

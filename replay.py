@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with (
         TemporaryDirectory() as scratch,
         distributed_session("replay.py", flags) as ranks,
-        Stopping(lambda: ranks.orphaned) as stopping,
+        Stopping(ranks) as stopping,
     ):
         require(ranks.topology.world_size == 1, "replay.py runs in one process", "start it with plain python")
         folder = expand(flags.run)

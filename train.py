@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     config, command = parse_args(TrainConfig, "train.py", argv, TABLES), typed_command(argv)
     with (
         distributed_session("train.py", config) as ranks,
-        Stopping(lambda: ranks.orphaned) as stopping,
+        Stopping(ranks) as stopping,
     ):
         check_settings(config, ranks)  # these errors are reported before the processes connect
         ranks.join()

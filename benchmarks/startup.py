@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STAGES = {  # the event that ends each stage
     "launcher, interpreter": "begun",
     "imports": "imported",
-    "settings, ranks meet": "load_data called",
+    "settings, ranks connect": "load_data called",
     "data: sources, decoded images": "make_dataset ended",
     "model, optimizer, run folder": "train called",
     "first update": "train_update ended",

@@ -118,12 +118,14 @@ def test_a_request_to_stop_ends_the_process_after_ten_seconds_without_a_batch(mo
     assert watched(monkeypatch, looks + [0.5] * 18, orphaned=lambda: bool(orphan))[1:] == (None, None)
     orphan.clear()
     _, text, code = watched(monkeypatch, looks + [0.5] * 21, orphaned=lambda: bool(orphan))
-    assert code == 75 and text.startswith("stopped (the launcher is gone): a training batch has not arrived for 60 s")
+    assert code == 75 and text.startswith(
+        "stopped (the launcher has exited): a training batch has not arrived for 60 s"
+    )
     assert "--resume auto" in text
 
 
 def test_the_last_signal_is_the_reason(monkeypatch):
-    with Stopping(lambda: False) as stops:
+    with Stopping(SimpleNamespace(orphaned=False)) as stops:
         stops.training_begins()
         assert watched(monkeypatch, [0.5] * 40)[1:] == (None, None)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -240,7 +242,7 @@ def test_ranks_whose_launcher_was_killed_exit_though_no_batch_arrives(photos, ca
     launch = begin(processes, "--num_workers", "1", launcher=True)
     os.kill(launch.launcher, signal.SIGKILL)
     launch.finish()  # once all of them are gone
-    assert "train.py: stopped (the launcher is gone): a training batch has not arrived for" in capfd.readouterr().err
+    assert "train.py: stopped (the launcher has exited): a training batch has not arrived for" in capfd.readouterr().err
     until(all_gone)
 
 

@@ -243,10 +243,10 @@ def test_with_an_all_reduce_instead_the_bits_differ():
     "flags,line",
     [
         (["--microbatches", "6"], "--microbatches must be a power of two, got 6"),
-        (["--microbatches", "8", "--grad_accum", "2"], "--microbatches and --grad_accum exclude each other"),
-        (["--microbatches", "8", "--batch_size", "2"], "--microbatches and --batch_size exclude each other"),
-        (["--microbatches", "8", "--sync_batchnorm"], "--microbatches and --sync_batchnorm exclude each other"),
-        (["--microbatches", "8", "--comm_hook", "bf16"], "--microbatches and --comm_hook exclude each other"),
+        (["--microbatches", "8", "--grad_accum", "2"], "--microbatches and --grad_accum cannot be used together"),
+        (["--microbatches", "8", "--batch_size", "2"], "--microbatches and --batch_size cannot be used together"),
+        (["--microbatches", "8", "--sync_batchnorm"], "--microbatches and --sync_batchnorm cannot be used together"),
+        (["--microbatches", "8", "--comm_hook", "bf16"], "--microbatches and --comm_hook cannot be used together"),
         (["--microbatches", "8", "--global_batch_size", "4"], "cannot be divided into 8 microbatches"),
     ],
 )

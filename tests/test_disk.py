@@ -368,7 +368,7 @@ def test_a_run_whose_folder_was_deleted_leaves_a_new_run_of_that_name_alone(proc
 
 def impatient(flags, seconds=1.0):
     """Train, but wait no longer than this for others to leave the folder."""
-    utils.runs.folder._ORPHANS_LEAVE_WITHIN = seconds
+    utils.runs.folder._ORPHANS_EXIT_WITHIN = seconds
     train.main(["--run_name", "run", *flags])
 
 
@@ -484,7 +484,7 @@ def _train_when_both_are_ready(flags):
         return take(*arguments)
 
     setattr(train.CheckpointManager, name, together)
-    utils.runs.folder._ORPHANS_LEAVE_WITHIN = 0.3
+    utils.runs.folder._ORPHANS_EXIT_WITHIN = 0.3
     slow_train(flags, 0.0, 5)
 
 

@@ -256,7 +256,7 @@ def test_sources_that_do_not_fit_are_one_line(folder, monkeypatch):
     line = refused(train.main, *flags, "runs/source", "--model", "mlp", processes=2)
     assert "none of its tensors (" in line and "fits mlp, which has hidden.weight, hidden.bias" in line
     line = refused(train.main, *flags, "runs/source", "--pretrained")
-    assert "--pretrained and --init_from exclude each other" in line
+    assert "--pretrained and --init_from cannot be used together" in line
 
 
 @pytest.mark.parametrize("patterns", [["backbone"], ["layer1", "conv*"]])

@@ -333,4 +333,4 @@ def test_a_momentum_without_effect_is_reported():
     flags = ("--model", "mlp", "--max_steps", "1", "--momentum", "0.5", "--optimizer")
     for name, has_none in (("NAdam", True), ("rmsprop", False)):
         (outcome,) = run_ranks(1, train.main, [*flags, name])
-        assert ("--momentum has no effect: nadam has no momentum\n" in outcome.out) == has_none, outcome.out
+        assert ("--momentum has no effect: nadam does not use it\n" in outcome.out) == has_none, outcome.out

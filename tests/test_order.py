@@ -2,6 +2,7 @@
 
 import threading
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def drawn_indices(*flags):
     config = parse_args(TrainConfig, "train.py", ["--model", "mlp", *flags])
     with distributed_session("train.py", config) as ranks:
         ranks.join()
-        run = train.build(config, ranks, Stopping(lambda: False))
+        run = train.build(config, ranks, Stopping(SimpleNamespace(orphaned=False)))
         return [(batch.update, batch.number, batch.indices.tolist()) for batch in run.train_batches]
 
 

@@ -331,7 +331,7 @@ def test_wrong_commands_of_predict_py_and_predictions_are_one_line():
 def test_the_table_on_the_terminal_shows_the_first_images_and_counts_all():
     flags = ["--ckpt", "runs/small", "--threads", "1", "--top", "2", "--threshold", "0.9"]
     (outcome,) = run_ranks(1, predict.main, [*flags, "small/val"])
-    assert "--threshold has no effect: only multilabel and binary have it" in outcome.out
+    assert "--threshold has no effect: only multilabel and binary use it" in outcome.out
     lines = [line for line in outcome.out.splitlines() if line.startswith("small/val/")]
     assert len(lines) == 20 and all(line.count(",") == 1 for line in lines)
     assert any(line.split() == ["...", "13", "more"] for line in outcome.out.splitlines())

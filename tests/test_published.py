@@ -165,7 +165,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line():
     pictures_of(["cat", "dog", "emu"], size=(120, 120))
     for flags, text in (
         ((), "--ckpt is missing; give a run folder or a checkpoint, or --model NAME --pretrained for published"),
-        (("--ckpt", "runs/a", "--model", "resnet18"), "--model and --ckpt exclude each other; use only one"),
+        (("--ckpt", "runs/a", "--model", "resnet18"), "--model and --ckpt cannot be used together; use only one"),
         (("--ckpt", "runs/a", "--pretrained"), "--pretrained needs --model; name the model"),
         (("--model", "resnet18", "--data", "data"), "--model needs --pretrained: other weights are random;"),
         (("--model", "resnet18", "--pretrained"), "--model needs --data; name the data to evaluate on"),

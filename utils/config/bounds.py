@@ -15,7 +15,7 @@ Machine = Annotated[T, "machine"]  # not taken from a checkpoint, which may come
 Input = Annotated[T, "input"]  # the model's input depends on it
 Fixed = Annotated[T, "fixed"]  # a resumed run must have the same
 Kept = Annotated[T, "kept"]  # a resumed run takes it from its checkpoint unless it is given
-Chosen = Annotated[T, "chosen"]  # defaults.py chooses it unless it is given; then it is kept
+Chosen = Annotated[T, "chosen"]  # chosen by defaults.py unless it is given; a resumed run keeps it
 
 
 class Bound(NamedTuple):
@@ -75,8 +75,8 @@ def check_fields(config: Any) -> None:
 def read_fields(cls: Any, values: Any) -> Any:
     """A dataclass from JSON, which may come from a stranger. Raises ValueError, which names the first malformed field.
 
-    Fields are required, even if they have a default, unless their metadata has "optional". A class that is the type of
-    a field has a `from_dict`.
+    Fields are required, even if they have a default, unless their metadata has "optional". A field whose
+    type is a class with `from_dict` is read by that.
     """
     values = values if isinstance(values, dict) else {}
     hints, found = get_type_hints(cls, include_extras=True), {}
@@ -93,7 +93,7 @@ def exclude(config: Any, one: str, *others: str) -> None:
     """Raise UserError if the first of these settings was changed, and another one too."""
     for other in others:
         both = all(getattr(config, name) != getattr(type(config), name) for name in (one, other))
-        require(not both, f"--{one} and --{other} exclude each other", "use only one")
+        require(not both, f"--{one} and --{other} cannot be used together", "use only one")
 
 
 def require(condition: bool, problem: str, fix: str = "") -> None:

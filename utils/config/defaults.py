@@ -1,4 +1,4 @@
-"""Batch sizes, settings that follow from the data, and lines about settings that have no effect or do not suit it."""
+"""Batch sizes, settings that follow from the data, and hints about settings that do not suit the data."""
 
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -41,10 +41,10 @@ RATES = {
 
 
 def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[TrainConfig, list[str]]:
-    """Fill the batch size, log interval, learning rate and weight decay for this number of training samples.
+    """Fill the batch size, drop_last, log interval, learning rate and weight decay for this number of training samples.
 
     Returns the settings, and lines with the chosen values and their reasons. `processes` matters only with
-    --batch_size, the batch size per process. Raises ValueError if they do not divide the batch.
+    --batch_size, the batch size per process. Raises ValueError if the batch is not divisible.
     """
     chosen: dict[str, Any] = {}
     lines: list[str] = []
@@ -166,13 +166,13 @@ def advice(
     """
     alone, targets = processes == 1, config.task == "classification"
     unused = (
-        ("momentum", not has_momentum, f"{config.optimizer} has no momentum"),
+        ("momentum", not has_momentum, f"{config.optimizer} does not use it"),
         ("comm_hook find_unused_parameters", alone, "a single process exchanges no gradients"),
         ("mix_prob mix_off_epoch", not config.mixes, "neither --mixup nor --cutmix is set"),
         ("num_workers", all(small) and not by_loader, "small images are decoded once, before training"),
         ("data_on_device", not any(small), "only small images are decoded before training"),
         ("eval_crop", small[1], "small images are evaluated whole"),
-        ("pos_weight threshold", targets, "only --task multilabel and binary have it"),
+        ("pos_weight threshold", targets, "only --task multilabel and binary use it"),
         ("image_column label_column", not has_columns, f"{config.data} has no columns"),
     )
     lines = [

@@ -43,7 +43,7 @@ Pixels = Annotated[PositiveInt, at_most(2**16 - 1)]
 _TWO_SIDES = Bound("one number, or height and width, such as 160 224", lambda sides: len(sides) == 2)
 Size = Pixels | Annotated[list[Pixels], _TWO_SIDES] | None
 Seconds = Annotated[PositiveFloat, at_most(7 * 24 * 3600)]  # gloo and the store count milliseconds
-BatchSize = Annotated[PositiveInt, at_most(2**24)]  # all of its divisors are tried
+BatchSize = Annotated[PositiveInt, at_most(2**24)]  # a resumed run tries all smaller sizes
 _WHOLE = Bound("an integer, or below 1 for a fraction of the run", lambda steps: steps < 1 or steps.is_integer())
 Steps = NonNegativeInt | Annotated[NonNegativeFloat, _WHOLE]
 _CHANNELS = Bound("1 or 3", (1, 3).__contains__)
@@ -374,8 +374,8 @@ class LogSettings:
     """Write report.html to the run folder at the end: a page of curves, metrics, confusions, calibration and errors,
     with images of the data."""
     dry_run: OneStart[bool] = False
-    """Compute one update and one evaluation batch, print their time and memory and the size of the model, and save
-    nothing."""
+    """Compute one update and one evaluation batch, print their time and memory and the operations of the model, and
+    save nothing."""
     profile: OneStart[bool] = False
     """Profile ten early updates, and evaluations and saves between them: write a trace to the run folder and print the
     slowest operations."""
@@ -424,7 +424,7 @@ class TrainConfig(
 
 
 FIXED = marked(TrainConfig, Fixed)
-"""Settings that a resumed run must have as its checkpoint."""
+"""Settings of a resumed run that must equal those of its checkpoint."""
 
 CHOSEN = marked(TrainConfig, Chosen)
 """Settings that defaults.py chooses from the data unless they are given."""
@@ -439,7 +439,8 @@ OF_ONE_START = tuple(f.name for f in fields(LaunchConfig)) + marked(TrainConfig,
 """Settings that belong to one start and are not saved with the run."""
 
 OF_THIS_MACHINE = OF_ONE_START + marked(TrainConfig, Machine)
-"""Settings that affect this machine: they come from flags and defaults only, as a checkpoint may be a stranger's."""
+"""Settings that affect this machine: they come from flags and defaults only, because a checkpoint may come from someone
+else."""
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -97,7 +97,7 @@ class EncodedImages(Dataset):
 class ImagesToPredict(EncodedImages):
     """Images of any size, decoded for each batch as in evaluation."""
 
-    fix = "run the same command again, which checks the images again"
+    fix = "run the command again; it will check the images again and leave this one out"
 
     def _image(self, position: int, raw: bytes | None, random: dict, place: int) -> Tensor:
         if not self.spec.small:

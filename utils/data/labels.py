@@ -26,7 +26,10 @@ def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) ->
 
 
 def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
-    """Map labels, indices into `class_names`, to indices into `wanted`. Raises ValueError if it lacks a class."""
+    """Map labels, indices into `class_names`, to indices into `wanted`.
+
+    Raises ValueError if `wanted` lacks a class of the split.
+    """
     if class_names == wanted:
         return split
     number = {name: index for index, name in enumerate(wanted)}

@@ -127,7 +127,7 @@ def _join(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[s
             return session, json.loads(answers)
         time.sleep(_POLL)
     raise UserError(
-        f"rank 0 did not open a session at {where} in time, or not all ranks joined it",
+        f"rank 0 did not start the rendezvous at {where} in time, or not all ranks joined it",
         f"read the output of rank 0, and check that only one process is rank {me.rank}",
     )
 

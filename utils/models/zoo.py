@@ -1,4 +1,4 @@
-"""Models by name: our own (small.py, fastnet.py), every torchvision classification model, and timm's."""
+"""Models by name: our own (small.py), every classification model of torchvision, and timm's."""
 
 import importlib.util
 from collections.abc import Sequence

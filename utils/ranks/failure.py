@@ -15,9 +15,9 @@
 
 Errors of PyTorch with a known cause, such as out of memory, become UserErrors with a fix first (`with_known_fix`).
 
-The order after an error: a rank first writes to the store that it ends, and why (`Watch.end`). Then the rank that
-prints does so, and writes the line to the file that torchrun or accelerate repeats at the end; a bug is written there
-by each rank that has it. Ranks that do not print exit last (`let_others_print`), because a launcher ends all ranks when
+After an error, a rank first writes to the store that it ends, and why (`Watch.end`). The rank that prints then prints
+the line, and writes it to the error file of torchrun or accelerate, which they repeat at the end. A bug is written
+there by each rank that has it. Ranks that do not print exit last (`let_others_print`), because a launcher ends all ranks when
 one has exited. `utils/ranks/watch.py` ends waits, in a thread, and `utils/launch/exits.py` prints and exits.
 """
 

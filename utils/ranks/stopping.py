@@ -2,8 +2,8 @@
 
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 EXIT_RESUME = 75  # EX_TEMPFAIL of sysexits.h: not an error, start the run again
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -19,9 +19,9 @@ class Stopping:
 
     current: "Stopping | None" = None  # the instance that handles signals now, for other threads
 
-    def __init__(self, is_orphan: Callable[[], bool]):
+    def __init__(self, ranks: Any):
         self.agreed = False
-        self._is_orphan = is_orphan
+        self._ranks = ranks  # `Ranks`, which imports this module
         self._signal: signal.Signals | None = None
         self._training = False
         self._before: dict = {}
@@ -48,14 +48,14 @@ class Stopping:
     @property
     def requested(self) -> bool:
         """Whether this rank was asked to stop; other ranks may not know yet."""
-        return self._signal is not None or self._is_orphan()
+        return self._signal is not None or self._ranks.orphaned
 
     @property
     def reason(self) -> str:
         """The reason why the run stops, as known to this rank."""
         if self._signal is not None:
             return self._signal.name
-        return "the launcher is gone" if self._is_orphan() else "another rank was asked to stop"
+        return "the launcher has exited" if self._ranks.orphaned else "another rank was asked to stop"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)

@@ -160,7 +160,7 @@ class Watch:
         """Why this process should stop; empty if it should continue."""
         if Stopping.current is not None:
             return Stopping.current.reason if Stopping.current.requested else ""
-        return "the launcher is gone" if self._is_orphan() else ""
+        return "the launcher has exited" if self._is_orphan() else ""
 
     def _look_at_ranks(self, store: dist.Store) -> None:
         """Exchange heartbeats with the other ranks, and end a wait for ranks that are late."""

@@ -31,9 +31,9 @@ from utils.runs.writing import clean_up, delete_after, publish, update_pointers,
 
 
 class CheckpointManager:
-    """The checkpoints of a run. The main process decides and writes. All public methods are collective.
+    """The checkpoints of a run. The main process decides and writes. All public methods are collective, except `has_failed`.
 
-    Call `newest` first; it locks the run folder if that exists. `open_folder` creates the folder of a new run.
+    Call `newest` first, which locks the run folder if that exists, then `restore`, which creates the folder of a new run.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks):
@@ -88,7 +88,7 @@ class CheckpointManager:
     def load(
         self, saved: SavedRun, module: nn.Module, optimizer: Optimizer, parts: Mapping[str, Part], lines: list[str]
     ) -> None:
-        """Load the tensors, print `lines` and one for each part that is not in both, and delete later checkpoints.
+        """Load the tensors, print `lines`, and a line for each part that only the checkpoint or only the run has, and delete later checkpoints.
 
         Raises ValueError, before any file is changed, if the tensors do not fit.
         """
@@ -141,7 +141,7 @@ class CheckpointManager:
         before = self.ranks.store_get("run-folder")
         path = Path(before) if before else None
         if path is None:
-            check_run_folder(config, after_meeting=True)
+            check_run_folder(config, connected=True)
             if config.run_name and (config.resume == "auto" or (config.resume and named_folder(config).exists())):
                 path = named_folder(config)
         if path is not None:

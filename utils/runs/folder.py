@@ -20,13 +20,13 @@ from utils.files import LOCK, expand, lock
 from utils.launch.environment import can_be_restarted
 from utils.runs.manifest import find_checkpoint
 
-_ORPHANS_LEAVE_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
+_ORPHANS_EXIT_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
 
 
 def lock_folder(folder: Path) -> TextIO:
     """Create the folder of a run if it is missing, and lock it until the returned file is closed."""
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    return lock(folder, _ORPHANS_LEAVE_WITHIN)
+    return lock(folder, _ORPHANS_EXIT_WITHIN)
 
 
 def check_own(folder: Path, locked: TextIO) -> None:
@@ -38,13 +38,13 @@ def check_own(folder: Path, locked: TextIO) -> None:
             raise OSError(f"{folder} was deleted and now belongs to another run")
 
 
-def check_run_folder(config: TrainConfig, after_meeting: bool = False) -> None:
+def check_run_folder(config: TrainConfig, connected: bool = False) -> None:
     """Raise ValueError or OSError if the run folder is taken or cannot be created, or the checkpoint does not exist.
 
     After a restart by the launcher, an existing folder may be that of this run, so the check waits until the processes
-    have connected (`after_meeting`). A launcher does not count restarts that the launcher of another machine began.
+    have connected (`connected`). A launcher does not count restarts that the launcher of another machine began.
     """
-    if can_be_restarted() and not after_meeting:
+    if can_be_restarted() and not connected:
         return
     folder, parent = named_folder(config), expand(config.output_dir)
     if config.resume not in (None, "auto"):

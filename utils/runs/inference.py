@@ -85,7 +85,7 @@ def remarks(flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputS
     """Lines about given settings that have no effect or do not suit the run; `spec` is that of the evaluation."""
     lines, published = [], isinstance(flags, EvalConfig) and flags.model is not None
     if flags.threshold is not None and config.task == "classification":
-        lines.append("--threshold has no effect: only multilabel and binary have it")
+        lines.append("--threshold has no effect: only multilabel and binary use it")
     if isinstance(flags, EvalConfig) and config.eval_crop is not None and spec.small:
         lines.append("--eval_crop has no effect: small images are evaluated whole")
     if "flip" in (flags.tta or "") and not (config.flip or published):

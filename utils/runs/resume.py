@@ -44,7 +44,7 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
 
 
 def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> TrainConfig:
-    """The settings; those that would follow from the data are the checkpoint's, if there is one.
+    """The settings; those of `KEPT` that are not given are the checkpoint's, if there is one.
 
     Raises ValueError if the batch sizes do not fit, before the data is loaded.
     """

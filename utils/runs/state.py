@@ -40,7 +40,7 @@ class TrainState:
     evaluations: Annotated[list[dict[str, int | Number | None]], _WITH_STEPS] = field(default_factory=list)
     """The step and the numbers of the last 1,000 evaluations, oldest first."""
     exploded: bool = False
-    """Whether the run has reported that its training falls apart."""
+    """Whether the run has reported that it diverges."""
     learned: bool = False
     """Whether the first update or a train record had a loss below 0.8 times that of uniform predictions."""
     last_loss: Number | None = None

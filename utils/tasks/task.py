@@ -50,7 +50,7 @@ class Task:
     when_mixed: str = "metrics are against mixed targets"
     """With Mixup or CutMix, what the training metrics are measured against."""
     uniform_loss: float = math.inf
-    """The mean loss of a model that has learned nothing; infinity if unknown."""
+    """The mean loss of equal scores for all classes; infinity if unknown."""
     evaluation: Sequence[str]
     """Names of the sums of an evaluation batch; the first one is "loss"."""
     gathered: Sequence[str] = ()

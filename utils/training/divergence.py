@@ -55,7 +55,7 @@ def samples_of(plan: Plan, step: int) -> np.ndarray:
 
 
 def watch_loss(run: Run, loss: float, count: float) -> None:
-    """Report, once in a run, that training falls apart: a train record of `count` samples has a high mean loss.
+    """Report, once in a run, that training diverges: a train record of `count` samples has a high mean loss.
 
     The limit is 10 times the loss of uniform predictions. After the run has learned, it is 1 + 10 / sqrt(count) times
     that loss.
@@ -69,14 +69,14 @@ def watch_loss(run: Run, loss: float, count: float) -> None:
 
 
 def watch_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
-    """Report, once in a run, an evaluation that shows that training falls apart.
+    """Report, once in a run, an evaluation that shows that training diverges.
 
     Its loss is NaN or infinite. Or it has at least 20 samples, a loss of at least 0.95 times that of uniform
     predictions, and
 
     * the model predicts the same for all samples, although it has learned or has had 100 updates after the warm-up, or
-    * the model has learned, the last train record is not below that loss any more, and the metric is worse than in
-      the first evaluation by more than chance explains.
+    * the model has learned, the loss of the last train record is again at least 0.8 times that of uniform predictions,
+      and the metric is worse than in the first evaluation by more than 2 / sqrt(count).
     """
     task, state, loss, count = run.task, run.state, metrics["loss"], metrics["count"]
     if not math.isfinite(loss):

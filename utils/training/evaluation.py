@@ -73,7 +73,9 @@ class Evaluator:
             return None
         indices, predictions, *kept = rows
         decided = predictions if task.cut is None else predictions > task.cut
-        kinds = decided[:1].tolist() if (decided == decided[:1]).all() else [0, 1]  # or any two
+        kinds = (
+            decided[:1].tolist() if (decided == decided[:1]).all() else [0, 1]
+        )  # two different values stand for more than one
         counts, of_ranks = zip(*self.ranks.gather((len(decided), kinds)), strict=True)
         self.is_constant = len({str(kind) for own in of_ranks for kind in own}) == 1
         seen = gather_rows(self.accelerator, indices, counts).cpu().numpy()
@@ -93,7 +95,7 @@ class Evaluator:
         """The indices of this rank's samples, and what `step(outputs, labels)` returns for them; collective.
 
         About once a second, the ranks agree whether to stop early: if a rank could not read a sample, or, with
-        `stopping`, if it was asked to stop. Returns None if asked to stop. Raises ValueError if images cannot be read.
+        `stopping`, if it was asked to stop. Returns None if asked to stop. Raises ValueError if a rank could not read an image.
         """
         device, was_training, stopped = self.accelerator.device, self.model.training, False
         shared_blocks = -(-len(self.batches.labels) // self.config.eval_batch_size) // self.accelerator.num_processes

@@ -28,7 +28,7 @@ class Gradients:
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
         self.model, self.accelerator, self.plan = model, accelerator, plan
         self.steps = -(-plan.microbatches // accelerator.num_processes)
-        """Microbatches of this rank in an update, of which the last may be empty."""
+        """Forward and backward passes of this rank in an update; the last may have no microbatch."""
         self._step = 0  # forward and backward passes of the update so far
 
     def loss_scale(self, position: int) -> float:

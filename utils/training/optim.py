@@ -1,7 +1,7 @@
 """Optimizers: those of torch.optim that need nothing but the gradients of an update.
 
 To add one, write a function like those below and add it to `OPTIMIZERS`: its parameters with a default are what
---optimizer_args may set. Settings that it does not use belong in `advice` (config/advice.py).
+--optimizer_args may set. If it ignores a setting, add a line to `advice` (config/defaults.py).
 """
 
 import inspect
