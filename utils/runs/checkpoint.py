@@ -31,9 +31,11 @@ from utils.runs.writing import clean_up, delete_after, publish, update_pointers,
 
 
 class CheckpointManager:
-    """The checkpoints of a run. The main process decides and writes. All public methods are collective, except `has_failed`.
+    """The checkpoints of a run. The main process decides and writes.
 
-    Call `newest` first, which locks the run folder if that exists, then `restore`, which creates the folder of a new run.
+    All public methods except `has_failed` are collective.
+
+    Call `newest` first, which locks the run folder if it exists, then `restore`, which creates the folder of a new run.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks):
@@ -88,7 +90,9 @@ class CheckpointManager:
     def load(
         self, saved: SavedRun, module: nn.Module, optimizer: Optimizer, parts: Mapping[str, Part], lines: list[str]
     ) -> None:
-        """Load the tensors, print `lines`, and a line for each part that only the checkpoint or only the run has, and delete later checkpoints.
+        """Load the tensors, print `lines`, and delete later checkpoints.
+
+        Also prints a line for each part that only the checkpoint or only the run has.
 
         Raises ValueError, before any file is changed, if the tensors do not fit.
         """

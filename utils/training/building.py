@@ -1,4 +1,4 @@
-"""Steps of building a run: checks before the processes connect, the settings that follow from the data, and the model."""
+"""Build a run: checks before the processes connect, the settings that follow from the data, and the model."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

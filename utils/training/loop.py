@@ -105,7 +105,7 @@ _ROWS = 12  # operations in the table
 
 
 class Profile:
-    """A context for the training loop, which calls `step` after each update. With --profile, ten updates are recorded."""
+    """A context for the training loop, which calls `step` after each update. With --profile, it records ten of them."""
 
     def __init__(self, run: Run):
         self.path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
