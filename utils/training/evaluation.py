@@ -95,8 +95,8 @@ class Evaluator:
         """The indices of this rank's samples, and what `step(outputs, labels)` returns for them; collective.
 
         About once a second, the ranks agree whether to stop early: if a rank could not read a sample, or, with
-        `stopping`, if it was asked to stop. Returns None if asked to stop. Raises ValueError if a rank could not read an
-        image.
+        `stopping`, if it was asked to stop. Returns None if asked to stop. Raises ValueError if a rank could not read
+        an image.
         """
         device, was_training, stopped = self.accelerator.device, self.model.training, False
         shared_blocks = -(-len(self.batches.labels) // self.config.eval_batch_size) // self.accelerator.num_processes
