@@ -73,11 +73,15 @@ def main(argv: Sequence[str] | None = None) -> dict:
         split = find_split(saved, known, flags, own_data, ranks)
         record, found = evaluate(set_evaluation_input(saved, spec), config, flags, task, split, ranks)
         if ranks.is_main:
-            more = [("input", spec.describe_pixels())]
-            more += [("views", str(flags.tta))] if flags.tta else []
-            more += speed_rows(record["throughput"]) if flags.throughput else []
-            print(task.report(record, f"Evaluation of {saved.path}", more))
-            write_files(flags, record, found, task, split)
+            more = [
+                ("input", spec.describe_pixels()),
+                *([("views", flags.tta)] if flags.tta else []),
+                *(speed_rows(record["throughput"]) if flags.throughput else []),
+            ]
+            try:
+                write_files(flags, record, found, task, split)
+            finally:
+                print(task.report(record, f"Evaluation of {saved.path}", more))
     return record
 
 

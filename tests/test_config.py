@@ -318,6 +318,7 @@ def test_a_run_folder_that_is_named_after_the_data_has_a_name_that_can_be_given(
 
 
 def test_a_run_folder_is_named_after_the_data_and_the_model_that_was_chosen():
-    assert run_ranks(2, train.main, ["--max_steps", "1"])[0].code == 0
+    outcome = run_ranks(2, train.main, ["--max_steps", "1", "--cache_dir", "mine"])[0]
     (path,) = Path("runs").iterdir()
+    assert outcome.code == 0 and outcome.out.endswith(f"eval.py --ckpt {path} --cache_dir mine\n"), outcome.out
     assert re.fullmatch(r"digits-mnist_cnn-\d{8}-\d{6}", path.name)

@@ -49,7 +49,7 @@ class Value(Task):
         return torch.stack([self.loss(outputs, labels).double(), away]), outputs
 
     def metrics(self, predictions, labels):
-        return {"worst": float(np.abs(predictions[:, 0] - labels).max())}
+        return {"worst": np.abs(predictions[:, 0] - labels).max().astype(np.float64)}  # not a float of Python
 
     def report(self, record, title, more=()):
         return f"{title}: error {record['error']:.4f}"
@@ -85,6 +85,7 @@ def test_a_regression_trains_evaluates_and_resumes_with_the_same_loop():
         assert [outcome.code for outcome in found] == [0] * processes, found[0].err
         logs[processes] = records(name)
     assert "  error " in found[0].out and "accuracy" not in found[0].out and "\nbest      " in found[0].out
+    assert type(found[0].value["worst"]) is float  # `metrics` returns a number of NumPy
     evals = {n: [record for record in log if record["kind"] == "eval"] for n, log in logs.items()}
     for n in (2, 3):
         for key in ("loss", "error", "worst"):

@@ -18,14 +18,14 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, LoggerType, get_available_trackers
 
-from utils.config.settings import TrainConfig
+from utils.config.settings import OF_ONE_START, TrainConfig
 from utils.config.table import Table, suggestion
 from utils.errors import UserError, one_line
 from utils.files import read_json, write_file
 from utils.runs.log import Sink
 
 # Folders and addresses of this machine are private, and of no use elsewhere.
-_NOT_SENT = {"output_dir", "data_dir", "cache_dir", "resume", "init_method", "interface", "report_to"}
+_NOT_SENT = {*OF_ONE_START, "output_dir", "data_dir", "cache_dir", "report_to"}
 
 
 class Trackers(Table):

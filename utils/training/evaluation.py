@@ -1,5 +1,6 @@
 """The evaluation loop of train.py, eval.py and predict.py: each sample once, on any number of processes."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,7 +87,10 @@ class Evaluator:
             self.predictions = Predictions(seen, labels, *parts)
         if self.config.metrics or task.metric in task.gathered:
             predicted = gather_rows(self.accelerator, predictions, counts)
-            found = self.ranks.from_main(lambda: task.metrics(predicted.cpu().numpy()[order], labels))
+            # As JSON, so that numbers of NumPy become those of Python, as in the log.
+            found = json.loads(
+                self.ranks.from_main(lambda: json.dumps(task.metrics(predicted.cpu().numpy()[order], labels)))
+            )
             result |= found if self.config.metrics else {k: found[k] for k in task.gathered if k in found}
         return result | {"seconds": time.perf_counter() - start}
 

@@ -178,8 +178,9 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
         trained = result or state.best_step or run.resumed_from is None
         checkpoint = folder if trained else run.resumed_from
-        given = ["--data_dir", config.data_dir] if config.data_dir else []
-        words = [*script_command("eval.py"), "--ckpt", str(checkpoint), *given]
+        words = [*script_command("eval.py"), "--ckpt", str(checkpoint)]
+        words += ["--data_dir", config.data_dir] if config.data_dir else []
+        words += ["--cache_dir", config.cache_dir] if config.cache_dir != TrainConfig.cache_dir else []
         title, following = "Done", f"evaluate it: {shlex.join(words)}"
     else:
         title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
