@@ -301,7 +301,7 @@ def test_the_main_process_speaks_first_though_the_launcher_ends_it_for_another_r
 sys.path.insert(0, {str(Path(doctor.__file__).parent)!r})
 import doctor
 if os.environ["RANK"] == "1":
-    doctor.health.bandwidth = lambda *_: os._exit(9)
+    doctor.processes.bandwidth = lambda *_: os._exit(9)
 doctor.main(["--json", "doctor.json"])
 """)
     code, out, err = launch("2cpu", Path.cwd() / "planted.py")

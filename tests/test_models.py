@@ -1,6 +1,5 @@
 """Models by name: what they are fed, the shape that they give, their stems, heads and published weights."""
 
-import json
 import math
 import os
 from pathlib import Path
@@ -20,7 +19,6 @@ from utils.data.order import fold_in
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.zoo import build_model, check_model, input_spec, torchvision_models
-from utils.runs.manifest import find_checkpoint, write_manifest
 
 FAMILIES = [
     "mnist_cnn",
@@ -230,31 +228,6 @@ def test_the_start_table_and_the_checkpoint_say_which_stem_a_run_has():
     assert "was trained with a --stem of standard, not auto; use the same settings" in line
     (result,) = returned(1, eval.main, ["--ckpt", "runs/standard"])
     assert result["accuracy"] == records("standard", "eval")[-1]["accuracy"]
-
-
-@pytest.mark.full
-def test_a_checkpoint_from_before_there_were_stems_is_evaluated_and_resumed():
-    train_run(1, "auto", *STEM_FLAGS)
-    _without_settings("auto", "stem")  # as written by earlier versions
-    (result,) = returned(1, eval.main, ["--ckpt", "runs/auto"])
-    assert result["loss"] == pytest.approx(records("auto", "eval")[-1]["loss"])
-    (outcome,) = run_ranks(1, train.main, [*STEM_FLAGS, "--run_name", "auto", "--resume", "auto", "--max_steps", "2"])
-    assert outcome.code == 0, outcome.err
-
-
-def _without_settings(run, *names):
-    """Remove these settings from the latest checkpoint, and the fields of its input that older ones do not have."""
-    checkpoint = find_checkpoint(Path("runs") / run)
-    lines = (checkpoint / "config.yaml").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.split(":")[0] not in names]
-    assert len(kept) == len(lines) - len(names)
-    (checkpoint / "config.yaml").write_text("".join(kept))
-    values = json.loads((checkpoint / "state.json").read_text())
-    for name in ("resize", "interpolation", "squash"):
-        del values["input"][name]
-    (checkpoint / "state.json").write_text(json.dumps(values))
-    (checkpoint / "manifest.json").unlink()
-    write_manifest(checkpoint)
 
 
 # -- published weights -----------------------------------------------------------------------------------------------

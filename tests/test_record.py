@@ -105,7 +105,10 @@ def some_are_full(names, quick):
 CHANGES = {
     "inverted": (lambda paths: [keep_time(path, invert) for path in paths], ("54 of 54 images", "changed: cat/")),
     "swapped": (swap_classes, ("54 of 54 images", "changed: cat/")),
-    "renamed": (lambda paths: [p.rename(p.with_name("b" + p.name)) for p in paths[:2]], ("gone", "--bad_images skip")),
+    "renamed": (
+        lambda paths: [p.rename(p.with_name("b" + p.name)) for p in paths[:2]],
+        ("no longer in the data set", "--bad_images skip"),
+    ),
     "one changed": (lambda paths: keep_time(paths[7], invert), ("1 of ", "images", "changed: cat/007.bmp")),
     "deleted": (
         lambda paths: paths[40].unlink(),

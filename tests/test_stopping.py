@@ -130,7 +130,7 @@ def _train_and_evaluate_slowly(flags):
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_stop_while_a_checkpoint_is_written_leaves_after_it(processes):
     launch = start_ranks(processes, _train_and_save_slowly, [*FLAGS, "--max_steps", "500"])
-    until(lambda: list(Path("runs").glob("run/checkpoints/.step-00000030.partial/*")))
+    until(Path("written").exists)
     os.kill(launch.pids[-1], signal.SIGTERM)
     Path("told").touch()
     check_stopped(launch.finish(), "")
@@ -140,13 +140,15 @@ def test_a_stop_while_a_checkpoint_is_written_leaves_after_it(processes):
 def _train_and_save_slowly(flags):
     import utils.runs.checkpoint as checkpoint
 
-    publish = checkpoint.publish
+    write = checkpoint.write_partial
 
-    def slow(*arguments):
-        until(Path("told").exists)
-        publish(*arguments)
+    def slow(folder, step, *more):
+        write(folder, step, *more)
+        if step == 30:
+            Path("written").touch()
+            until(Path("told").exists)
 
-    checkpoint.publish = slow
+    checkpoint.write_partial = slow
     slow_train(flags)
 
 

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
-from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from utils.config.settings import TrainConfig
@@ -125,6 +124,8 @@ def speed_of(
 @torch.no_grad()
 def _images_per_second(model: nn.Module, images: Tensor, accelerator: Accelerator) -> float:
     """The median over several blocks of batches, after a warm-up."""
+
+    from torch.utils.benchmark import Timer  # slow, and it may print a warning about CUDA
 
     def compute() -> None:
         with accelerator.autocast():
