@@ -100,7 +100,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
     train_loader, eval_loader = assign_batches(train_set, eval_set, resolved, ranks)
     if config.microbatches in (None, accelerator.num_processes):
         prepared = accelerator.prepare(module, optimizer, train_loader, eval_loader)
-    else:  # without DDP: TreeGradients exchanges gradients after several backward passes, not in one
+    else:  # without DDP: TreeGradients exchanges once after several backward passes
         model = accelerator.prepare_model(module, evaluation_mode=True)
         prepared = (model, *accelerator.prepare(optimizer, train_loader, eval_loader))
     model, optimizer, train_loader, eval_loader = prepared
