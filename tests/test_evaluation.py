@@ -264,6 +264,6 @@ def test_flags_of_eval_py_without_effect_are_reported():
     train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--eval_crop", "0.5", "--threshold", "0.9"])
     assert "--eval_crop has no effect: small images are evaluated whole\n" in outcome.out
-    assert "--threshold has no effect: only multilabel and binary have it\n" in outcome.out
+    assert "--threshold has no effect: only multilabel and binary use it\n" in outcome.out
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
     assert outcome.code == 0 and "has no effect" not in outcome.out
