@@ -172,7 +172,7 @@ def _to(batch: Any, device: torch.device) -> Any:
         # From pinned memory, so that the host does not wait for the copy.
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
-    return recursively_apply(copy, batch)
+    return batch if device.type == "cpu" else recursively_apply(copy, batch)
 
 
 def _wait_for_copy(batch: dict, copied: torch.cuda.Event, device: torch.device) -> dict:

@@ -41,8 +41,7 @@ class Draws:
             repeated = _scramble(states ^ _scramble(occurrences))
             states = namespace(states).where(occurrences > 0, repeated, states)
             self._turns = epoch + occurrences
-        self._states, self._used = states[:, None], set[str]()
-        self._alternating = indices ^ _signed(fold_in(seed, "augment", ALTERNATING))
+        self._states, self._used, self._seed, self._indices = states[:, None], set[str](), seed, indices
 
     def uniform(self, *streams: str) -> Any:
         """Random numbers in [0, 1) of the named streams: float32 [n, len(streams)], an array or a tensor."""
@@ -51,7 +50,8 @@ class Draws:
         xp = namespace(self._states)
         bits = _right(_scramble(self._states + _offsets(streams, xp, self._states.device)), 40)
         if ALTERNATING in streams:  # the highest bit is inverted after an odd number of turns
-            bits[:, streams.index(ALTERNATING)] = _right(_scramble(self._alternating), 40) ^ (self._turns & 1) << 23
+            own = self._indices ^ _signed(fold_in(self._seed, "augment", ALTERNATING))
+            bits[:, streams.index(ALTERNATING)] = _right(_scramble(own), 40) ^ (self._turns & 1) << 23
         return xp.asarray(bits, dtype=xp.float32) / 2**24
 
 
