@@ -204,10 +204,10 @@ UNMET = [
     (2, None, ("--threads", "9999"), "launch", "--threads 9999: this machine has", ""),
     (2, None, ("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
     (2, None, ("--interface", "nope0"), "connection", "--interface nope0: ", ""),
-    (2, environment(MASTER_ADDR="no.invalid"), (), "connection", "cannot find its address", ""),
-    (2, environment(MASTER_ADDR="node1..x"), (), "connection", "node1..x: ", ""),
+    (2, environment(MASTER_ADDR="no.invalid"), (), "connection", "cannot find its address", "/etc/hosts"),
+    (2, environment(MASTER_ADDR="node1..x"), (), "connection", "node1..x: ", "/etc/hosts"),
     (2, environment(MASTER_ADDR="192.0.2.7"), (), "connection", "192.0.2.7 does not lead to ", "must name the"),
-    (2, None, ("--init_method", "file:///nope/meet"), "connection", "must name a file in a folder that exists", ""),
+    (2, None, ("--init_method", "file:///nope/meet"), "connection", "must name a file in a folder that exists on all", ""),
     (2, None, ("--init_method", "udp://1"), "launch", "--init_method udp://1: must be env://", ""),
 ]  # fmt: skip
 
