@@ -128,7 +128,8 @@ def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -
         "torchvision, tensor backend": InMemory(tensors, [*change, *normalise]),
     }
     sides = {name: partial(rate, DataLoader(dataset, batch_size, shuffle=True)) for name, dataset in sides.items()}
-    mine = DecodedImages(pixels, np.zeros(len(pixels), np.int64))
+    augmentation = make_augmentation(config, spec, training=True)
+    mine = DecodedImages(pixels, np.zeros(len(pixels), np.int64), augmentation)
     sides[ON_DEVICE] = partial(rate, ours(ResidentImages(mine, DEVICE), spec, batch_size, config))
     return sides | {OURS: partial(rate, ours(mine, spec, batch_size, config))}
 

@@ -119,12 +119,13 @@ def both_ends(augmentation, images, microbatch):
     """The same images changed one by one, and as a batch or by their data set."""
     random, changed = augmentation.draw(microbatch), images[microbatch.indices]
     single = changed.clone()
-    for place, pixels in enumerate(changed):
-        single[place] = augmentation.image(pixels, random, place)
+    for place in range(len(changed)):
+        alone = {name: numbers[place : place + 1] for name, numbers in random.items()}
+        single[place : place + 1] = augmentation.change(single[place : place + 1].clone(), alone)
     if augmentation.batched:
         return single, augmentation.batch(changed, augmentation.prepare(microbatch))
-    dataset = DecodedImages(images.numpy(), np.arange(len(images)), None, augmentation)
-    return single, dataset.__getitems__(microbatch)["images"]
+    dataset = DecodedImages(images.numpy(), np.arange(len(images)), augmentation)
+    return single, dataset.__getitems__(microbatch).images
 
 
 @pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.full)])
@@ -159,9 +160,10 @@ def test_images_on_the_device_are_changed_like_those_of_the_loader_bit_for_bit(n
     parts = np.split(order, [40, 40, 75])
     microbatches = [Microbatch(update, update // 3, 0, part) for update, part in enumerate(parts)]
     microbatches += [Microbatch(4, 2, 0, order % 50, order // 50)]
-    decoded = DecodedImages(pictures(150, (20, 24))[..., :channels].copy(), np.arange(150))
+    pixels = pictures(150, (20, 24))[..., :channels].copy()
     for settings in cases(name):
         config = TrainConfig(seed=4, **settings)
+        decoded = DecodedImages(pixels, np.arange(150), make_augmentation(config, spec, True))
         by_loader, on_device = (
             [
                 batch.images
@@ -236,7 +238,7 @@ def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_
 def test_each_flag_has_effect_at_any_size_and_by_default_only_photographs_are_cropped():
     split, microbatch = photographs(), Microbatch(0, 0, 0, np.arange(12))
     default, explicit = (
-        photograph_set(split, **settings).__getitems__(microbatch)["images"] for settings in ({}, {"min_scale": 0.08})
+        photograph_set(split, **settings).__getitems__(microbatch).images for settings in ({}, {"min_scale": 0.08})
     )
     assert torch.equal(default, explicit)
     assert make_augmentation(TrainConfig(), InputSpec(96, 96, 1, [0], [1]), True).operations == {}
@@ -275,7 +277,7 @@ def photograph_set(split, seed=0, training=True, **settings):
 
 def loaded(dataset, microbatches, **settings):
     loader = make_loader(dataset, Given(microbatches), TrainConfig(**settings), CPU.threads, CPU.device)
-    return [batch["images"] for batch in loader]
+    return [batch.images for batch in loader]
 
 
 def test_photographs_are_cropped_alike_in_any_batch_and_by_any_number_of_workers():
@@ -290,7 +292,7 @@ def test_photographs_are_cropped_alike_in_any_batch_and_by_any_number_of_workers
 def test_photographs_are_cropped_otherwise_in_another_epoch_or_with_another_seed():
     order = np.arange(12)
     images = {
-        (seed, epoch): photograph_set(photographs(), seed).__getitems__(Microbatch(0, epoch, 0, order))["images"]
+        (seed, epoch): photograph_set(photographs(), seed).__getitems__(Microbatch(0, epoch, 0, order)).images
         for seed, epoch in ((5, 0), (5, 1), (6, 0))
     }
     for other in ((5, 1), (6, 0)):
@@ -301,9 +303,7 @@ def test_evaluation_takes_the_centre_of_a_photograph_whatever_epoch_and_seed():
     split = photographs()
     wanted = [center(torch.from_numpy(np.array(pixels)), 112, 112, 0.875) for pixels in decoded_by_pillow(split)]
     for seed, epoch in ((0, 0), (1, 7)):
-        images = photograph_set(split, seed, training=False).__getitems__(Microbatch(0, epoch, 0, np.arange(12)))[
-            "images"
-        ]
+        images = photograph_set(split, seed, training=False).__getitems__(Microbatch(0, epoch, 0, np.arange(12))).images
         assert (images.int() - torch.stack(wanted).int()).abs().max() <= 1
 
 
@@ -311,14 +311,14 @@ def test_evaluation_takes_the_centre_of_a_photograph_whatever_epoch_and_seed():
 def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none_in_evaluation(min_scale):
     split, order = photographs(40), np.random.default_rng(0).permutation(40)
     microbatch = Microbatch(0, 3, 0, order)
-    plain = photograph_set(split, 5, min_scale=min_scale).__getitems__(microbatch)["images"]
+    plain = photograph_set(split, 5, min_scale=min_scale).__getitems__(microbatch).images
     training, evaluating = (photograph_set(split, 5, when, flip=True, min_scale=min_scale) for when in (True, False))
     is_mirrored = [plain_uniform(5, 3, int(index), 3) < 0.5 for index in order]
     assert 10 < sum(is_mirrored) < 30
     expected = [image.flip(1) if flip else image for image, flip in zip(plain, is_mirrored, strict=True)]
-    assert torch.equal(training.__getitems__(microbatch)["images"], torch.stack(expected))
-    centres = photograph_set(split, 5, training=False).__getitems__(microbatch)["images"]
-    assert torch.equal(evaluating.__getitems__(microbatch)["images"], centres)
+    assert torch.equal(training.__getitems__(microbatch).images, torch.stack(expected))
+    centres = photograph_set(split, 5, training=False).__getitems__(microbatch).images
+    assert torch.equal(evaluating.__getitems__(microbatch).images, centres)
 
 
 @pytest.mark.parametrize("min_scale", [0.3, 1.0, None])
@@ -326,7 +326,7 @@ def test_photographs_larger_than_needed_are_decoded_smaller_and_show_the_same(mi
     file = encoded(smooth(960, 1280), "JPEG", quality=95)
     small_and_large = [whole_split("train", [raw] * 12, np.arange(12), "made") for raw in (file, file + bytes(LARGE))]
     whole, reduced = (
-        photograph_set(split, 5, min_scale=min_scale).__getitems__(Microbatch(0, 3, 0, np.arange(12)))["images"].int()
+        photograph_set(split, 5, min_scale=min_scale).__getitems__(Microbatch(0, 3, 0, np.arange(12))).images.int()
         for split in small_and_large
     )
     assert not torch.equal(whole, reduced)
@@ -368,13 +368,13 @@ def test_a_batch_is_normalised_and_augmented_as_its_sample_numbers_say():
     config = TrainConfig(crop_padding=2, flip=True, seed=9)
     spec = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
     order = np.array([7, 3, 19, 0])
-    loader = make_loader(
-        DecodedImages(pixels, labels), Given([Microbatch(0, 4, 0, order)]), config, CPU.threads, CPU.device
-    )
     random = [[plain_uniform(9, 4, int(index), counter) for counter in (1, 2, 3)] for index in order]
     changed = [shifted_and_flipped(*pair, 2, True) for pair in zip(pixels[order], random, strict=True)]
     for training, raw in ((True, np.stack(changed)), (False, pixels[order])):
-        images, targets, indices, *_ = next(iter(Batches(loader, spec, config, CPU.device, training)))
+        dataset = DecodedImages(pixels, labels, make_augmentation(config, spec, training))
+        loader = make_loader(dataset, Given([Microbatch(0, 4, 0, order)]), config, CPU.threads, CPU.device)
+        (batch,) = Batches(loader, spec, config, CPU.device, training)
+        images, targets, indices = batch.images, batch.labels, batch.indices
         expected = (torch.from_numpy(raw).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
         assert images.dtype == torch.float32
         assert torch.allclose(images.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
@@ -389,7 +389,8 @@ def test_an_empty_batch_passes_through_everything():
     for dataset, spec in datasets:
         dataset = dataset if spec is small else photograph_set(dataset)
         loader = make_loader(dataset, Given([Microbatch(0, 0, 0, none)]), config, CPU.threads, CPU.device)
-        images, labels, indices, *_ = next(iter(Batches(loader, spec, config, CPU.device, training=True)))
+        (batch,) = Batches(loader, spec, config, CPU.device, training=True)
+        images, labels, indices = batch.images, batch.labels, batch.indices
         assert images.shape == (0, spec.channels, spec.height, spec.width) and images.dtype == torch.float32
         assert labels.shape == indices.shape == (0,) and labels.dtype == torch.int64
 
@@ -404,4 +405,4 @@ def test_small_images_are_decoded_beforehand_and_photographs_are_not(tmp_path):
     assert isinstance(small, DecodedImages) and isinstance(large, EncodedImages)
     for dataset, side in ((small, 32), (large, 128)):
         batch = dataset.__getitems__(Microbatch(0, 0, 0, np.array([9, 0])))
-        assert batch["images"].shape == (2, side, side, 3) and batch["labels"].tolist() == [1, 0]
+        assert batch.images.shape == (2, side, side, 3) and batch.labels.tolist() == [1, 0]

@@ -39,7 +39,7 @@ def uniform(operation, count, epoch=0):
 def results(operation, image, count):
     """What an operation makes of one image [H, W, C]: uint8 [count, H, W, C]."""
     pixels = torch.from_numpy(image)
-    return torch.stack([operation.image(pixels, random) for random in uniform(operation, count)]).numpy()
+    return operation.change(pixels.repeat(count, 1, 1, 1), uniform(operation, count)).numpy()
 
 
 def torchvision_results(transform, image, count):
@@ -89,7 +89,8 @@ def test_images_of_any_size_keep_their_shape_and_type(name):
             operation = OPERATIONS[name](spec)
             images = torch.from_numpy(pictures(40, (height, width))[..., :channels].copy())
             before, random = images.clone(), uniform(operation, 40)
-            single = torch.stack([operation.image(*pair) for pair in zip(images, random, strict=True)])
+            pairs = zip(images.clone(), random, strict=True)
+            single = torch.cat([operation.change(pixels[None], numbers[None]) for pixels, numbers in pairs])
             assert single.dtype == torch.uint8 and single.shape == images.shape
             assert torch.equal(images, before)
             if operation.batched:
@@ -424,7 +425,7 @@ def choices(monkeypatch):
     of(Crop(spec, 0.1), lambda operation, row: list(crop_box(200, 300, row.tolist(), operation.min_scale)))
     of(ShiftAndFlip(spec, 4, "alternate"), lambda operation, row: [int(x[0]) for x in operation._choices(row[None])])
     mixing = Mixing(TrainConfig(seed=1, mixup=0.4, cutmix=1.0), spec, 5)
-    mix = mixing.draw(Microbatch(0, 2, 0, np.arange(12), None, np.arange(12)))
+    mix = mixing.draw(Microbatch(0, 2, 0, np.arange(12)))
     pairs = zip(mix.weight[::2].tolist(), mix.box[::2].tolist(), strict=True)
     draws["Mixing"] = [[round(weight, 4), *box] for weight, box in pairs]
     draws["weighted"] = Plan(12, 4, 1, seed=1, weights=np.arange(12) / 11).draws(2)[0].tolist()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import train
 from utils.config.settings import TrainConfig
-from utils.data.order import Microbatch, Plan, UpdateSampler, permutation
+from utils.data.order import Plan, UpdateSampler, permutation
 from utils.data.sampling import class_weights, draw_weights, make_plan
 from utils.data.selection import load_data
 from utils.data.splits import whole_split
@@ -146,7 +146,6 @@ def test_pairs_are_dealt_whole_and_an_odd_last_sample_goes_to_the_last_microbatc
             assert sizes == dealt
         update = epoch_of(plan)[:microbatches]
         assert np.concatenate([m.indices for m in update]).tolist() == plan.draws(0)[0][:20].tolist()
-        assert all(m.places.tolist() == list(range(len(m.indices))) for m in update)
         assert UpdateSampler(plan, 1, 1).largest >= max(len(m.indices) for m in epoch_of(plan))
 
 
@@ -162,12 +161,6 @@ def test_batch_statistics_of_one_sample_are_refused_with_the_sizes_of_pairs():
         else:
             check_batch_norm(plan, 2)
     assert refused_sizes == [9, 11, 13, 15]  # the odd last sample, alone in the last microbatch
-
-
-def test_places_stay_with_their_samples():
-    microbatch = Microbatch(0, 0, 0, np.array([7, 5, 7, 2]), None, np.arange(4))
-    assert microbatch.take([0, 3]).places.tolist() == [0, 3]
-    assert microbatch.take(np.array([False, True, True, False])).places.tolist() == [1, 2]
 
 
 def test_settings_that_do_not_fit_are_one_line():

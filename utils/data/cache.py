@@ -10,16 +10,17 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from utils.data.decode import BAD_IMAGE_FIX, VERSION, center, center_factor, decode
-from utils.data.spec import SMALL
+from utils.data.augment import Augmentation, Center
+from utils.data.datasets import EncodedImages, SharedImages
+from utils.data.decode import VERSION
+from utils.data.order import BlockSampler
+from utils.data.spec import SMALL, InputSpec
 from utils.data.splits import Split, whole_split
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
@@ -113,45 +114,9 @@ def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-_CHUNK, _CHUNK_BYTES = 256, 2**19  # most images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several
+# Images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several.
+_CHUNK, _CHUNK_BYTES = 256, 2**19
 _LEAST, _MOST = 2000, 32  # fewest images per worker process, and most worker processes
-
-
-class SharedImages:
-    """An array-like of images, indexed by sample; several samples can share one image."""
-
-    def __init__(self, images: "np.ndarray | SharedImages", rows: np.ndarray):
-        self.images, self.rows = images, rows
-
-    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        return self.images[self.rows[positions]]
-
-
-class _Chunks(Dataset):
-    """Chunks of consecutive samples: {"images": uint8 [n, H, W, C]}, and "error" if one of them cannot be read."""
-
-    def __init__(self, split: Split, shape: tuple[int, int, int]):
-        self.split, self.shape, self.size = split, shape, max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape)))
-
-    def __len__(self) -> int:
-        return -(-len(self.split) // self.size)
-
-    def __getitem__(self, number: int) -> dict:
-        height, width, channels = self.shape
-        positions = range(number * self.size, min((number + 1) * self.size, len(self.split)))
-        pixels, shrink = (
-            np.zeros((len(positions), *self.shape), np.uint8),
-            partial(center_factor, height=height, width=width),
-        )
-        try:
-            encoded = self.split.read_ahead(positions)
-            for row, position in enumerate(positions):
-                if self.split.readable[position]:  # the pixels of others are never used
-                    image = decode(self.split, position, channels, encoded[row], shrink)
-                    pixels[row] = center(image, height, width).numpy()
-        except (ValueError, OSError) as error:  # returned: a worker's exception would include its traceback
-            return {"images": torch.empty(0), "error": UserError(one_line(error), BAD_IMAGE_FIX)}
-        return {"images": torch.from_numpy(pixels)}
 
 
 def decode_all(
@@ -212,15 +177,17 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     # Processes, because threads would wait for each other's Python code. They are forked, because starting new ones
     # takes longer than decoding MNIST. They return tensors, because arrays would be sent through a pipe, which would
     # block a process forever if its rank has exited.
+    spec = InputSpec(*shape, mean=[], std=[])
+    images = EncodedImages(split, spec, Augmentation(0, {"center": Center(spec)}))
+    chunks = BlockSampler(len(split), max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape))))
     workers = min(len(usable_cores()), _MOST, len(split) // _LEAST)
-    chunks = _Chunks(split, shape)
-    workers, ahead = choose_workers([chunks.size * math.prod(shape)], workers)
+    workers, ahead = choose_workers([chunks.block_size * math.prod(shape)], workers)
     processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
-    loader = DataLoader(chunks, batch_size=None, collate_fn=move_to_shared_memory, **processes)
-    for chunk in awaited(progress(loader), "a decoded image"):
-        if "error" in chunk:
-            raise chunk["error"]
-        yield chunk["images"].numpy()
+    loader = DataLoader(images, batch_sampler=chunks, collate_fn=move_to_shared_memory, **processes)
+    for batch in awaited(progress(loader), "a decoded image"):
+        if batch.error is not None:
+            raise batch.error
+        yield batch.images.numpy()
 
 
 def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Callable, reason: str) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from utils.data.decode import why_unreadable
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
 from utils.data.workers import worker_processes
-from utils.errors import UserError, one_line
+from utils.errors import one_line
 from utils.files import expand, write_file
 from utils.memory import usable_cores
 from utils.waiting import awaited
@@ -22,7 +22,6 @@ from utils.waiting import awaited
 _VERSION = 1  # of the cached results; increase it when their meaning changes, so that old ones are not used
 _CHUNK, _LEAST, _MOST = 256, 4000, 32  # images per chunk, fewest images per worker, most workers
 _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
-_SHOWN = 8  # images named in an error
 
 
 def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = iter) -> Split:
@@ -46,18 +45,6 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     ends = np.zeros(len(split.images), np.int64)
     ends[rows] = found["ends"]
     return replace(split, ends=ends, bad=bad | {int(rows[int(n)]): reason for n, reason in found["bad"].items()})
-
-
-def refuse_bad(split: Split) -> None:
-    """Raise ValueError, with the number and the names of the unreadable images, if a split has any."""
-    shown = [f"{name} ({reason})" for name, reason in split.unreadable().items()]
-    if shown:
-        more = f" and {len(shown) - _SHOWN} more" * (len(shown) > _SHOWN)
-        count = f"{len(shown)} of {len(split)} images of split {split.name!r}"
-        raise UserError(
-            f"{count} cannot be read: {', '.join(shown[:_SHOWN])}{more}",
-            "fix these files, or leave them out with --bad_images skip",
-        )
 
 
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:

@@ -35,12 +35,6 @@ class FillBox(Operation):
         """Whether each image may change, bool [n]; it need not, if its box has no pixels."""
         return torch.ones(len(random), dtype=torch.bool)
 
-    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
-        top, left, bottom, right = (max(0, int(edge)) for edge in self.boxes(torch.from_numpy(random[None])))
-        pixels = pixels.clone()
-        pixels[top:bottom, left:right] = torch.tensor(self.fill, dtype=torch.uint8)
-        return pixels
-
     def prepare(self, random: Array) -> dict[str, Tensor]:
         """Masks of the rows [m, H] and of the values in a row [m, W * C]: uint8, 255 inside the box, else 0.
 

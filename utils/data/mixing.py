@@ -64,14 +64,13 @@ class Mixing:
     def draw(self, microbatch: Microbatch) -> Mix | None:
         """How to mix a microbatch, on the host; None if nothing is mixed in its epoch.
 
-        A sample is not mixed if its partner is missing or is the same sample.
+        The samples 2k and 2k + 1 are a pair. A sample without a partner, or with itself as its partner, is not mixed.
         """
         if self.off_epoch is not None and microbatch.epoch >= self.off_epoch:
             return None
-        places, indices, occurrences = microbatch.places, microbatch.indices, microbatch.occurrences
-        assert places is not None, "the plan is not in pairs"
-        is_pair = (places[:-1] % 2 == 0) & (np.diff(places) == 1) & (np.diff(indices) != 0)
-        first = np.flatnonzero(is_pair)  # its draws are those of the pair
+        indices, occurrences = microbatch.indices, microbatch.occurrences
+        first = np.arange(0, len(indices) - 1, 2)  # its draws are those of the pair
+        first = first[indices[first] != indices[first + 1]]
         draws = Draws(self.seed, microbatch.epoch, indices[first], None if occurrences is None else occurrences[first])
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
         random = draws.uniform(*streams).astype(np.float64)

@@ -57,9 +57,7 @@ class Microbatch(NamedTuple):
     A rank with fewer microbatches than others gets an empty one in their place, with the number -1.
 
     `indices` is int64 [n], n >= 0. `occurrences`, int64 [n], counts how often a sample was drawn before in its epoch;
-    None stands for zeros. `places`, int64 [n], are the samples' places in the microbatch before unreadable ones were
-    left out: 2k and 2k + 1 are a pair to mix. None if nothing is mixed. In an evaluation, `update` is 0 and `number`
-    counts the blocks of the split.
+    None stands for zeros. In an evaluation, `update` is 0 and `number` counts the blocks of the split.
     """
 
     update: int
@@ -67,13 +65,6 @@ class Microbatch(NamedTuple):
     number: int
     indices: np.ndarray
     occurrences: np.ndarray | None = None
-    places: np.ndarray | None = None
-
-    def take(self, chosen: np.ndarray | list[int]) -> "Microbatch":
-        """The microbatch with only these of its samples, given by their positions in it or as a mask."""
-        occurrences = None if self.occurrences is None else self.occurrences[chosen]
-        places = None if self.places is None else self.places[chosen]
-        return self._replace(indices=self.indices[chosen], occurrences=occurrences, places=places)
 
 
 @dataclass(frozen=True)
@@ -195,8 +186,7 @@ class UpdateSampler(MicrobatchSampler):
             for number in self.numbers:
                 begin, end = ends[number : number + 2] if number >= 0 else (0, 0)
                 occurrences = None if draws[1] is None else draws[1][begin:end]
-                places = np.arange(end - begin) if plan.in_pairs else None
-                yield Microbatch(update, epoch, number, draws[0][begin:end], occurrences, places)
+                yield Microbatch(update, epoch, number, draws[0][begin:end], occurrences)
             next_epoch, position = plan.advance(epoch, position)
             draws, epoch = draws if next_epoch == epoch else None, next_epoch
 

@@ -8,14 +8,12 @@ from torch.utils.data import DataLoader
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.cache import decode_all
-from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
+from utils.data.datasets import DecodedImages, EncodedImages, ImageDataset, ResidentImages
 from utils.data.order import MicrobatchSampler
 from utils.data.spec import InputSpec
 from utils.data.splits import Split
 from utils.data.workers import default_workers, move_to_shared_memory, worker_processes, workers_that_fit
 from utils.launch.environment import local_rank_and_size
-
-ImageDataset = DecodedImages | EncodedImages
 
 
 def make_dataset(
@@ -25,7 +23,7 @@ def make_dataset(
     augmentation = make_augmentation(config, spec, training)
     if spec.small:
         pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
-        return DecodedImages(pixels, split.labels, split.readable, None if augmentation.batched else augmentation)
+        return DecodedImages(pixels, split.labels, augmentation)
     return EncodedImages(split, spec, augmentation)
 
 
@@ -43,12 +41,12 @@ def make_loaders(
     wanted = config.num_workers
     if wanted is None:
         wanted = default_workers(threads, local_rank_and_size()[1])
-    # Without an augmentation, a batch is one copy of small images, which is faster than passing it between processes.
-    sizes = [each.largest * dataset.image_bytes for dataset, each in parts if dataset.augmentation is not None]
+    # Otherwise a batch is one copy of small images, which is faster than passing it between processes.
+    sizes = [each.largest * dataset.image_bytes for dataset, each in parts if dataset.in_loader]
     workers_each, ahead = workers_that_fit(sizes, wanted)
     loaders = []
     for dataset, sampler in parts:
-        workers = workers_each if dataset.augmentation is not None else 0
+        workers = workers_each if dataset.in_loader else 0
         loader = DataLoader(
             dataset,
             batch_sampler=sampler,

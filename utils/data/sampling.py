@@ -45,7 +45,7 @@ def draw_weights(config: TrainConfig, train: Split) -> np.ndarray | None:
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
         problem = f"{flag}: the weight of {train.describe(wrong[0])} is not a number of at least 0"
-        raise UserError(problem, "correct it" if train.readable[wrong[0]] else "restore the line of this image")
+        raise UserError(problem, "correct it, or restore the line of this image")
     if not weights.any():
         raise UserError(f"{flag}: all weights are 0", "give at least one sample a weight above 0")
     return weights

@@ -63,6 +63,21 @@ class Split:
         positions = np.flatnonzero(~self.readable).tolist()
         return {self.describe(position): self.bad[int(self.rows[position])] for position in positions}
 
+    def replace_unreadable(self) -> "Split":
+        """The split with another image of the same classes in the place of each unreadable one.
+
+        So the order of the other samples does not change. Raises UserError if there is no such image.
+        """
+        _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
+        usable, rows = np.flatnonzero(self.readable), self.rows.copy()
+        for position in np.flatnonzero(~self.readable).tolist():
+            same = usable[kinds[usable] == kinds[position]]
+            if not len(same):
+                problem = f"{self.describe(position)}: no other image of its class can be used ({len(self)} checked)"
+                raise UserError(problem, "restore it, or start a new run")
+            rows[position] = self.rows[same[position % len(same)]]
+        return replace(self, rows=rows)
+
     def select(self, positions: np.ndarray) -> "Split":
         """A split of the samples at these positions, in this order."""
         weights = None if self.weights is None else self.weights[positions]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from utils.data.datasets import Batch
 from utils.errors import UserError, one_line
 from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import MB, SHM, SHM_FIX, describe_shm, shm_space, usable_physical_cores
@@ -74,21 +75,19 @@ class ShmFull(UserError):
     """A loader process could not write a batch to /dev/shm."""
 
 
-def move_to_shared_memory(batch: Any) -> dict:
-    """A `collate_fn` that moves the tensors of a batch, a dict, to shared memory if this is a loader process.
+def move_to_shared_memory(batch: Any) -> Batch:
+    """A `collate_fn` that moves the tensors of a Batch to shared memory if this is a loader process.
 
-    If there is no space, the tensors are returned empty, with a ShmFull under "error". PyTorch would move them later,
-    in a thread that only prints the error, and the rank would wait for this batch forever.
+    If there is no space, the batch is empty, with a ShmFull as its error. PyTorch would move them later, in a thread
+    that only prints the error, and the rank would wait for this batch forever.
     """
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     try:
-        for tensor in tensors.values() if get_worker_info() is not None else ():
+        for tensor in (batch.images, batch.labels) if get_worker_info() is not None else ():
             if tensor.numel():  # an empty tensor takes no shared memory
                 _share(tensor)
     except ShmFull as error:
-        tensors, batch = {name: value[:0] for name, value in tensors.items()}, batch | {"error": error}
-    # PyTorch would send the whole memory of an empty view; an empty copy has none.
-    return batch | {name: value if value.numel() else value.clone() for name, value in tensors.items()}
+        return batch.failed(error)
+    return batch
 
 
 def _share(tensor: Tensor) -> None:
