@@ -44,7 +44,7 @@ BAD_SETTINGS = [
     ("recipe with invalid YAML", ("--config", "broken.yaml"), "broken.yaml: not valid YAML"),
     ("batch sizes that disagree", ("--batch_size", "48", "--global_batch_size", "100"), "leave out --batch_size"),
     ("no such path", ("--data", "./nope"), "--data ./nope: no such file, folder or data set"),
-    ("no such data set", ("--data", "torchvision/Nope"), "torchvision.datasets has no such data set"),
+    ("no such data set", ("--data", "torchvision/Nope"), "--data torchvision/Nope: no such data set"),
     ("no such model", ("--model", "resnet19"), "--model resnet19: no such model; did you mean"),
     ("no such checkpoint", ("--resume", "runs/nope"), "runs/nope: no such checkpoint or run folder"),
     ("resume of nothing named", ("--resume", "auto"), "--resume auto needs --run_name"),

@@ -144,24 +144,12 @@ def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache(name):
         assert (decode_all(data.train, 32, 32, 1, "cache", iter).shape) == (40, 32, 32, 1)
 
 
-def test_emnist_reads_the_characters_that_data_subset_names():
-    train, train_labels, test, test_labels = digits_for_mnist()
-    raw = Path("mine/EMNIST/raw")
-    mnist_files("mine", train=(train, train_labels), t10k=(test, test_labels))
-    raw.mkdir(parents=True)
-    for file in Path("mine/MNIST/raw").iterdir():
-        shutil.copy(file, raw / ("emnist-digits-" + file.name.replace("t10k", "test")))
-    data = load("torchvision/EMNIST", data_dir="mine", data_subset="digits")
-    assert (len(data.train), len(data.evaluation), len(data.class_names)) == (40, 20, 10)
-    refused("torchvision/EMNIST", "EMNIST", "vowels", data_dir="mine", data_subset="vowels")
-
-
 def test_a_missing_set_that_cannot_be_downloaded_is_one_line_with_the_fix(monkeypatch):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     refused("torchvision/MNIST", "torchvision/MNIST: not in nowhere", "download", "--data_dir", data_dir="nowhere")
-    refused("torchvision/StanfordCars", "torchvision/StanfordCars", "--data_dir", data_dir="nowhere")
-    refused("torchvision/ImageNet", "torchvision/ImageNet: cannot be read in nowhere", "--data_dir", data_dir="nowhere")
+    refused("torchvision/mnist", "no such data set", "did you mean MNIST")
+    refused("torchvision/Food101", "no such data set; use MNIST, FashionMNIST, KMNIST, CIFAR10, CIFAR100", "Hub")
 
 
 def test_a_set_held_as_an_array_is_read_whole(monkeypatch):
@@ -183,48 +171,6 @@ def test_a_set_held_as_an_array_is_read_whole(monkeypatch):
     assert (decode_all(data.evaluation, 32, 32, 3, "cache", None) == images["test_batch"]).all()
     assert same_images(data.train.select(np.arange(3)), images["data_batch_1"][:3])
     assert data.class_names == list("abcdefghij") and data.train.labels.tolist() == labels_of(20, 10)
-
-
-def test_a_set_with_a_split_argument_and_image_files_is_read_by_its_files():
-    paths = {
-        split: image_folder(f"mine/rendered-sst2/{folder}", {"negative": 4, "positive": 6}, seed=seed)
-        for seed, (split, folder) in enumerate((("train", "train"), ("val", "valid"), ("test", "test")))
-    }
-    data = load("torchvision/RenderedSST2", data_dir="mine")
-    assert data.evaluation.name == "val" and data.class_names == ["negative", "positive"]
-    assert data.train.labels.tolist() == [0] * 4 + [1] * 6
-    assert same_images(data.evaluation, [np.asarray(PillowImage.open(path)) for path in paths["val"]])
-    assert data.train.describe(7).endswith("positive/003.png")
-    before = data.train.cache_key
-    os.utime(data.train.images.paths[0], (1, 1))
-    assert load("torchvision/RenderedSST2", data_dir="mine").train.cache_key != before
-    test = load("torchvision/RenderedSST2", data_dir="mine", eval_split="test").evaluation
-    assert same_images(test, [np.asarray(PillowImage.open(path)) for path in paths["test"]])
-
-
-def test_a_set_that_only_gives_items_is_read_item_by_item(monkeypatch):
-    init = torchvision.datasets.FakeData.__init__
-    monkeypatch.setattr(init, "__defaults__", (60, (3, 40, 48), 10, None, None, 0))
-    data = load("torchvision/FakeData")
-    items = torchvision.datasets.FakeData()
-    assert (len(data.train), len(data.evaluation)) == (54, 6)
-    for split in (data.train, data.evaluation):
-        assert split.labels.tolist() == [int(items[int(row)][1]) for row in split.rows]
-        assert same_images(split, [np.asarray(items[int(row)][0]) for row in split.rows])
-
-
-def test_torchvision_names_are_suggested_and_sets_without_classes_refused(monkeypatch):
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    refused("torchvision/mnist", "no such data set", "did you mean MNIST")
-    voc = Path("mine/VOCdevkit/VOC2012")
-    for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
-        (voc / folder).mkdir(parents=True)
-    PillowImage.fromarray(pictures(1)[0]).save(voc / "JPEGImages/one.jpg")
-    (voc / "Annotations/one.xml").write_text("<annotation><object><name>cat</name></object></annotation>")
-    (voc / "ImageSets/Main/train.txt").write_text("one\n")
-    refused("torchvision/VOCDetection", "torchvision/VOCDetection: not a classification data set", data_dir="mine")
-    refused("torchvision/CelebA", "torchvision/CelebA: not in nowhere", "--data_dir", data_dir="nowhere")
 
 
 # -- image folders ---------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class DataSettings:
     """Data."""
 
     data_subset: str | None = None
-    """Configuration of a Hub data set that has several, or the character set of torchvision/EMNIST."""
+    """Configuration of a Hub data set that has several."""
     train_split: str | None = None
     """Split to train on (default: train, or the only one)."""
     eval_split: str | None = None
