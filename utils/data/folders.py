@@ -140,6 +140,11 @@ def _class_layout(path: Path, children: dict[str, Path], others: list[str]) -> _
                 f"{path}: {join_names(others)} may be splits or classes, as each holds {join_names(classes_in[0])}",
                 "name the splits with --train_split and --eval_split, or use all as classes with --train_split .",
             )
+    for name in others:
+        splits = [child for child in folders_in(children[name]) if split_word(child.name) and class_names_in(child)]
+        if {"train"} < {split_word(child.name) for child in splits}:
+            problem = f"{path}: {name} is not a class, as it holds the splits {join_names(s.name for s in splits)}"
+            raise UserError(problem, f"give --data {path / name}, or use it as a class with --train_split .")
     return _Layout({"train": path}, {})
 
 

@@ -86,7 +86,9 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
         class_names[:] = map(str, dataset.classes)
         pixels = np.asarray(dataset.data)
         planes = pixels if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
-        return whole_split(split, planes, dataset.targets, fingerprint_of(name, split, np.ascontiguousarray(pixels).data))
+        return whole_split(
+            split, planes, dataset.targets, fingerprint_of(name, split, np.ascontiguousarray(pixels).data)
+        )
 
     return Source({split: partial(make, split) for split in ("train", "test")}, class_names)
 

@@ -38,7 +38,9 @@ def find_images(given: Sequence[str]) -> Split:
         else:
             found.append(path)
     if not found:
-        raise UserError(f"{join_names(given)}: no images", "name image files, or folders with images in them")
+        left_out = f" ({'; '.join(notes)})" * bool(notes)
+        fix = "name files of a supported type, or folders with such files"
+        raise UserError(f"{join_names(given)}: no images{left_out}", fix)
     paths = list(dict.fromkeys(found))
     split = whole_split("images", Files(paths), np.zeros(len(paths)), fingerprint_of(*map(os.fsencode, paths)))
     return replace(split, notes=tuple(notes))
