@@ -6,16 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Value
-from helpers.make_data import image_folder, parquet, table
+from helpers.make_data import image_folder
 from helpers.training_runs import refused, train_run
 from torch.nn import functional as F
 
 import train
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan, UpdateSampler, permutation
-from utils.data.sampling import class_weights, draw_weights, make_plan
-from utils.data.selection import load_data
+from utils.data.sampling import class_weights, make_plan
 from utils.data.splits import whole_split
 from utils.models.checking import check_batch_norm
 from utils.tasks.classification import Classification
@@ -170,83 +168,27 @@ def test_settings_that_do_not_fit_are_one_line():
     with pytest.raises(ValueError, match=r"^a global batch of 6 has fewer pairs than its 4 microbatches; "):
         make_plan(TrainConfig(cutmix=1.0), labels, 6, 4)
     make_plan(TrainConfig(cutmix=1.0), labels, 8, 4)
-    for given, text in (
-        ([1.0] * 49 + [-1], "the weight of image 49 of split 'train' is not a number of at least 0"),
-        ([1.0] * 49 + [np.nan], "the weight of image 49 of split 'train' is not a number"),
-        ([np.inf] + [1.0] * 49, "the weight of image 0 of split 'train' is not a number"),
-        ([0.0] * 50, "all weights are 0"),
-        (None, "split 'train' has no column 'w'"),
-    ):
-        with pytest.raises(ValueError, match=f"^--sampler weights:w: {text}"):
-            draw_weights(TrainConfig(sampler="weights:w"), split_of(labels.labels, given))
-    for value in ("random", "weights", "weights:", ""):
-        with pytest.raises(ValueError, match=f"^--sampler must be shuffle, balanced or weights:COLUMN, got {value}"):
-            TrainConfig(sampler=value)
     for flag, value in (("repeats", 0), ("mixup", -1.0), ("mix_prob", 1.5), ("mix_off_epoch", -1)):
         with pytest.raises(ValueError, match=f"^--{flag} must be at "):
             TrainConfig(**{flag: value})
 
 
-def test_the_weights_of_a_csv_file_and_of_a_table_follow_their_samples():
-    paths = image_folder("images", {"cat": 12, "dog": 9})
-    lines = [f"{path},{path.parent.name},{number / 4}" for number, path in enumerate(paths)]
-    Path("list.csv").write_text("\n".join(["path,label,rarity", *lines]))
-    by_path = {str(path.resolve()): number / 4 for number, path in enumerate(paths)}
-    config = TrainConfig(data="list.csv", sampler="weights:rarity", eval_fraction=0.3, max_train_samples=10)
-    data = load_data(config)
-    for loaded in (data, load_data(config, data.record)):  # also the samples of a checkpoint
-        train_split = loaded.train
-        expected = [by_path[str(Path(train_split.describe(i)).resolve())] for i in range(10)]
-        assert draw_weights(config, train_split).tolist() == expected
-    moved = ["path,label,rarity", *lines[::-1]]
-    Path("list.csv").write_text("\n".join(moved))
-    assert draw_weights(config, load_data(config, data.record).train).tolist() == expected
-    Path("list.csv").write_text("\n".join(["path,label,rarity", *(f"{line}x" for line in lines)]))
-    with pytest.raises(ValueError, match=r"the weight of \S+/images/\S+\.png is not a number of at least 0"):
-        draw_weights(config, load_data(config).train)
-
-    names = ClassLabel(names=["a", "b"])
-    for kind, values in (
-        ("float32", [0.5, 2.5, 0.25, 1.0]),
-        ("int64", [1, 0, 3, 4]),
-        ("string", ["1", "0.5", "3", "4"]),
-    ):
-        made = table([0, 1, 0, 1], names, weight=(values, Value(kind)))
-        folder = parquet(f"table-{kind}", train=made, validation=made)
-        config = TrainConfig(data=str(folder), sampler="weights:weight")
-        assert draw_weights(config, load_data(config).train).tolist() == [float(value) for value in values]
-
-
 def test_a_resumed_run_needs_the_weights_that_it_began_with():
-    paths = image_folder("images", {"cat": 12, "dog": 12})
-    lines = [f"{path},{path.parent.name},{1 + number % 3}" for number, path in enumerate(paths)]
-
-    def write(lines, cat=1):
-        Path("list.csv").write_text("\n".join(["path,label,Rarity", *lines]))
+    def write(cat):
         Path("weights.yaml").write_text(f"cat: {cat}\ndog: 2\n")
 
-    write(lines)
-    flags = ["--data", "list.csv", "--sampler", "weights:rarity", "--class_weights", "weights.yaml", *MLP]
+    image_folder("images", {"cat": 12, "dog": 12})
+    write(1)
+    flags = ["--data", "images", "--sampler", "balanced", "--class_weights", "weights.yaml", *MLP]
     train_run(1, "run", *flags)
     again = ["--run_name", "run", "--resume", "auto", *flags, "--max_steps", "3"]
-    record = "step-00000002"
-    write([*lines[:-1], f"{lines[-1]}5"])
-    changed = "have changed since training; restore them, or start a new run"
-    assert f"{record}: the weights of --sampler weights:rarity {changed}" in refused(train.main, *again)
-    write(lines, cat=3)
-    assert f"{record}: the weights of --class_weights weights.yaml {changed}" in refused(train.main, *again)
-    write(lines[:-1])
-    error = refused(train.main, *again, "--bad_images", "skip")
-    assert "--sampler weights:rarity: the weight of " in error and "restore" in error
-    write(lines)
-    train_run(1, "run", *again[2:])
-
-
-def test_a_run_with_a_weight_that_is_missing_ends_with_one_line():
-    error = refused(train.main, "--data", "digits", "--sampler", "weights:rarity", *MLP)
-    assert error.endswith(
-        "--sampler weights:rarity: split 'train' has no column 'rarity'; name a column of a table or CSV file"
+    write(3)
+    changed = (
+        "the weights of --class_weights weights.yaml have changed since training; restore them, or start a new run"
     )
+    assert f"step-00000002: {changed}" in refused(train.main, *again)
+    write(1)
+    train_run(1, "run", *again[2:])
 
 
 def labelled(counts, names="abc", **settings):

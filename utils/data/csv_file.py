@@ -15,7 +15,6 @@ from utils.config.settings import TrainConfig
 from utils.console import join_names, printable
 from utils.data.folders import split_word
 from utils.data.labels import multi_hot
-from utils.data.sampling import to_weights, weight_column
 from utils.data.splits import (
     EVAL_NAMES,
     Files,
@@ -37,7 +36,6 @@ class _Row(NamedTuple):
     path: str
     label: str
     split: str = "train"
-    weight: str | None = None
 
     def labels(self, several: bool) -> list[str]:
         """The label, or with `several` those that the separator divides."""
@@ -91,8 +89,7 @@ def _make(
         labels = multi_hot(name, counts, labels, len(class_names))
     folder = os.path.join(file.parent, "")
     images = Files([row.path if row.path[0] == "/" else folder + row.path for row in rows], str(file.parent))
-    weights = None if rows[0].weight is None else to_weights([row.weight for row in rows])
-    return replace(whole_split(name, images, labels, fingerprint_of(file.resolve())), notes=notes, weights=weights)
+    return replace(whole_split(name, images, labels, fingerprint_of(file.resolve())), notes=notes)
 
 
 def _read(file: Path, config: TrainConfig) -> list[_Row]:
@@ -129,8 +126,6 @@ def _columns(file: Path, header: list[str], config: TrainConfig) -> dict[str, in
         if lower.count(name.lower()) != 1:
             problem = f"{file}: the first line must name one column {name!r}, but has {join_names(header) or 'nothing'}"
             raise UserError(problem, "add a first line such as path,label, or set --image_column and --label_column")
-    if weight := weight_column(config):
-        wanted["weight"] = weight
     return {field: lower.index(name.lower()) for field, name in wanted.items() if name.lower() in lower}
 
 

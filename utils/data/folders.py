@@ -141,9 +141,10 @@ def _class_layout(path: Path, children: dict[str, Path], others: list[str]) -> _
                 "name the splits with --train_split and --eval_split, or use all as classes with --train_split .",
             )
     for name in others:
-        splits = [child for child in folders_in(children[name]) if split_word(child.name) and class_names_in(child)]
-        if {"train"} < {split_word(child.name) for child in splits}:
-            problem = f"{path}: {name} is not a class, as it holds the splits {join_names(s.name for s in splits)}"
+        inner = [child.name for child in folders_in(children[name]) if class_names_in(Path(child))]
+        splits = [text for text in inner if split_word(text)]
+        if {"train"} < {split_word(text) for text in splits}:
+            problem = f"{path}: {name} is not a class, as it holds the splits {join_names(splits)}"
             raise UserError(problem, f"give --data {path / name}, or use it as a class with --train_split .")
     return _Layout({"train": path}, {})
 

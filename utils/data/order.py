@@ -8,7 +8,6 @@ in accumulation step a.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sized
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -178,10 +177,8 @@ class UpdateSampler(MicrobatchSampler):
 
     def __iter__(self) -> Iterator:  # of Microbatch; PyTorch's type hints ask for lists
         plan, draws, (first, epoch, position) = self.plan, None, self.start
-        orders = self._orders()
         for update in range(first, first + self.updates):
-            if draws is None:
-                draws = next(orders)
+            draws = draws or plan.draws(epoch)
             ends = list(accumulate(plan.microbatch_sizes(position), initial=position))
             for number in self.numbers:
                 begin, end = ends[number : number + 2] if number >= 0 else (0, 0)
@@ -189,18 +186,6 @@ class UpdateSampler(MicrobatchSampler):
                 yield Microbatch(update, epoch, number, draws[0][begin:end], occurrences)
             next_epoch, position = plan.advance(epoch, position)
             draws, epoch = draws if next_epoch == epoch else None, next_epoch
-
-    def _orders(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """The draws of one epoch after the other. A thread computes those of the next one during an epoch."""
-        _, epoch, position = self.start
-        last = epoch + (position // self.plan.global_batch_size + self.updates - 1) // self.plan.updates_per_epoch
-        with ThreadPoolExecutor(1) as thread:
-            upcoming = thread.submit(self.plan.draws, epoch)
-            while epoch < last:
-                epoch += 1
-                draws, upcoming = upcoming.result(), thread.submit(self.plan.draws, epoch)
-                yield draws
-            yield upcoming.result()
 
 
 class BlockSampler(MicrobatchSampler):

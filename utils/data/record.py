@@ -168,9 +168,8 @@ def match_files(
     paths = [*files.paths, *(os.path.join(files.root, names[position]) for position in gone)]
     bad = {**whole.bad, **dict.fromkeys(rows[gone].tolist(), "no longer in the data set")}
     ends = np.append(whole.ends, np.zeros_like(gone))
-    weights = None if whole.weights is None else np.append(whole.weights, np.full(len(gone), np.nan))[rows]
     images = Files(paths, files.root)
-    split = replace(whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad, weights=weights)
+    split = replace(whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad)
 
     is_changed = (ends[rows] != part.ends) & split.readable
     is_relabelled = (labels != recorded).reshape(len(labels), -1).any(1)

@@ -36,8 +36,7 @@ class Split:
     `labels` and `rows` are int64 [N]; several samples may share a row. If samples may have several
     classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes if an image may have
     changed; image files have a stamp each instead. A check of the images adds two fields, both by row: `ends`, a
-    checksum of each image (int64 [len(images)]), and `bad`, the errors of unreadable images. `weights`, float64 [N],
-    are those of --sampler, NaN where they cannot be read.
+    checksum of each image (int64 [len(images)]), and `bad`, the errors of unreadable images.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Split:
     ends: Any = None
     bad: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
-    weights: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -80,8 +78,7 @@ class Split:
 
     def select(self, positions: np.ndarray) -> "Split":
         """A split of the samples at these positions, in this order."""
-        weights = None if self.weights is None else self.weights[positions]
-        return replace(self, labels=self.labels[positions], rows=self.rows[positions], weights=weights)
+        return replace(self, labels=self.labels[positions], rows=self.rows[positions])
 
     @property
     def cache_key(self) -> str:
@@ -140,10 +137,8 @@ class Data:
     def fingerprint(self) -> str:
         """A hash of the samples of both splits, which does not change if the data set moves."""
         splits = (self.train, self.evaluation)
-        weights: list[Any] = [] if self.train.weights is None else [self.train.weights.tobytes()]
-        weights += [] if self.class_weights is None else [self.class_weights]
         texts = (text for split in splits for text in (split.label_fingerprint, split.content))
-        return fingerprint_of(*texts, *weights)
+        return fingerprint_of(*texts, self.class_weights)
 
 
 class Files:

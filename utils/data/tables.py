@@ -11,7 +11,6 @@ import numpy as np
 from utils.config.settings import TrainConfig
 from utils.console import join_names
 from utils.data.labels import multi_hot
-from utils.data.sampling import to_weights, weight_column
 from utils.data.splits import (
     Source,
     Split,
@@ -97,9 +96,7 @@ def table_source(splits, config: TrainConfig) -> Source:
         images = Table(dataset, image_column)
         stamps = [stamp_of(file) for file in images.files() if Path(file).is_file()]
         split = whole_split(name, images, labels, fingerprint_of(dataset._fingerprint, *stamps))
-        weight = weight_column(config)
-        weights = to_weights(dataset[weight][:]) if weight in dataset.features else None
-        return replace(split, notes=notes, weights=weights)
+        return replace(split, notes=notes)
 
     return Source({name: partial(make, name) for name in splits}, class_names)
 
