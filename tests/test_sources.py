@@ -19,8 +19,7 @@ from pyarrow import parquet as pq
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
 from utils.data.decode import decode, peek
-from utils.data.labels import renumber
-from utils.data.selection import load_data, load_split
+from utils.data.selection import load_data, load_split, renumber
 from utils.data.sources import check_source
 from utils.data.splits import hold_out, random_subset, whole_split
 

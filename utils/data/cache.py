@@ -7,9 +7,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,12 +28,7 @@ from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import bytes_text, free_memory, usable_cores
 from utils.waiting import awaited
 
-_BLOCK = 2**24  # bytes that one thread hashes at once
-
-
-def open_pixels(path: Path) -> np.memmap:
-    """Map the file into memory; `damage` checks it."""
-    return np.lib.format.open_memmap(path, mode="r")
+_BLOCK = 2**24  # bytes that are hashed at once
 
 
 def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
@@ -43,33 +37,41 @@ def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
     Raises OSError if the file cannot be read.
     """
     try:
-        mapped = open_pixels(path)
+        mapped = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # numpy raises errors of any class for a damaged header
         if isinstance(error, OSError):
             raise
         return f"not an array: {one_line(error)[:100]}"
     if mapped.shape != shape or mapped.dtype != np.uint8 or not mapped.flags.c_contiguous:
         return f"{mapped.dtype} {list(mapped.shape)} instead of uint8 {list(shape)}"
-    start = mapped.offset
+    end = mapped.offset + mapped.nbytes
     with naming_file(path), path.open("rb", buffering=0) as file:
-        footer = os.pread(file.fileno(), 1000, start + mapped.nbytes)
+        footer = os.pread(file.fileno(), 1000, end)
         if not re.fullmatch(rb"\ncontent [0-9a-f]{64}\n", footer):
-            return "truncated, or written by an older version without a checksum"
-        if thorough and footer != _footer(file, start, shape):  # not mapped: a bad disk would raise SIGBUS
+            return "truncated, or written without a checksum"
+        if thorough and footer != _footer(file, end):  # not mapped: a bad disk would raise SIGBUS
             return "its pixels have changed since they were written"
     return ""
 
 
 def write_pixels(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
     """Write chunks of images to the file, in order, completely or not at all. An OSError names the file."""
-    with _whole_or_not_at_all(path) as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
-        file.flush()  # a file that is not empty has a lock, see `remove_leftovers`
-        start = file.tell()
-        for pixels in chunks:
-            file.write(pixels.data)  # not to a memory map, because a full disk would raise SIGBUS
-        file.flush()
-        file.write(_footer(file, start, shape))
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+    try:
+        with naming_file(path), partial.open("x+b") as file:
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
+            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+            file.flush()  # a file that is not empty has a lock, see `remove_leftovers`
+            for pixels in chunks:
+                file.write(pixels.data)  # not to a memory map, because a full disk would raise SIGBUS
+            file.flush()
+            file.write(_footer(file, file.tell()))
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -84,34 +86,12 @@ def remove_leftovers(folder: Path) -> None:
                 path.unlink()
 
 
-def _footer(file: BinaryIO, start: int, shape: Sequence[int]) -> bytes:
-    """What follows the pixels: SHA-256 of the SHA-256s of blocks of images, computed on all cores."""
-    image = math.prod(shape[1:])
-    rows = max(1, _BLOCK // max(1, image))
-
-    def digest(row: int) -> bytes:
-        block = os.pread(file.fileno(), min(rows, shape[0] - row) * image, start + row * image)
-        return hashlib.sha256(block).digest()
-
-    with ThreadPoolExecutor(len(usable_cores())) as pool:
-        blocks = b"".join(pool.map(digest, range(0, shape[0], rows)))
-    return b"\ncontent %s\n" % hashlib.sha256(repr(tuple(shape)).encode() + blocks).hexdigest().encode()
-
-
-@contextmanager
-def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
-    """A file that becomes `path` at the end of the block, and is deleted if the block raises an error."""
-    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
-    try:
-        with naming_file(path), partial.open("x+b") as file:
-            with suppress(OSError):  # some network file systems have no locks
-                fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+def _footer(file: BinaryIO, end: int) -> bytes:
+    """What follows the pixels: the SHA-256 of all before it."""
+    digest, fileno = hashlib.sha256(), file.fileno()
+    for start in range(0, end, _BLOCK):
+        digest.update(os.pread(fileno, min(_BLOCK, end - start), start))
+    return b"\ncontent %s\n" % digest.hexdigest().encode()
 
 
 # Images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several.
@@ -145,7 +125,7 @@ def decode_all(
             remove_leftovers(path.parent)
             _check_free_space(path.parent, len(split) * math.prod(shape))
             write_pixels(path, (len(split), *shape), _decoded(split, shape, progress))
-        return open_pixels(path)
+        return np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         return _decode_in_memory(split, shape, progress, one_line(error))
 
@@ -194,16 +174,13 @@ def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Calla
     """Decode images into memory if it is large enough; `reason` is why they could not be cached."""
     (number, processes), size, (free, _) = local_rank_and_size(), len(split) * math.prod(shape), free_memory()
     need = bytes_text(size) + f" in each of {processes} processes" * (processes > 1)
-    available = bytes_text(free)
+    problem = f"decoded images cannot be cached ({reason})"
     if size * processes > free / 2 if number == 0 else size > free:  # the first process checks for all
         raise UserError(
-            f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {available} free",
+            f"{problem} and do not fit in memory: {need} needed, {bytes_text(free)} free",
             f"choose another --cache_dir, or an --image_size above {SMALL}, which decodes each image when it is needed",
         )
-    print_for_machine(
-        f"decoded images cannot be cached ({reason}) and are kept in memory, {need}; "
-        "choose another --cache_dir to cache them"
-    )
+    print_for_machine(f"{problem} and are kept in memory, {need}; choose another --cache_dir to cache them")
     pixels, filled = np.empty((len(split), *shape), np.uint8), 0
     for chunk in _decoded(split, shape, progress):
         pixels[filled : filled + len(chunk)] = chunk

@@ -19,8 +19,7 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.labels import multi_hot
-from utils.data.splits import Files, Split
+from utils.data.splits import Files, Split, multi_hot
 from utils.errors import UserError
 
 FILE = "samples.json.gz"

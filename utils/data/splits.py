@@ -210,6 +210,28 @@ def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
+def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
+    """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in `flat`.
+
+    Raises ValueError if one is outside 0 .. classes - 1.
+    """
+    samples = np.repeat(np.arange(len(counts)), counts)
+    wrong = np.flatnonzero((flat < 0) | (flat >= classes))
+    if len(wrong):
+        problem = f"has the label {flat[wrong[0]]}, outside 0..{classes - 1}"
+        raise UserError(f"image {samples[wrong[0]]} of split {split!r} {problem}", "fix the labels")
+    rows = np.zeros((len(counts), classes), np.uint8)
+    rows[samples, flat] = 1
+    return rows
+
+
+def indices_in(names: list, labels: Any) -> np.ndarray:
+    """The index in `names` of each label, int64 [n]; -1 for one that is not there."""
+    import pandas  # takes a third of a second
+
+    return pandas.Index(names).get_indexer(labels)
+
+
 def check_labels(split: Split, classes: int) -> None:
     """Raise ValueError if the split is empty or a label is outside 0 .. classes - 1."""
     if not len(split):

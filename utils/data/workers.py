@@ -26,7 +26,6 @@ AHEAD = 4  # batches that each worker prepares in advance
 _IN_USE = 2  # batches that the rank holds: the current one, and the next one, which Accelerate reads ahead
 _SMALL = 2**16  # bytes of a batch besides its images: labels, indices, and rounding to pages
 _USABLE = 0.9  # fraction of the free space to use; other programs need some too
-_PER_CORE = 8  # most loader processes per core of a machine, far more than is useful
 
 
 def default_workers(threads: int, processes: int) -> int:
@@ -58,14 +57,9 @@ def choose_workers(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
 
 def workers_that_fit(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
     """`choose_workers`. The machine's first rank prints a line if there are fewer than `wanted`."""
-    processes, cores = local_rank_and_size()[1], os.cpu_count() or 1
-    most = max(1, _PER_CORE * cores // processes)
-    if wanted > most:
-        print_for_machine(f"--num_workers {wanted}: too many for {cores} processor cores; using {most} instead")
-        wanted = most
     workers, ahead = choose_workers(sizes, wanted)
     if (workers, ahead) != (wanted, AHEAD):
-        need = processes * bytes_needed(sizes, wanted, AHEAD) / MB
+        need = local_rank_and_size()[1] * bytes_needed(sizes, wanted, AHEAD) / MB
         problem = f"{SHM}: {describe_shm()}, {need:.0f} MB needed for --num_workers {wanted}"
         print_for_machine(f"{problem}; using {workers} instead, which is slower; {SHM_FIX}")
     return workers, ahead
