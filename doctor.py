@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from utils.checks import processes
-from utils.checks.findings import Finding, as_json, merged, red, show
+from utils.checks.findings import Finding, as_json, merge, red, show
 from utils.checks.machine import check_machine
 from utils.config.cli import parse_args
 from utils.config.scripts import DoctorConfig
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Check this machine, then all processes together, and print the findings. Exits with code 1 if any is red."""
     guard_output()
     config = parse_args(DoctorConfig, "doctor.py", argv)
-    findings, topology, may_join = check_machine(config)
-    if topology is None or not may_join:
+    findings, topology, is_launch_healthy = check_machine(config)
+    if topology is None or not is_launch_healthy:
         report_alone(findings, topology, config)
         raise SystemExit(1)
     if topology.is_main and is_launched():  # if another rank exits, the launcher ends this one: print first
@@ -75,7 +75,7 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tu
     """
     place = "machines"
     try:
-        findings = merged(ranks, findings)
+        findings = merge(ranks, findings)
         for place, check in checks(ranks, config):
             ranks.mark_waiting(f"checking {place}")
             try:
@@ -97,7 +97,6 @@ def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
     found: list[Check] = [
         ("machines", lambda: processes.machines(facts)),
         ("versions", lambda: processes.versions(facts)),
-        ("code", lambda: processes.code(facts)),
         ("folder", lambda: processes.folder(ranks, config)),
     ]
     if ranks.topology.world_size > 1:
@@ -116,13 +115,13 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
 
 
 def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
-    """Print the table and the verdict; if `file` is set, then write the findings to it as JSON."""
+    """Print the table and a summary; if `file` is set, then write the findings to it as JSON."""
     wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
-    verdict = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
-    print(f"{show(f'Lockstep doctor  {title}', findings)}\n{verdict}", flush=True)
+    summary = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
+    print(f"{show(f'Lockstep doctor  {title}', findings)}\n{summary}", flush=True)
     if wrong:
         faults = [f"{f.name}: {f.value}; {f.fix}" for f in findings if f.red]
-        inform_launcher("\n".join([*faults, verdict]))
+        inform_launcher("\n".join([*faults, summary]))
     if file:
         try:
             write_output(expand(file), as_json(findings))

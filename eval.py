@@ -34,7 +34,7 @@ from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
 from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
-from utils.runs.loading import find_checkpoints
+from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun, SavedState
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     with distributed_session("eval.py", flags) as ranks:
         # Errors that one process can detect alone are reported before the processes connect.
         if flags.ckpt:
-            find_checkpoints(expand(flags.ckpt), flags.average)
+            find_checkpoint(expand(flags.ckpt))
         if flags.json:
             check_output_file("--json", expand(flags.json))
         if flags.predictions:
@@ -90,7 +90,7 @@ def find_run(flags: EvalConfig, ranks: Ranks) -> SavedRun:
     if not flags.ckpt:
         with ranks.agree():
             return published_run(flags)
-    return find_saved(flags.ckpt, flags.average, flags.weights, ranks)
+    return find_saved(flags.ckpt, flags.weights, ranks)
 
 
 def published_run(flags: EvalConfig) -> SavedRun:

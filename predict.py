@@ -42,7 +42,7 @@ from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.gallery import page
 from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
-from utils.runs.loading import find_checkpoints
+from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
@@ -55,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     flags = parse_args(PredictConfig, "predict.py", argv)
     with distributed_session("predict.py", flags) as ranks:
         # Errors that one process can detect alone are reported before the processes connect.
-        find_checkpoints(expand(flags.ckpt), flags.average)
+        find_checkpoint(expand(flags.ckpt))
         if flags.out:
             check_table_file("--out", expand(flags.out))
         if flags.html:
             check_output_file("--html", expand(flags.html))
         ranks.join()
-        saved = find_saved(flags.ckpt, flags.average, flags.weights, ranks)
+        saved = find_saved(flags.ckpt, flags.weights, ranks)
         config = replace(saved.settings, **given_settings(flags))
         saved = set_evaluation_input(saved, saved.spec.for_evaluation().cropped(config.eval_crop))
         with ranks.agree():

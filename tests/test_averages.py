@@ -12,13 +12,11 @@ import torch
 from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import records, refused, same_tensors, slow_train, train_run, weights, working_in
 from helpers.waiting import until
-from safetensors.torch import load_file, save_file
 
 import eval
 import train
 from utils.models.weight_average import WeightAverage
-from utils.runs.loading import choose_weights
-from utils.runs.manifest import checkpoints_of, write_manifest
+from utils.runs.manifest import checkpoints_of
 from utils.tasks.classification import Classification
 
 DECAY = 0.3  # the warm-up reaches it at the fourth update
@@ -200,59 +198,7 @@ def test_the_model_has_its_own_weights_again_after_an_error_too():
     assert same_tensors(layer.state_dict(), own)
 
 
-# Averages of checkpoints
-
-
-@pytest.mark.full
-def test_the_mean_of_checkpoints_is_that_of_torch(in_folder):
-    saved = checkpoints_of(Path("runs/two/checkpoints"))[-3:]
-    assert len(saved) == 3
-    steps = [int(path.name[5:]) for path in saved]
-    for processes, more, file in (1, ["--weights", "raw"], "model.safetensors"), (2, [], FILE):
-        tensors = [load_file(path / file) for path in saved]
-        mean = {
-            name: torch.stack([t[name].double() for t in tensors]).mean(0).to(tensor.dtype)
-            if tensor.is_floating_point()
-            else tensor
-            for name, tensor in tensors[-1].items()
-        }
-        copy = Path("mean") / saved[-1].name
-        shutil.rmtree("mean", ignore_errors=True)
-        shutil.copytree(saved[-1], copy)
-        save_file(mean, copy / file)
-        (copy / "manifest.json").unlink()
-        write_manifest(copy)
-        expected = returned(1, eval.main, ["--ckpt", str(copy), *more])[0]
-        found = returned(processes, eval.main, ["--ckpt", "runs/two", "--average", "3", *more])[0]
-        assert found["averaged"] == steps and "averaged" not in expected
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-7)
-        assert (found["step"], found["weights"]) == (9, expected["weights"])
-    named = returned(1, eval.main, ["--ckpt", str(saved[1]), "--average", "2"])[0]
-    assert named["averaged"] == steps[:2] and abs(named["loss"] - expected["loss"]) > 1e-5
-
-
-def test_the_mean_of_checkpoints_has_the_integers_of_the_newest(tmp_path):
-    layer, saved = torch.nn.BatchNorm1d(3), []
-    for place, batches in enumerate((3, 4, 8)):
-        torch.nn.init.normal_(layer.weight)
-        layer.running_var.fill_(1 + place / 3)
-        layer.num_batches_tracked.fill_(batches)
-        saved.append({name: tensor.clone() for name, tensor in layer.state_dict().items()})
-        (tmp_path / str(place)).mkdir()
-        save_file(saved[-1], tmp_path / str(place) / "model.safetensors")
-        write_manifest(tmp_path / str(place))
-    choose_weights([tmp_path / str(place) for place in range(3)], None).load(layer)
-    for name, tensor in layer.state_dict().items():
-        mean = torch.stack([tensors[name].double() for tensors in saved]).mean(0).float()
-        assert torch.equal(tensor, mean if tensor.is_floating_point() else saved[-1][name])
-    assert layer.num_batches_tracked == 8
-
-
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):
-    number = len(checkpoints_of(Path("runs/two/checkpoints")))
-    line = refused(eval.main, "--ckpt", "runs/two", "--average", "99")
-    problem = f"--average 99: runs/two/checkpoints has {number} checkpoints up to step-00000009"
-    assert f"{problem}; lower it, or train" in line
     line = refused(eval.main, "--ckpt", "runs/without", "--weights", "ema")
     assert ": has no average of the weights; use --weights raw, or train with --ema_decay" in line
     assert "weights" not in returned(1, eval.main, ["--ckpt", "runs/without", "--weights", "raw"])[0]

@@ -43,18 +43,11 @@ def red(findings: Sequence[Finding]) -> bool:
     return any(finding.red for finding in findings)
 
 
-def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
-    """The main process's findings, and the red findings of other ranks that it lacks; collective."""
-    result: list[Finding] = []
-    known: set[tuple[str, str, str]] = set()
-    for rank, (host, found) in enumerate(ranks.gather((socket.gethostname(), findings))):
-        for finding in found:
-            if rank and (not finding.red or (host, finding.name, finding.value) in known):
-                continue
-            known.add((host, finding.name, finding.value))
-            if rank:
-                finding = replace(finding, value=f"rank {rank} on {host}: {finding.value}")
-            result.append(finding)
+def merge(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
+    """The main process's findings, and the red findings of other ranks; collective."""
+    (_, result), *others = ranks.gather((socket.gethostname(), list(findings)))
+    for rank, (host, found) in enumerate(others, 1):
+        result += [replace(each, value=f"rank {rank} on {host}: {each.value}") for each in found if each.red]
     return result
 
 

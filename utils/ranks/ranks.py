@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -93,8 +94,8 @@ class Ranks:
     def join(self, give_up: Callable[[UserError], None] | None = None) -> None:
         """Create the process group, which Accelerate then uses, if there are several processes.
 
-        If the ranks find each other but cannot connect in time, the watchdog calls `give_up` with the error, because
-        gloo may block the main thread for longer. `give_up` must exit (default: print the error, exit with code 2).
+        If the ranks find each other but cannot connect in time, a thread calls `give_up` with the error, which must
+        exit (default: print the error, exit with code 2).
         """
         topology, launch = self.topology, self.launch
         if self.is_main and self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
@@ -114,17 +115,20 @@ class Ranks:
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
         self.watch.mark_waiting("connecting")
         no_answer = self._unconnected("no answer")
-        self.watch.connecting = 1 + 3 * self._time_to_connect, lambda: (give_up or self._give_up)(no_answer)
+        # gloo may block this thread for much longer than it was given.
+        timer = threading.Timer(1 + 3 * self._time_to_connect, give_up or self._give_up, [no_answer])
+        timer.daemon = True
+        timer.start()
         try:
-            self.connect(store)
+            self._connect(store)
             self.watch.mark()
         except (RuntimeError, ValueError) as error:
             reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
             raise self._unconnected(reason[:160]) from error
         finally:
-            self.watch.connecting = None
+            timer.cancel()
 
-    def connect(self, store: dist.Store) -> None:
+    def _connect(self, store: dist.Store) -> None:
         """Create the groups of all ranks. Raises RuntimeError or ValueError if they cannot connect."""
         limit = timedelta(seconds=self.launch.timeout)
         main_limit = limit + _NCCL_LATER if self.backend == "nccl" else limit

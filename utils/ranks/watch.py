@@ -1,11 +1,12 @@
 """The watchdog: report waits for other ranks and for data that last long, and end those that last too long."""
 
+import itertools
 import json
+import math
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from utils.launch.exits import exit_now, how_to_resume, inform_launcher, print_last_line, print_line
 from utils.launch.rendezvous import Member
 from utils.ranks.stopping import EXIT_RESUME, Stopping
-from utils.waiting import DataWait, call_with_timeout, in_background
+from utils.waiting import DataWait, call_with_timeout
 
 PATIENCE = 10.0  # seconds in which data must arrive after a request to stop
 _TICK = 0.5  # seconds between two looks
@@ -58,19 +59,16 @@ class Watch:
     def __init__(self, rank: int, timeout: float, prog: str, is_orphan: Callable[[], bool]):
         self.rank, self.timeout, self.prog, self._is_orphan = rank, timeout, prog, is_orphan
         self.entered, self.place, self.waiting, self.patient = 0, "", False, False
-        # While the ranks connect: the seconds that this may take, and what is called if it takes longer.
-        self.connecting: tuple[float, Callable[[], None]] | None = None
-        self.store_lost = False  # whether the store cannot be reached
         self._patience = min(60.0, max(2.0, timeout / 10))
         self._store: dist.Store | None = None
         self._members: list[Member] = []
-        self._answer: Future | None = None  # of the store
-        self._written = 0.0  # when the last heartbeat was written
+        self._answered = math.inf  # when the store last answered
         # Each rank's last heartbeat, and when it arrived: the collectives it has entered, its place, a growing number.
+        # Empty unless this rank needs them: otherwise N ranks would each read N heartbeats from one store.
         self._heard: dict[int, tuple[list, float]] = {}
         self._ended: tuple[float, str] | None = None  # when another rank exited, and why
-        self._now, self._ticks = 0.0, 0  # the seconds that this process has run, without pauses
-        self._connecting, self._data, self._asked, self._ranks = (_Stretch() for _ in range(4))
+        self._now = 0.0  # the seconds that this process has run, without pauses
+        self._data, self._asked, self._ranks = (_Stretch() for _ in range(3))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -80,9 +78,14 @@ class Watch:
 
     def connect(self, store: dist.Store, members: list[Member]) -> None:
         """From now on, exchange heartbeats with the other ranks."""
-        own = store.clone()
-        own.set_timeout(timedelta(seconds=_ANSWER))
-        self._members, self._store = members, own
+        self._members, self._store, self._answered = members, store.clone(), self._now
+        self._store.set_timeout(timedelta(seconds=_ANSWER))
+        threading.Thread(target=self._run_exchange, args=[self._store], daemon=True).start()
+
+    @property
+    def store_lost(self) -> bool:
+        """Whether the store cannot be reached."""
+        return self._now - self._answered > _ANSWER + _TICK
 
     def mark(self, place: str = "") -> None:
         """Record that this rank is working, and on what; the default is what it did before."""
@@ -127,15 +130,8 @@ class Watch:
             # If all ranks are paused (SIGSTOP, a suspended job), this does not count as waiting for each other.
             self._now += min(time.monotonic() - last, _TICK + _LATE)
             last = time.monotonic()
-            self._look_at_connecting()
             self._look_at_data()
-            if self._store is not None:
-                self._look_at_ranks(self._store)
-
-    def _look_at_connecting(self) -> None:
-        connecting = self.connecting
-        if connecting is not None and self._connecting.seconds(connecting, self._now) > connecting[0]:
-            connecting[1]()
+            self._look_at_ranks()
 
     def _look_at_data(self) -> None:
         """End a wait for data that does not arrive."""
@@ -162,15 +158,17 @@ class Watch:
             return Stopping.current.reason if Stopping.current.requested else ""
         return "the launcher has exited" if self._is_orphan() else ""
 
-    def _look_at_ranks(self, store: dist.Store) -> None:
-        """Exchange heartbeats with the other ranks, and end a wait for ranks that are late."""
+    def _look_at_ranks(self) -> None:
+        """End a wait for ranks that are late."""
         waited = self._ranks.seconds(self.entered, self._now)
         if self._ended is not None:  # the store may have gone with that rank
             self._follow(*self._ended)
             return
-        # Listen only if necessary: N ranks each read N heartbeats from one store.
-        self._exchange(store, listen=self.waiting and waited > max(_TICK, self._patience - 2 * _SILENT))
-        late = self.describe_late() if self.waiting and waited >= self._patience else ""
+        if not self.waiting or waited <= max(_TICK, self._patience - 2 * _SILENT):
+            self._heard = {}
+        elif not self._heard:
+            self._heard = {member.rank: ([0, "", 0], self._now) for member in self._members}
+        late = self.describe_late() if waited >= self._patience else ""
         if not late:
             return
         text = f"rank {self.rank} has waited {waited:.0f} s for {late}; rank {self.rank} is at: {self.place}"
@@ -189,43 +187,36 @@ class Watch:
             print_last_line(self.prog, f"error: {text}", is_cause=False)
             exit_now(2)
 
-    def _exchange(self, store: dist.Store, listen: bool) -> None:
-        """Read the store's answer and ask it again: write this rank's heartbeat, read the others' if `listen`."""
-        if not listen:
-            self._heard.clear()
-        elif not self._heard:
-            self._heard = {member.rank: ([0, "", 0], self._now) for member in self._members}
-        if self._answer is not None:
-            if not self._answer.done() or self._answer.exception() is not None:  # PyTorch logs each failure: ask once
-                self.store_lost = self._answer.done() or self._now - self._written > _ANSWER
-                return
-            self._read(*self._answer.result())
-        self.store_lost, self._written, self._ticks = False, self._now, self._ticks + 1
-        beat = json.dumps([self.entered, self.place, self._ticks])
-        self._answer = in_background(partial(self._ask, store, beat, listen))
+    def _run_exchange(self, store: dist.Store) -> None:
+        """Exchange heartbeats, in a thread of its own, because the store may never answer."""
+        try:
+            for tick in itertools.count():
+                self._exchange(store, tick)
+                self._answered = self._now
+                if self._stop.wait(_TICK):
+                    return
+        except RuntimeError:  # not tried again, because PyTorch logs each failure
+            self._answered = -math.inf
 
-    def _ask(self, store: dist.Store, beat: str, listen: bool) -> tuple[list[bytes], str]:
-        """The heartbeats of all ranks, and why a rank has exited, if any."""
-        store.set(f"beat-{self.rank}", beat)
-        keys = [f"beat-{member.rank}" for member in self._members]
-        beats = store.multi_get(keys) if listen and store.check(keys) else []
-        return beats, store.get("ended").decode() if store.check(["ended"]) else ""
-
-    def _read(self, beats: list[bytes], ended: str) -> None:
-        if ended:
-            self._ended = self._now, ended
-        for rank, beat in enumerate(map(json.loads, beats)):
-            if rank in self._heard and self._heard[rank][0] != beat:
-                self._heard[rank] = beat, self._now
+    def _exchange(self, store: dist.Store, tick: int) -> None:
+        """Write this rank's heartbeat, and read why a rank has exited, if any, and the heartbeats that are needed."""
+        store.set(f"beat-{self.rank}", json.dumps([self.entered, self.place, tick]))
+        if self._ended is None and store.check(["ended"]):
+            self._ended = self._now, store.get("ended").decode()
+        heard = self._heard
+        keys = [f"beat-{rank}" for rank in heard]
+        for rank, beat in zip(heard, store.multi_get(keys) if heard and store.check(keys) else [], strict=False):
+            if heard[rank][0] != json.loads(beat):
+                heard[rank] = json.loads(beat), self._now
 
     def describe_late(self, silence: float = _SILENT) -> str:
         """The ranks that keep this rank waiting, and what they are doing; empty if there are none.
 
         These are the ranks that have entered fewer collectives or have been silent for `silence` seconds.
         """
-        parts, heard = [], dict(self._heard)
-        for member in self._members:
-            (entered, place, _), since = heard.get(member.rank, ([self.entered, "", 0], self._now))
+        parts, heard = [], self._heard
+        for member in self._members if heard else ():
+            (entered, place, _), since = heard[member.rank]
             seconds = self._now - since
             if member.rank != self.rank and (seconds > silence or entered < self.entered):
                 signs = [f"silent for {seconds:.0f} s"] if seconds > silence or not place else []
