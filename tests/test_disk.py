@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 import train
 import utils.files
-import utils.runs.folder
+import utils.runs.checkpoint
 from utils.errors import one_line
 from utils.runs.manifest import FOR_EVALUATION, newest_good, verify
 from utils.runs.writing import publish, update_pointers, write_partial
@@ -368,7 +368,7 @@ def test_a_run_whose_folder_was_deleted_leaves_a_new_run_of_that_name_alone(proc
 
 def impatient(flags, seconds=1.0):
     """Train, but wait no longer than this for others to leave the folder."""
-    utils.runs.folder._ORPHANS_EXIT_WITHIN = seconds
+    utils.runs.checkpoint._ORPHANS_EXIT_WITHIN = seconds
     train.main(["--run_name", "run", *flags])
 
 
@@ -409,14 +409,14 @@ def test_a_killed_run_frees_its_folder_though_its_loader_workers_live_on():
 def _train_beside(workers, flags):
     """How many of the processes were alive when the run had the folder."""
     alive = []
-    lock = utils.runs.folder.lock
+    lock = utils.runs.checkpoint.lock
 
     def counted(*arguments):
         held = lock(*arguments)
         alive.extend(worker for worker in workers if worker.is_running())
         return held
 
-    utils.runs.folder.lock = counted
+    utils.runs.checkpoint.lock = counted
     impatient(flags, 0.0)
     return len(alive)
 
@@ -475,7 +475,7 @@ def test_of_two_starts_of_one_name_at_the_same_time_exactly_one_gets_the_folder(
 
 def _train_when_both_are_ready(flags):
     """Both have found no such folder when the first makes it."""
-    name = "newest" if "auto" in flags else "open_folder"
+    name = "newest" if "auto" in flags else "_open_folder"
     take = getattr(train.CheckpointManager, name)
 
     def together(*arguments):
@@ -484,7 +484,7 @@ def _train_when_both_are_ready(flags):
         return take(*arguments)
 
     setattr(train.CheckpointManager, name, together)
-    utils.runs.folder._ORPHANS_EXIT_WITHIN = 0.3
+    utils.runs.checkpoint._ORPHANS_EXIT_WITHIN = 0.3
     slow_train(flags, 0.0, 5)
 
 

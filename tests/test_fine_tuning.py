@@ -182,18 +182,15 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder, monk
 def test_averaged_weights_take_precedence(folder, monkeypatch):
     monkeypatch.chdir(folder)
     _, source = find_source(TrainConfig(init_from="runs/source"), None, ALONE)
-    copy = Path("averaged")
-    copy.mkdir()
-    tensors = load_file(source.file)
+    copy, tensors = Path("averaged"), load_file(source.file)
+    shutil.copytree(source.file.parent, copy)
     average = {name: tensor + 1 for name, tensor in tensors.items()}
-    save_file(tensors, copy / "model.safetensors")
-    for has_average, expected in ((False, tensors), (True, average)):
-        if has_average:
-            save_file(average, copy / "ema.safetensors")
-        _, source = find_source(TrainConfig(init_from="averaged"), None, ALONE)
+    save_file(average, copy / "ema.safetensors")
+    (copy / "manifest.json").unlink()
+    write_manifest(copy)
+    for name, expected in (("averaged", average), ("averaged/model.safetensors", tensors)):
+        _, source = find_source(TrainConfig(init_from=name), None, ALONE)
         assert same_tensors(source.tensors(), expected)
-    _, source = find_source(TrainConfig(init_from="averaged/model.safetensors"), None, ALONE)
-    assert same_tensors(source.tensors(), tensors)  # this file, and no other, was named
 
 
 @pytest.mark.parametrize(

@@ -288,11 +288,11 @@ def test_a_run_of_trackio_is_deleted_on_its_own_machine_and_missed_on_another(tm
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Api=Api))
     for project in ("lockstep", "on_another_machine"):
-        (tmp_path / "trackers.json").write_text('{"trackio": "mine", "wandb": "kept"}')
+        (tmp_path / "trackio.id").write_text("mine")
         monkeypatch.setenv("TRACKIO_PROJECT", project)
         sink = {"trackio": partial(Tracker, "trackio", Trackio, TrainConfig())}
         RunLog(tmp_path, True, TrainState(), 9, TASK, sink).close()
-        assert json.loads((tmp_path / "trackers.json").read_text()) == {"trackio": "new", "wandb": "kept"}
+        assert (tmp_path / "trackio.id").read_text() == "new"
         assert runs["lockstep"] == ["other"]
     assert list(Trackio.made) == ["lockstep", "on_another_machine"]
 

@@ -183,6 +183,18 @@ def expand(path: str) -> Path:
     return Path(os.path.expandvars(path)).expanduser()
 
 
+def check_output_folder(flag: str, folder: Path) -> Path:
+    """Raise UserError, which names the flag, if `folder` cannot be created or written.
+
+    Returns its innermost part that exists.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{flag} {folder}: {existing} is not a folder where this user can write"
+        raise UserError(problem, f"set {flag} to one")
+    return existing
+
+
 def check_output_file(flag: str, path: Path) -> None:
     """Raise UserError, which names the flag, if no file can be written at `path`."""
     path = path.resolve()

@@ -10,7 +10,7 @@ import psutil
 
 from utils.checks.findings import Finding
 from utils.config.scripts import DoctorConfig
-from utils.files import expand
+from utils.files import check_output_folder, expand
 from utils.launch.environment import Topology, is_launched, read_topology
 from utils.memory import free_memory
 from utils.ranks.ranks import Ranks
@@ -80,10 +80,9 @@ def check_memory(processes: int) -> Finding:
 def check_disk(config: DoctorConfig) -> Finding:
     """Check that run folders can be created, and have space for checkpoints."""
     folder = expand(config.output_dir)
-    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        value = f"{existing} is not a folder where this user can write"
-        return Finding("disk", value, False, "set --output_dir to a folder where you can write")
-    free = shutil.disk_usage(existing).free
+    try:
+        free = shutil.disk_usage(check_output_folder("--output_dir", folder)).free
+    except ValueError as error:
+        return Finding.of("disk", error)
     fix = "a run ends if a checkpoint cannot be written; delete old runs, or set another --output_dir"
     return Finding("disk", f"{free / GB:.1f} GB free for {folder}", free >= GB, fix)

@@ -133,45 +133,33 @@ def _read(found: str) -> InitialWeights:
     path = _download(found) if found.startswith("hf://") else Path(found)
     if (path / MANIFEST).exists():
         saved = read_checkpoint(path)
-        spec, settings = saved.spec, saved.settings
-        values: dict[str, Any] = {
-            **{name: getattr(settings, name) for name in ("model", "model_args", "stem")},
-            **{name: getattr(spec, name) for name in ("channels", "mean", "std")},
-            "image_size": list(spec.size),
-        }
-        if settings.pretrained:
+        values = {name: vars(saved.settings)[name] for name in ("model", "model_args", "stem")}
+        values |= {name: vars(saved.spec)[name] for name in ("channels", "mean", "std")}
+        values["image_size"] = list(saved.spec.size)
+        if saved.settings.pretrained:
             values["stem"] = "standard"
-        return InitialWeights(found, _weights_in(path), saved.class_names, values)
-    file = _weights_in(path) if path.is_dir() else path
-    return InitialWeights(found, file, *_describe_weights(file.parent))
+        average = path / f"{EMA}.safetensors"
+        return InitialWeights(found, average if average.is_file() else path / WEIGHTS, saved.class_names, values)
+    file = path / WEIGHTS if path.is_dir() else path
+    return InitialWeights(found, file, *_read_config(file.with_name("config.json")))
 
 
-def _weights_in(folder: Path) -> Path:
-    average = folder / f"{EMA}.safetensors"
-    return average if average.is_file() else folder / WEIGHTS
-
-
-def _describe_weights(folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """The class names and settings in labels.json of Lockstep, or in config.json of timm or transformers."""
-    labels, path = folder / "labels.json", folder / "config.json"
-    names, about = read_json(labels) if labels.is_file() else None, read_json(path) if path.is_file() else {}
+def _read_config(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """The class names and settings in config.json of timm or transformers, if it exists."""
+    about = read_json(path) if path.is_file() else {}
     try:
-        names = names or about.get("label_names")
-        if not names and (by_id := about.get("id2label")):
-            names = [by_id[str(number)] for number in range(len(by_id))]
-        cfg = about.get("pretrained_cfg", {})
+        by_id, cfg = about.get("id2label", {}), about.get("pretrained_cfg", {})
+        names = about.get("label_names") or [by_id[str(number)] for number in range(len(by_id))]
         values: dict[str, Any] = {name: [*map(float, cfg[name])] for name in ("mean", "std") if name in cfg}
         if "input_size" in cfg:
             values |= {"channels": cfg["input_size"][0], "image_size": list(cfg["input_size"][1:])}
         if "architecture" in about:
             values["model"] = f"timm/{about['architecture']}"
-        if not all(isinstance(name, str) for name in names or []):
+        if not all(isinstance(name, str) for name in names):
             raise ValueError("class names are not strings")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{labels if labels.is_file() else path}: malformed ({one_line(error)})", "delete it"
-        ) from error
-    return list(names or []), values
+        raise UserError(f"{path}: malformed ({one_line(error)})", "delete it") from error
+    return names, values
 
 
 def absolute_source(where: str | None) -> str | None:
