@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from utils.errors import LostRank, UserError, fix_of, one_line, problem_of
+from utils.errors import LostRank, UserError, fix_of, one_line, problem_of, shorten
 from utils.files import write_file
 from utils.launch.environment import claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
@@ -48,6 +48,7 @@ def print_line(prog: str, text: str) -> None:
 
 def print_last_line(prog: str, text: str, is_cause: bool = True) -> None:
     """Print the line with which this process exits, also in the launcher's table (see `inform_launcher`)."""
+    text = shorten(text, 1500)
     print_line(prog, text)
     inform_launcher(f"{prog}: {text}", is_cause)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from utils.data.record import FILE as SAMPLES
 from utils.errors import UserError, problem_of
-from utils.files import read_json, read_text, write_file
+from utils.files import allow, read_json, read_text, write_file
 
 MANIFEST = "manifest.json"
 FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json", SAMPLES)
@@ -105,7 +105,10 @@ def write_manifest(folder: Path) -> None:
     """Write the manifest of all files in `folder`, and give them the default mode."""
     mode, entries = folder.stat().st_mode & 0o666, {}  # the umask of the process could only be read by changing it
     for path in sorted(folder.iterdir()):
-        path.chmod(mode)  # safetensors makes its files readable by the owner only
+        try:
+            path.chmod(mode)  # safetensors makes its files readable by the owner only
+        except PermissionError as error:
+            allow(error.errno, "refuses chmod: other users may be unable to read checkpoints")
         entries[path.name] = entry_of(path)
     write_file(folder / MANIFEST, manifest_text(entries))
 
