@@ -18,14 +18,14 @@ import sys
 from collections.abc import Callable, Sequence
 
 from utils.checks import processes
-from utils.checks.findings import Finding, as_json, merge, red, show
+from utils.checks.findings import Finding, any_red, as_json, merge, show
 from utils.checks.machine import check_machine
 from utils.config.cli import parse_args
 from utils.config.scripts import DoctorConfig
 from utils.errors import AgreedError, UserError, is_lost_rank, one_line
 from utils.files import expand, write_output
 from utils.launch.environment import Topology, is_launched
-from utils.launch.exits import exit_with_error, inform_launcher, let_others_print, reports_for_machine
+from utils.launch.exits import delay_exit, exit_with_error, inform_launcher, reports_for_machine
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             report(place, findings, config.json)
         if broken:  # other ranks may have exited: do not wait for them
             raise SystemExit(1)
-    if red(findings):
+    if any_red(findings):
         raise SystemExit(1)
 
 
@@ -111,7 +111,7 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
         file = config.json if topology is None or topology.is_main else None  # the disk may be shared
         report(f"{socket.gethostname()}, rank {rank}; the processes are not connected", findings, file)
     else:
-        let_others_print()
+        delay_exit()
 
 
 def report(title: str, findings: Sequence[Finding], file: str | None) -> None:

@@ -33,7 +33,7 @@ from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
-from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
+from utils.runs.inference import find_saved, given_settings, set_evaluation_input, warn_about_flags
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun, SavedState
 from utils.runs.state import TrainState
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
                 task.check_predictions()
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
-        for line in remarks(flags, config, spec):
+        for line in warn_about_flags(flags, config, spec):
             Terminal(ranks.is_main).print(line)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
         split = find_split(saved, known, flags, own_data, ranks)

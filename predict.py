@@ -41,7 +41,7 @@ from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.gallery import page
-from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
+from utils.runs.inference import find_saved, given_settings, set_evaluation_input, warn_about_flags
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun
 from utils.tasks.table import make_task
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             config, task = make_task(config, saved.class_names, None)
             task.check_predictions()
         split = find_split(flags, config, ranks)
-        for line in [*remarks(flags, config, saved.spec), *map(printable, split.notes)]:
+        for line in [*warn_about_flags(flags, config, saved.spec), *map(printable, split.notes)]:
             Terminal(ranks.is_main).print(line)
         start = time.perf_counter()
         rows = predict(flags, saved, config, task, split, ranks)

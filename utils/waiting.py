@@ -24,7 +24,7 @@ class DataWait:
     current: ClassVar["DataWait | None"] = None
 
 
-def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
+def wait_for_items(items: Iterable[Item], what: str) -> Iterator[Item]:
     """Yield the items while the watchdog measures how long each takes to arrive. `what` names an item."""
     iterator = None
     while True:

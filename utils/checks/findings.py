@@ -38,7 +38,7 @@ class Finding:
         return cls(name, problem_of(error), False, fix_of(error))
 
 
-def red(findings: Sequence[Finding]) -> bool:
+def any_red(findings: Sequence[Finding]) -> bool:
     """Whether any finding is red."""
     return any(finding.red for finding in findings)
 
@@ -67,4 +67,4 @@ def show(title: str, findings: Sequence[Finding]) -> str:
 def as_json(findings: Sequence[Finding]) -> str:
     """The findings as JSON, for programs."""
     entries = [asdict(finding) | {"fix": finding.fix if finding.red else ""} for finding in findings]
-    return json.dumps({"healthy": not red(findings), "findings": entries}, indent=1) + "\n"
+    return json.dumps({"healthy": not any_red(findings), "findings": entries}, indent=1) + "\n"

@@ -27,7 +27,7 @@ from utils.errors import UserError, one_line
 from utils.files import expand, naming_file
 from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import bytes_text, free_memory, usable_cores
-from utils.waiting import awaited
+from utils.waiting import wait_for_items
 
 _BLOCK = 2**24  # bytes that one thread hashes at once
 
@@ -223,7 +223,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     workers, ahead = choose_workers([chunks.size * math.prod(shape)], workers)
     processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
     loader = DataLoader(chunks, batch_size=None, collate_fn=move_to_shared_memory, **processes)
-    for chunk in awaited(progress(loader), "a decoded image"):
+    for chunk in wait_for_items(progress(loader), "a decoded image"):
         if "error" in chunk:
             raise chunk["error"]
         yield chunk["images"].numpy()

@@ -18,7 +18,7 @@ from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, fix_
 from utils.launch.command import launcher
 from utils.launch.devices import choose_backend, choose_device, cpu_is_requested, gpu_id, why_cpu
 from utils.launch.environment import Topology, is_launched, threads_per_process
-from utils.launch.exits import exit_now, let_others_print, print_last_line
+from utils.launch.exits import delay_exit, exit_now, print_last_line
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import (
     Member,
@@ -114,7 +114,7 @@ class Ranks:
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
         self.watch.mark_waiting("connecting")
-        no_answer = self._unconnected("no answer")
+        no_answer = self._connection_error("no answer")
         # gloo may block this thread for much longer than it was given.
         timer = threading.Timer(1 + 3 * self._time_to_connect, give_up or self._give_up, [no_answer])
         timer.daemon = True
@@ -124,7 +124,7 @@ class Ranks:
             self.watch.mark()
         except (RuntimeError, ValueError) as error:
             reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
-            raise self._unconnected(reason[:160]) from error
+            raise self._connection_error(reason[:160]) from error
         finally:
             timer.cancel()
 
@@ -150,7 +150,7 @@ class Ranks:
         """The seconds that a group may take. All ranks are running, so they connect immediately, or one has died."""
         return min(self.launch.timeout, _CONNECT * max(1.0, self.topology.world_size / 32))
 
-    def _unconnected(self, reason: str) -> UserError:
+    def _connection_error(self, reason: str) -> UserError:
         place = f"from {address_of(self.interface)} on interface {self.interface} of {socket.gethostname()}"
         return UserError(
             f"the processes found each other but could not connect over {self.backend}, {place} ({reason})",
@@ -161,7 +161,7 @@ class Ranks:
         if self.topology.local_rank == 0 or not is_launched():  # or local rank 0 may be the lost one
             print_last_line(self.prog, f"error: {error}")
         else:
-            let_others_print()
+            delay_exit()
         exit_now(2)
 
     @contextmanager

@@ -72,7 +72,7 @@ def given_settings(flags: LaunchConfig) -> dict[str, Any]:
     return {name: value for name, value in vars(flags).items() if name in own and value is not None}
 
 
-def remarks(flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec) -> list[str]:
+def warn_about_flags(flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec) -> list[str]:
     """Lines about given settings that have no effect or do not suit the run; `spec` is that of the evaluation."""
     lines, published = [], isinstance(flags, EvalConfig) and flags.model is not None
     if flags.threshold is not None and config.task == "classification":

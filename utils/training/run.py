@@ -34,7 +34,7 @@ from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import classes_row, count_parameters, describe_parameters, differences, remarks
+from utils.training.summary import classes_row, count_parameters, describe_parameters, differences, warn_about_data
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
@@ -99,7 +99,7 @@ def log_start(run: Run) -> None:
     rows = start_rows(run, ranks.gather(ranks.describe()))
     by_loader = run.train_batches.dataset.augmentation is not None
     with ranks.agree():
-        lines = remarks(run.data) if ranks.is_main else []
+        lines = warn_about_data(run.data) if ranks.is_main else []
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
     lines += advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
