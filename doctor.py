@@ -29,8 +29,6 @@ from utils.launch.exits import delay_exit, exit_with_error, inform_launcher, rep
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 
-Check = tuple[str, Callable[[], Finding | list[Finding] | None]]  # its name, and the function that runs it
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check this machine, then all processes together, and print the findings. Exits with code 1 if any is red."""
@@ -76,32 +74,27 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tu
     place = "machines"
     try:
         findings = merge(ranks, findings)
-        for place, check in checks(ranks, config):
+        facts = processes.facts_of_all(ranks)
+        checks: list[tuple[str, Callable[[], Finding | list[Finding]]]] = [
+            ("machines", lambda: processes.machines(facts)),
+            ("versions", lambda: processes.versions(facts)),
+            ("folder", lambda: processes.folder(ranks, config)),
+            ("all-reduce", lambda: processes.bandwidth(ranks, config, facts)),
+            ("gradients", lambda: processes.gradients(ranks)),
+        ]
+        for place, check in checks:  # a fault found by one check can cause faults in later checks
             ranks.mark_waiting(f"checking {place}")
             try:
                 found = check()
             except AgreedError as error:  # raised on all ranks, which can continue
                 found = Finding.of(place, error)
-            findings += found if isinstance(found, list) else [found] if found else []
+            findings += found if isinstance(found, list) else [found]
     except Exception as error:
         text = one_line(ranks.record_end(error))
         if not ranks.is_main and not is_lost_rank(error):  # the main process only sees that this rank exits
             sys.stderr.write(f"doctor.py: rank {ranks.topology.rank}, checking {place}: {text}\n")
         return [*findings, Finding(place, text, False, "the checks after this one did not run")], True
     return findings, False
-
-
-def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
-    """The checks in order: a fault found by one check can cause faults in later checks."""
-    facts = processes.facts_of_all(ranks)
-    found: list[Check] = [
-        ("machines", lambda: processes.machines(facts)),
-        ("versions", lambda: processes.versions(facts)),
-        ("folder", lambda: processes.folder(ranks, config)),
-    ]
-    if ranks.topology.world_size > 1:
-        found.append(("all-reduce", lambda: processes.bandwidth(ranks, config, facts)))
-    return [*found, ("gradients", lambda: processes.gradients(ranks))]
 
 
 def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:

@@ -10,7 +10,7 @@ from utils.console import table
 from utils.errors import fix_of, problem_of
 from utils.ranks.ranks import Ranks
 
-_WIDTH = 100
+_WIDTH = 84  # of a value
 _MARKS = {True: "✓", False: "✗", None: " "}
 
 
@@ -53,14 +53,12 @@ def merge(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
 
 def show(title: str, findings: Sequence[Finding]) -> str:
     """The findings as a table. Each red one is followed by its fix."""
-    rows = []
+    rows: list[tuple[str, str]] = []
     for finding in findings:
-        lines = [part for line in finding.value.split("\n") for part in textwrap.wrap(line, _WIDTH - 18) or [""]]
-        rows.append((finding.name, f"{_MARKS[finding.ok]} {lines[0]}"))
-        rows += [("", f"  {line}") for line in lines[1:]]
-        if finding.red and finding.fix:
-            arrow = textwrap.wrap(finding.fix, _WIDTH - 18, initial_indent="→ ", subsequent_indent="  ")
-            rows += [("", f"  {line}") for line in arrow]
+        text = f"{_MARKS[finding.ok]} {finding.value}" + f"\n→ {finding.fix}" * (finding.red and finding.fix != "")
+        paragraphs = text.replace("\n", "\n  ").split("\n")
+        lines = [line for each in paragraphs for line in textwrap.wrap(each, _WIDTH, subsequent_indent="    ")]
+        rows += zip([finding.name, *[""] * len(lines)], lines, strict=False)
     return "\n".join(line.rstrip() for line in table(title, rows).splitlines())
 
 

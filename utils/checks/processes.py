@@ -24,8 +24,7 @@ from utils.checks.findings import Finding
 from utils.checks.machine import GB
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
-from utils.errors import one_line
-from utils.files import expand
+from utils.files import check_output_folder, expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.network import address_of
 from utils.memory import free_memory
@@ -107,56 +106,34 @@ def versions(facts: Sequence[dict]) -> Finding:
     return Finding("versions", value, not differ, fix, facts[0]["versions"])
 
 
-def folder(ranks: Ranks, config: DoctorConfig) -> Finding:
-    """Check that every rank can write to the output folder and sees the files of the other ranks there."""
-    token, path = ranks.gather(uuid.uuid4().hex)[0], expand(config.output_dir)
-    made = [place for place in (path, *path.absolute().parents) if not os.path.exists(place)]
-    own = path / f".doctor-{token}-{ranks.topology.rank}"
-    try:
-        errors = ranks.gather(_write(own))
-        unseen = ranks.gather("" if any(errors) else _unseen(path, token, len(errors)))
-    finally:
-        with suppress(OSError):
-            own.unlink(missing_ok=True)
-        ranks.gather("")  # after this, all ranks have deleted their files
-        for place in made:
-            with suppress(OSError):
-                place.rmdir()
-    fix = "all machines must use the same run folder; set --output_dir to a folder on a disk that they share"
-    if any(errors):
-        fix = "set --output_dir to a folder where every rank can write"
-    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(errors if any(errors) else unseen) if text]
-    more = f"; and {len(wrong) - 4} more" * (len(wrong) > 4)
-    seen = " and sees the files of the others" * (len(errors) > 1)
-    text = "; ".join(wrong[:4]) + more or f"every rank can write to {path}{seen}"
-    return Finding("folder", text, not wrong, fix)
-
-
-def _write(file: Path) -> str:
-    """Write a file in a folder, which is created if it does not exist; returns the error, if any."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
-    except OSError as error:
-        return one_line(error)
-    return ""
-
-
-def _unseen(path: Path, token: str, count: int) -> str:
+def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
+    """Check that the ranks see the files that rank 0 writes to the output folder, if there are several."""
+    names = ranks.gather(f".doctor-{uuid.uuid4().hex}")
+    if len(names) == 1:
+        return []
+    with ranks.agree():
+        file = check_output_folder("--output_dir", expand(config.output_dir)) / names[0]
+        if ranks.is_main:
+            file.touch()
     deadline = time.monotonic() + _PATIENCE
-    while missing := [rank for rank in range(count) if not (path / f".doctor-{token}-{rank}").exists()]:
-        if time.monotonic() > deadline:
-            return f"does not see the file of {_name_ranks(missing)} in {path}"
+    while not os.path.exists(file) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return ""
+    unseen = [rank for rank, seen in enumerate(ranks.gather(os.path.exists(file))) if not seen]
+    if ranks.is_main:
+        file.unlink(missing_ok=True)
+    value = f"no files of rank 0 on {_name_ranks(unseen)}" if unseen else "all ranks see the files of rank 0"
+    fix = "all machines must use the same run folder; set --output_dir to a folder on a disk that they share"
+    return Finding("folder", f"{value} in {config.output_dir}", not unseen, fix)
 
 
 _SIZES = {"4 KB": 2**12, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}  # bytes that are summed
 _SECONDS = 1.5  # for all sizes together
 
 
-def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding:
-    """Measure how fast gradients of several sizes are summed, in GB/s over each connection."""
+def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding | list[Finding]:
+    """Measure how fast gradients of several sizes are summed, in GB/s over each connection, if there are any."""
+    if len(facts) == 1:
+        return []
     interfaces = ", ".join(dict.fromkeys(fact["network"] for fact in facts))
     count, left = len(facts), _SECONDS
     numbers: dict[str, float] = {}

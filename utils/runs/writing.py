@@ -69,18 +69,11 @@ def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -
     that they do not fill the disk.
     """
     best = folder / f"step-{best_step or 0:08d}"
-
-    def move_pointers() -> None:
-        write_file(folder / "latest", f"step-{step:08d}\n")
-        if best.is_dir() and read_pointer(folder, "best") != best:
-            write_file(folder / "best", best.name + "\n")
-
-    try:
-        move_pointers()
-    except OSError:
-        prune(folder, keep, best)  # makes room on a full disk
-        move_pointers()
-    prune(folder, keep, best)
+    prune(folder, keep, best)  # before the pointers move, because it makes room on a full disk
+    write_file(folder / "latest", f"step-{step:08d}\n")
+    if best.is_dir() and read_pointer(folder, "best") != best:
+        write_file(folder / "best", best.name + "\n")
+    prune(folder, keep, best)  # what the pointers named
 
 
 def prune(folder: Path, keep: int, best: Path | None = None) -> None:
