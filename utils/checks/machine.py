@@ -19,8 +19,8 @@ GB = 1e9
 _SCRIPTS = ("train.py", "eval.py", "predict.py", "replay.py", "export.py")
 
 
-def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None, bool]:
-    """Check this machine; returns (findings, the topology if it is valid, whether the launch is healthy).
+def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None]:
+    """Check this machine; returns (findings, of which the launch is the first, and the topology if it is valid).
 
     Resources that the ranks of a machine share are checked by its first rank only.
     """
@@ -29,7 +29,7 @@ def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None,
     findings = [launch]
     if topology is None or topology.local_rank == 0:
         findings += check_leftovers(), check_memory(processes), check_disk(config)
-    return findings, topology, not launch.red
+    return findings, topology
 
 
 def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:

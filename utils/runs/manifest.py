@@ -16,6 +16,11 @@ FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json
 FOR_RESUME = (*FOR_EVALUATION, "optimizer.bin")
 
 
+def checkpoint_of(folder: Path, step: int | None) -> Path:
+    """The path of the checkpoint of `step`; of step 0, which never has one, if `step` is None."""
+    return folder / f"step-{step or 0:08d}"
+
+
 def checkpoints_of(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, including damaged ones, oldest first. Raises OSError if it cannot be listed."""
     return sorted((path for path in folder.iterdir() if is_checkpoint_name(path.name)), key=step_of)
@@ -81,15 +86,11 @@ def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | Non
     """A description of the first file that differs from the manifest; None if there is none."""
     path = checkpoint / MANIFEST
     try:
-        if not path.is_file():
-            return f"{path}: missing"
         files = files_of(checkpoint)
         left_out = [name for name in needed if name not in files]
         if left_out:
             return f"{path}: does not name {', '.join(left_out)}"
         for name, entry in files.items():
-            if Path(name).name != name:
-                return f"{checkpoint / MANIFEST}: damaged"
             path = checkpoint / name
             if not path.is_file():
                 return f"{path}: missing"
