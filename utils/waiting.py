@@ -55,8 +55,11 @@ def _start(items: Iterable[Item]) -> Iterator[Item]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def in_background(action: Callable[[], Result]) -> "Future[Result]":
-    """Run `action` in a thread that does not keep the process alive: a store may let it wait forever."""
+def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
+    """Return the result of `action`, or raise RuntimeError after `seconds`.
+
+    It runs in a thread that does not keep the process alive: a store may let it wait forever.
+    """
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -66,12 +69,7 @@ def in_background(action: Callable[[], Result]) -> "Future[Result]":
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
-    """Return the result of `action`, or raise RuntimeError after `seconds`."""
     try:
-        return in_background(action).result(seconds)
+        return future.result(seconds)
     except TimeoutError:
         raise RuntimeError(f"no answer within {seconds:.0f} s") from None

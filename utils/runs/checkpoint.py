@@ -223,16 +223,15 @@ def _named_folder(config: TrainConfig) -> Path:
 def _create_folder(config: TrainConfig) -> Path:
     """Create a new folder for the run and return its path."""
     about = re.sub(r"[^\w.]+", "-", f"{Path(config.data).name}-{config.model}").lstrip(".-")
-    name = config.run_name or f"{about[:50]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in range(1, 100):
-        path = expand(config.output_dir) / (name if number == 1 else f"{name}-{number}")
+    while True:
+        path = expand(config.output_dir) / (config.run_name or f"{about[:50]}-{time.strftime('%Y%m%d-%H%M%S')}")
         try:
             path.mkdir(parents=True)
             return path
         except FileExistsError:  # another run started in the same second, or created this name after the check
             if config.run_name:
                 raise
-    raise UserError(f"{path} and the names before it exist", "choose a --run_name")
+            time.sleep(0.2)
 
 
 def _check_shared(folder: Path, holder: str) -> None:

@@ -42,7 +42,7 @@ def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, T
 
 def check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise ValueError if the weights of the checkpoint do not fit the model."""
-    difference = _difference(_shapes(tensors), _shapes(model.state_dict()))
+    difference = _difference(tensors, model.state_dict())
     if difference:
         problem = f"{checkpoint}: holds a different model ({difference} in this model)"
         raise UserError(problem, "use the same --model and --model_args")
@@ -59,14 +59,14 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         there, here = _by_name(saved["param_groups"]), _by_name(optimizer.param_groups)
-        if difference := _difference(dict.fromkeys(there, "a parameter"), dict.fromkeys(here, "a parameter")):
-            raise ValueError(f"{difference} in this run")
+        if unknown := sorted(there.keys() ^ here.keys()):
+            raise ValueError(f"only one of both has {unknown[0]}")
         _step_with_zeros(optimizer, list(here.values()))
         for name, parameter in here.items():
             values, own = saved["state"].get(there[name]), optimizer.state.pop(parameter, {})
             if values is None:  # the parameter had no gradient so far
                 continue
-            if difference := _difference(_shapes(values), _shapes(own)):
+            if difference := _difference(values, own):
                 raise ValueError(f"{difference} in this optimizer")
             tensors = {key: own[key].copy_(value) for key, value in values.items() if isinstance(value, Tensor)}
             optimizer.state[parameter] = values | tensors
@@ -107,7 +107,7 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
             continue
         try:
             tensors = load_file(path)
-            if difference := _difference(_shapes(tensors), _shapes(part.state_dict())):
+            if difference := _difference(tensors, part.state_dict()):
                 raise ValueError(f"{difference} in this run")
             part.load_state_dict(tensors)
         except Exception as error:  # of any class, if a value is malformed
@@ -160,8 +160,9 @@ def _shapes(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _difference(there: dict[str, str], here: dict[str, str]) -> str:
+def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """The first name whose shapes differ, in words; empty if none does."""
+    there, here = _shapes(saved), _shapes(own)
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
             return f"{name}: {there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')}"

@@ -204,9 +204,7 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     elif done and result is None:
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:
-        equal = state.equal_bests(run.task.metric)
-        first = f", the first of {equal} equal evaluations" if equal > 1 else ""
-        rows.append(("best", f"{state.best:.4f} at update {state.best_step}{first}"))
+        rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", bytes_text(size_of(run.folder / "checkpoints"))))
