@@ -18,9 +18,15 @@ _SECONDS_TO_END = 2.0  # after this time, a worker that lost its connection has 
 
 @dataclass(eq=False)
 class DataWait:
-    """A wait of the main thread for data: `what` names it, and `current` is the wait of this moment, if any."""
+    """A wait of the main thread for data: `what` names it, and `current` is the wait of this moment, if any.
+
+    The watchdog counts the seconds so far, and those after a request to stop, and whether it has reported the wait.
+    """
 
     what: str
+    seconds: float = 0.0
+    asked: float = 0.0
+    reported: bool = False
     current: ClassVar["DataWait | None"] = None
 
 

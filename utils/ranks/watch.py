@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -28,18 +27,6 @@ _SILENT = 5.0  # seconds without a heartbeat after which a rank is reported as s
 _LATER = 3.0  # seconds after the timeout, because at the timeout gloo raises an error in the main thread
 _GRACE = 5.0  # seconds that the main thread has to notice that another rank has ended
 _STOPPED = "stopped: "  # the start of the message of a rank that was asked to stop and exited without the others
-
-
-class _Stretch:
-    """For how long a value has been the same, and whether this has been reported."""
-
-    def __init__(self) -> None:
-        self._value, self._began, self.reported = None, 0.0, False
-
-    def seconds(self, value: Any, now: float) -> float:
-        if value != self._value:
-            self._value, self._began, self.reported = value, now, False
-        return now - self._began
 
 
 class Watch:
@@ -68,7 +55,7 @@ class Watch:
         self._heard: dict[int, tuple[list, float]] = {}
         self._ended: tuple[float, str] | None = None  # when another rank exited, and why
         self._now = 0.0  # the seconds that this process has run, without pauses
-        self._data, self._asked, self._ranks = (_Stretch() for _ in range(3))
+        self._began, self._reported = 0.0, False  # when this rank has entered the last collective; see `_look_at_ranks`
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -94,6 +81,7 @@ class Watch:
     def mark_waiting(self, place: str = "", patient: bool = False) -> None:
         """Record that this rank waits for the others in a collective. A `patient` wait has no time limit."""
         self.place, self.patient, self.waiting = place or self.place, patient, True
+        self._began, self._reported = self._now, False
         self.entered += 1
 
     def end(self, text: str = "") -> None:
@@ -128,29 +116,29 @@ class Watch:
         last = time.monotonic()
         while not self._stop.wait(_TICK):
             # If all ranks are paused (SIGSTOP, a suspended job), this does not count as waiting for each other.
-            self._now += min(time.monotonic() - last, _TICK + _LATE)
+            elapsed = min(time.monotonic() - last, _TICK + _LATE)
             last = time.monotonic()
-            self._look_at_data()
+            self._now += elapsed
+            self._look_at_data(elapsed)
             self._look_at_ranks()
 
-    def _look_at_data(self) -> None:
+    def _look_at_data(self, elapsed: float) -> None:
         """End a wait for data that does not arrive."""
-        wait = DataWait.current
-        waited, reason = self._data.seconds(wait, self._now), self._reason_to_stop()
-        asked = self._asked.seconds(wait if reason else None, self._now)
+        wait, reason = DataWait.current, self._reason_to_stop()
         if wait is None:
             return
-        if reason and asked >= PATIENCE:
-            text = f"stopped ({reason}): {_describe_wait(wait, waited)}{how_to_resume(self.prog)}"
-            self._exit(text, EXIT_RESUME)
-        if waited > self.timeout:
-            self._exit(
-                f"error: {_describe_wait(wait, waited)}; check that the disk with the data responds, or raise --timeout"
-            )
-        if waited >= self._patience and not self._data.reported:
-            self._data.reported = True
+        wait.seconds += elapsed
+        wait.asked += elapsed * bool(reason)
+        text = f"{wait.what} has not arrived for {wait.seconds:.0f} s"
+        if wait.asked > PATIENCE:
+            self._exit(f"stopped ({reason}): {text}{_describe_workers()}{how_to_resume(self.prog)}", EXIT_RESUME)
+        if wait.seconds > self.timeout:
+            fix = "check that the disk with the data responds, or raise --timeout"
+            self._exit(f"error: {text}{_describe_workers()}; {fix}")
+        if wait.seconds >= self._patience and not wait.reported:
+            wait.reported = True
             if self.rank == 0:
-                print_line(self.prog, f"has waited {waited:.0f} s for {wait.what}{_describe_workers()}")
+                print_line(self.prog, f"has waited {wait.seconds:.0f} s for {wait.what}{_describe_workers()}")
 
     def _reason_to_stop(self) -> str:
         """Why this process should stop; empty if it should continue."""
@@ -160,7 +148,7 @@ class Watch:
 
     def _look_at_ranks(self) -> None:
         """End a wait for ranks that are late."""
-        waited = self._ranks.seconds(self.entered, self._now)
+        waited = self._now - self._began
         if self._ended is not None:  # the store may have gone with that rank
             self._follow(*self._ended)
             return
@@ -172,8 +160,8 @@ class Watch:
         if not late:
             return
         text = f"rank {self.rank} has waited {waited:.0f} s for {late}; rank {self.rank} is at: {self.place}"
-        if not self._ranks.reported and self._is_first():
-            self._ranks.reported = True
+        if not self._reported and self._is_first():
+            self._reported = True
             print_line(self.prog, text)
         still_late = self.describe_late(max(_SILENT, self.timeout / 2))
         if waited > self.timeout + _LATER and still_late and not self.patient:
@@ -228,10 +216,6 @@ class Watch:
         """Whether this rank is the lowest of those that wait."""
         lower = [heard for rank, heard in self._heard.items() if rank < self.rank]
         return not any(entered >= self.entered and self._now - since < _SILENT for (entered, *_), since in lower)
-
-
-def _describe_wait(wait: DataWait, seconds: float) -> str:
-    return f"{wait.what} has not arrived for {seconds:.0f} s{_describe_workers()}"
 
 
 def _describe_workers() -> str:
