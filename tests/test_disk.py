@@ -309,7 +309,9 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(any
     returned(1, as_nobody, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "3"])
     Path("runs").chmod(0o555)
     for flags in ([], ["--run_name", "new"], ["--output_dir", "runs/deep/er"]):
-        check_failed(run_ranks(1, as_nobody, start, flags), "--output_dir runs", "runs is not writable")
+        check_failed(
+            run_ranks(1, as_nobody, start, flags), "--output_dir runs", "runs is not a folder where this user can write"
+        )
         assert names(Path("runs")) == ["run"]
 
 

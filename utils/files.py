@@ -216,12 +216,7 @@ def check_output_folder(flag: str, folder: Path) -> Path:
 def check_output_file(flag: str, path: Path) -> None:
     """Raise UserError, which names the flag, if no file can be written at `path`."""
     path = path.resolve()
-    folder = path.parent
-    if path.is_dir():
-        raise UserError(f"{flag} {path}: is a folder", "give the path of a file")
     if path.exists() and not path.is_file():
-        raise UserError(f"{flag} {path}: is not a regular file", "give another path")
-    if not folder.is_dir():
-        raise UserError(f"{flag} {path}: the folder {folder} does not exist", "create it, or give another path")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{flag} {path}: {folder} is not writable", "give another path")
+        raise UserError(f"{flag} {path}: is not a regular file", "give the path of a file")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{flag} {path}: {path.parent} does not exist or is not writable", "give another path")
