@@ -467,7 +467,7 @@ def change_state(change):
 def test_a_newer_format_is_refused_with_the_version_that_wrote_it():
     for main, flags, wrote, writer in (
         (eval.main, EVAL, {"lockstep": "9.8"}, "Lockstep 9.8"),
-        (train.main, RESUME, None, "a newer Lockstep"),
+        (train.main, RESUME, None, "Lockstep ?"),
     ):
         change_state(lambda values, wrote=wrote: values.update(format=2, state="of another shape", versions=wrote))
         before = contents(RUN)

@@ -65,9 +65,9 @@ def restore_state(
     if saved is None:
         return TrainState(batch_size=batch_size)
     check_same_run(saved, config, plan, data)
-    state = replace(saved.state)
-    if state.owes_evaluation:
-        state.evaluations = [each for each in state.evaluations if each["step"] != state.step]
+    first_repeated = saved.state.step + (not saved.state.owes_evaluation)
+    done = [each for each in saved.state.evaluations if (each["step"] or 0) < first_repeated]
+    state = replace(saved.state, evaluations=done)
     problem = f"{saved.path / 'state.json'}: step {state.step} and the position in the data contradict each other"
     require(state.can_follow(plan), problem, "use another checkpoint")
     if not plan.update_size(state.position):  # --drop_last was not set before: the epoch ends here
@@ -130,8 +130,9 @@ def resume_lines(saved: SavedRun, config: TrainConfig, resolved: TrainConfig, pl
             "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
             "if processes x accumulation steps differs, dropout masks and batch statistics differ too"
         )
-    used = plan.sizes(processes)["batch_size"]
-    if config.batch_size not in (None, used):
-        problem = f"--batch_size {config.batch_size} does not give the run's global batch of {plan.global_batch_size}"
-        lines.append(f"{problem}; using {used}")
+    for name, used in plan.sizes(processes).items():
+        value = getattr(config, name)
+        if name in ("batch_size", "grad_accum") and value not in (None, used):
+            problem = f"--{name} {value} does not give the run's global batch of {plan.global_batch_size}"
+            lines.append(f"{problem}; using {used}")
     return lines
