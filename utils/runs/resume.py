@@ -130,9 +130,9 @@ def resume_lines(saved: SavedRun, config: TrainConfig, resolved: TrainConfig, pl
             "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
             "if processes x accumulation steps differs, dropout masks and batch statistics differ too"
         )
-    for name, used in plan.sizes(processes).items():
-        value = getattr(config, name)
-        if name in ("batch_size", "grad_accum") and value not in (None, used):
+    for name in ("batch_size", "grad_accum"):
+        value, used = getattr(config, name), plan.sizes(processes)[name]
+        if value not in (None, used):
             problem = f"--{name} {value} does not give the run's global batch of {plan.global_batch_size}"
             lines.append(f"{problem}; using {used}")
     return lines
