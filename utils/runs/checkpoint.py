@@ -1,7 +1,7 @@
 """Find, save, load and delete the checkpoints of a run. A checkpoint is a folder that is complete or does not exist.
 
 RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin                      (Accelerate's save_state)
-                                 NAME.safetensors of each part                         (parts.py)
+                                 NAME.safetensors of each part                         (loading.py)
                                  state.json, config.yaml, labels.json, samples.json.gz (metadata.py)
                                  manifest.json                                         (size and SHA-256 of each)
 RUN/checkpoints/latest, best     one line each: the name of such a folder
@@ -32,10 +32,9 @@ from utils.errors import UserError
 from utils.files import LOCK, check_output_folder, expand, holder_text, lock
 from utils.launch.environment import can_be_restarted
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import load_tensors
+from utils.runs.loading import Part, load_tensors
 from utils.runs.manifest import find_checkpoint, newest_good, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
-from utils.runs.parts import Part
 from utils.runs.state import TrainState
 from utils.runs.writing import clean_up, delete_after, publish, update_pointers, write_partial
 

@@ -17,7 +17,7 @@ from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.matching import Match
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import read_weights
+from utils.runs.loading import EMA, read_weights
 from utils.runs.manifest import (
     FOR_EVALUATION,
     MANIFEST,
@@ -27,7 +27,6 @@ from utils.runs.manifest import (
     verify,
 )
 from utils.runs.metadata import SavedRun, read_checkpoint
-from utils.runs.parts import EMA
 
 WEIGHTS = "model.safetensors"
 _HUB = "hf://"

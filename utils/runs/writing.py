@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from utils.errors import one_line
 from utils.files import naming_file, put_in_place, write_file
+from utils.runs.loading import Part
 from utils.runs.manifest import checkpoint_of, checkpoints_of, damage_of, read_pointer, step_of, write_manifest
-from utils.runs.parts import Part
 
 _KEPT = ("model.safetensors", "optimizer.bin")  # of the files that `save_state` writes
 

@@ -27,9 +27,9 @@ from utils.models.weight_average import WeightAverage
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
+from utils.runs.loading import EMA, Part
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
-from utils.runs.parts import EMA, Part
 from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
