@@ -18,6 +18,7 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, LoggerType, get_available_trackers
 
+from utils.config.bounds import require
 from utils.config.settings import OF_ONE_START, TrainConfig
 from utils.config.table import Table, suggestion
 from utils.errors import UserError, one_line
@@ -33,13 +34,12 @@ class Trackers(Table):
 
     def check(self, config: Any) -> None:
         """Raise UserError for an unknown tracker, or for one whose package is not installed."""
+        missing = {*map(str, LoggerType)} - {*map(str, get_available_trackers())}
         for name in self.names(config):
-            problem = f"--report_to {name}: no such tracker"
-            if name not in self:
-                raise UserError(problem, suggestion(name, self, f"use {self.listed()}"))
-            if name in map(str, LoggerType) and name not in map(str, get_available_trackers()):
-                fix = f"run: python -m pip install {name}"
-                raise UserError(f"--report_to {name}: its package is not installed", fix)
+            fix = suggestion(name, self, f"use {self.listed()}")
+            require(name in self, f"--report_to {name}: no such tracker", fix)
+            problem = f"--report_to {name}: its package is not installed"
+            require(name not in missing, problem, f"run: python -m pip install {name}")
 
     def helps(self) -> dict[str, str]:
         return {self.what: f": {self.listed()}"}
@@ -79,7 +79,7 @@ class Tracker(Sink):
         if name in ("trackio", "wandb"):
             write_file(kept, self.tracker.tracker.id)
         # W&B cannot delete points, and ignores steps that it already has.
-        self.first = getattr(self.tracker.tracker, "starting_step", 0) if name == "wandb" else 0
+        self.first = getattr(self.tracker.tracker, "starting_step", 0)
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "start":  # the first record of a start
