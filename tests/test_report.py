@@ -171,7 +171,8 @@ def test_nan_infinite_losses_and_undefined_metrics_make_an_analysis_in_json():
     assert sum(entry["count"] for entry in analysis["calibration"]["bins"]) == 499
     always = np.array([[1, 0], [1, 1], [1, 0]], np.uint8)  # no image is without the first class
     logits = np.array([[0.5, np.nan], [-0.5, np.inf], [0.1, -np.inf]], np.float32)
-    others = analyse(found._replace(indices=np.arange(3), labels=always, scores=logits), ["a", "b"], 0.0, 0)
+    outputs = Predictions(np.arange(3), always, np.zeros((3, 0), int), logits, np.ones(3))
+    others = analyse(outputs, ["a", "b"], 0.0, 0)
     assert {row["name"]: row["auc"] for row in others["classes"]} == {"a": None, "b": 1.0}
     json.dumps([analysis, others], allow_nan=False)
 

@@ -156,9 +156,9 @@ def test_a_tracker_gets_the_settings_the_finite_numbers_and_after_a_resume_the_k
 
 def test_evaluations_of_the_weights_and_of_their_average_have_different_names(opened):
     log = opened("one")
-    shared = {"epoch": 1, "split": "test", "count": 4, "seconds": 1.0, "top5": 1.0, "loss": 1.0}
+    shared = {"epoch": 1, "split": "test", "count": 4, "seconds": 1.0}
     for step, weights, accuracy in ((5, {"weights": "raw"}, 0.5), (5, {"weights": "ema"}, 0.75), (6, {}, 0.25)):
-        log.write("eval", step=step, accuracy=accuracy, **weights, **shared)
+        log.write("eval", step=step, accuracy=accuracy, top5=1.0, loss=1.0, **weights, **shared)
     found = [(step, *item) for step, sent in Fake.made["one"] for item in sent.items() if item[0].endswith("accuracy")]
     assert found == [(5, "eval/accuracy", 0.5), (5, "eval_ema/accuracy", 0.75), (6, "eval/accuracy", 0.25)]
 
@@ -256,52 +256,35 @@ def test_files_of_tensorboard_that_cannot_be_deleted_are_not_mixed_with_new_ones
 
 
 @pytest.mark.slow
-def test_tensorboard_and_trackio_serve_the_points_of_the_log_of_a_run_that_was_killed_and_resumed(monkeypatch):
+def test_trackio_serves_the_points_of_the_log_of_a_run_that_was_killed_and_resumed(monkeypatch):
     pytest.importorskip("trackio", reason="python -m pip install trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(Path("trackio").absolute()))
-    servers: list[subprocess.Popen] = []
-    ports = [free_port(), free_port()]
+    port = free_port()
 
-    def serve(command: list[str], **environment: str) -> None:
-        with Path(f"server-{len(servers)}.txt").open("w") as out:
-            environment = os.environ | environment
-            servers.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment))
-
-    def tensorboard_of(tag: str) -> list:
-        address = f"http://127.0.0.1:{ports[0]}/data/plugin/scalars/scalars?run=run/tensorboard&tag={tag}"
-        with suppress(OSError), urllib.request.urlopen(address, timeout=60) as answer:
-            return [(step, np.float32(value)) for _, step, value in json.load(answer)]
-        return []
-
-    def trackio_of(api: str, **arguments: str) -> list:
+    def ask(api: str, **arguments: str) -> list:
         body, header = json.dumps(arguments).encode(), {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{ports[1]}/api/{api}", body, header)
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/api/{api}", body, header)
         with suppress(OSError), urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["data"]
         return []
 
     flags = ["--max_steps", "400", "--eval_every", "100", "--report_to", "tensorboard,trackio"]
+    run = begin("accelerate launch, 2 processes", *flags)
+    until(lambda: run.poll() is not None or has_logged(30)())
+    assert run.poll() is None, Path("out.txt").read_text()
+    end_commands([run])
+    environment = os.environ | {"GRADIO_SERVER_PORT": str(port)}
+    server = subprocess.Popen([str(BIN / "trackio"), "show", "--host", "127.0.0.1"], env=environment)
     try:
-        serve([str(BIN / "tensorboard"), "--logdir", "runs", "--host", "127.0.0.1", "--port", str(ports[0])])
-        run = begin("accelerate launch, 2 processes", *flags)
-        until(lambda: run.poll() is not None or has_logged(30)())
-        assert run.poll() is None, Path("out.txt").read_text()
-        end_commands([run])
-        # Both servers have points of the first start.
-        serve([str(BIN / "trackio"), "show", "--host", "127.0.0.1"], GRADIO_SERVER_PORT=str(ports[1]))
-        until(lambda: tensorboard_of("train/loss") and trackio_of("get_logs", project="lockstep", run="run"), every=0.5)
+        until(lambda: ask("get_logs", project="lockstep", run="run"), every=0.5)  # points of the first start
         run = begin("accelerate launch, 2 processes", *flags, "--resume", "auto")
-        run.wait(300)
-        assert run.returncode == 0, Path("out.txt").read_text()
-        expected = points_of_log("run")
-        assert len(expected["train/loss"]) == 400 and len([r for r in records("run") if r["kind"] == "start"]) == 2
-        for tag, points in expected.items():
-            until(lambda tag=tag, points=points: tensorboard_of(tag) == points, 60, every=0.5)
-        found = defaultdict(list)
-        for entry in trackio_of("get_logs", project="lockstep", run="run"):
+        assert run.wait(300) == 0, Path("out.txt").read_text()
+        expected, found = points_of_log("run"), defaultdict(list)
+        assert len(expected["train/loss"]) == 400 and len(records("run", "start")) == 2
+        for entry in ask("get_logs", project="lockstep", run="run"):
             for name in entry.keys() & expected.keys():
                 found[name].append((entry["step"], np.float32(entry[name])))
         assert {name: sorted(points) for name, points in found.items()} == expected
-        assert len(trackio_of("get_runs_for_project", project="lockstep")) == 1
+        assert len(ask("get_runs_for_project", project="lockstep")) == 1
     finally:
-        end_commands(servers)
+        end_commands([server])
