@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.ranks import returned, run_ranks, start_ranks
-from helpers.training_runs import records, refused, same_tensors, slow_train, train_run, weights, working_in
-from helpers.waiting import until
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, refused, same_tensors, train_run, weights, working_in
 from safetensors.torch import load_file, save_file
 
 import eval
@@ -121,20 +120,6 @@ def test_one_two_and_three_processes_have_the_same_average_with_microbatches():
         ends.append((weights(f"on-{processes}", file=FILE), evaluations(f"on-{processes}")))
     for averages, evaluated in ends[1:]:
         assert same_tensors(averages, ends[0][0]) and evaluated == ends[0][1]
-
-
-@pytest.mark.full
-def test_a_killed_run_ends_with_the_same_average_and_evaluations(in_folder):
-    started = start_ranks(2, slow_train, EMA, 0.0, 7)
-    until(lambda: Path("held-0").exists() and Path("held-1").exists())
-    until(lambda: Path("runs/run/checkpoints/step-00000006").exists())
-    started.kill(signal.SIGKILL)
-    started.finish()
-    train_run(2, "run", *EMA, "--resume", "auto")
-    assert records("run", "start")[-1]["step"] == 6
-    assert same_tensors(weights("run", file=FILE), weights("two", file=FILE))
-    assert same_tensors(weights("run"), weights("two"))
-    assert evaluations("run") == evaluations("two")
 
 
 def stop_in_the_second_evaluation(flags):

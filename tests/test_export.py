@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers.make_data import smooth
+from helpers.make_data import image_folder, smooth
 from helpers.ranks import ALONE, returned, run_ranks
 from helpers.training_runs import ROOT, refused, train_run, working_in
 from helpers.waiting import records_so_far
@@ -70,24 +70,13 @@ for folder in sys.argv[1:]:
 """
 
 
-def picture(number: int, height: int, width: int) -> Image.Image:
-    """A smooth picture with some noise, different for each number."""
-    noise = (
-        np.random.default_rng(number).integers(-40, 40, (height // 8 + 1, width // 8 + 1, 3)).repeat(8, 0).repeat(8, 1)
-    )
-    return Image.fromarray((smooth(height, width) + noise[:height, :width]).clip(0, 255).astype(np.uint8))
-
-
 def write_data() -> None:
     """The folders small, photos and two, and several.csv."""
-    sizes = {"small": (32, 32, "png"), "photos": (150, 260, "jpg"), "two": (28, 20, "png"), "several": (40, 40, "png")}
-    for data, (height, width, kind) in sizes.items():
-        classes = {"two": "ab", "several": ["."]}.get(data, "abc")
-        for number in range(40):
-            folder = Path(data) / classes[number % len(classes)]
-            folder.mkdir(parents=True, exist_ok=True)
-            picture(number, height, width).save(folder / f"{number:02}.{kind}")
-    rows = [f"several/{number:02}.png,{['a', 'a|b', 'b|c', 'c'][number % 4]}" for number in range(40)]
+    image_folder("small", dict.fromkeys("abc", 13), (32, 32))
+    image_folder("photos", dict.fromkeys("abc", 13), (150, 260), "jpg")
+    image_folder("two", dict.fromkeys("ab", 20), (28, 20))
+    paths = image_folder("several", {".": 40}, (40, 40))
+    rows = [f"{path},{['a', 'a|b', 'b|c', 'c'][number % 4]}" for number, path in enumerate(paths)]
     Path("several.csv").write_text("\n".join(["path,label", *rows]))
 
 
@@ -269,7 +258,7 @@ def test_the_printed_preprocessing_has_the_pixels_of_evaluation(tmp_path, spec):
     names: dict = {}
     exec(f"import numpy as np\nfrom PIL import Image, ImageOps\n{preprocessing(spec)}", names)
     for number, size in enumerate([(150, 260), (333, 200), (28, 28), (129, 127)]):
-        path, image, exif = tmp_path / f"{number}.png", picture(number, *size), Image.Exif()
+        path, image, exif = tmp_path / f"{number}.png", Image.fromarray(smooth(*size)), Image.Exif()
         exif[0x0112] = 6 if number == 1 else 1  # to be turned by 90 degrees
         image.save(path, exif=exif)
         pixels = np.array(image.convert("L" if spec.channels == 1 else "RGB")).reshape(*size, -1)

@@ -29,7 +29,7 @@ import doctor
 import train
 import utils.models.zoo
 from utils.config.defaults import hint_for_gpus
-from utils.config.settings import LaunchConfig, TrainConfig
+from utils.config.settings import TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
 from utils.data.mixing import Mix
@@ -40,7 +40,6 @@ from utils.launch.devices import choose_device
 from utils.launch.environment import Topology
 from utils.models.small import MLP
 from utils.ranks import accelerator as wrapping
-from utils.ranks import ranks
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 from utils.tasks.classification import Classification
@@ -199,18 +198,6 @@ def test_after_an_error_a_rank_does_not_wait_for_nccl_and_its_output_is_complete
     outcome = subprocess.run([sys.executable, "-c", FAILING], env=env, capture_output=True, text=True, timeout=SOON)
     assert outcome.returncode == 1 and outcome.stdout == "out" and Path("saved").exists()
     assert "Traceback" in outcome.stderr and outcome.stderr.splitlines()[-1].endswith("RuntimeError: a bug")
-
-
-def test_nccl_ends_a_rank_only_after_the_watch_has_said_who_is_missing(monkeypatch):
-    limits = {}
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout, **__: limits.update(connecting=timeout))
-    monkeypatch.setattr(dist, "new_group", lambda **_: "gloo")
-    monkeypatch.setattr(ranks, "_set_timeout", lambda limit, group: limits.setdefault(group, limit))
-    monkeypatch.setattr(ranks, "keep_freed_memory", lambda: None)  # for good, in the tests' own process
-    own = ranks.Ranks(Topology(0, 2, 0, 2), LaunchConfig(cpu=True, threads=1, timeout=60))
-    own.backend = "nccl"
-    own.connect(dist.HashStore())
-    assert {name: limit.seconds for name, limit in limits.items()} == {None: 90, "gloo": 60, "connecting": 90}
 
 
 # Precision and kernels.
@@ -447,7 +434,6 @@ def test_loader_processes_are_chosen_by_physical_cores(monkeypatch):
     for logical, physical, threads, processes, expected in (
         (2, 1, 2, 1, 2),  # up to 8 are started for logical cores
         (192, 96, 24, 8, 12),
-        (256, 128, 256, 1, 16),
         (256, 128, 4, 1, 4),  # --threads
         (64, None, 64, 1, 16),  # unknown, as in some virtual machines
     ):

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.browser import browser
 from helpers.make_data import encoded, image_folder, pictures
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import ROOT, refused, train_run, weights, working_in
@@ -320,12 +319,6 @@ def test_a_task_needs_only_an_activation_and_names_for_rows():
     assert rows == [Row("b", ["b"], [0.731059]), Row("a", ["a"], [0.731059])]
 
 
-def test_rows_have_six_significant_digits():
-    top, values = np.array([[1, 0]] * 2), np.array([[2 / 3, 1 / 3], [1.23456789e-5, 0]])
-    rows = make_rows(task_of("classification"), top, values, 2)
-    assert rows == [Row("b", ["b", "a"], [0.666667, 0.333333]), Row("b", ["b", "a"], [1.23457e-05, 0])]
-
-
 def test_a_class_is_predicted_if_its_logit_is_above_the_threshold_as_in_the_evaluation():
     task = task_of("multilabel", threshold=0.3)
     cut = np.float32(task.cut)
@@ -341,20 +334,6 @@ def test_the_command_of_the_page_predicts_on_two_processes():
     shutil.copytree("runs/photos", "runs/NAME")
     returned(2, predict.main, command.split()[1:])
     assert len(read_csv("predictions.csv")) == 22
-
-
-@pytest.mark.browser
-def test_a_probability_beside_a_long_name_is_on_one_line(tmp_path):
-    image_folder("odd", {"x": 2})
-    names = ["a long name of several words, and more", "b" * 80]
-    (tmp_path / "page.html").write_text(page("title", [Row(names[0], names, [0.355, 0.1])] * 2, find_images(["odd"])))
-    with browser(tmp_path / "profile") as window:
-        for width in (200, 1400):
-            window.open(tmp_path / "page.html", width)
-            numbers = "[...document.querySelectorAll('.row span:last-child')]"
-            heights = f"{numbers}.map(span => {{ const r = document.createRange(); r.selectNodeContents(span);"
-            assert window.value(f"{heights} return r.getClientRects().length; }})") == [1] * 4
-            assert window.value("document.scrollingElement.scrollWidth <= innerWidth")
 
 
 def test_the_page_holds_its_images_loads_nothing_and_shows_names_as_text():

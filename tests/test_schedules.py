@@ -1,11 +1,10 @@
-"""Learning rate schedules are those of torch and timm, or their closed form, with any warm-up and cool-down."""
+"""Learning rate schedules are those of torch, or their closed form, with any warm-up and cool-down."""
 
 import math
 
 import pytest
 import torch
 from helpers.training_runs import records, train_run
-from timm.scheduler.poly_lr import PolyLRScheduler
 from torch.optim import lr_scheduler
 
 import train
@@ -53,12 +52,6 @@ def torchs(make, updates=100):
 def test_schedules_are_those_of_torch(schedule, arguments, make):
     updates = 84 if "multiplier" in arguments else 100
     assert rates(schedule, arguments, updates=updates) == pytest.approx(torchs(make, updates), abs=1e-12)
-
-
-def test_the_polynomial_is_that_of_timm():
-    scheduler = PolyLRScheduler(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.2), 100, power=3.0, lr_min=0.02)
-    expected = [scheduler._get_lr(update)[0] for update in range(100)]
-    assert rates("polynomial", "{power: 3.0, end: 0.1}") == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("cycles", [3, 49])

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
 from utils.tasks.task import Task
 from utils.training import evaluation
-from utils.training.evaluation import gather_rows
 from utils.training.meter import Meter
 
 FLAGS = ["--model", "mlp", "--model_args", "{hidden: 16}", "--lr", "0.01", "--global_batch_size", "120"]
@@ -140,19 +138,6 @@ def test_soft_targets_of_one_class_equal_hard_ones_and_mixed_ones_are_the_mixtur
     own, other = (task.training_sums(hard, logits, targets) for targets in (labels, soft))
     assert own == other and own[1] == (logits.argmax(1) == labels).sum()
     assert task.loss(logits[:0], labels[:0]) == 0 == task.loss(logits[:0], soft[:0])
-
-
-def test_rows_of_ranks_with_different_numbers_of_samples_are_gathered_without_padding():
-    counts = [3, 0, 5, 4]
-    rows = [torch.randn(count, 2) for count in counts]
-    padded = [F.pad(own, (0, 0, 0, 5 - len(own)), value=7.0) for own in rows]
-    for own, sent in zip(rows, padded, strict=True):
-
-        def gather(given, sent=sent):
-            assert given.shape == sent.shape
-            return torch.cat(padded)
-
-        assert torch.equal(gather_rows(SimpleNamespace(gather=gather), own, counts), torch.cat(rows))
 
 
 def test_an_evaluation_that_counts_a_sample_twice_or_not_at_all_is_an_error():
