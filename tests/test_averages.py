@@ -79,7 +79,7 @@ def test_the_average_is_that_of_a_plain_loop_over_the_weights_of_the_main_proces
     assert counts and all(torch.equal(found[name], after[-1][name]) for name in counts)
     for name in found.keys() - counts:
         torch.testing.assert_close(found[name].double(), averages[name], rtol=1e-5, atol=1e-7)
-        assert not torch.equal(found[name], after[-1][name])
+        assert "running" not in name or not torch.equal(found[name], after[-1][name])
 
 
 def test_training_itself_does_not_change(in_folder):

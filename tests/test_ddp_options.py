@@ -82,12 +82,11 @@ def test_a_step_of_one_sample_on_all_processes_together_is_refused():
 def test_a_run_with_synchronised_batch_statistics_has_the_losses_of_one_process():
     flags = ["--model", "resnet18", "--global_batch_size", "14", "--max_steps", "5", "--log_every", "1"]
     flags += ["--threads", "1", "--lr", "0.0005", "--max_train_samples", "61", "--max_eval_samples", "20"]
-    runs = [train_run(n, f"on-{n}", *flags, "--sync_batchnorm") for n in (1, 2)]  # the fifth update has 3 + 2 samples
-    runs.append(train_run(2, "apart", *flags, "--batch_size", "7"))
-    alone, both, apart = ([line["loss"] for line in run if line["kind"] == "train"] for run in runs)
+    for processes in (1, 2):  # the fifth update has 3 + 2 samples
+        train_run(processes, f"on-{processes}", *flags, "--sync_batchnorm")
+    alone, both = ([line["loss"] for line in records(f"on-{n}", "train")] for n in (1, 2))
     # So few samples and so many layers multiply the rounding of each update some twenty times.
     assert both[:2] == pytest.approx(alone[:2], rel=1e-6) and both == pytest.approx(alone, rel=2e-3)
-    assert apart[0] != pytest.approx(alone[0], rel=5e-3)  # what each process makes of its own samples
     assert records("on-2", "eval")[-1]["loss"] == pytest.approx(records("on-1", "eval")[-1]["loss"], rel=1e-3)
 
 

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-import eval
 import replay
 import train
 from utils.config.cli import parse_args
@@ -71,18 +70,12 @@ def test_the_rows_of_the_head_follow_the_names_of_the_classes():
     ]
 
 
-def test_all_rows_are_kept_in_the_order_of_the_data_and_a_name_that_occurs_twice_is_unknown():
-    source, model = two_layers(3), two_layers(3)
-    for names, rows in ((["a", "b", "c"], 3), (["a", "a", "x"], 0)):  # the second keeps what the first has copied
-        found = copy_matching(model, source.state_dict(), names, ["c", "a", "b"])
-        assert torch.equal(model[2].weight, source[2].weight[[2, 0, 1]]) and found.rows == (rows, 3)
-
-
-def test_a_head_without_class_names_is_kept_if_its_shape_fits_and_other_shapes_are_new():
+def test_a_name_that_occurs_twice_is_unknown_and_without_names_a_head_is_kept_if_its_shape_fits():
     source, model = two_layers(3, inputs=5), two_layers(3)
-    found = copy_matching(model, source.state_dict(), [], ["a", "b", "c"])
-    assert torch.equal(model[2].weight, source[2].weight)
-    assert found.new == {"0.weight": "shape [4, 3], in the source [4, 5]"}
+    for names, order, rows in ((["a", "b", "c"], [2, 0, 1], 3), (["a", "a", "x"], [2, 0, 1], 0), ([], [0, 1, 2], None)):
+        found = copy_matching(model, source.state_dict(), names, ["c", "a", "b"])
+        assert torch.equal(model[2].weight, source[2].weight[order])  # the second keeps what the first has copied
+        assert found.new["0.weight"] == "shape [4, 3], in the source [4, 5]" and (not names or found.rows == (rows, 3))
 
 
 def test_the_head_of_timm_is_the_one_that_it_names_and_of_others_the_last_linear_layer():
@@ -246,16 +239,6 @@ def test_a_new_layer_that_would_be_frozen_with_random_weights_is_refused(folder)
         line = refused(train.main, *flags, "--channels", "1", "--freeze", *patterns, processes=2)
         assert f"--freeze {patterns[-1]}: conv1.0.weight would stay random (shape [" in line
     train_run(1, "frozen", *flags, "--channels", "3", "--freeze", *patterns)
-
-
-def test_the_start_table_the_page_and_the_evaluation_show_how_pixels_are_normalised(folder):
-    flags = ["--data", "first", *STILL, "--image_size", "112", "--mean", "0.4", "0.5", "0.6", "--run_name", "shown"]
-    text = "mean 0.4, 0.5, 0.6, standard deviation 0.5, 0.5, 0.5 of pixels in 0 to 1"
-    text += "; evaluation: sides resized to 128 (bilinear), centre cropped"
-    for main, words in ((train.main, flags), (eval.main, ["--ckpt", "runs/shown"])):
-        (outcome,) = run_ranks(1, main, words)
-        assert re.search(f"^ *input +{re.escape(text)}$", outcome.out, re.M), outcome.err
-    assert text in Path("runs/shown/report.html").read_text()
 
 
 # -- frozen layers ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import timm
 import torch
 import torchvision
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, same_tensors, train_run, weights
+from helpers.training_runs import records, refused, same_tensors, weights
 from torch import nn
 
 import eval
@@ -412,13 +412,3 @@ def test_a_model_that_cannot_take_an_empty_batch_computes_an_image_of_zeros_with
 def test_a_model_that_cannot_take_an_empty_batch_is_refused_with_shared_batch_statistics():
     with pytest.raises(ValueError, match=r"does not accept an empty batch.*use another model"):
         build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN, sync_batchnorm=True)
-
-
-def test_a_rank_without_samples_trains_a_model_that_cannot_take_an_empty_batch():
-    flags = ["--data", "digits", "--model", NO_EMPTY, "--model_args", str(SMALL_SWIN), "--image_size", "28"]
-    flags += ["--max_train_samples", "21", "--global_batch_size", "20", "--max_steps", "4", "--log_every", "1"]
-    flags += ["--max_eval_samples", "10", "--threads", "1", "--optimizer", "adamw", "--lr", "0.001"]
-    for processes in (1, 2):
-        train_run(processes, f"on-{processes}", *flags, "--drop_last", "false")
-    one, two = ([record["loss"] for record in records(f"on-{n}", "train")] for n in (1, 2))
-    assert len(one) == 4 and two == pytest.approx(one, rel=1e-5)

@@ -301,9 +301,3 @@ def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_wi
 def test_a_model_without_hidden_matrices_cannot_use_muon_and_names_are_found_in_any_case():
     error = refused(train.main, "--model", "mlp", "--optimizer", "Muon", "--max_steps", "1")
     assert "--optimizer muon: this model has no hidden matrices to train; use adamw" in error
-
-
-def test_a_momentum_without_effect_is_reported():
-    flags = ["--model", "mlp", "--max_steps", "1", "--momentum", "0.5", "--optimizer", "NAdam"]
-    (outcome,) = run_ranks(1, train.main, flags)
-    assert "--momentum has no effect: nadam does not use it\n" in outcome.out

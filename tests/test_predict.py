@@ -46,16 +46,14 @@ def trained(tmp_path_factory):
         for split, each in (("train", 12), ("val", 11)):
             image_folder(f"small/{split}", dict.fromkeys(CLASSES, each), seed=each)
             image_folder(f"photos/{split}", {"cat": each, "dog": each}, (130, 160), "jpeg", seed=each)
+        for number, path in enumerate(sorted(Path("small").rglob("*.png"))):
+            names = "|".join(name for bit, name in enumerate("abc") if number >> bit & 1)
+            for table, label in (("list", names), ("pairs", ["no", "yes"][number % 2])):
+                with Path(f"{table}.csv").open("a") as file:
+                    file.write("" if number else "path,label,split\n")
+                    file.write(f"{path},{label},{'train' if number % 3 else 'test'}\n")
         train_run(1, "small", "--data", "small", *FLAGS)
         train_run(1, "photos", "--data", "photos", "--image_size", "100", *FLAGS)
-        lists, pairs = ["path,label,split"], ["path,label,split"]
-        for number, path in enumerate(sorted(Path("small").rglob("*.png"))):
-            names = [name for bit, name in enumerate(("a", "b", "c")) if number >> bit & 1]
-            split = "train" if number % 3 else "test"
-            lists.append(f"{path},{'|'.join(names)},{split}")
-            pairs.append(f"{path},{'yes' if number % 2 else 'no'},{split}")
-        Path("list.csv").write_text("\n".join(lists))
-        Path("pairs.csv").write_text("\n".join(pairs))
         train_run(1, "multilabel", "--data", "list.csv", *FLAGS, "--threshold", "0.45", "--task", "multilabel")
         train_run(1, "binary", "--data", "pairs.csv", *FLAGS, "--task", "binary")
     return folder

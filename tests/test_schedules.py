@@ -1,7 +1,5 @@
 """Learning rate schedules are those of torch, or their closed form, with any warm-up and cool-down."""
 
-import math
-
 import pytest
 import torch
 from helpers.training_runs import records, train_run
@@ -52,12 +50,6 @@ def torchs(make, updates=100):
 def test_schedules_are_those_of_torch(schedule, arguments, make):
     updates = 84 if "multiplier" in arguments else 100
     assert rates(schedule, arguments, updates=updates) == pytest.approx(torchs(make, updates), abs=1e-12)
-
-
-@pytest.mark.parametrize("cycles", [3, 49])
-def test_each_restart_begins_at_the_full_learning_rate(cycles):
-    found = rates("cosine_restarts", f"{{cycles: {cycles}}}", updates=10 * cycles)
-    assert found == pytest.approx([0.2 * math.cos(math.pi * (u % 10) / 20) ** 2 for u in range(10 * cycles)], abs=1e-9)
 
 
 @pytest.mark.parametrize("warmup", ["10", "0.1"])
