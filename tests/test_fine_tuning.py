@@ -382,6 +382,5 @@ def test_checkpointed_blocks_with_random_layers_take_an_empty_batch_that_the_mod
     flags += ["--global_batch_size", "6", "--max_train_samples", "13", "--max_eval_samples", "8", "--max_steps", "4"]
     flags += ["--lr", "0.01", "--threads", "1", "--microbatches", "4", "--image_size", "32"]
     train_run(1, "plain", *flags)
-    for processes in (1, 2):
-        train_run(processes, f"on-{processes}", *flags, "--grad_checkpointing")
-        assert same_tensors(weights("plain"), weights(f"on-{processes}"))
+    train_run(2, "again", *flags, "--grad_checkpointing")
+    assert same_tensors(weights("plain"), weights("again"))

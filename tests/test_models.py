@@ -159,7 +159,7 @@ def fix_of(config, spec):
     "name, head",
     [
         ("resnet18", "fc"),
-        ("squeezenet1_0", "classifier.1"),
+        pytest.param("squeezenet1_0", "classifier.1", marks=pytest.mark.full),
         pytest.param("mobilenet_v3_small", "classifier.3", marks=pytest.mark.full),
         pytest.param("inception_v3", "fc", marks=pytest.mark.full),
         pytest.param("swin_t", "head", marks=pytest.mark.full),
@@ -215,6 +215,7 @@ def test_a_run_with_published_weights_resumes_without_them_and_passes_its_stem_o
     for updates in ("1", "2"):
         returned(1, train.main, [*start, updates])
         shutil.rmtree(hub, ignore_errors=True)
+    returned(1, eval.main, ["--ckpt", "runs/run"])
     (outcome,) = run_ranks(1, train.main, ["--init_from", "runs/run", *flags, "1"])
     assert ": 122 tensors kept; its model, stem, channels, mean, std" in outcome.out, outcome.out
 

@@ -109,11 +109,11 @@ def test_the_predictions_of_a_split_are_those_of_plain_pytorch_in_the_order_of_t
 
 
 def test_eval_py_writes_the_same_bytes_on_one_to_three_processes():
-    for processes in (1, 2, 3):
+    for processes in (1, 3):
         evaluated(processes, "multilabel", "--predictions", f"{processes}.csv")
-        assert Path(f"{processes}.csv").read_bytes() == Path("1.csv").read_bytes()
-    evaluated(3, "multilabel", "--predictions", "3.parquet")
-    found, rows = parquet.read_table("3.parquet").to_pydict(), read_csv("1.csv")
+    assert Path("3.csv").read_bytes() == Path("1.csv").read_bytes()
+    evaluated(2, "multilabel", "--predictions", "2.parquet")
+    found, rows = parquet.read_table("2.parquet").to_pydict(), read_csv("1.csv")
     assert found["path"] == [row["path"] for row in rows]
     assert found["loss"] == [float(row["loss"]) for row in rows]
     assert found["predicted"] == [json.loads(row["predicted"]) for row in rows]

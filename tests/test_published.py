@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -13,18 +12,15 @@ import torch
 import torchvision
 from helpers.make_data import image_folder
 from helpers.ranks import returned
-from helpers.training_runs import refused, train_run
+from helpers.training_runs import refused
 from PIL import Image
 from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 from torch.nn import functional as F
 
 import eval
-from utils.config.scripts import EvalConfig
 from utils.errors import UserError
 from utils.models.published import CLASSES, names_as_in
-from utils.runs.manifest import find_checkpoint
-from utils.runs.metadata import read_checkpoint
 
 SYNSETS = {"n01440764": "tench", "n02123045": "tabby", "n15075141": "toilet tissue"}
 PLACES = [0, 281, 999]  # of these classes among the outputs
@@ -178,12 +174,3 @@ def test_weights_that_are_not_there_are_one_line_with_the_fix():
     flags = ("--model", "resnet18", "--pretrained", "--data", "data", "--num_workers", "0")
     line = refused(eval.main, *flags, processes=2)
     assert "--pretrained: the weights of resnet18 cannot be loaded (" in line and "; without a network, save " in line
-
-
-def test_the_flags_of_published_weights_do_not_change_the_evaluation_of_a_checkpoint():
-    train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
-    (result,) = returned(1, eval.main, ["--ckpt", "runs/run"])
-    assert "model" not in result and result["step"] == 1
-    saved = read_checkpoint(find_checkpoint(Path("runs/run")))
-    fine_tuned = replace(saved, settings=replace(saved.settings, pretrained=True))
-    assert eval.settings_of(fine_tuned, EvalConfig(ckpt="runs/run"))[0].pretrained
