@@ -60,7 +60,7 @@ BAD_INPUT = {
     "model arguments": (("--model_args", "{depth: 3}"), "--model_args for mlp", 2),
     "column": (("--data", "table", "--image_column", "photo"), "--image_column photo: no such column; set", 1),
     "label outside the range": (("--data", "unlabelled"), "has the label -1", 1),
-    "too large": (("--data", "synthetic/10x999999x10"), "GB of memory, and this machine has", 1),
+    "too large": (("--data", "synthetic/10x999999x10"), "lower these numbers", 1),
     "one class": (("--data", "single"), "has one class, class0", 1),
     "images too small": (("--model", "alexnet", "--image_size", "8"), "alexnet does not accept 8x8", 2),
     "no update": (("--drop_last", "--global_batch_size", "9999998"), "--drop_last leaves no update", 1),

@@ -13,7 +13,7 @@ from utils.config.settings import TrainConfig
 from utils.data.datasets import Batch, ResidentImages
 from utils.data.mixing import Mix, make_mixing
 from utils.data.spec import InputSpec
-from utils.waiting import awaited
+from utils.waiting import wait_for_items
 
 _CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
 
@@ -62,7 +62,7 @@ class Batches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        loaded = awaited(self.loader, self.what)
+        loaded = wait_for_items(self.loader, self.what)
         is_resident = isinstance(self.dataset, ResidentImages)
         for batch in self._drawn(loaded) if is_resident else self._streamed(loaded):
             self.error = batch.error or self.error

@@ -1,5 +1,6 @@
 """The cache of small images. A data set is decoded once, into a memory map that all ranks of a machine share."""
 
+import errno
 import fcntl
 import hashlib
 import math
@@ -26,9 +27,19 @@ from utils.errors import UserError, one_line
 from utils.files import expand, naming_file
 from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import bytes_text, free_memory, usable_cores
-from utils.waiting import awaited
+from utils.waiting import wait_for_items
 
 _BLOCK = 2**24  # bytes that are hashed at once
+
+
+def open_pixels(path: Path) -> np.memmap:
+    """Map the file into memory; `damage` checks it."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except OSError as error:
+        if error.errno != errno.ENODEV:
+            raise
+        raise OSError(error.errno, "its file system cannot map files into memory", str(path)) from error
 
 
 def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
@@ -37,7 +48,7 @@ def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
     Raises OSError if the file cannot be read.
     """
     try:
-        mapped = np.lib.format.open_memmap(path, mode="r")
+        mapped = open_pixels(path)
     except Exception as error:  # numpy raises errors of any class for a damaged header
         if isinstance(error, OSError):
             raise
@@ -125,7 +136,7 @@ def decode_all(
             remove_leftovers(path.parent)
             _check_free_space(path.parent, len(split) * math.prod(shape))
             write_pixels(path, (len(split), *shape), _decoded(split, shape, progress))
-        return np.lib.format.open_memmap(path, mode="r")
+        return open_pixels(path)
     except OSError as error:
         return _decode_in_memory(split, shape, progress, one_line(error))
 
@@ -164,7 +175,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     workers, ahead = choose_workers([chunks.block_size * math.prod(shape)], workers)
     processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
     loader = DataLoader(images, batch_sampler=chunks, collate_fn=move_to_shared_memory, **processes)
-    for batch in awaited(progress(loader), "a decoded image"):
+    for batch in wait_for_items(progress(loader), "a decoded image"):
         if batch.error is not None:
             raise batch.error
         yield batch.images.numpy()

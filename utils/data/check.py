@@ -18,7 +18,7 @@ from utils.data.workers import worker_processes
 from utils.errors import one_line
 from utils.files import expand, write_file
 from utils.memory import usable_cores
-from utils.waiting import awaited
+from utils.waiting import wait_for_items
 
 _VERSION = 1  # of the cached results; increase it when their meaning changes, so that old ones are not used
 _CHUNK, _LEAST, _MOST = 256, 4000, 32  # images per chunk, fewest images per worker, most workers
@@ -85,7 +85,7 @@ def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -
         collate_fn=_unchanged,
         **worker_processes(workers if workers > 1 else 0),
     )
-    checks = [check for chunk in awaited(progress(loader), "the result of an image check") for check in chunk]
+    checks = [check for chunk in wait_for_items(progress(loader), "the result of an image check") for check in chunk]
     return {"ends": [end for end, _ in checks], "bad": {str(n): why for n, (_, why) in enumerate(checks) if why}}
 
 

@@ -55,7 +55,10 @@ def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
     def make(name: str, count: int) -> Split:
         random = np.random.Generator(np.random.Philox(fold_in("synthetic", name)))
         distinct = min(count, SYNTHETIC_IMAGES)
-        pixels = random.integers(0, 128, (distinct, 3, size, size), np.uint8)
+        try:
+            pixels = random.integers(0, 128, (distinct, 3, size, size), np.uint8)
+        except MemoryError as error:
+            raise UserError(f"--data synthetic/{numbers}: {one_line(error)}", "lower these numbers") from error
         # Each class has a brighter band at a different height, so that a network can learn the classes.
         for row in range(distinct):
             band = row % classes * size // classes

@@ -261,7 +261,7 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     is_held = np.zeros(len(split), bool)
     is_held[order] = np.diff(steps) > 0
     is_held &= (counts[labels] > 1) | is_multi
-    if not is_multi and counts.max() == 1:
+    if not is_multi and counts.max(initial=0) == 1:
         problem = f"split {split.name!r} has one sample of each class, so none can be held out for evaluation"
         raise UserError(problem, "add samples, or name an --eval_split")
     if not is_held.any() or is_held.all():
