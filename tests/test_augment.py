@@ -12,13 +12,14 @@ from torchvision.transforms.v2 import functional as F
 from utils.config.settings import TrainConfig
 from utils.data.augment import AUGMENTATIONS, Operation, ShiftAndFlip, crop_box, make_augmentation
 from utils.data.batches import Batches
+from utils.data.cache import make_dataset
 from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
 from utils.data.decode import LARGE
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_dataset, make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
+from utils.data.workers import make_loader
 
 N = 1 << 16
 INDICES = np.arange(N)

@@ -22,9 +22,9 @@ from torchvision.transforms import InterpolationMode, v2
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import Crop, crop_box
+from utils.data.cache import make_dataset
 from utils.data.decode import EVAL_CROP, LARGE, center, center_factor, decode, peek
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_dataset
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
 from utils.data.tables import Table

@@ -76,6 +76,15 @@ def test_a_single_class_is_not_taken_for_an_outer_folder():
     refused("one class, cat")
 
 
+@pytest.mark.parametrize("beside", ["loose.png", "other/train/cat"])
+def test_a_data_set_among_others_is_named_as_the_folder_to_give(beside):
+    image_folder("folder/pets/train", PETS)
+    image_folder("folder/pets/val", PETS)
+    Path("folder", beside).parent.mkdir(parents=True, exist_ok=True)
+    os.link("folder/pets/val/cat/000.png", Path("folder", beside + "0.png" * (not beside.endswith("png"))))
+    refused("folder: pets is not a class, as it holds the splits train, val; give --data folder/pets, or")
+
+
 # -- the names of splits ---------------------------------------------------------------------------------------------
 
 
@@ -394,6 +403,14 @@ def test_a_few_missing_numbers_stay_classes_and_negative_ones_have_no_label():
     assert load(numbered("half", [1, 3, 1, 3] * 5)).class_names == ["0", "1", "2", "3"]
     assert load(numbered("less", [1, 4, 1, 4] * 5)).class_names == ["1", "4"]
     refused("image 2", "has the label -1", "unlabelled", data=numbered("negative", [0, 500, -3, 500, 0]))
+
+
+def test_a_shard_with_other_columns_than_the_others_is_named():
+    made = table([0, 1] * 10, ClassLabel(names=["a", "b"]))
+    Path("folder").mkdir()
+    made.to_parquet("folder/train-00000-of-00002.parquet")
+    made.rename_column("label", "kind").to_parquet("folder/train-00001-of-00002.parquet")
+    refused("folder/train-00001-of-00002.parquet: cannot be read (")
 
 
 def test_string_labels_may_hold_newlines_and_must_be_utf8():

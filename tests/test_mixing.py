@@ -14,8 +14,8 @@ from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.mixing import Mixing
 from utils.data.order import Microbatch, Plan, UpdateSampler, fold_in
-from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
+from utils.data.workers import make_loader
 from utils.tasks.classification import Classification
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])

@@ -13,12 +13,12 @@ from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
 from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
-from utils.data.cache import SharedImages
+from utils.data.cache import make_dataset
 from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages, describe_place, keep_on_device
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_dataset, make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
+from utils.data.workers import make_loader
 from utils.errors import UserError
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
@@ -96,16 +96,6 @@ def test_images_that_loader_processes_augment_stay_with_them(images):
     assert describe_place([kept, drawn]).endswith(" in host memory and on cpu, augmented by loader processes")
     (line,) = advice(config, (True, True), by_loader=True, has_columns=True, processes=1)
     assert "--data_on_device applies to evaluation only" in line
-
-
-def test_images_that_several_samples_share_are_found():
-    stored, rows = pictures(9, (10, 12)), np.arange(60) * 5 % 9
-    shared = SharedImages(SharedImages(stored, np.arange(9)[::-1].copy()), rows)
-    batch, *_ = assert_same(DecodedImages(shared, np.arange(60)), training=False)
-    kept = MICROBATCHES[0].indices
-    assert batch.indices.tolist() == kept.tolist()
-    expected = (torch.from_numpy(stored[8 - rows[kept]]) / 255 - torch.tensor(SPEC.mean)) / torch.tensor(SPEC.std)
-    assert torch.allclose(batch.images, expected.permute(0, 3, 1, 2), atol=1e-5)
 
 
 def test_no_value_is_read_from_the_device(images):

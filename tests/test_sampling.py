@@ -222,7 +222,7 @@ def test_class_weights_have_the_mean_one_over_the_training_samples():
         ("a: 1\nb: -2.5\nc: 1\n", "the weight of b must be a number above 0, got -2.5"),
         ("a: 1\nb: x\nc: 1\n", "the weight of b must be a number above 0, got x"),
         ("a: 1\nb: .nan\nc: 1\n", "the weight of b must be a number above 0, got nan"),
-        ("- 1\n- 2\n", "does not map class names to weights"),
+        ("- 1\n- 2\n", "no weight for "),
     ],
 )
 def test_a_file_of_class_weights_that_does_not_fit_is_one_line(text, error):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 from pathlib import Path
 
 import datasets
@@ -12,7 +11,6 @@ import pytest
 import torchvision
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from helpers.make_data import encoded, image_folder, mnist_files, parquet, pictures, table
-from helpers.ranks import returned
 from PIL import Image as PillowImage
 from pyarrow import parquet as pq
 
@@ -75,19 +73,6 @@ def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned()
     assert (pixels[np.array([2999])][0] == decode(data.train, 2999, 3).numpy()).all()
     assert len(load("synthetic").train) == 10_000
     assert not (decode(data.train, 0, 3) == decode(data.evaluation, 0, 3)).all()
-
-
-def open_ten_million():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    data = load("synthetic/10x32x10000000")
-    for side, progress in ((32, None), (40, iter)):  # as they are, and enlarged
-        pixels = decode_all(data.train, side, side, 3, "cache", progress)
-        assert pixels[np.array([9_999_999, 3])].shape == (2, side, side, 3)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-
-
-def test_ten_million_synthetic_samples_open_in_little_memory():
-    assert returned(1, open_ten_million)[0] < 1_000_000  # KiB, while the decoded images would take 30 GB
 
 
 @pytest.mark.parametrize("name", ["synthetic/10x32", "synthetic/0x32x10"])

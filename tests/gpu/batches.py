@@ -17,8 +17,8 @@ from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
+from utils.data.workers import make_loader
 
 config = TrainConfig(crop_padding=4, flip="alternate", random_erasing=0.5, cutout=8)
 spec, device = InputSpec(32, 32, 3, [0.5] * 3, [0.25] * 3), torch.device(sys.argv[1])

@@ -15,8 +15,6 @@ from utils.data.mixing import Mix, make_mixing
 from utils.data.spec import InputSpec
 from utils.waiting import wait_for_items
 
-_CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
-
 
 class Batches:
     """The batches of a prepared loader as the model's float input on the device, augmented and mixed in training.
@@ -70,7 +68,7 @@ class Batches:
             if self.mixing and (mix := _to(self.mixing.draw(batch.microbatch), self.device)):
                 labels = mix.targets(labels, self.mixing.outputs)
             labels = labels.float() if labels.ndim == 2 else labels  # copied to the device as bytes
-            yield batch._replace(images=self._normalised(batch.images, mix), labels=labels)
+            yield batch._replace(images=self._normalise(batch.images, mix), labels=labels)
 
     def _streamed(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches on the device from batches of pixels, augmented."""
@@ -90,31 +88,12 @@ class Batches:
             sizes = [len(part.indices) for part in parts]
             yield from map(Batch, images.split(sizes), labels.split(sizes), parts)
 
-    def _normalised(self, images: Tensor, mix: Mix | None = None) -> Tensor:
+    def _normalise(self, images: Tensor, mix: Mix | None = None) -> Tensor:
         """The model's input from pixels [n, H, W, C], mixed."""
-        if images.device.type == "cpu":
-            values = self._normalised_in_parts(images, mix)
-        else:  # one kernel
-            values = torch.addcmul(self.shift, images.flatten(2), self.scale)
-            if mix:
-                mix.images(values, self.channels)
-            values = values.view(images.shape)
-        return values.permute(0, 3, 1, 2).contiguous(memory_format=self.format)
-
-    def _normalised_in_parts(self, images: Tensor, mix: Mix | None = None) -> Tensor:
-        """A few images at a time, whose floats stay in the CPU's cache between the steps."""
-        values, pixels = torch.empty(images.shape), images.flatten(2)
-        count, start = max(1, _CACHE // max(1, images[:1].numel())), 0
-        while start < len(images):
-            end = min(start + count, len(images))
-            if mix and mix.partner[end - 1] == end:  # a pair is mixed in one part
-                end += 1
-            result = values[start:end].flatten(2)
-            torch.addcmul(self.shift, result.copy_(pixels[start:end]), self.scale, out=result)
-            if mix:
-                mix.images(result, self.channels, start)
-            start = end
-        return values
+        values = torch.addcmul(self.shift, images.flatten(2), self.scale)
+        if mix:
+            mix.images(values, self.channels)
+        return values.view(images.shape).permute(0, 3, 1, 2).contiguous(memory_format=self.format)
 
 
 def _upload(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:

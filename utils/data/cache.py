@@ -1,4 +1,6 @@
-"""The cache of small images. A data set is decoded once, into a memory map that all ranks of a machine share."""
+"""The data set of a split, and the cache of small images: decoded once, into a memory map that all ranks of a machine
+share.
+"""
 
 import errno
 import fcntl
@@ -16,12 +18,13 @@ from typing import BinaryIO
 import numpy as np
 from torch.utils.data import DataLoader
 
-from utils.data.augment import Augmentation, Center
-from utils.data.datasets import EncodedImages, SharedImages
+from utils.config.settings import TrainConfig
+from utils.data.augment import Augmentation, Center, make_augmentation
+from utils.data.datasets import DecodedImages, EncodedImages, ImageDataset
 from utils.data.decode import VERSION
 from utils.data.order import BlockSampler
 from utils.data.spec import SMALL, InputSpec
-from utils.data.splits import Split, whole_split
+from utils.data.splits import Split
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand, naming_file
@@ -110,9 +113,18 @@ _CHUNK, _CHUNK_BYTES = 256, 2**19
 _LEAST, _MOST = 2000, 32  # fewest images per worker process, and most worker processes
 
 
-def decode_all(
-    split: Split, height: int, width: int, channels: int, cache_dir: str, progress: Callable
-) -> np.ndarray | SharedImages:
+def make_dataset(
+    split: Split, spec: InputSpec, config: TrainConfig, training: bool, progress: Callable
+) -> ImageDataset:
+    """Decode small images now, or load them from the cache. Photographs are decoded batch by batch."""
+    augmentation = make_augmentation(config, spec, training)
+    if spec.small:
+        pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
+        return DecodedImages(pixels, split.labels, augmentation)
+    return EncodedImages(split, spec, augmentation)
+
+
+def decode_all(split: Split, height: int, width: int, channels: int, cache_dir: str, progress: Callable) -> np.ndarray:
     """All samples as uint8 [N, H, W, C]: the split's own array if it has one, else a memory-mapped file in the cache.
 
     The name of the file contains the fingerprint of the data. For image files, the fingerprint includes their paths,
@@ -122,9 +134,6 @@ def decode_all(
     be deleted.
     """
     shape = (height, width, channels)
-    if len(split) > len(split.images):  # several samples share an image
-        whole = whole_split(split.name, split.images, np.zeros(len(split.images)), split.fingerprint)
-        return SharedImages(decode_all(whole, *shape, cache_dir, progress), split.rows)
     if isinstance(split.images, np.ndarray) and _shape(split.images) == shape:
         is_whole = np.array_equal(split.rows, np.arange(len(split.images)))
         images = split.images if is_whole else split.images[split.rows]

@@ -54,23 +54,13 @@ class Batch(NamedTuple):
         return Batch(self.images[:0].clone(), self.labels[:0].clone(), microbatch, error)
 
 
-class SharedImages:
-    """An array-like of images, indexed by sample; several samples can share one image."""
-
-    def __init__(self, images: "np.ndarray | SharedImages", rows: np.ndarray):
-        self.images, self.rows = images, rows
-
-    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        return self.images[self.rows[positions]]
-
-
 class DecodedImages(Dataset):
     """Images decoded beforehand, uint8 [N, H, W, C]; a batch is one indexed copy.
 
     The batch is augmented on the device, or `in_loader` if the augmentation has operations for single images.
     """
 
-    def __init__(self, pixels: np.ndarray | SharedImages, labels: np.ndarray, augmentation: Augmentation | None = None):
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray, augmentation: Augmentation | None = None):
         self.pixels, self.labels = pixels, labels
         self.augmentation = augmentation or Augmentation(0, {})
         self.in_loader = not self.augmentation.batched
@@ -80,7 +70,7 @@ class DecodedImages(Dataset):
 
     @property
     def image_bytes(self) -> int:
-        return self.pixels[np.arange(1)].nbytes
+        return self.pixels[:1].nbytes
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         images = torch.from_numpy(self.pixels[microbatch.indices])
@@ -132,11 +122,9 @@ class ResidentImages(DecodedImages):
 
     def __init__(self, decoded: DecodedImages, device: torch.device):
         super().__init__(decoded.pixels, decoded.labels, decoded.augmentation)
-        pixels, rows = _distinct(decoded.pixels)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable")  # the map of the cache; it is only read
-            self.images = torch.from_numpy(pixels).to(device).contiguous()
-        self.rows = None if rows is None else torch.from_numpy(rows).to(device)
+            self.images = torch.from_numpy(decoded.pixels).to(device).contiguous()
         self.targets = torch.tensor(decoded.labels, device=device)
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
@@ -158,8 +146,7 @@ class ResidentImages(DecodedImages):
 
     def draw(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The images [n, H, W, C] and labels [n] of samples; all on the device."""
-        rows = indices if self.rows is None else self.rows.index_select(0, indices)
-        return self.images.index_select(0, rows), self.targets.index_select(0, indices)
+        return self.images.index_select(0, indices), self.targets.index_select(0, indices)
 
 
 ImageDataset = DecodedImages | EncodedImages
@@ -171,7 +158,7 @@ def keep_on_device(sets: Sequence[ImageDataset], config: TrainConfig, device: to
     Images that loader processes augment stay in host memory.
     """
     decoded = [each for each in sets if isinstance(each, DecodedImages) and not each.in_loader]
-    size, cuda = sum(map(_size, decoded)), device.type == "cuda"
+    size, cuda = sum(each.pixels.nbytes for each in decoded), device.type == "cuda"
     if not decoded or config.data_on_device == "no":
         return list(sets)
     free = torch.cuda.mem_get_info(device)[0] if cuda else size  # on a CPU they are already there
@@ -191,19 +178,8 @@ def describe_place(sets: Sequence[ImageDataset]) -> str:
     places = {f"on {each.images.device}" if isinstance(each, ResidentImages) else "in host memory" for each in decoded}
     by_loader = ", augmented by loader processes" * any(each.in_loader for each in decoded)
     others = "; the larger images of the other split are decoded for each batch" * (len(decoded) < len(sets))
-    return f"decoded, {bytes_text(sum(map(_size, decoded)))} {' and '.join(sorted(places))}{by_loader}{others}"
-
-
-def _size(decoded: DecodedImages) -> int:
-    return _distinct(decoded.pixels)[0].nbytes
-
-
-def _distinct(pixels: np.ndarray | SharedImages) -> tuple[np.ndarray, np.ndarray | None]:
-    """The stored images, and the row of each sample, int64 [N]; None if every sample has its own."""
-    rows = None
-    while isinstance(pixels, SharedImages):
-        rows, pixels = pixels.rows if rows is None else pixels.rows[rows], pixels.images
-    return pixels, rows
+    size = bytes_text(sum(each.pixels.nbytes for each in decoded))
+    return f"decoded, {size} {' and '.join(sorted(places))}{by_loader}{others}"
 
 
 def _joined(group: list[Microbatch]) -> Microbatch:

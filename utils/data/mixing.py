@@ -31,19 +31,17 @@ class Mix(NamedTuple):
     share: Tensor
     box: Tensor | None = None
 
-    def images(self, values: Tensor, channels: int, start: int = 0) -> None:
-        """Mix float images [m, H, W * C] in place: those from position `start` on, which contain all partners."""
-        part = slice(start, start + len(values))
-        weight = self.weight[part, None, None]
+    def images(self, values: Tensor, channels: int) -> None:
+        """Mix float images [n, H, W * C] in place."""
+        weight = self.weight[:, None, None]
         if self.box is not None:
-            top, bottom, left, right = self.box[part, :, None].unbind(1)
+            top, bottom, left, right = self.box[:, :, None].unbind(1)
             rows = torch.arange(values.shape[1], device=values.device)
             columns = torch.arange(values.shape[2], device=values.device)
             inner_columns = (columns >= left * channels) & (columns < right * channels)
             inner_rows = (rows >= top) & (rows < bottom)
             weight = (weight * inner_rows[:, :, None]) * inner_columns[:, None].float()
-        partners = values.index_select(0, self.partner[part] - start)
-        torch.lerp(values, partners, weight, out=values)
+        torch.lerp(values, values.index_select(0, self.partner), weight, out=values)
 
     def targets(self, labels: Tensor, outputs: int) -> Tensor:
         """The mixed targets, float32 [n, outputs], of classes, int64 [n], or of rows, [n, outputs]."""

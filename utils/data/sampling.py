@@ -65,9 +65,7 @@ def _read_weights(file: str, names: list[str]) -> list[float]:
         values = read_yaml(expand(file), most_bytes=2**23)
     except (OSError, ValueError) as error:
         raise UserError(f"--class_weights: {one_line(error)}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{flag}: does not map class names to weights", "write one 'NAME: WEIGHT' on each line")
-    given = {str(name): value for name, value in values.items()}
+    given = {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
     if set(given) != set(names):
         missing, unknown = [n for n in names if n not in given], [n for n in given if n not in names]
         problem = f"no weight for {join_names(missing, 3)}" if missing else f"no class {join_names(unknown, 3)}"

@@ -146,9 +146,6 @@ def has_columns(data: str) -> bool:
 def check_source(config: TrainConfig) -> None:
     """Raise ValueError if what --data names does not exist. Does not open it."""
     _check_names(config)
-    if config.task == "multilabel" and not has_columns(config.data):
-        problem = f"--task multilabel: each image of --data {config.data} has one label"
-        raise UserError(problem, "use a table or a CSV file with lists of labels")
     (key, rest), path = _find(config.data), expand(config.data)
     if key == "torchvision/":
         _check_torchvision(rest)

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
-from utils.data.datasets import Batch
+from utils.config.settings import TrainConfig
+from utils.data.datasets import Batch, ImageDataset, ResidentImages
+from utils.data.order import MicrobatchSampler
 from utils.errors import UserError, one_line
 from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import MB, SHM, SHM_FIX, describe_shm, shm_space, usable_physical_cores
@@ -136,3 +138,35 @@ def _await_parents_sigterm(parent: int) -> None:
         if received is not None and received.si_pid == parent:
             break
     os._exit(0)
+
+
+def make_loader(
+    dataset: ImageDataset, sampler: MicrobatchSampler, config: TrainConfig, threads: int, device: torch.device
+) -> DataLoader:
+    """`make_loaders` for a single loader."""
+    return make_loaders([(dataset, sampler)], config, threads, device)[0]
+
+
+def make_loaders(
+    parts: Sequence[tuple[ImageDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
+) -> list[DataLoader]:
+    """The loaders of a rank, for `Accelerator.prepare`. They are created together, because they share /dev/shm."""
+    wanted = config.num_workers
+    if wanted is None:
+        wanted = default_workers(threads, local_rank_and_size()[1])
+    # Otherwise a batch is one copy of small images, which is faster than passing it between processes.
+    sizes = [each.largest * dataset.image_bytes for dataset, each in parts if dataset.in_loader]
+    workers_each, ahead = workers_that_fit(sizes, wanted)
+    loaders = []
+    for dataset, sampler in parts:
+        workers = workers_each if dataset.in_loader else 0
+        loader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=move_to_shared_memory,
+            **worker_processes(workers, ahead),
+            persistent_workers=workers > 0,
+            pin_memory=device.type == "cuda" and not isinstance(dataset, ResidentImages),
+        )
+        loaders.append(loader)
+    return loaders

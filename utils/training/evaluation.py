@@ -17,7 +17,7 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batches
 from utils.data.order import BlockSampler
-from utils.data.pipeline import make_loader
+from utils.data.workers import make_loader
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
 from utils.ranks.accelerator import make_accelerator
