@@ -1,6 +1,5 @@
 """Numbers that go bad are named by update, rank and samples, and no checkpoint of them replaces a good one."""
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -77,7 +76,7 @@ def _train_and_change_weights(flags, step, change, stops=False):
         if run.state.step == step:
             change(list(run.module.parameters()))
             if stops:
-                os.kill(os.getpid(), signal.SIGTERM)
+                run.stopping._signal = signal.SIGTERM
 
     train.train_update = changing
     train.main(flags)
