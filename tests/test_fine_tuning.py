@@ -195,7 +195,7 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(describ
     save_file(published.state_dict(), snapshot / "model.safetensors")
     if described:
         (snapshot / "config.json").write_text(json.dumps(described | {"pretrained_cfg": cfg}))
-    for where in ("hf://owner/name", "owner/name"):
+    for where in ("hf://owner/name", f"hf://owner/name@{commit}"):
         config, source = find_source(TrainConfig(init_from=where), None, ALONE)
         assert source.name == f"hf://owner/name@{commit}" and source.class_names == described.get("label_names", [])
         found = config.model, config.mean, config.image_size
