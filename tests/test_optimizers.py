@@ -213,13 +213,6 @@ def test_embeddings_tokens_and_scales_of_torchvision_have_no_weight_decay(on_met
         assert names_without_decay(model) == expected | flat
 
 
-def test_frozen_parameters_are_in_no_group():
-    model = tiny_vit()
-    model.blocks[0].requires_grad_(False)
-    found = scales_and_decays(model, "--layer_decay", "0.5")
-    assert found["pos_embed"] == (0.125, 0.0) and not any(name.startswith("blocks.0") for name in found)
-
-
 # Clipping
 
 

@@ -148,8 +148,6 @@ def test_multilabel_and_binary_have_scores_of_each_class_and_the_calibration_of_
     analysis = analyse(binary, ["no", "yes"], 0.0, 0)
     assert [row["name"] for row in analysis["classes"]] == ["yes"]
     assert analysis["intervals"].keys() == {"auc", "accuracy", "f1", "loss"}
-    low, high = analysis["intervals"]["auc"]
-    assert low < roc_auc_score(truth[:, 0], scores[:, 0]) < high
 
 
 @pytest.mark.filterwarnings("error")
