@@ -463,7 +463,7 @@ def _operations_of_an_update(layers):
     """How many operations the buffers of so many layers take in an update of two microbatches."""
     accelerator = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
     model = nn.Sequential(*(nn.BatchNorm1d(3, affine=False) for _ in range(layers)))
-    gradients = TreeGradients(model, model, accelerator, Plan(8, 8, 2, seed=0))
+    gradients = TreeGradients(model, accelerator, Plan(8, 8, 2, seed=0))
     with Recorder() as recorder:
         for number in range(2):
             with gradients.microbatch(SimpleNamespace(images=[0], update=0, number=number)):

@@ -1,7 +1,5 @@
 """Learning rate schedules are those of torch and timm, or their closed form, with any warm-up and cool-down."""
 
-import math
-
 import pytest
 import torch
 from helpers.training_runs import records, refused, train_run
@@ -44,27 +42,16 @@ def torchs(make, updates=100):
         ("polynomial", "{power: 0.5}", lambda o: lr_scheduler.PolynomialLR(o, 100, 0.5)),
         ("exponential", "{}", lambda o: lr_scheduler.ExponentialLR(o, 0.01 ** (1 / 100))),
         ("cosine", "{end: 0.1}", lambda o: lr_scheduler.CosineAnnealingLR(o, 100, 0.02)),
-        ("cosine_restarts", "{cycles: 5}", lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 20)),
-        # 12 + 24 + 48 updates, and 16 of the next cycle
-        ("cosine_restarts", "{multiplier: 2.0, end: 0.1}",
-         lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 12, 2, 0.02)),
     ],
-)  # fmt: skip
+)
 def test_schedules_are_those_of_torch(schedule, arguments, make):
-    updates = 84 if "multiplier" in arguments else 100
-    assert rates(schedule, arguments, updates=updates) == pytest.approx(torchs(make, updates), abs=1e-12)
+    assert rates(schedule, arguments) == pytest.approx(torchs(make, 100), abs=1e-12)
 
 
 def test_the_polynomial_is_that_of_timm():
     scheduler = PolyLRScheduler(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.2), 100, power=3.0, lr_min=0.02)
     expected = [scheduler._get_lr(update)[0] for update in range(100)]
     assert rates("polynomial", "{power: 3.0, end: 0.1}") == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("cycles", [3, 7, 49])
-def test_each_restart_begins_at_the_full_learning_rate(cycles):
-    found = rates("cosine_restarts", f"{{cycles: {cycles}}}", updates=10 * cycles)
-    assert found == pytest.approx([0.2 * math.cos(math.pi * (u % 10) / 20) ** 2 for u in range(10 * cycles)], abs=1e-9)
 
 
 @pytest.mark.parametrize("warmup", ["10", "0.1"])
@@ -81,7 +68,7 @@ def test_every_schedule_rises_linearly_over_the_warm_up(warmup):
 @pytest.mark.parametrize("cooldown", ["20", "0.2"])
 def test_every_schedule_falls_linearly_to_0_over_the_cool_down(cooldown):
     for schedule in SCHEDULES:
-        arguments = "{end: 0.5}" if schedule in ("linear", "cosine", "cosine_restarts", "polynomial") else "{}"
+        arguments = "{end: 0.5}" if schedule in ("linear", "cosine", "polynomial") else "{}"
         found = rates(schedule, arguments, "--warmup_steps", "10", "--cooldown_steps", cooldown)
         whole = rates(schedule, arguments, "--warmup_steps", "10", updates=80)
         assert found[:80] == pytest.approx(whole, abs=1e-12), schedule
@@ -103,7 +90,7 @@ def test_the_learning_rate_is_a_python_float_in_every_schedule():
         (["--cooldown_steps", "5"], "--cooldown_steps has no effect: cosine ends with 0 times --lr; use"),
         (
             ["--cooldown_steps", "5", "--lr_schedule", "onecycle"],
-            "--cooldown_steps has no effect: onecycle ends with 4e-06 times --lr; use --lr_schedule constant$",
+            "--cooldown_steps has no effect: onecycle ends with 4e-06 times --lr; use --lr_schedule constant, or",
         ),
         (
             ["--cooldown_steps", "60", "--warmup_steps", "0.5"],

@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
 from utils.errors import UserError, one_line
-from utils.models.layers import keep_activations
-from utils.models.published import published_input
+from utils.models.published import timm_weights
 
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28}  # smaller images are enlarged to it; 32 for other models
 ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
@@ -65,8 +64,7 @@ def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
 def accept_empty_batches(model: nn.Module) -> None:
     """Let the model compute an image of zeros instead of an empty batch, and return no row of its output.
 
-    All gradients are then zero. The model is in evaluation mode meanwhile, so batch statistics do not change. Blocks
-    keep their activations, because --grad_checkpointing would run them again later, in training mode.
+    All gradients are then zero. The model is in evaluation mode meanwhile, so batch statistics do not change.
     """
     forward = model.forward
 
@@ -76,8 +74,7 @@ def accept_empty_batches(model: nn.Module) -> None:
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            with keep_activations(model):
-                return forward(images.new_zeros(1, *images.shape[1:]))[:0]
+            return forward(images.new_zeros(1, *images.shape[1:]))[:0]
         finally:
             for module, training in modes:
                 module.training = training
@@ -87,15 +84,13 @@ def accept_empty_batches(model: nn.Module) -> None:
 
 def _usual_size(name: str) -> int:
     """A side length in pixels that the model accepts."""
-    if name.startswith("timm/"):
-        return published_input(name).get("size", 224)
-    return MINIMUM_SIZE.get(name, 224)
+    cfg = timm_weights(name)
+    return cfg.input_size[1] if cfg else MINIMUM_SIZE.get(name, 224)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether a layer of a model in training mode uses batch statistics. Frozen ones stay in evaluation mode."""
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    return any(layer.training for layer in layers)
+    return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())
 
 
 def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
@@ -103,18 +98,17 @@ def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
 
     With synchronised batch normalisation, `together` processes share their statistics.
     """
-    sizes = partial(_sample_sizes, updates=updates, together=together)
-    if 1 not in sizes(plan):
+
+    def works(plan: Plan) -> bool:
+        return 1 not in _sample_sizes(plan, updates, together)
+
+    if works(plan):
         return
-    near = sorted(
-        range(plan.microbatches * 2, 2 * plan.global_batch_size + 1, plan.microbatches),
-        key=lambda size: abs(size - plan.global_batch_size),
-    )
-    fits = [size for size in near if size % plan.repeats == 0]
-    works = [size for size in fits if 1 not in sizes(replace(plan, global_batch_size=size))][:2]
-    fixes = [f"--global_batch_size {size}" for size in sorted(works)]
-    if 1 not in sizes(replace(plan, drop_last=True)):
-        fixes.insert(0, "--drop_last")
+    even = range(plan.microbatches * 2, 2 * plan.global_batch_size + 1, plan.microbatches)
+    sizes = [size for size in even if size % plan.repeats == 0 and works(replace(plan, global_batch_size=size))]
+    nearest = sorted(sizes, key=lambda size: abs(size - plan.global_batch_size))[:2]
+    fixes = ["--drop_last"] * works(replace(plan, drop_last=True))
+    fixes += [f"--global_batch_size {size}" for size in sorted(nearest)]
     raise UserError(
         f"batch normalisation needs more than one sample, but one batch has only one ({plan.samples} samples, global "
         f"batches of {plan.global_batch_size} in {plan.microbatches} microbatches)",

@@ -18,7 +18,7 @@ from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output
 from utils.models.layers import has_drop_path, set_drop_path, unsupported
-from utils.models.published import keep_head, loading_weights, published_input, sized
+from utils.models.published import keep_head, loading_weights, published_input, resize_input
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
 STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
@@ -102,8 +102,8 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
                 f"--{flag} has {len(values)} values for {channels} channels", "give one value, or one for each channel"
             )
     mean, std = (_per_channel(given[key] or weights.get(key) or [0.5], channels) for key in given)
-    spec = sized(InputSpec(height, width, channels, mean, std), config, (height, width))
-    other = sized(spec, config, sides(config.eval_size)) if config.eval_size else spec
+    spec = resize_input(InputSpec(height, width, channels, mean, std), config, (height, width))
+    other = resize_input(spec, config, sides(config.eval_size)) if config.eval_size else spec
     return spec if other == spec else replace(spec, evaluation=other)
 
 
@@ -141,7 +141,7 @@ def build_model(
             model = _timm(config, spec, classes, load)
         else:
             model = _torchvision(config, spec, classes, load)
-        if config.pretrained and load:
+        if config.pretrained and load and names:
             keep_head(model, config, names)
         check_output(model, config, spec, classes)
         if (other := spec.for_evaluation()).size != spec.size:

@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.config.settings import TrainConfig
-from utils.console import Terminal
 from utils.errors import UserError
 from utils.files import expand, holder_text
 from utils.ranks.ranks import Ranks
@@ -62,18 +61,17 @@ class CheckpointManager:
         module: nn.Module,
         optimizer: Optimizer,
         parts: Mapping[str, Part],
-        lines: list[str],
-    ) -> Path:
-        """Open the folder of the run, load the tensors of `saved`, if it is given, and print `lines` about it.
+    ) -> tuple[Path, list[str]]:
+        """Open the folder of the run, and load the tensors of `saved`, if it is given.
 
-        `config` has the resolved settings, of which the model is part of the name of a new folder. Returns the folder.
+        `config` has the resolved settings, of which the model is part of the name of a new folder. Returns the folder,
+        and a line for each part that only the checkpoint or only the run has.
         """
         self.config = config
         folder = self.open_folder()
-        if saved is not None:
-            self.load(saved, module, optimizer, parts, lines)
+        lines = self.load(saved, module, optimizer, parts) if saved is not None else []
         self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
-        return folder
+        return folder, lines
 
     def open_folder(self) -> Path:
         """The folder of the run, which is created if the run is new."""
@@ -87,21 +85,17 @@ class CheckpointManager:
                 check_shared(self.folder, holder)
         return self.folder
 
-    def load(
-        self, saved: SavedRun, module: nn.Module, optimizer: Optimizer, parts: Mapping[str, Part], lines: list[str]
-    ) -> None:
-        """Load the tensors, print `lines`, and delete later checkpoints.
-
-        Also prints a line for each part that only the checkpoint or only the run has.
+    def load(self, saved: SavedRun, module: nn.Module, optimizer: Optimizer, parts: Mapping[str, Part]) -> list[str]:
+        """Load the tensors, and delete later checkpoints. Returns the lines of `restore`.
 
         Raises ValueError, before any file is changed, if the tensors do not fit.
         """
         with self.ranks.agree():
-            lines = lines + load_tensors(saved.path, module, optimizer, parts)
-        Terminal(self.ranks.is_main).print("\n".join(lines))
+            lines = load_tensors(saved.path, module, optimizer, parts)
         with self.ranks.agree():
             if self.ranks.is_main and self.folder is not None:
                 delete_after(self.folder / "checkpoints", saved.state.step, saved.state.best_step)
+        return lines
 
     def save(
         self, accelerator: Accelerator, parts: Mapping[str, Part], files: Mapping[str, bytes], state: TrainState

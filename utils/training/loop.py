@@ -4,11 +4,12 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
+from utils.config.bounds import require
 from utils.data.batches import Batch
 from utils.errors import UserError, one_line
 from utils.runs.metadata import make_files
@@ -104,36 +105,26 @@ WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates that are not recorded, recorded and 
 _ROWS = 12  # operations in the table
 
 
-class Profile:
-    """A context for the training loop, which calls `step` after each update. With --profile, it records ten of them."""
+def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | None]:
+    """With --profile, a context that records ten updates of the loop, which calls `step` after each one."""
+    if not run.config.profile:
+        return nullcontext()
+    first = run.state.step + WAIT + WARM_UP + 1
+    require(first <= run.updates, f"--profile begins with update {first}, but the run ends before", "raise --max_steps")
+    schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=partial(write_trace, run))
 
-    def __init__(self, run: Run):
-        self.path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
-        self.say, self.kind, enabled = run.log.say, run.ranks.device.type, run.config.profile
-        self._enabled, self._written = enabled, False
-        self._profiler: Any = nullcontext()
-        if enabled:
-            schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
-            self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
-        self.step = self._profiler.step if enabled else lambda: None
 
-    def __enter__(self) -> "Profile":
-        self._profiler.__enter__()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._profiler.__exit__(*exception)
-        if self._enabled and not self._written:
-            self.say(f"--profile: the run ended before update {WAIT + WARM_UP + 1}, where the trace starts")
-
-    def _write(self, profiler: torch.profiler.profile) -> None:
-        partial = self.path.with_name(f".partial-{self.path.name}")  # the suffix selects the compression
-        self._written = True
-        try:
-            profiler.export_chrome_trace(str(partial))
-            os.replace(partial, self.path)
-        except (OSError, RuntimeError) as error:  # the run continues without a trace
-            self.say(f"--profile: {self.path} cannot be written ({one_line(error)[:120]})")
-            return
-        longest = profiler.key_averages().table(f"self_{self.kind}_time_total", _ROWS, max_name_column_width=40)
-        self.say(f"{longest}trace: {self.path} (open it at https://ui.perfetto.dev)")
+def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
+    """Write the trace of this rank to the run folder, and print the slowest operations."""
+    path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
+    partial_path = path.with_name(f".partial-{path.name}")  # the suffix selects the compression
+    try:
+        profiler.export_chrome_trace(str(partial_path))
+        os.replace(partial_path, path)
+    except (OSError, RuntimeError) as error:  # the run continues without a trace
+        run.log.say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
+        return
+    by_time = f"self_{run.ranks.device.type}_time_total"
+    slowest = profiler.key_averages().table(by_time, _ROWS, max_name_column_width=40)
+    run.log.say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")

@@ -17,7 +17,6 @@ from utils.config.settings import AugmentationSettings, LossSettings, OptimizerS
 from utils.console import table
 from utils.data.batches import Batches
 from utils.data.datasets import describe_place
-from utils.data.order import Plan
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
@@ -108,7 +107,7 @@ def log_start(run: Run) -> None:
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
-    run.log.say("\n".join([table(title, rows), *lines]))
+    run.log.say("\n".join([*run.changed, table(title, rows), *lines]))
     with ranks.agree():
         if ranks.is_main:
             write_file(folder / "config.yaml", config_to_save(config))
@@ -123,9 +122,11 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     plan, data, processes = run.plan, run.data, len(places)
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "defaults", line) for number, line in enumerate(run.chosen)]
-    recipe = ", ".join(changed(run.config, AugmentationSettings) + changed(run.config, LossSettings))
-    same = differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)
-    return [
+    batch = plan.describe(processes)
+    if run.config.microbatches:
+        most = plan.microbatches
+        batch = f"{plan.global_batch_size} in {most} microbatches; the same bits on 1 to {most} processes"
+    rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
@@ -133,16 +134,17 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("model", describe_model(run)),
         ("input", run.spec.describe_pixels()),
-        *([("init_from", run.source.describe())] if run.source else []),
-        ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
+        ("init_from", run.source.describe() if run.source else ""),
+        ("batch", batch),
         ("optimizer", describe_optimizer(run.config)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
-        *([("task", run.task.describe())] if run.task.describe() else []),
-        *([("recipe", recipe)] if recipe else []),
-        *([("mixing", f"training {run.task.when_mixed}")] if run.config.mixes else []),
+        ("task", run.task.describe()),
+        ("recipe", ", ".join(changed(run.config, AugmentationSettings) + changed(run.config, LossSettings))),
+        ("mixing", f"training {run.task.when_mixed}" if run.config.mixes else ""),
         *chosen,
-        *([("depends on topology", same)] if same else []),
+        ("depends on topology", differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)),
     ]
+    return [(name, text) for name, text in rows if text]
 
 
 def describe_model(run: Run) -> str:
@@ -158,12 +160,6 @@ def describe_optimizer(config: TrainConfig) -> str:
     scaled = f" ({config.lr:g} x global batch {config.global_batch_size} / {base})" if base else ""
     words = [config.optimizer, f"lr {config.peak_lr:.4g}{scaled}", f"weight decay {config.weight_decay:g}"]
     return ", ".join([*words, config.lr_schedule, *changed(config, OptimizerSettings)])
-
-
-def fixed_batch(plan: Plan, processes: int) -> str:
-    """How the global batch is divided with --microbatches."""
-    batch = f"{plan.global_batch_size} in {plan.microbatches} microbatches"
-    return f"{batch}, on {processes} process{'es' * (processes > 1)}; the same bits on 1 to {plan.microbatches}"
 
 
 def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
