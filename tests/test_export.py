@@ -371,8 +371,6 @@ PHOTO = InputSpec(128, 128, 3, [0.5] * 3, [0.5] * 3, resize=146)
 SMALL_GREY = InputSpec(32, 32, 1, [0.5], [0.5])
 FAMILIES = [
     ("densenet121", PHOTO, "safetensors"),
-    ("googlenet", PHOTO, "safetensors"),
-    ("inception_v3", PHOTO, "safetensors"),
     ("vit_b_16", PHOTO, "safetensors"),
     ("convnext_tiny", PHOTO, "onnx"),
     ("swin_t", PHOTO, "torch"),

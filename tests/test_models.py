@@ -31,14 +31,12 @@ FAMILIES = [
     "convnext_tiny",
     "swin_t",
     "squeezenet1_0",
-    "googlenet",
-    "inception_v3",
     "shufflenet_v2_x0_5",
     "regnet_y_400mf",
     "timm/resnet10t",
     "timm/convnext_atto",
 ]
-LARGE = ["convnext_tiny", "swin_t", "inception_v3"]
+LARGE = ["convnext_tiny", "swin_t"]
 HEAVY = ["vgg11", "alexnet", "vit_b_16"]  # tried once only
 
 
@@ -95,7 +93,6 @@ def test_heavy_families_take_small_images_too(name, channels):
         "resnet18",
         "mobilenet_v3_small",
         pytest.param("swin_t", marks=pytest.mark.full),
-        pytest.param("inception_v3", marks=pytest.mark.full),
         "squeezenet1_0",
     ],
 )
@@ -189,9 +186,9 @@ def test_the_small_stem_can_be_chosen_for_larger_images():
 @pytest.mark.parametrize(
     "settings, text",
     [
-        ({"model": "mlp"}, "--stem small: mlp is not a torchvision model; leave it out"),
-        ({"model": "timm/resnet10t"}, "--stem small: timm/resnet10t is not a torchvision model; leave it out"),
-        ({"model": "resnet18", "pretrained": True}, "--stem small: published weights have the standard stem"),
+        ({"model": "mlp"}, "--stem small is for models of torchvision without --pretrained; leave it out"),
+        ({"model": "timm/resnet10t"}, "--stem small is for models of torchvision"),
+        ({"model": "resnet18", "pretrained": True}, "--stem small is for models of torchvision without --pretrained"),
         ({"model": "swin_t"}, "--stem small: swin_t has no stem that can be replaced; leave it out"),
         pytest.param(
             {"model": "vgg11"},
@@ -246,8 +243,6 @@ def hub(monkeypatch):
 def publish(hub, name, **arguments):
     """Write random weights where torchvision looks for the published ones; returns their network."""
     weights = torchvision.models.get_model_weights(name).DEFAULT
-    if name in ("googlenet", "inception_v3"):
-        arguments = {"init_weights": False, "transform_input": True, "aux_logits": True}
     torch.manual_seed(1)
     model = torchvision.models.get_model(name, **arguments)
     torch.save(model.state_dict(), hub / weights.url.rsplit("/", 1)[1])
@@ -268,8 +263,6 @@ def fix_of(config, spec):
         ("resnet18", "fc"),
         ("squeezenet1_0", "classifier.1"),
         ("mobilenet_v3_small", "classifier.3"),
-        pytest.param("googlenet", "fc", marks=pytest.mark.full),
-        pytest.param("inception_v3", "fc", marks=pytest.mark.full),
         pytest.param("swin_t", "head", marks=pytest.mark.full),
     ],
 )
@@ -538,9 +531,9 @@ def test_values_of_model_arguments_that_no_model_takes_are_one_line(name, argume
         build(name, spec_of(32, 3), model_args=arguments)
 
 
-def test_extra_heads_are_refused():
-    with pytest.raises(ValueError, match="--model_args aux_logits"):
-        build("googlenet", spec_of(32, 3), model_args={"aux_logits": True})
+def test_models_with_several_heads_are_refused():
+    with pytest.raises(ValueError, match="--model inception_v3: no such model; did you mean timm/inception_v3"):
+        build("inception_v3", spec_of(128, 3))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,6 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
         ("--optimizer adamw", "{fused: false}", "unknown argument fused; use betas, eps, amsgrad"),
         ("--optimizer rmsprop", "{momentum: 0.5}", "momentum is set by --momentum; leave it out here"),
         ("--optimizer rmsprop", "{alfa: 0.5}", "unknown argument alfa; did you mean alpha?"),
-        ("--optimizer muon", "{ns_steps: 100}", "Number of steps must be less than 100"),
         ("--optimizer muon", "{adjust_lr_fn: rms}", "Adjust learning rate function rms is not supported"),
         ("--optimizer nadam", "{betas: [0.9]}", "betas must have 2 values, got [0.9]; change"),
         ("--optimizer muon", "{betas: [0.9]}", "not enough values to unpack (expected 2, got 1); change"),

@@ -18,10 +18,13 @@ from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output
 from utils.models.layers import has_drop_path, set_drop_path, unsupported
+from utils.models.matching import heads_of
 from utils.models.published import keep_head, loading_weights, published_input, resize_input
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
-STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
+STEM_POOLS = ("maxpool", "features.pool0")  # the pooling after the stem of ResNet and DenseNet
+_SEVERAL_HEADS = {"googlenet", "inception_v3"}  # they have three outputs in training
+_NOT_ARGUMENTS = {"weights", "pretrained", "checkpoint_path"}  # timm would unpickle the file of the last one
 _FIX_ARGUMENTS = "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'"
 OWN_MODELS = Table(
     "model",
@@ -47,19 +50,18 @@ def check_model(config: TrainConfig) -> None:
         if not timm.is_model(bare):
             fix = suggestion(bare, timm.list_models(), f"use {OWN_MODELS.listed()}", "timm/")
             raise UserError(f"--model {name}: timm has no such model", fix)
-        if tag and not timm.is_model_pretrained(name[5:]):
+        has_weights = timm.is_model_pretrained(name[5:])
+        if tag and not has_weights:
             fix = suggestion(f"{bare}.", timm.list_models(f"{bare}.*", pretrained=True), f"use timm/{bare}", "timm/")
             raise UserError(f"--model {name}: timm has no such weights", fix)
-        if config.pretrained and not timm.is_model_pretrained(name[5:]):
+        if config.pretrained and not has_weights:
             raise UserError(f"--pretrained: timm has no weights for {bare}", "leave it out or use another model")
     elif name not in torchvision_models():
         raise UserError(f"--model {name}: no such model", _similar_model(name))
-    if name not in OWN_MODELS and (given := {"weights", "pretrained"} & config.model_args.keys()):
+    if name not in OWN_MODELS and (given := _NOT_ARGUMENTS & config.model_args.keys()):
         raise UserError(f"--model_args {min(given)}: cannot be set here", "leave it out, or use --pretrained")
-    if config.stem == "small" and (name in OWN_MODELS or name.startswith("timm/")):
-        raise UserError(f"--stem small: {name} is not a torchvision model", "leave it out")
-    if config.stem == "small" and config.pretrained:
-        raise UserError("--stem small: published weights have the standard stem", "leave out --stem or --pretrained")
+    if config.stem == "small" and (name in OWN_MODELS or name.startswith("timm/") or config.pretrained):
+        raise UserError("--stem small is for models of torchvision without --pretrained", "leave it out")
 
 
 def _similar_model(name: str) -> str:
@@ -73,8 +75,8 @@ def _similar_model(name: str) -> str:
 
 
 def torchvision_models() -> list[str]:
-    """Names of torchvision's classification models."""
-    return torchvision.models.list_models(module=torchvision.models)
+    """Names of torchvision's classification models with one output."""
+    return sorted({*torchvision.models.list_models(module=torchvision.models)} - _SEVERAL_HEADS)
 
 
 def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, int] | None) -> InputSpec:
@@ -98,9 +100,8 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
     given = {"mean": config.mean, "std": config.std}
     for flag, values in given.items():
         if values and len(values) not in (1, channels):
-            raise UserError(
-                f"--{flag} has {len(values)} values for {channels} channels", "give one value, or one for each channel"
-            )
+            problem = f"--{flag} has {len(values)} values for {channels} channels"
+            raise UserError(problem, "give one value, or one for each channel")
     mean, std = (_per_channel(given[key] or weights.get(key) or [0.5], channels) for key in given)
     spec = resize_input(InputSpec(height, width, channels, mean, std), config, (height, width))
     other = resize_input(spec, config, sides(config.eval_size)) if config.eval_size else spec
@@ -173,8 +174,6 @@ def _problem(what: str, error: Exception) -> str:
 def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
     import timm
 
-    if "checkpoint_path" in config.model_args:
-        raise UserError("--model_args checkpoint_path: timm would unpickle that file", "use --pretrained")
     arguments: dict[str, Any] = {"num_classes": classes, "in_chans": spec.channels, **config.model_args}
     if config.drop_path is not None:
         arguments["drop_path_rate"] = config.drop_path
@@ -192,11 +191,6 @@ def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.
 
 def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
     name, arguments = config.model, dict(config.model_args)
-    if name in ("googlenet", "inception_v3"):
-        if "aux_logits" in arguments:
-            raise UserError(f"--model_args aux_logits: the extra heads of {name} are not trained", "leave it out")
-        # Loading weights sets these arguments. Set them in any case, so that the network is the same.
-        arguments = {"transform_input": config.pretrained, "init_weights": not config.pretrained, **arguments}
     if name.startswith("vit_"):
         arguments = {"image_size": spec.height, **arguments}
     if config.pretrained:
@@ -208,9 +202,6 @@ def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool)
     else:
         model = torchvision.models.get_model(name, num_classes=classes, **arguments)
         model.stem_change = _fit_stem(model, spec, config)
-    if name in ("googlenet", "inception_v3"):
-        model.aux_logits = False  # in training, the extra heads would give three outputs
-        model.aux1 = model.aux2 = model.AuxLogits = None
     if config.drop_path is not None:
         set_drop_path(model, name, config.drop_path)
     return model
@@ -218,13 +209,12 @@ def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool)
 
 def _replace_head(model: nn.Module, classes: int) -> None:
     """Replace the last linear layer (or 1x1 convolution) with a new one with `classes` outputs."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    name, head = layers[-1]
+    (name,) = heads_of(model)
+    head: Any = model.get_submodule(name)
     bias = head.bias is not None
-    if isinstance(head, nn.Linear):
-        model.set_submodule(name, nn.Linear(head.in_features, classes, bias))
-    else:
-        model.set_submodule(name, nn.Conv2d(head.in_channels, classes, kernel_size=1, bias=bias))
+    linear = isinstance(head, nn.Linear)
+    new = nn.Linear(head.in_features, classes, bias) if linear else nn.Conv2d(head.in_channels, classes, 1, bias=bias)
+    model.set_submodule(name, new)
 
 
 def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:

@@ -55,9 +55,10 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
         problem = f"no image of the updates up to {state.step} can be read"
         raise UserError(problem, f"see {run.folder / BAD_IMAGES}")
     if not math.isfinite(reduced.totals["loss"]):
-        first = min(bad for bad in run.ranks.gather(run.meter.first_bad()) if bad)
+        found = run.ranks.gather(run.meter.first_bad())
+        first, rank = min((bad, rank) for rank, bad in enumerate(found) if bad)
         with run.ranks.agree():
-            report_bad_loss(run.ranks, run.log, run.plan, run.data.train, *first)
+            report_bad_loss(run, rank, *first)
     if state.step == 1:  # the ranks always synchronise here, so this is the loss of the initial weights
         state.learned = reduced.totals["loss"] / reduced.totals["count"] < LEARNED * run.task.uniform_loss
     interval.synced(state.step, reduced.seconds)
@@ -71,7 +72,7 @@ def save(run: Run) -> None:
     """Save a checkpoint, then agree on stopping; collective."""
     state, ranks = run.state, run.ranks
     with ranks.agree(f"after update {state.step}, saving"):
-        check_weights(run.module, run.plan, run.data.train, state.step)
+        check_weights(run)
         run.log.sync()
         files = make_files(run.config, state, run.plan, run.data, run.spec, ranks) if ranks.is_main else {}
     run.checkpoints.save(run.accelerator, run.parts, files, state)

@@ -88,24 +88,23 @@ class Run(Resolved):
 
 def log_start(run: Run) -> None:
     """Print what runs where, and write the settings to the run folder; collective."""
-    config, ranks, folder = run.config, run.ranks, run.folder
-    processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
-    numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
+    config, ranks, folder, processes = run.config, run.ranks, run.folder, run.accelerator.num_processes
+    numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
-    more = {"init_weights": run.source and run.source.weights, "max_seconds": config.max_seconds}
-    numbers |= {name: value for name, value in more.items() if value}
+    numbers |= {"init_weights": run.source.weights} if run.source else {}
+    numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
     run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather(ranks.describe()))
     by_loader = run.train_batches.dataset.augmentation is not None
-    with ranks.agree():
-        lines = remarks(run.data) if ranks.is_main else []
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
-    lines += advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
     parameters = count_parameters(run.module.parameters())
-    lines += hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size, parameters)
-    if run.resumed_from is None and not run.spec.small:
-        lines += hint_for_few(config, run.plan.samples)
+    lines = [
+        *remarks(run.data),
+        *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum),
+        *hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size, parameters),
+        *(hint_for_few(config, run.plan.samples) if not run.resumed_from and not run.spec.small else []),
+    ]
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
     run.log.say("\n".join([*run.changed, table(title, rows), *lines]))
     with ranks.agree():
