@@ -39,7 +39,7 @@ from utils.training.inspection import Inspection, first_bad_layer
 from utils.training.loop import log_training, synchronise
 from utils.training.meter import SyncInterval, rounded
 from utils.training.run import Run
-from utils.training.schedule import due_after, reduce_on_plateau
+from utils.training.schedule import due_after
 
 _ROWS = 12  # of the largest gradients
 _LOGITS = 5  # printed for each sample
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"replaying update {flags.update} of {flags.run} from {run.resumed_from or 'the initial weights'}")
         print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)
-        recompute(run, batches, flags.update - 1, records)
+        recompute(run, batches, flags.update - 1)
         return show(run, batches, flags, records)
 
 
@@ -116,23 +116,15 @@ def check_flags(flags: ReplayConfig, run: Run, records: list[dict]) -> None:
     require(same, problem, "restore them, or replay an update after a checkpoint of the run")
 
 
-def recompute(run: Run, batches: Iterator[Batch], until: int, records: list[dict]) -> None:
-    """Train up to update `until` as the run did, and log at the same updates.
-
-    Nothing is evaluated: --lr_schedule plateau uses the evaluations in the log.
-    """
-    evaluations = {record["step"]: record for record in records if record["kind"] == "eval"}  # the last one counts
+def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
+    """Train up to update `until` as the run did, without evaluations, and log at the same updates."""
     run.model.train()
-    for step in range(run.state.step + (not run.state.owes_evaluation), until + 1):
-        if step > run.state.step:
-            train.train_update(run, batches)
-            run.log.advance()
-            if due_after(run.config, run.state, run.updates).log:
-                synchronise(run, SyncInterval())
-                log_training(run)
-        if step in evaluations:
-            run.state.add_evaluation(evaluations[step], run.task.metric, run.task.higher_is_better)
-            reduce_on_plateau(run.config, run.state, run.updates)
+    while run.state.step < until:
+        train.train_update(run, batches)
+        run.log.advance()
+        if due_after(run.config, run.state, run.updates).log:
+            synchronise(run, SyncInterval())
+            log_training(run)
 
 
 def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[dict]) -> dict[str, Any]:

@@ -40,10 +40,12 @@ from utils.runs.checkpoint import CheckpointManager
 from utils.runs.log import RunLog
 from utils.runs.metadata import SavedRun
 from utils.runs.parts import make_parts
+from utils.runs.resume import settings_of_start
+from utils.runs.source import find_source
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
-from utils.training.building import Resolved, change_layers, check_settings, resolve, start_settings
+from utils.training.building import Resolved, change_layers, check_settings, resolve
 from utils.training.divergence import watch_evaluation
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
@@ -52,7 +54,7 @@ from utils.training.loop import batches_of_update, log_training, make_profiler, 
 from utils.training.meter import Meter, SyncInterval
 from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
 from utils.training.run import Run, log_end, log_start
-from utils.training.schedule import SCHEDULES, due_after, learning_rate, reduce_on_plateau
+from utils.training.schedule import SCHEDULES, due_after, learning_rate
 
 # Tables of names, which --help lists
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
@@ -88,7 +90,9 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()
     accelerator = make_accelerator(ranks, config, saved.settings.mixed_precision if saved else None)
-    config, source = start_settings(config, saved, ranks)
+    with ranks.agree():
+        config = settings_of_start(config, saved, ranks.topology.world_size)
+    config, source = find_source(config, saved, ranks)
     data = find_data(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         resolved = resolve(config, saved, checkpoints.folder, data, source, accelerator)
@@ -194,8 +198,7 @@ def train(run: Run, profiler: profile | None) -> dict | None:
 def train_update(run: Run, batches: Iterator[Batch]) -> None:
     """One update: forward and backward passes of this rank, then one optimizer step."""
     config, state, gradients = run.config, run.state, run.gradients
-    lr = learning_rate(config, state.step, run.updates, state.lr_factor)
-    set_learning_rate(run.optimizer, lr)
+    set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates))
     for batch in batches_of_update(run, batches):
         with gradients.microbatch(batch):
             outputs = run.model(batch.images)
@@ -232,7 +235,6 @@ def evaluate(run: Run) -> dict | None:
         if weights == "raw":
             watch_evaluation(run, metrics)
     state.add_evaluation(result, run.task.metric, run.task.higher_is_better)
-    reduce_on_plateau(run.config, state, run.updates, run.log.say)
     report_training(run, result)
     return result
 

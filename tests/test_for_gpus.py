@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 import doctor
 import train
 import utils.models.zoo
-from utils.config.defaults import hint_for_gpus
 from utils.config.settings import LaunchConfig, TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
@@ -47,7 +46,6 @@ from utils.ranks import ranks
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 from utils.tasks.classification import Classification
-from utils.training import run as running
 from utils.training.gradients import TreeGradients
 from utils.training.meter import Meter
 
@@ -391,19 +389,6 @@ def test_a_model_is_compiled_once_for_each_batch_size_in_training_and_evaluation
 
 
 # The work of an update besides the network.
-
-
-def _train_as_on_gpus(flags):
-    hint = running.hint_for_gpus
-    running.hint_for_gpus = lambda device, *numbers: hint("cuda", *numbers)
-    train.main(["--model", "mlp", "--max_steps", "1", "--threads", "1", *flags])
-
-
-def test_a_run_on_gpus_with_few_images_each_says_so():
-    line = "8 images of 8x8 per GPU are few to keep it busy"
-    assert line in run_ranks(2, _train_as_on_gpus, ["--data", "digits", "--global_batch_size", "16"])[0].out
-    for few in (("cuda", 1, 8, (8, 8), 10**6), ("cpu", 2, 8, (8, 8), 10**6), ("cuda", 2, 16, (224, 224), 10**6)):
-        assert not hint_for_gpus(*few)
 
 
 def _operations_of_an_update(layers):

@@ -45,7 +45,7 @@ def refusal(capsys, *flags):
         (
             "lr_schedule",
             "square_root",
-            "no such lr schedule; use constant, plateau, linear, cosine, onecycle",
+            "no such lr schedule; use constant, linear, cosine, onecycle",
         ),
         ("loss", "hinge", "no such loss; use cross_entropy, binary_cross_entropy"),
     ],

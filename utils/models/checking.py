@@ -94,25 +94,17 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
-    """Raise ValueError, with batch sizes that work, if batch statistics would be those of a single sample.
+    """Raise ValueError if batch statistics would be those of a single sample.
 
     With synchronised batch normalisation, `together` processes share their statistics.
     """
-
-    def works(plan: Plan) -> bool:
-        return 1 not in _sample_sizes(plan, updates, together)
-
-    if works(plan):
+    if 1 not in _sample_sizes(plan, updates, together):
         return
-    even = range(plan.microbatches * 2, 2 * plan.global_batch_size + 1, plan.microbatches)
-    sizes = [size for size in even if size % plan.repeats == 0 and works(replace(plan, global_batch_size=size))]
-    nearest = sorted(sizes, key=lambda size: abs(size - plan.global_batch_size))[:2]
-    fixes = ["--drop_last"] * works(replace(plan, drop_last=True))
-    fixes += [f"--global_batch_size {size}" for size in sorted(nearest)]
+    helps = 1 not in _sample_sizes(replace(plan, drop_last=True), updates, together)
+    size = f"{plan.samples} samples, global batches of {plan.global_batch_size} in {plan.microbatches} microbatches"
     raise UserError(
-        f"batch normalisation needs more than one sample, but one batch has only one ({plan.samples} samples, global "
-        f"batches of {plan.global_batch_size} in {plan.microbatches} microbatches)",
-        f"use {' or '.join(fixes) or 'fewer processes or microbatches'}",
+        f"batch normalisation needs more than one sample, but one batch has only one ({size})",
+        "use --drop_last" if helps else "use another --global_batch_size, or fewer processes or microbatches",
     )
 
 

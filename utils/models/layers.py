@@ -68,25 +68,18 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(f"--freeze {' '.join(patterns)}: no parameter is left to train", f"try {BACKBONE}")
-    for layer in _frozen_statistics(model):
-        layer.eval()
-        layer.__dict__["train"] = _keep_mode  # called by `train` of the model, also after an evaluation
+    for module in model.modules():
+        trained = [parameter.requires_grad for parameter in module.parameters()]
+        if trained and not any(trained):
+            for layer in filter(lambda layer: isinstance(layer, _NormBase), module.modules()):
+                layer.eval()
+                layer.__dict__["train"] = _keep_mode  # called by `train` of the model, also after an evaluation
 
 
 def _matches(model: nn.Module, name: str, pattern: str) -> bool:
     if pattern == BACKBONE:
         return not name.startswith(tuple(f"{head}." for head in heads_of(model)))
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
-
-
-def _frozen_statistics(model: nn.Module) -> list[nn.Module]:
-    """The layers with running statistics in modules that have parameters, all of them frozen."""
-    found: list[nn.Module] = []
-    for module in model.modules():
-        parameters = list(module.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
-            found += [layer for layer in module.modules() if isinstance(layer, _NormBase)]
-    return found
 
 
 def _keep_mode(mode: bool = True) -> None:

@@ -157,14 +157,6 @@ def build_model(
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
-def seed_layers(device: torch.device, seed: int) -> None:
-    """Seed the random numbers of layers (dropout), so that a resumed run does not need the state of the generators."""
-    # torch.manual_seed does the same in 100 us; a CPU generator uses only the low 32 bits.
-    if device.type == "cuda":
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed % 2**32)
-
-
 def _problem(what: str, error: Exception) -> str:
     """`what` and the error, on one line. The text of a KeyError and others means nothing without the class."""
     plain = isinstance(error, TypeError | ValueError | RuntimeError)

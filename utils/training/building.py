@@ -25,8 +25,8 @@ from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.runs.folder import check_run_folder
 from utils.runs.metadata import SavedRun
-from utils.runs.resume import batch_of_start, restore_state, resume_lines, settings_of_start
-from utils.runs.source import InitialWeights, absolute_source, find_source
+from utils.runs.resume import batch_of_start, restore_state, resume_lines
+from utils.runs.source import InitialWeights, absolute_source
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
@@ -43,15 +43,6 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
         raise UserError("--data_dir is for --data torchvision/NAME only", "name a folder of your own with --data")
     if config.resume is None:
         resolve_batch(config, ranks.topology.world_size)
-
-
-def start_settings(
-    config: TrainConfig, saved: SavedRun | None, ranks: Ranks
-) -> tuple[TrainConfig, InitialWeights | None]:
-    """The settings with those of the checkpoint and of --init_from, and what --init_from names; collective."""
-    with ranks.agree():
-        config = settings_of_start(config, saved, ranks.topology.world_size)
-    return find_source(config, saved, ranks)
 
 
 @dataclass(kw_only=True)

@@ -92,7 +92,7 @@ def log_training(run: Run) -> None:
         step=state.step,
         epoch=state.epochs_begun,
         **summary,
-        lr=learning_rate(run.config, state.step - 1, run.updates, state.lr_factor),
+        lr=learning_rate(run.config, state.step - 1, run.updates),
         images_per_second=count / seconds,
         data_wait=totals["wait"] / processes / seconds,
         seconds=state.seconds,

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.defaults import advice, changed, hint_for_few, hint_for_gpus
+from utils.config.defaults import advice, changed, hint_for_few
 from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig
 from utils.console import table
 from utils.data.batches import Batches
@@ -33,7 +33,7 @@ from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import classes_row, count_parameters, describe_parameters, differences, remarks
+from utils.training.summary import classes_row, describe_parameters, differences, remarks
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
@@ -98,11 +98,9 @@ def log_start(run: Run) -> None:
     by_loader = run.train_batches.dataset.augmentation is not None
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
-    parameters = count_parameters(run.module.parameters())
     lines = [
         *remarks(run.data),
         *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum),
-        *hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size, parameters),
         *(hint_for_few(config, run.plan.samples) if not run.resumed_from and not run.spec.small else []),
     ]
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
@@ -199,9 +197,7 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     elif done and result is None:
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:
-        equal = state.equal_bests(run.task.metric)
-        first = f", the first of {equal} equal evaluations" if equal > 1 else ""
-        rows.append(("best", f"{state.best:.4f} at update {state.best_step}{first}"))
+        rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", bytes_text(size_of(run.folder / "checkpoints"))))

@@ -146,45 +146,14 @@ def _half_cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-@after_warmup
-def plateau(_done: float, factor: float = 0.1, patience: int = 10, end: float = 0.0) -> float:
-    """Multiplied by `factor`, down to `end`, after more than `patience` evaluations in a row without a new best.
-
-    `end` is a fraction of --lr. `reduce_on_plateau` counts; this is the learning rate without reductions. As in torch's
-    ReduceLROnPlateau with a threshold of 0.
-    """
-    if not (0 < factor < 1 and patience >= 0 and 0 <= end <= 1):
-        raise ValueError("factor must be between 0 and 1, patience at least 0, and end from 0 to 1")
-    return 1.0
-
-
-def reduce_on_plateau(
-    config: TrainConfig, state: TrainState, updates: int, say: Callable[[str], None] = lambda text: None
-) -> None:
-    """Reduce `state.lr_factor` after an evaluation if --lr_schedule plateau says so; not during the warm-up.
-
-    `say` prints a line about it.
-    """
-    if config.lr_schedule != "plateau" or state.step < count_of(config.warmup_steps or 0, updates):
-        return
-    arguments, waited = SCHEDULES.arguments(config), state.evaluations_since_best
-    if waited and waited % (arguments["patience"] + 1) == 0:
-        before, state.lr_factor = state.lr_factor, max(state.lr_factor * arguments["factor"], arguments["end"])
-        if state.lr_factor < before:
-            lr = learning_rate(config, state.step, updates, state.lr_factor)
-            say(f"update {state.step}  plateau: {waited} evaluations without a new best; lr is now {lr:.2e}")
-
-
-def learning_rate(config: TrainConfig, update: int, updates: int, lr_factor: float = 1.0) -> float:
-    """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology.
+def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
+    """The learning rate of update `update`, counted from 0, of `updates`; the same on any number of processes.
 
     With --cooldown_steps, the schedule ends before the cool-down, in which the learning rate falls linearly to 0.
-    `lr_factor` is that of the state, which only --lr_schedule plateau uses.
     """
     cooldown = count_of(config.cooldown_steps, updates)
     before, left = updates - cooldown, updates - update
     lr = SCHEDULES.call(config, config, min(update, before), before)
-    lr *= lr_factor if config.lr_schedule == "plateau" else 1.0
     return lr * left / cooldown if left < cooldown else lr
 
 
@@ -203,7 +172,6 @@ SCHEDULES = Table(
     "lr_schedule",
     {
         "constant": constant,
-        "plateau": plateau,
         "linear": linear,
         "cosine": cosine,
         "onecycle": onecycle,
