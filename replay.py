@@ -29,6 +29,7 @@ from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
 from utils.data.batches import Batch
+from utils.errors import UserError
 from utils.files import expand, write_file
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)
         recompute(run, batches, flags.update - 1)
-        return show(run, batches, flags, records)
+        return show(run, batches, flags)
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -77,9 +78,9 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def losses_by_update(records: list[dict]) -> dict[int, float | None]:
-    """The logged training losses, by the update of their record."""
-    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+def read_losses(folder: Path) -> dict[int, float | None]:
+    """The logged training losses of a run, by the update of their record."""
+    return {record["step"]: record["loss"] for record in read_log(folder) if record["kind"] == "train"}
 
 
 def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> TrainConfig:
@@ -106,14 +107,13 @@ def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> Tra
 
 def check_flags(flags: ReplayConfig, run: Run, records: list[dict]) -> None:
     """Raise UserError if the run has no such update or microbatch, or if --init_from has other weights than before."""
-    last = run.plan.microbatches - 1
+    number, last = flags.microbatch or 0, run.plan.microbatches - 1
     require(flags.update <= run.updates, f"--update {flags.update}: the last one of the run is {run.updates}")
-    fits = (flags.microbatch or 0) <= last
-    require(fits, f"--microbatch {flags.microbatch}: the last one of the update is {last}")
+    require(number <= last, f"--microbatch {number}: the last one of the update is {last}")
     before = next((record["init_weights"] for record in records if "init_weights" in record), None)
-    problem = f"--init_from {run.config.init_from}: has other weights now than when the run began"
-    same = run.source is None or before in (None, run.source.weights)
-    require(same, problem, "restore them, or replay an update after a checkpoint of the run")
+    if run.source and before not in (None, run.source.weights):
+        problem = f"--init_from {run.config.init_from}: has other weights now than when the run began"
+        raise UserError(problem, "restore them, or replay an update after a checkpoint of the run")
 
 
 def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
@@ -127,7 +127,7 @@ def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
             log_training(run)
 
 
-def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[dict]) -> dict[str, Any]:
+def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, Any]:
     """Compute the losses of the next update's microbatches, then print and return the details of one of them.
 
     By default, this is the first one with a NaN or infinite loss, else number 0.
@@ -138,7 +138,7 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[
     run.train_batches.check()
     loss = math.fsum(losses) / max(1, sum(len(batch.labels) for batch in microbatches))
     print(f"update {flags.update}: loss {loss}")
-    print(compare_losses(run, flags.update, loss, records))
+    print(compare_losses(run, loss, flags))
     bad = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), 0)
     batch = microbatches[bad if flags.microbatch is None else flags.microbatch]
     name = f"microbatch {batch.number} of update {flags.update}"
@@ -151,11 +151,11 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[
     return {"losses": losses, "first_bad_layer": inspect(run, batch, flags.pdb)}
 
 
-def compare_losses(run: Run, update: int, loss: float, records: list[dict]) -> str:
-    """Whether the computed losses are those in the log; `loss` is that of `update`, the last one."""
-    ours, logged = losses_by_update(read_log(run.folder)), losses_by_update(records)
-    if update - 1 in (0, *logged):  # the log may have a record of this update alone
-        ours[update] = loss if math.isfinite(loss) else None
+def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
+    """Whether the computed losses are those in the log; `loss` is that of the update to show."""
+    ours, logged = read_losses(run.folder), read_losses(expand(flags.run))
+    if flags.update - 1 in (0, *logged):  # the log may have a record of this update alone
+        ours[flags.update] = loss if math.isfinite(loss) else None
     again = [step for step in ours if step in logged]
     different = [step for step in again if ours[step] != logged[step]]
     if not different:

@@ -93,16 +93,19 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
     with ranks.agree():
         config = settings_of_start(config, saved, ranks.topology.world_size)
     config, source = find_source(config, saved, ranks)
+
     data = find_data(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         resolved = resolve(config, saved, checkpoints.folder, data, source, accelerator)
     config, spec, task = resolved.config, resolved.spec, resolved.task
+
     train_set, eval_set = make_sets(resolved, ranks)
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
         module = build_model(config, spec, task.outputs, saved is None, data.class_names, train_set)
     module = change_layers(module, resolved, accelerator, ranks)
     optimizer = build_optimizer(config, module)
     train_loader, eval_loader = assign_batches(train_set, eval_set, resolved, ranks)
+
     # With --microbatches, TreeGradients exchanges gradients itself, so the model gets no DDP.
     model = accelerator.prepare_model(module, evaluation_mode=config.microbatches is not None)
     optimizer, train_loader, eval_loader = accelerator.prepare(optimizer, train_loader, eval_loader)
@@ -119,6 +122,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
             ranks=ranks,
             stopping=stopping,
             accelerator=accelerator,
+            folder=folder,
             checkpoints=checkpoints,
             model=model,
             module=module,
@@ -187,9 +191,9 @@ def train(run: Run, profiler: profile | None) -> dict | None:
             log_training(run)
         if due.evaluate or run.ended:
             result = evaluate(run)
-        in_time = since_save >= (config.save_seconds or math.inf)
-        leaves = run.ended or run.stopping.agreed
-        if due.save or in_time or state.best_step == state.step or leaves:
+        is_late = since_save >= (config.save_seconds or math.inf)
+        is_last = run.ended or run.stopping.agreed
+        if due.save or is_late or is_last or state.best_step == state.step:
             save(run)
         run.meter.restart()
     return result

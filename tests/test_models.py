@@ -382,12 +382,16 @@ def test_a_wrong_model_argument_is_named(name):
     "name, arguments, text",
     [
         ("timm/resnet10t", {"act_layer": "x"}, "KeyError 'x'; change or remove these arguments"),
-        ("timm/resnet10t", {"features_only": True}, "has an output of type list, not one score per class"),
+        ("timm/resnet10t", {"features_only": True}, "returns list for an image, not one score per class"),
         ("timm/resnet10t", {"drop_rate": "x"}, "does not accept 32x32x3 images .*; change --model_args"),
         ("mnist_cnn", {"dropout": 2}, "dropout probability has to be between 0 and 1"),
         ("resnet18", {"norm_layer": "x"}, "--model_args for resnet18: 'str' object is not callable"),
         ("inception_v3", {}, "--model inception_v3: no such model; did you mean timm/inception_v3"),  # several heads
-        ("timm/resnet10t", {"num_classes": 0, "global_pool": ""}, r"of shape \[1, 512, .*, not one score per"),
+        (
+            "timm/resnet10t",
+            {"num_classes": 0, "global_pool": ""},
+            r"returns \[1, 512, .* for an image, not",
+        ),
     ],
 )
 def test_values_of_model_arguments_that_no_model_takes_are_one_line(name, arguments, text):

@@ -38,10 +38,9 @@ def check_output(
         fix = f"change --model_args, or {fix}" if config.model_args else fix
         what = f"{spec.height}x{spec.width}x{spec.channels} images" + ", the size of evaluation" * in_evaluation
         raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
-    if not isinstance(logits, torch.Tensor) or logits.shape != (1, classes):
-        is_tensor = isinstance(logits, torch.Tensor)
-        shape = f"of shape {list(logits.shape)}" if is_tensor else f"of type {type(logits).__name__}"
-        problem = f"{name} has an output {shape}, not one score per class"
+    found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if found != [1, classes]:
+        problem = f"{name} returns {found} for an image, not one score per class, [1, {classes}]"
         raise UserError(problem, "leave out --model_args, or use another model")
     try:
         with torch.no_grad():

@@ -18,10 +18,6 @@ from utils.models.matching import heads_of
 FAMILIES = "timm models such as timm/vit_* and timm/convnext_*; convnext_*, efficientnet_*, maxvit_t and swin_*"
 
 
-def has_drop_path(model: nn.Module) -> bool:
-    return any(type(layer).__name__ in ("DropPath", "StochasticDepth") for layer in model.modules())
-
-
 def unsupported(name: str) -> UserError:
     return UserError(f"--drop_path: {name} does not support it", f"use one of {FAMILIES}")
 

@@ -3,8 +3,7 @@
 import importlib.util
 import pickle
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,16 +51,6 @@ def resize_input(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) ->
     if not spec.small:  # small images are resized once, for the cache, with bilinear interpolation
         spec = replace(spec, **{key: weights[key] for key in ("interpolation", "squash") if key in weights})
     return spec.cropped(config.eval_crop or weights.get("crop") or EVAL_CROP)
-
-
-@contextmanager
-def loading_weights(config: TrainConfig) -> Iterator[None]:
-    """Turn any error of downloading or loading weights into one UserError."""
-    try:
-        yield
-    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        problem = f"--pretrained: the weights of {config.model} cannot be loaded ({one_line(error)[:200]})"
-        raise UserError(problem, _fix_of_weights(config)) from error
 
 
 def _fix_of_weights(config: TrainConfig) -> str:
@@ -128,13 +117,16 @@ def _from_timm() -> Any:
 
 
 def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
-    """The network of --model with its published weights and their head."""
-    with loading_weights(config):
+    """The network of --model with its published weights and their head. Raises UserError if they cannot be loaded."""
+    try:
         if config.model.startswith("timm/"):
             import timm
 
             return timm.create_model(config.model[5:], pretrained=True, **arguments)
         return torchvision.models.get_model(config.model, weights="DEFAULT", **arguments)
+    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        problem = f"--pretrained: the weights of {config.model} cannot be loaded ({one_line(error)[:200]})"
+        raise UserError(problem, _fix_of_weights(config)) from error
 
 
 def load_published(config: TrainConfig, model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +16,9 @@ from utils.data.pipeline import ImageDataset
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output
-from utils.models.layers import has_drop_path, set_drop_path, unsupported
+from utils.models.layers import set_drop_path, unsupported
 from utils.models.matching import heads_of
-from utils.models.published import keep_head, loading_weights, published_input, resize_input
+from utils.models.published import keep_head, published_input, published_model, resize_input
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
 STEM_POOLS = ("maxpool", "features.pool0")  # the pooling after the stem of ResNet and DenseNet
@@ -132,16 +131,15 @@ def build_model(
     torch.manual_seed(fold_in(config.seed, "weights"))
     name = config.model
     try:
-        if name in OWN_MODELS:
-            model = OWN_MODELS[name](spec, classes, **config.model_args)
-            if config.drop_path is not None:
-                set_drop_path(model, name, config.drop_path)
-            if images is not None and isinstance(model, FastNet):
-                model.initialise(some_images(images))
-        elif name.startswith("timm/"):
+        if name.startswith("timm/"):
             model = _timm(config, spec, classes, load)
         else:
-            model = _torchvision(config, spec, classes, load)
+            own = OWN_MODELS.get(name)
+            model = own(spec, classes, **config.model_args) if own else _torchvision(config, spec, classes, load)
+            if config.drop_path is not None:
+                set_drop_path(model, name, config.drop_path)
+        if images is not None and isinstance(model, FastNet):
+            model.initialise(some_images(images))
         if config.pretrained and load and names:
             keep_head(model, config, names)
         check_output(model, config, spec, classes)
@@ -170,13 +168,15 @@ def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.
     if config.drop_path is not None:
         arguments["drop_path_rate"] = config.drop_path
     try:
-        with loading_weights(config) if config.pretrained and load else nullcontext():
-            model = timm.create_model(config.model[5:], pretrained=config.pretrained and load, **arguments)
+        if config.pretrained and load:
+            model = published_model(config, **arguments)
+        else:
+            model = timm.create_model(config.model[5:], **arguments)
     except TypeError as error:
         if "'drop_path_rate'" not in str(error):
             raise
         raise unsupported(config.model) from error
-    if config.drop_path and not has_drop_path(model):
+    if config.drop_path and all(type(layer).__name__ != "DropPath" for layer in model.modules()):
         raise unsupported(config.model)
     return model
 
@@ -188,14 +188,11 @@ def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool)
     if config.pretrained:
         if spec.channels != 3:
             raise UserError("--pretrained weights of torchvision take colour images", "leave out --channels 1")
-        with loading_weights(config) if load else nullcontext():
-            model = torchvision.models.get_model(name, weights="DEFAULT" if load else None, **arguments)
+        model = published_model(config, **arguments) if load else torchvision.models.get_model(name, **arguments)
         _replace_head(model, classes)
     else:
         model = torchvision.models.get_model(name, num_classes=classes, **arguments)
         model.stem_change = _fit_stem(model, spec, config)
-    if config.drop_path is not None:
-        set_drop_path(model, name, config.drop_path)
     return model
 
 

@@ -45,6 +45,7 @@ class Run(Resolved):
     ranks: Ranks
     stopping: Stopping
     accelerator: Accelerator
+    folder: Path
     checkpoints: CheckpointManager
     model: nn.Module  # as Accelerate wraps it, for training
     gradients: Gradients
@@ -55,11 +56,6 @@ class Run(Resolved):
     evaluator: Evaluator
     meter: Meter
     log: RunLog
-
-    @property
-    def folder(self) -> Path:
-        assert self.checkpoints.folder is not None
-        return self.checkpoints.folder
 
     @property
     def average(self) -> WeightAverage | None:

@@ -6,11 +6,12 @@ microbatches, where M is a power of two: the node (level, index) is the sum of t
 in its range, and the ranks add up the rest of the tree together.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.nn import functional as F
 
 from utils.data.order import share
 
@@ -53,25 +54,27 @@ class TreeSum:
         result = parts[0]
         for dtype in {tensor.dtype: None for tensor in result} if self.processes > 1 else ():
             chosen = [place for place, tensor in enumerate(result) if tensor.dtype == dtype]
-            nodes = torch.stack([_flatten_dense_tensors([part[place] for place in chosen]) for part in parts])
+            total = self._exchange([_flatten_dense_tensors([part[place] for place in chosen]) for part in parts])
             # Copied into the first tensors to keep their layout in memory: a norm may depend on it.
             targets = [result[place] for place in chosen]
-            torch._foreach_copy_(targets, _unflatten_dense_tensors(self._exchange(nodes), targets))
+            torch._foreach_copy_(targets, _unflatten_dense_tensors(total, targets))
         return result
 
-    def _exchange(self, nodes: Tensor) -> Tensor:
-        """The sum [n] of the nodes of all ranks, from this rank's [nodes, n]; collective."""
-        counts, size = [len(each) for each in self.nodes], nodes.shape[1]
+    def _exchange(self, nodes: Sequence[Tensor]) -> Tensor:
+        """The sum [n] of the nodes of all ranks, from those of this rank, [n] each; collective."""
+        counts, size = [len(each) for each in self.nodes], len(nodes[0])
         if sum(counts) == 2:  # a + b has only one order
-            dist.all_reduce(nodes)
+            dist.all_reduce(nodes[0])
             return nodes[0]
         # Each rank adds up one slice of all nodes.
         length = -(-size // self.processes)
-        slices = F.pad(nodes, (0, length * self.processes - size)).view(len(nodes), self.processes, length)
-        received = nodes.new_empty(sum(counts), length)
-        sent = slices.transpose(0, 1).reshape(-1, length)
+        padded = nodes[0].new_zeros(len(nodes), self.processes * length)
+        for row, node in zip(padded, nodes, strict=True):
+            row[:size] = node
+        sent = padded.view(len(nodes), self.processes, length).transpose(0, 1).reshape(-1, length)
+        received = sent.new_empty(sum(counts), length)
         dist.all_to_all_single(received, sent, counts, [len(nodes)] * self.processes)
-        result = nodes.new_empty(self.processes * length)
+        result = sent.new_empty(self.processes * length)
         dist.all_gather_into_tensor(result, self.add_up(received))
         return result[:size]
 
