@@ -115,8 +115,8 @@ def test_the_small_stem_can_be_chosen_for_larger_images():
 @pytest.mark.parametrize(
     "settings, text",
     [
-        ({"model": "mlp"}, "is for models of torchvision"),
-        ({"model": "resnet18", "pretrained": True}, "is for models of torchvision without --pretrained"),
+        ({"model": "mlp"}, "only for models of torchvision"),
+        ({"model": "resnet18", "pretrained": True}, "only for models of torchvision without --pretrained"),
         ({"model": "swin_t"}, "swin_t has no stem that can be replaced"),
     ],
 )

@@ -60,7 +60,7 @@ def check_model(config: TrainConfig) -> None:
     if name not in OWN_MODELS and (given := _NOT_ARGUMENTS & config.model_args.keys()):
         raise UserError(f"--model_args {min(given)}: cannot be set here", "leave it out, or use --pretrained")
     if config.stem == "small" and (name in OWN_MODELS or name.startswith("timm/") or config.pretrained):
-        raise UserError("--stem small is for models of torchvision without --pretrained", "leave it out")
+        raise UserError("--stem small: only for models of torchvision without --pretrained", "leave it out")
 
 
 def _similar_model(name: str) -> str:
@@ -151,14 +151,10 @@ def build_model(
         if not config.model_args and not isinstance(error, TypeError | RuntimeError):
             raise
         what, fix = ("--model_args for", _FIX_ARGUMENTS) if config.model_args else ("--model", "")
-        raise UserError(_problem(f"{what} {name}", error), fix) from error
+        # The text of a KeyError and others means nothing without the class.
+        kind = "" if isinstance(error, TypeError | ValueError | RuntimeError) else f"{type(error).__name__} "
+        raise UserError(f"{what} {name}: {kind}{one_line(error)[:200]}", fix) from error
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
-
-
-def _problem(what: str, error: Exception) -> str:
-    """`what` and the error, on one line. The text of a KeyError and others means nothing without the class."""
-    plain = isinstance(error, TypeError | ValueError | RuntimeError)
-    return f"{what}: {'' if plain else type(error).__name__ + ' '}{one_line(error)[:200]}"
 
 
 def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:

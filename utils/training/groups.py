@@ -82,7 +82,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     return numbers
 
 
-def _blocks(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[bool, list[tuple[str, nn.Parameter]]]]:
+def _blocks(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[bool, list]]:
     """The parameters of each block, with True, and those of `module` itself, with False."""
     yield False, list(module.named_parameters(prefix, recurse=False))
     for name, child in module.named_children():

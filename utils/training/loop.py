@@ -11,7 +11,7 @@ import torch
 
 from utils.config.bounds import require
 from utils.data.batches import Batch
-from utils.errors import UserError, one_line
+from utils.errors import UserError
 from utils.runs.metadata import make_files
 from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_loss
 from utils.training.first_batch import write_first_batch
@@ -119,13 +119,9 @@ def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | N
 def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
     """Write the trace of this rank to the run folder, and print the slowest operations."""
     path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
-    partial_path = path.with_name(f".partial-{path.name}")  # the suffix selects the compression
-    try:
-        profiler.export_chrome_trace(str(partial_path))
-        os.replace(partial_path, path)
-    except (OSError, RuntimeError) as error:  # the run continues without a trace
-        run.log.say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
-        return
+    unfinished = path.with_name(f".partial-{path.name}")  # the suffix selects the compression
+    profiler.export_chrome_trace(str(unfinished))
+    os.replace(unfinished, path)
     by_time = f"self_{run.ranks.device.type}_time_total"
     slowest = profiler.key_averages().table(by_time, _ROWS, max_name_column_width=40)
     run.log.say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")

@@ -65,7 +65,7 @@ def _memory_order(kernel: Tensor) -> list[int]:
 
 
 # The others of torch.optim need several gradients in an update, all samples, or sparse gradients.
-_OF_TORCH = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")
+_OF_TORCH = ("Adafactor", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")
 # Arguments that have flags, and those about how torch computes a step
 _NOT_ARGUMENTS = {"params", "lr", "momentum", "weight_decay"}
 _NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused"}
