@@ -37,10 +37,10 @@ from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
+from utils.runs.loading import make_parts
 from utils.runs.log import RunLog
 from utils.runs.metadata import SavedRun
-from utils.runs.parts import make_parts
-from utils.runs.resume import settings_of_start
+from utils.runs.resume import keep_settings
 from utils.runs.source import find_source
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
@@ -91,7 +91,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
     saved = checkpoints.newest()
     accelerator = make_accelerator(ranks, config, saved.settings.mixed_precision if saved else None)
     with ranks.agree():
-        config = settings_of_start(config, saved, ranks.topology.world_size)
+        config = keep_settings(config, saved, ranks.topology.world_size)
     config, source = find_source(config, saved, ranks)
 
     data = find_data(config, saved, ranks)

@@ -26,14 +26,14 @@ from utils.models.weight_average import WeightAverage
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
+from utils.runs.loading import EMA, Part
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
-from utils.runs.parts import EMA, Part
 from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import classes_row, describe_parameters, differences, remarks
+from utils.training.summary import classes_row, describe_parameters, differences, warn_about_data
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
@@ -95,7 +95,7 @@ def log_start(run: Run) -> None:
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
     lines = [
-        *remarks(run.data),
+        *warn_about_data(run.data),
         *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum),
         *(hint_for_few(config, run.plan.samples) if not run.resumed_from and not run.spec.small else []),
     ]
