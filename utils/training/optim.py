@@ -115,9 +115,10 @@ def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
     return build
 
 
+_FROM_TORCH = {name.lower(): of_torch(getattr(torch.optim, name)) for name in _OF_TORCH}
 OPTIMIZERS = Table(
     "optimizer",
-    {"sgd": sgd, "muon": muon} | {name.lower(): of_torch(getattr(torch.optim, name)) for name in _OF_TORCH},
+    {"sgd": sgd, "muon": muon, **_FROM_TORCH},
     trial=lambda config: _try_arguments(config),
 )
 
