@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 import doctor
 import train
 import utils.models.zoo
-from utils.config.defaults import hint_for_gpus
 from utils.config.settings import TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
@@ -334,13 +333,6 @@ def test_ddp_does_not_measure_updates_which_would_wait_for_the_gpu():
 
 
 # The work of an update besides the network.
-
-
-def test_few_images_on_each_gpu_are_reported():
-    (line,) = hint_for_gpus("cuda", 2, 8, (8, 8), 10**6)
-    assert "8 images of 8x8 per GPU are few to keep it busy" in line
-    for few in (("cuda", 1, 8, (8, 8), 10**6), ("cpu", 2, 8, (8, 8), 10**6), ("cuda", 2, 16, (224, 224), 10**6)):
-        assert not hint_for_gpus(*few)
 
 
 def test_synchronised_batch_statistics_copy_nothing_from_the_host():

@@ -153,12 +153,8 @@ def _in_pytorch(loaded: Loaded) -> list[str]:
 
 
 def _of_torchvision(loaded: Loaded) -> dict[str, Any]:
-    """The arguments that `build_model` gives besides --model_args, without the extra heads of training."""
-    name = loaded.name
-    if name in ("googlenet", "inception_v3"):
-        inside = loaded.saved.settings.pretrained
-        return {"aux_logits": False, "transform_input": inside, "init_weights": False}
-    return {"image_size": loaded.saved.spec.height} if name.startswith("vit_") else {}
+    """The arguments that `build_model` gives besides --model_args."""
+    return {"image_size": loaded.saved.spec.height} if loaded.name.startswith("vit_") else {}
 
 
 def _crop_share(spec: InputSpec) -> float:
