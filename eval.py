@@ -40,7 +40,6 @@ from utils.runs.state import TrainState
 from utils.tasks.table import make_task
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import check_outputs, make_evaluator
-from utils.training.summary import size_of, speed_of, speed_rows
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -76,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
             more = [
                 ("input", spec.describe_pixels()),
                 *([("views", flags.tta)] if flags.tta else []),
-                *(speed_rows(record["throughput"]) if flags.throughput else []),
             ]
             try:
                 write_files(flags, record, found, task, split)
@@ -140,16 +138,11 @@ def evaluate(
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, terminal.progress("decoding"))
     evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
-    with ranks.agree():
-        size = size_of(evaluator.model, spec) if flags.throughput else {}
     result = evaluator.evaluate(keep=config.report or flags.predictions is not None)
     assert result is not None  # nothing stops it
     check_outputs(result["loss"], saved.path)
     if flags.tta:
         result["tta"] = flags.tta
-    if flags.throughput:
-        size["images_per_second"] = result["count"] / result["seconds"]
-        result["throughput"] = size | speed_of(evaluator.model, spec, config, evaluator.accelerator, ranks)
     record = {
         "kind": "eval",
         **origin(saved, config, flags),

@@ -88,8 +88,6 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: as in the run)."""
     eval_crop: Fraction | None = None
     """Fraction of a photograph's shorter side to use (default: as in the run)."""
-    throughput: bool = False
-    """Measure the images per second of the model alone and of the evaluation, and count parameters and operations."""
     json: str | None = None
     """File to write the results to, as JSON."""
     predictions: str | None = None
