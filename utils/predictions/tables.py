@@ -112,7 +112,7 @@ def columns_of_split(task: Task, split: Split, found: Predictions) -> Columns:
         images = {"path": [split.images.names[row] for row in places]}
     labels = [[names[n] for n in np.flatnonzero(row)] if np.ndim(row) else names[row] for row in found.labels]
     columns = columns_of(make_rows(task, found.top, found.scores, TOP), min(TOP, len(names)))
-    return {**images, "label": labels, **columns, "loss": list(map(rounded, found.losses.tolist()))}
+    return {**images, "label": labels, **columns, "loss": list(map(rounded, found.values[:, 0].tolist()))}
 
 
 def result_rows(rows: Sequence[Row], split: Split) -> list[tuple[str, Any]]:

@@ -67,7 +67,7 @@ def write_report(folder: Path, evaluated: Evaluated, say: Callable[[str], None])
 
 def analysis_of(evaluated: Evaluated, found: Predictions) -> dict[str, Any]:
     """The numbers and images of an evaluation that the page shows."""
-    analysis = analyse(found, evaluated.task.class_names, evaluated.task.cut, evaluated.seed)
+    analysis = analyse(found, evaluated.task, evaluated.seed)
     for error in analysis["errors"]:
         error |= thumbnail(evaluated.split, error["index"])
     return {"record": _values(evaluated.record), **analysis}
