@@ -28,7 +28,7 @@ from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_output
 from utils.models.published import CLASSES, check_classes, names_as_in, sized, version_of
 from utils.models.zoo import check_model, input_spec
-from utils.predictions.tables import check_table_file, columns_of_split, encode
+from utils.predictions.tables import check_table_file, encode, rows_of_split
 from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -165,7 +165,7 @@ def write_files(flags: EvalConfig, record: dict, found: Predictions | None, task
     if flags.predictions:
         assert found is not None
         path = expand(flags.predictions)
-        write_output(path, encode(columns_of_split(task, split, found), path))
+        write_output(path, encode(rows_of_split(task, split, found), path))
         print(f"written: {flags.predictions}")
 
 

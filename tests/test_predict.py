@@ -28,8 +28,8 @@ from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.data.decode import LARGE
 from utils.errors import UserError
-from utils.predictions.tables import Row, columns_of, encode, find_images, make_rows
-from utils.report.gallery import page
+from utils.predictions.tables import Row, encode, find_images, make_rows
+from utils.report.html import gallery
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
 from utils.tasks.table import make_task
@@ -339,15 +339,15 @@ def test_the_table_on_the_terminal_shows_the_first_images_and_counts_all():
 
 def test_cells_that_a_spreadsheet_would_run_are_texts_and_numbers_stay_numbers():
     cells = ["=1+2", "+cmd", "-x.png", "@a", "\tb", "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", "a\r=b", "\n=c", None]
-    columns = {"path": cells, "predicted": cells, "probability_1": [0.5] * len(cells)}
-    rows = list(csv.DictReader(io.StringIO(encode(columns, Path("x.csv")).decode(), newline="")))
+    given = [{"path": cell, "predicted": cell, "probability_1": 0.5} for cell in cells]
+    rows = list(csv.DictReader(io.StringIO(encode(given, Path("x.csv")).decode(), newline="")))
     assert [row["path"] for row in rows] == [
         *("'=1+2", "'+cmd", "'-x.png", "'@a", "'\tb", "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", "a\r=b", "'\n=c", "")
     ]
-    assert [row["path"] for row in json.loads(encode(columns, Path("x.json")))] == cells
-    table = parquet.read_table(io.BytesIO(encode(columns, Path("x.parquet"))))
-    assert table.to_pydict() == columns
-    nothing = {"path": ["a"], "error": [None], "probability_1": [None]}
+    assert json.loads(encode(given, Path("x.json"))) == given
+    table = parquet.read_table(io.BytesIO(encode(given, Path("x.parquet"))))
+    assert table.to_pylist() == given
+    nothing = [{"path": "a", "error": None, "probability_1": None}]
     types = parquet.read_table(io.BytesIO(encode(nothing, Path("x.parquet")))).schema.types
     assert [str(kind) for kind in types] == ["string", "string", "double"]
 
@@ -367,18 +367,16 @@ def test_a_task_needs_only_an_activation_and_names_for_rows():
 
     top, scores = Own().most_likely(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), 5)
     rows = make_rows(Own(), top.numpy(), scores.numpy(), 1)
-    assert rows == [Row("b", ["b"], [0.731059]), Row("a", ["a"], [0.731059])]
+    assert rows == [Row("b", [("b", 0.731059)]), Row("a", [("a", 0.731059)])]
 
 
 def test_rows_have_six_significant_digits():
     _, task = make_task(TrainConfig(task="classification"), ["a", "b"], None)
     top, values = np.array([[1, 0]] * 2), np.array([[2 / 3, 1 / 3], [1.23456789e-5, 0]])
     rows = make_rows(task, top, values, 2)
-    assert rows[0] == Row("b", ["b", "a"], [0.666667, 0.333333])
-    assert rows[1].probabilities == [1.23457e-05, 0]
-    bad = Row(None, [], [], "why")
-    assert columns_of([rows[0], bad], 2)["class_2"] == ["a", None]
-    assert columns_of([bad], 2) == {name: [None] for name in columns_of(rows, 2)}
+    assert rows[0] == Row("b", [("b", 0.666667), ("a", 0.333333)])
+    assert rows[1].cells(2)["probability_1"] == 1.23457e-05
+    assert Row(None, [], "why").cells(2) == dict.fromkeys(rows[0].cells(2))
 
 
 def test_a_class_is_predicted_if_its_logit_is_above_the_threshold_as_in_the_evaluation():
@@ -388,7 +386,7 @@ def test_a_class_is_predicted_if_its_logit_is_above_the_threshold_as_in_the_eval
     rows = make_rows(task, np.zeros((2, 0), int), logits, 3)
     sums, _ = task.evaluate(torch.tensor(logits), torch.zeros(2, 3))
     assert [row.predicted for row in rows] == [["b", "c"], ["a", "b"]] and sums[task.evaluation.index("predicted")] == 4
-    assert rows[1] == Row(["a", "b"], ["a", "b", "c"], [1.0, 1.0, 1.3839e-87])
+    assert rows[1] == Row(["a", "b"], [("a", 1.0), ("b", 1.0), ("c", 1.3839e-87)])
 
 
 def test_the_command_of_the_page_predicts_on_two_processes():
@@ -414,7 +412,8 @@ class _Found(HTMLParser):
 def test_a_probability_beside_a_long_name_is_on_one_line(tmp_path):
     image_folder("odd", {"x": 2})
     names = ["a long name of several words, and more", "b" * 80]
-    (tmp_path / "page.html").write_text(page("title", [Row(names[0], names, [0.355, 0.1])] * 2, find_images(["odd"])))
+    row = Row(names[0], [(names[0], 0.355), (names[1], 0.1)])
+    (tmp_path / "page.html").write_text(gallery("title", [row] * 2, find_images(["odd"])))
     with browser(tmp_path / "profile") as window:
         for width in (200, 390, 1400):
             window.open(tmp_path / "page.html", width)
@@ -427,8 +426,8 @@ def test_a_probability_beside_a_long_name_is_on_one_line(tmp_path):
 def test_the_page_holds_its_images_loads_nothing_and_shows_names_as_text():
     image_folder("odd", {"<script>x": 2}, (300, 500), "jpeg")
     split = find_images(["odd"])
-    rows = [Row("<b>&", ["<b>&", "c"], [0.75, 0.25]), Row(None, [], [], "it <is> broken")]
-    html = page("A <title>", rows, split)
+    rows = [Row("<b>&", [("<b>&", 0.75), ("c", 0.25)]), Row(None, [], "it <is> broken")]
+    html = gallery("A <title>", rows, split)
     found = _Found()
     found.feed(html)
     images = [attributes for tag, attributes in found.tags if tag == "img"]
@@ -437,6 +436,7 @@ def test_the_page_holds_its_images_loads_nothing_and_shows_names_as_text():
     assert Image.open(io.BytesIO(base64.b64decode(data))).size == (192, 115)
     assert {"<b>&", "0.7500", "0.2500", "it <is> broken", "2 images, 1 of them cannot be read"} <= set(found.words)
     tags = {tag for tag, _ in found.tags}
-    assert "script" not in tags and "b" not in tags and "link" not in tags
+    assert "script" not in tags and "b" not in tags
+    assert [attributes["href"] for tag, attributes in found.tags if tag == "link"] == ["data:,"]
     assert "http" not in html.replace("http-equiv", "") and "prefers-color-scheme: dark" in html
     assert 'name="viewport"' in html

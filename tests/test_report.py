@@ -29,8 +29,8 @@ from utils.data.splits import Files, Split
 from utils.report.__main__ import main
 from utils.report.analysis import BINS, MATRIX, analyse, calibration, intervals
 from utils.report.folder import read_run
+from utils.report.html import thumbnail
 from utils.report.page import Series, line_chart, log_ticks, metrics_rows, nice_ticks, settings_rows, write_page
-from utils.report.pictures import thumbnail
 from utils.report.writing import Evaluated, report_evaluation, write_report
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES

@@ -152,7 +152,7 @@ class Binary(MultiLabel):
 
     def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
         _, top, probabilities = super().name_classes(top, np.concatenate([-scores, scores], 1), count)
-        return [self.class_names[own] for own in scores[:, 0] > self.cut], top, probabilities
+        return [self.class_names[int(own)] for own in scores[:, 0] > self.cut], top, probabilities
 
     def metrics(self, predictions: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
         from utils.tasks.metrics import area_under_curve  # its import takes a second
