@@ -133,10 +133,9 @@ class PredictConfig(InferenceConfig):
 class ExportConfig(CheckpointConfig):
     """Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model card."""
 
-    to: Literal["safetensors", "torch", "onnx", "timm"]
-    """Form of the model: safetensors has weights for the class of torchvision, timm is a folder that
-    timm.create_model loads, torch is a program of torch.export, and onnx is a file for ONNX Runtime. torch and onnx
-    take uint8 images and return probabilities."""
+    to: Literal["torch", "onnx", "timm"]
+    """Form of the model: timm is a folder that timm.create_model loads, torch is a program of torch.export, and onnx is
+    a file for ONNX Runtime. torch and onnx take uint8 images and return probabilities."""
     out: str
     """Folder to write; it must not exist."""
 
