@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,8 @@ from utils.data.selection import load_split
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.export import forms
-from utils.export.card import card
-from utils.export.code import Code, preprocessing
+from utils.export.card import card, preprocessing
+from utils.export.forms import Code
 from utils.export.loaded import Loaded, compare, load
 from utils.files import new_folder
 from utils.models.zoo import build_model
@@ -264,7 +265,7 @@ def test_config_and_card_have_the_classes_the_input_and_the_numbers_of_the_evalu
         assert str(exported) not in text + json.dumps(config)  # no path of this machine
 
 
-NO_CODE = Code([], [], [], [], lambda images: images)
+NO_CODE = Code("", "", "", "", lambda images: images)
 
 
 def test_a_card_has_no_numbers_of_other_weights():
@@ -487,6 +488,10 @@ def test_a_model_that_cannot_be_written_or_loaded_is_one_line(run, monkeypatch):
         monkeypatch.setitem(forms.FORMS, "torch", failing)
         line = f"export.py: error: --to torch: mlp cannot be exported ({reason}); use another form"
         assert export_to("out", run) == line and not Path("out").exists()
+    # PyTorch's error of a full disk does not say that it is full.
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    line = export_to("out", run)
+    assert line.endswith("mlp cannot be written (unsupported operator): 10 bytes are free on the disk; free space")
 
 
 @pytest.mark.full

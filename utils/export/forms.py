@@ -6,20 +6,34 @@ To add a form, write such a function and add it to `FORMS` and to ExportConfig.
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from utils.data.spec import InputSpec
 from utils.errors import UserError
-from utils.export.code import Code
 from utils.export.loaded import Loaded, Probabilities, probabilities
 
 NEEDED = {"timm": ["timm"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 """The packages that a form needs besides those of training."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """How to use a form in Python: packages to install, imports, lines that load the model, and the body of `predict`.
+
+    `predict` does the same as these lines: from uint8 images [n, H, W, C] to probabilities, float32 [n, outputs].
+    """
+
+    install: str
+    imports: str
+    loading: str
+    predicting: str
+    predict: Callable[[np.ndarray], np.ndarray]
 
 
 def check_packages(form: str) -> None:
@@ -59,15 +73,13 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     activation = "softmax(1)" if loaded.task.activation == "softmax" else "sigmoid()"
     written = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     return Code(
-        install=["timm", "numpy", "pillow"],
-        imports=["import torch", "import timm"],
-        loading=['model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()'],
-        predicting=[
-            f"mean, std = torch.tensor({spec.mean}), torch.tensor({spec.std})",
-            "values = ((torch.from_numpy(images) / 255 - mean) / std).permute(0, 3, 1, 2)",
-            "with torch.inference_mode():",
-            f"    return model(values.contiguous()).{activation}.numpy()",
-        ],
+        install="timm",
+        imports="import timm\nimport torch",
+        loading='model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()',
+        predicting=f"""mean, std = torch.tensor({spec.mean}), torch.tensor({spec.std})
+    values = ((torch.from_numpy(images) / 255 - mean) / std).permute(0, 3, 1, 2)
+    with torch.inference_mode():
+        return model(values.contiguous()).{activation}.numpy()""",
         predict=partial(probabilities, replace(loaded, model=written)),
     )
 
@@ -77,10 +89,10 @@ def write_torch(loaded: Loaded, folder: Path) -> Code:
     torch.export.save(_program(loaded), folder / "model.pt2")
     model = torch.export.load(folder / "model.pt2").module()
     return Code(
-        install=[f"'torch>={torch.__version__.partition('+')[0]}'", "numpy", "pillow"],
-        imports=["import torch"],
-        loading=['model = torch.export.load(f"{folder}/model.pt2").module()'],
-        predicting=["return model(torch.from_numpy(images)).numpy()"],
+        install=f"'torch>={torch.__version__.partition('+')[0]}'",
+        imports="import torch",
+        loading='model = torch.export.load(f"{folder}/model.pt2").module()',
+        predicting="return model(torch.from_numpy(images)).numpy()",
         predict=lambda images: model(torch.from_numpy(images)).numpy(),
     )
 
@@ -95,10 +107,10 @@ def write_onnx(loaded: Loaded, folder: Path) -> Code:
     program.save(folder / "model.onnx", external_data=False)
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     return Code(
-        install=["onnxruntime", "numpy", "pillow"],
-        imports=["import onnxruntime"],
-        loading=['session = onnxruntime.InferenceSession(f"{folder}/model.onnx", providers=["CPUExecutionProvider"])'],
-        predicting=['return session.run(None, {"images": images})[0]'],
+        install="onnxruntime",
+        imports="import onnxruntime",
+        loading='session = onnxruntime.InferenceSession(f"{folder}/model.onnx", providers=["CPUExecutionProvider"])',
+        predicting='return session.run(None, {"images": images})[0]',
         predict=lambda images: session.run(None, {"images": images})[0],
     )
 
