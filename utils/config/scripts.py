@@ -85,8 +85,6 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: as in the run)."""
     eval_crop: Fraction | None = None
     """Fraction of a photograph's shorter side to use (default: as in the run)."""
-    throughput: bool = False
-    """Measure the images per second of the model alone and of the evaluation, and count parameters and operations."""
     json: str | None = None
     """File to write the results to, as JSON."""
     predictions: str | None = None
@@ -132,10 +130,9 @@ class PredictConfig(InferenceConfig):
 class ExportConfig(CheckpointConfig):
     """Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model card."""
 
-    to: Literal["safetensors", "torch", "onnx", "timm"]
-    """Form of the model: safetensors has weights for the class of torchvision, timm is a folder that
-    timm.create_model loads, torch is a program of torch.export, and onnx is a file for ONNX Runtime. torch and onnx
-    take uint8 images and return probabilities."""
+    to: Literal["torch", "onnx", "timm"]
+    """Form of the model: timm is a folder that timm.create_model loads, torch is a program of torch.export, and onnx is
+    a file for ONNX Runtime. torch and onnx take uint8 images and return probabilities."""
     out: str
     """Folder to write; it must not exist."""
 
