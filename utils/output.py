@@ -2,13 +2,15 @@
 
 Import this module before any other. If descriptor 1 is closed, the next file or socket that is opened becomes standard
 output, and printed text, including that of C++ code, is written to it. On a system without POSIX file locks, such as
-Windows, the import exits with one line and code 2, because later imports would fail with a traceback.
+Windows, the import exits with one line and code 2, because later imports would fail with a traceback. The imports take
+seconds, so Ctrl-C ends a script silently until `restore_interrupt` is called.
 """
 
 import codecs
 import io
 import os
 import select
+import signal
 import sys
 from contextlib import suppress
 from typing import Any
@@ -28,6 +30,13 @@ def guard_output() -> None:
             with suppress(OSError, ValueError):
                 stream.flush()
             setattr(sys, name, _text(_Guarded(stream), stream.encoding))
+
+
+def restore_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, for which the caller must have a handler."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        with suppress(ValueError):  # only the main thread can set a handler
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _text(raw: "_Guarded | io.FileIO", encoding: str) -> io.TextIOWrapper:
@@ -95,6 +104,15 @@ def _check_system() -> None:
         raise SystemExit(2) from None
 
 
+def _is_own_script() -> bool:
+    """Whether this process runs a script of Lockstep, and not a notebook or a test that imports one."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    return os.path.dirname(os.path.abspath(script)) == os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
 codecs.register_error("lockstep.plain", _replace)
 _open_what_is_closed()
 _check_system()
+# A shell ignores SIGINT for its background jobs.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler and _is_own_script():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

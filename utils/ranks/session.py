@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from utils.config.settings import LaunchConfig
 from utils.launch.environment import Topology, read_topology
+from utils.output import restore_interrupt
 from utils.ranks.failure import end_session
 from utils.ranks.ranks import Ranks
 
@@ -20,6 +21,7 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
     topology: Topology | None = None
     ranks: Ranks | None = None
     try:
+        restore_interrupt()
         topology = read_topology(init_method=launch.init_method)
         ranks = Ranks(topology, launch, prog)
         ranks.watch.start()
