@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 import doctor
 import train
 import utils.models.zoo
-from utils.config.defaults import hint_for_gpus
 from utils.config.settings import LaunchConfig, TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
@@ -41,13 +40,13 @@ from utils.errors import UserError, is_lost_rank
 from utils.launch import command as commands
 from utils.launch.devices import choose_device
 from utils.launch.environment import Topology
+from utils.launch.exits import with_known_fix
 from utils.models.small import MLP
 from utils.ranks import accelerator as wrapping
 from utils.ranks import ranks
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.session import distributed_session
 from utils.tasks.classification import Classification
-from utils.training import run as running
 from utils.training.gradients import TreeGradients
 from utils.training.meter import Meter
 
@@ -137,23 +136,15 @@ def test_gpus_that_pytorch_cannot_use_are_refused(two_gpus):
 
 
 @pytest.mark.parametrize(
-    ("capability", "built", "unknown"),
+    ("text", "problem"),
     [
-        ((6, 1), ["sm_75", "sm_80", "compute_120"], True),
-        ((12, 0), ["sm_80", "sm_90"], True),  # a GPU that is newer than this build
-        ((8, 9), ["sm_75", "sm_80"], False),
-        ((13, 0), ["sm_80", "compute_120"], False),
-        ((9, 0), ["gfx90a"], False),  # of AMD
+        ("CUDA error: no kernel image is available for execution on the device", "does not support this GPU"),
+        ("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "have the same GPU"),
     ],
 )
-def test_a_gpu_that_pytorch_is_not_built_for_is_refused_with_both_versions(capability, built, unknown, monkeypatch):
-    known = {"is_available": True, "device_count": 1, "set_device": None, "get_device_name": "Own GPU"}
-    for name, value in (known | {"get_device_capability": capability, "get_arch_list": built}).items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    error = rf"Own GPU has compute capability {capability[0]}\.{capability[1]}, but torch .* is built for {built[0]}"
-    with pytest.raises(UserError, match=error) if unknown else nullcontext():
-        assert choose_device(Topology(), cpu=False) == CUDA
+def test_errors_of_cuda_and_nccl_with_a_known_cause_have_a_fix(text, problem):
+    error = with_known_fix(RuntimeError(text))
+    assert isinstance(error, UserError) and problem in error.problem and error.fix
 
 
 # Errors and timeouts.
@@ -391,19 +382,6 @@ def test_a_model_is_compiled_once_for_each_batch_size_in_training_and_evaluation
 
 
 # The work of an update besides the network.
-
-
-def _train_as_on_gpus(flags):
-    hint = running.hint_for_gpus
-    running.hint_for_gpus = lambda device, *numbers: hint("cuda", *numbers)
-    train.main(["--model", "mlp", "--max_steps", "1", "--threads", "1", *flags])
-
-
-def test_a_run_on_gpus_with_few_images_each_says_so():
-    line = "8 images of 8x8 per GPU are few to keep it busy"
-    assert line in run_ranks(2, _train_as_on_gpus, ["--data", "digits", "--global_batch_size", "16"])[0].out
-    for few in (("cuda", 1, 8, (8, 8), 10**6), ("cpu", 2, 8, (8, 8), 10**6), ("cuda", 2, 16, (224, 224), 10**6)):
-        assert not hint_for_gpus(*few)
 
 
 def _operations_of_an_update(layers):

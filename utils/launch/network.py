@@ -73,14 +73,11 @@ def is_own_address(address: str) -> bool:
 
 
 def outward_address() -> str:
-    """The IP address of this machine that others can use: the one on its default route, or its only one."""
-    with suppress(OSError):
+    """The IP address of this machine that others can use: the one on its default route."""
+    try:
         return _address_towards("192.0.2.1")  # an address of no machine (RFC 5737); nothing is sent
-    known = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET}
-    others = {address for address in known if not _is_loopback(address)}
-    if len(others) != 1:
-        raise UserError(f"{socket.gethostname()} has {len(others)} networks and no default route", "set --interface")
-    return others.pop()
+    except OSError as error:
+        raise UserError(f"{socket.gethostname()} has no default route", "set --interface") from error
 
 
 def free_port() -> int:
@@ -104,14 +101,9 @@ def resolve(name: str) -> str:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise UserError(
-            f"{name}: {socket.gethostname()} cannot find its address ({system_text(error)})",
+            f"{name}: {socket.gethostname()} cannot find its address ({getattr(error, 'strerror', None) or error})",
             "use the IP address of rank 0's machine as MASTER_ADDR, or enter the name in /etc/hosts",
         ) from error
-
-
-def system_text(error: Exception) -> str:
-    """The system's message for a name that was not resolved, or an address that cannot be used."""
-    return getattr(error, "strerror", None) or str(error)
 
 
 def _is_loopback(address: str) -> bool:
