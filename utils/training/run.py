@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.defaults import advice, changed, hint_for_few, hint_for_gpus
+from utils.config.defaults import advice, changed, hint_for_few
 from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig
 from utils.console import table
 from utils.data.batches import Batches
@@ -21,7 +21,7 @@ from utils.data.order import Plan
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
-from utils.launch.exits import inform_launcher
+from utils.launch.exits import inform_launcher, repeat_after_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
 from utils.ranks.ranks import Ranks
@@ -34,7 +34,7 @@ from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import classes_row, count_parameters, describe_parameters, differences, remarks
+from utils.training.summary import classes_row, describe_parameters, differences, remarks
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
@@ -103,8 +103,6 @@ def log_start(run: Run) -> None:
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
     lines += advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
-    parameters = count_parameters(run.module.parameters())
-    lines += hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size, parameters)
     if run.resumed_from is None and not run.spec.small:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
@@ -154,9 +152,7 @@ def describe_model(run: Run) -> str:
 
 def describe_optimizer(config: TrainConfig) -> str:
     """The optimizer, its learning rate and schedule, and what else was changed in its updates."""
-    base = config.lr_base_batch
-    scaled = f" ({config.lr:g} x global batch {config.global_batch_size} / {base})" if base else ""
-    words = [config.optimizer, f"lr {config.peak_lr:.4g}{scaled}", f"weight decay {config.weight_decay:g}"]
+    words = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
     return ", ".join([*words, config.lr_schedule, *changed(config, OptimizerSettings)])
 
 
@@ -187,6 +183,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
+            repeat_after_launcher(following)
     run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.log.close()
     return not done
