@@ -182,10 +182,12 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
 
 
 def test_averaged_weights_take_precedence(folder):
-    own, average = ({"fc.weight": torch.full((2, 2), value)} for value in (1.0, 2.0))
-    Path("averaged").mkdir()
-    save_file(own, "averaged/model.safetensors")
+    _, source = find_source(TrainConfig(init_from="runs/source"), None, ALONE)
+    own, average = load_file(source.file), {"fc.weight": torch.ones(2, 2)}
+    shutil.copytree(source.file.parent, "averaged")
     save_file(average, "averaged/ema.safetensors")
+    Path("averaged/manifest.json").unlink()
+    write_manifest(Path("averaged"))
     for where, expected in (("averaged", average), ("averaged/model.safetensors", own)):
         _, source = find_source(TrainConfig(init_from=where), None, ALONE)
         assert same_tensors(source.tensors(), expected)
@@ -211,7 +213,7 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(describ
     save_file(published.state_dict(), snapshot / "model.safetensors")
     if described:
         (snapshot / "config.json").write_text(json.dumps(described | {"pretrained_cfg": cfg}))
-    for where in ("hf://owner/name", "owner/name"):
+    for where in ("hf://owner/name", f"hf://owner/name@{commit}"):
         config, source = find_source(TrainConfig(init_from=where), None, ALONE)
         assert source.name == f"hf://owner/name@{commit}" and source.class_names == names
         assert config.model == ("timm/test_resnet" if "architecture" in described else None)

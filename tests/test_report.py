@@ -358,14 +358,14 @@ def test_the_analysis_of_a_training_that_went_on_is_not_shown_and_that_of_eval_p
 def test_the_page_says_which_weights_and_views_were_evaluated_and_shows_a_dash_for_an_infinite_loss(tmp_path):
     folder = made_up(tmp_path / "run")
     (folder / "report.json").unlink()
-    record = {"step": 100, "accuracy": 0.5, "loss": math.inf, "averaged": [80, 100], "tta": "flip"}
+    record = {"step": 100, "accuracy": 0.5, "loss": math.inf, "tta": "flip"}
     split = Split("val", np.zeros((507, 4, 4), np.uint8), predictions(10).labels, np.arange(500) + 7, "")
     found = predictions(10)._replace(indices=np.arange(500))
     task = Classification(TrainConfig(), NAMES[:10])
     said = []
     write_report(folder, Evaluated(task, split, found, record, 0), said.append)
     page, analysis = (folder / "report.html").read_text(), json.loads((folder / "report.json").read_text())
-    assert not said and "update 100, mean of 2 checkpoints, views flip</td>" in page
+    assert not said and "update 100, views flip</td>" in page
     assert '<th>loss</th><td class="number">–</td>' in page
     assert all(error["file"] == f"image {error['index'] + 7} of split 'val'" for error in analysis["errors"])
 

@@ -240,9 +240,9 @@ def test_a_run_of_trackio_is_deleted_on_its_own_machine_and_missed_on_another(op
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Api=Api))
     for _ in range(2):
-        (tmp_path / "trackers.json").write_text('{"trackio": "mine", "wandb": "kept"}')
+        (tmp_path / "trackio.id").write_text("mine")
         opened("trackio").close()
-        assert json.loads((tmp_path / "trackers.json").read_text()) == {"trackio": "new", "wandb": "kept"}
+        assert (tmp_path / "trackio.id").read_text() == "new"
         assert runs.pop("trackio", ["other"]) == ["other"]  # then the project is on another machine
 
 
