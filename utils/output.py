@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _ASCII = {"─": "-", "×": "x", "→": ">", "✓": "+", "✗": "x"}  # printed if the encoding lacks the character
@@ -100,14 +101,14 @@ def _check_system() -> None:
         import fcntl  # noqa: F401
     except ImportError:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Lockstep needs Linux; on Windows use WSL 2\n")
+            sys.stderr.write(f"{Path(sys.argv[0]).name}: error: Lockstep needs Linux; on Windows use WSL 2\n")
         raise SystemExit(2) from None
 
 
 def _is_own_script() -> bool:
     """Whether this process runs a script of Lockstep, and not a notebook or a test that imports one."""
-    script = getattr(sys.modules["__main__"], "__file__", None) or ""
-    return os.path.dirname(os.path.abspath(script)) == os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return script is not None and Path(script).resolve().parent == Path(__file__).resolve().parents[1]
 
 
 codecs.register_error("lockstep.plain", _replace)

@@ -32,7 +32,7 @@ from utils.config.bounds import (
     at_most,
     check_fields,
     exclude,
-    marked,
+    find_marked,
     require,
 )
 from utils.config.yaml_text import dump_yaml
@@ -414,22 +414,22 @@ class TrainConfig(
         return self.mixup > 0 or self.cutmix > 0
 
 
-FIXED = marked(TrainConfig, Fixed)
+FIXED = find_marked(TrainConfig, Fixed)
 """Settings of a resumed run that must equal those of its checkpoint."""
 
-CHOSEN = marked(TrainConfig, Chosen)
+CHOSEN = find_marked(TrainConfig, Chosen)
 """Settings that defaults.py chooses from the data unless they are given."""
 
-KEPT = CHOSEN + marked(TrainConfig, Kept)
+KEPT = CHOSEN + find_marked(TrainConfig, Kept)
 """Settings that a resumed run takes from its checkpoint unless they are given."""
 
-OF_INPUT = marked(TrainConfig, Input)
+OF_INPUT = find_marked(TrainConfig, Input)
 """Settings that the model's input depends on."""
 
-OF_ONE_START = tuple(f.name for f in fields(LaunchConfig)) + marked(TrainConfig, OneStart)
+OF_ONE_START = tuple(f.name for f in fields(LaunchConfig)) + find_marked(TrainConfig, OneStart)
 """Settings that belong to one start and are not saved with the run."""
 
-OF_THIS_MACHINE = OF_ONE_START + marked(TrainConfig, Machine)
+OF_THIS_MACHINE = OF_ONE_START + find_marked(TrainConfig, Machine)
 """Settings that affect this machine: they come from flags and defaults only, because a checkpoint may come from someone
 else."""
 

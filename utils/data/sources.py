@@ -126,7 +126,7 @@ def check_source(config: TrainConfig) -> None:
         return
     elif not path.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") != 1):
         names = [key for key in SOURCES if not key.startswith(".")]
-        fix = suggestion(config.data, names, f"use {SOURCES.listed()}")
+        fix = suggestion(config.data, names, f"use {SOURCES.describe_values()}")
         raise UserError(f"--data {config.data}: no such file, folder or data set", fix)  # else it may be a Hub id
     elif not path.is_dir() or has_tables(path):
         import datasets  # noqa: F401  takes half a second; load_data would import it on one rank after the other

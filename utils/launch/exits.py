@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from utils.errors import LostRank, UserError, fix_of, one_line, problem_of, shorten
 from utils.files import write_file
-from utils.launch.command import launcher
+from utils.launch.command import launcher_command
 from utils.launch.environment import attempts_left, claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
 from utils.waiting import call_with_timeout
@@ -116,10 +116,10 @@ def repeat_after_launcher(text: str) -> None:
     """Print the text to stderr again when the launcher has exited, below its traceback, unless it starts a new attempt.
 
     Another process does this, because the launcher waits for this one. It has a session of its own: the launcher ends
-    all processes of this session.
+    all processes of this session. A notebook that starts ranks as child processes does not exit.
     """
-    if (process := launcher()) and not attempts_left():
-        command = [sys.executable, "-ES", str(Path(__file__).with_name("repeat.py")), str(process), text]
+    if launcher_command() and multiprocessing.parent_process() is None and not attempts_left():
+        command = [sys.executable, "-ES", str(Path(__file__).with_name("repeat.py")), str(os.getppid()), text]
         with suppress(OSError):  # no memory for a process
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 

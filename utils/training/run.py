@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.defaults import advice, changed, hint_for_few
+from utils.config.defaults import advice, hint_for_few, list_changes
 from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig
 from utils.console import table
 from utils.data.batches import Batches
@@ -121,7 +121,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     plan, data, processes = run.plan, run.data, len(places)
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "defaults", line) for number, line in enumerate(run.chosen)]
-    recipe = ", ".join(changed(run.config, AugmentationSettings) + changed(run.config, LossSettings))
+    recipe = ", ".join(list_changes(run.config, AugmentationSettings) + list_changes(run.config, LossSettings))
     same = differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)
     return [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
@@ -153,7 +153,7 @@ def describe_model(run: Run) -> str:
 def describe_optimizer(config: TrainConfig) -> str:
     """The optimizer, its learning rate and schedule, and what else was changed in its updates."""
     words = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
-    return ", ".join([*words, config.lr_schedule, *changed(config, OptimizerSettings)])
+    return ", ".join([*words, config.lr_schedule, *list_changes(config, OptimizerSettings)])
 
 
 def fixed_batch(plan: Plan, processes: int) -> str:
