@@ -26,7 +26,7 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
                 f"all processes are on {socket.gethostname()}, but LOCAL_WORLD_SIZE implies several machines",
                 "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK for each process",
             )
-        if name is None or (several_machines and is_loopback(name)):
+        if name is None or (several_machines and _is_loopback(address_of(name))):
             raise UserError(
                 f"{socket.gethostname()} has no network interface that reaches {outside}",
                 f"set --interface to the one between the machines, one of {', '.join(names)}",
@@ -34,7 +34,7 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     elif not set(name.split(",")) <= set(names):  # gloo accepts several names
         flag = "--interface" if wanted else "GLOO_SOCKET_IFNAME"
         raise UserError(f"{flag} {name}: {socket.gethostname()} has {', '.join(names)}", "choose one of these")
-    elif several_machines and any(map(is_loopback, name.split(","))):
+    elif several_machines and any(_is_loopback(address_of(part)) for part in name.split(",")):
         problem = f"interface {name} is only for {socket.gethostname()} itself, but the run has several machines"
         raise UserError(problem, f"choose another one of {', '.join(names)}")
     os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -60,11 +60,6 @@ def address_of(interface: str) -> str:
     if not found:
         raise UserError(f"--interface {interface}: has no IP address on {socket.gethostname()}", "choose another one")
     return found[0]
-
-
-def is_loopback(interface: str) -> bool:
-    """Whether the interface is a loopback interface."""
-    return _is_loopback(address_of(interface))
 
 
 def is_own_address(address: str) -> bool:
