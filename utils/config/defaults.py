@@ -184,11 +184,11 @@ def advice(
     return lines
 
 
-def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
-    """A line about --pretrained for a new model and few training photographs."""
-    if config.pretrained or config.init_from or photographs >= 1000:
+def hint_for_few(config: TrainConfig, images: int) -> list[str]:
+    """A line about --pretrained for a new model that has published weights, and few training images."""
+    if config.pretrained or config.init_from or images >= 1000:
         return []
-    return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
+    return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
 
 
 def list_changes(config: TrainConfig, group: type) -> list[str]:
