@@ -34,7 +34,7 @@ from utils.ranks.stopping import Stopping
 from utils.runs.inference import given_settings
 from utils.runs.manifest import checkpoints_of, damage_of, step_of
 from utils.training.first_batch import label_lines, picture
-from utils.training.inspection import Inspection, first_bad_layer
+from utils.training.inspection import first_bad_layer, gradient_norms, observe_layers, restored_buffers
 from utils.training.loop import log_training, synchronise
 from utils.training.meter import SyncInterval, rounded
 from utils.training.run import Run
@@ -185,7 +185,7 @@ def losses_of(run: Run, batches: Iterator[Batch], number: int | None) -> tuple[l
     samples, shown = 0, next(batches)
     for place in range(run.plan.microbatches):
         batch = next(batches) if place else shown
-        with Inspection.restored(run.module):
+        with restored_buffers(run.module):
             loss, _ = loss_of(run, batch)
         is_first_bad = number is None and not loss.isfinite() and all(map(math.isfinite, losses))
         if place == number or is_first_bad:
@@ -204,15 +204,15 @@ def inspect(run: Run, batch: Batch, stop: bool) -> dict[str, Any]:
     if stop:
         print("next: the forward pass, in loss_of; look at batch.images, batch.labels and run.module")
         pdb.set_trace()
-    with Inspection(run.module) as inspection:
+    with observe_layers(run.module) as layers:
         loss, outputs = loss_of(run, batch)
         run.accelerator.backward(loss * run.gradients.loss_scale(run.state.position))
     return {
         "samples": [run.data.train.describe(position) for position in batch.indices.tolist()],
         "labels": batch.labels.tolist(),
         "logits": outputs.detach().float().tolist(),
-        "gradient_norms": inspection.gradient_norms(),
-        "first_bad_layer": first_bad_layer(inspection),
+        "gradient_norms": gradient_norms(run.module),
+        "first_bad_layer": first_bad_layer(run.module, layers),
     }
 
 
