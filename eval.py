@@ -20,13 +20,13 @@ from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, printable
-from utils.data.pipeline import make_dataset
+from utils.data.cache import make_dataset
 from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_output
-from utils.models.published import CLASSES, check_classes, names_as_in, sized, version_of
+from utils.models.published import CLASSES, check_classes, names_as_in, resize_input, version_of
 from utils.models.zoo import check_model, input_spec
 from utils.predictions.tables import check_table_file, encode, rows_of_split
 from utils.ranks.accelerator import check_precision
@@ -114,7 +114,7 @@ def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
 def spec_of(saved: SavedRun, config: TrainConfig) -> InputSpec:
     """The model's input in this evaluation."""
     if config.eval_size is not None and config.eval_size != saved.settings.eval_size:
-        return sized(saved.spec, config, sides(config.eval_size))
+        return resize_input(saved.spec, config, sides(config.eval_size))
     return saved.spec.for_evaluation().cropped(config.eval_crop)
 
 

@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, printable, table
-from utils.data.augment import make_augmentation
-from utils.data.datasets import ImagesToPredict
+from utils.data.augment import Augmentation, Center
+from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
@@ -103,17 +105,18 @@ def predict(
     A block has the same images on any number of processes, so its predictions are the same, too.
     """
     spec = saved.spec.for_evaluation()
-    dataset = ImagesToPredict(split, spec, make_augmentation(config, spec, training=False))
-    if len(split) <= config.eval_batch_size:  # a loader process decodes whole blocks, so it would save no time
+    readable = np.flatnonzero(split.readable)
+    dataset = EncodedImages(split.select(readable), spec, Augmentation(0, {"center": Center(spec)}))
+    if len(dataset) <= config.eval_batch_size:  # a loader process decodes whole blocks, so it would save no time
         config = replace(config, num_workers=0)
     evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
     own = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
     assert own is not None  # nothing stops it
-    indices, top, scores = evaluator.gather(own)
+    _, top, scores = evaluator.gather(own)
     check_outputs(scores, saved.path)
     if not ranks.is_main:
         return []
-    rows = dict(zip(indices.tolist(), make_rows(task, top, scores, flags.top), strict=True))
+    rows = dict(zip(readable.tolist(), make_rows(task, top, scores, flags.top), strict=True))
     return [rows.get(position) or Row(None, [], split.bad[position]) for position in range(len(split))]
 
 

@@ -38,7 +38,9 @@ def find_images(given: Sequence[str]) -> Split:
         else:
             found.append(path)
     if not found:
-        raise UserError(f"{join_names(given)}: no images", "name image files, or folders with images in them")
+        left_out = f" ({'; '.join(notes)})" * bool(notes)
+        fix = "convert them to JPEG or PNG" if notes else "name image files, or folders with images in them"
+        raise UserError(f"{join_names(given)}: no images{left_out}", fix)
     paths = list(dict.fromkeys(found))
     split = whole_split("images", Files(paths), np.zeros(len(paths)), fingerprint_of(*map(os.fsencode, paths)))
     return replace(split, notes=tuple(notes))
@@ -178,12 +180,10 @@ def _parquet(rows: list[dict[str, Any]]) -> bytes:
     from pyarrow import parquet
 
     def type_of(name: str) -> Any:
-        if name == "index":
-            return pyarrow.int64()
-        if name == "loss" or name.startswith("probability_"):
-            return pyarrow.float64()
-        is_list = any(isinstance(row[name], list) for row in rows)
-        return pyarrow.list_(pyarrow.string()) if is_list else pyarrow.string()
+        cells = [row[name] for row in rows]
+        if any(isinstance(cell, list) for cell in cells):
+            return pyarrow.list_(pyarrow.string())
+        return pyarrow.string() if set(cells) <= {None} else pyarrow.infer_type(cells)
 
     file = io.BytesIO()
     schema = pyarrow.schema([(name, type_of(name)) for name in rows[0]])

@@ -17,7 +17,7 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batches
 from utils.data.order import BlockSampler
-from utils.data.pipeline import make_loader
+from utils.data.workers import make_loader
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
 from utils.ranks.accelerator import make_accelerator
@@ -53,7 +53,7 @@ class Evaluator:
     def evaluate(self, stopping: Stopping | None = None, keep: bool = False) -> dict | None:
         """The metrics of the whole split, and its `count` of samples; the same on all ranks; collective.
 
-        Returns None if the ranks were asked to stop, see `collect`. The result has `left_out` if images were skipped.
+        Returns None if the ranks were asked to stop, see `collect`.
         Raises RuntimeError if a sample is missing or counted twice. With `keep`, the main process has the predictions
         afterwards.
         """
@@ -79,7 +79,8 @@ class Evaluator:
         self.is_constant = len({str(kind) for own in kinds for kind in own}) == 1
         needed = [predictions] if self.config.metrics or task.metric in task.gathered else []
         seen, *found = self.gather([indices, *needed, *kept])
-        result, labels = self._summary(sums, len(seen)), self.batches.labels[seen]
+        totals, labels = self.accelerator.reduce(sums, "sum").tolist(), self.batches.labels
+        result = task.summary(dict(zip(task.evaluation, totals, strict=True)), len(seen)) | {"count": len(seen)}
         if keep:
             self.predictions = Predictions(seen, labels, *found[len(needed) :])
         if needed:
@@ -133,9 +134,9 @@ class Evaluator:
         """
         counts = self.ranks.gather(len(own[0]))
         seen, *rows = (gather_rows(self.accelerator, part, counts).cpu().numpy() for part in own)
-        order, readable = np.argsort(seen), np.flatnonzero(self.batches.readable)
-        if not np.array_equal(seen[order], readable):
-            problem = f"the evaluation did not count each of the {len(readable)} samples once"
+        order, samples = np.argsort(seen), len(self.batches.labels)
+        if not np.array_equal(seen[order], np.arange(samples)):
+            problem = f"the evaluation did not count each of the {samples} samples once"
             raise RuntimeError(f"{problem} ({len(seen)} counted); please report this")
         return [part[order] for part in (seen, *rows)]
 
@@ -147,15 +148,6 @@ class Evaluator:
         self.ranks.mark("evaluating")
         interval.synced(block, seconds / self.accelerator.num_processes)
         return stops > 0
-
-    def _summary(self, sums: Tensor, count: int) -> dict:
-        """The metrics over all ranks of `count` samples."""
-        totals, samples = self.accelerator.reduce(sums, "sum").tolist(), len(self.batches.labels)
-        if not count:
-            fix = "set another --eval_split or --data"
-            raise UserError(f"none of the {samples} images to evaluate can be read", fix)
-        result = self.task.summary(dict(zip(self.task.evaluation, totals, strict=True)), count)
-        return {**result, "count": count} | ({"left_out": samples - count} if samples > count else {})
 
 
 def make_evaluator(

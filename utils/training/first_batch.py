@@ -11,7 +11,7 @@ from torchvision.transforms.v2.functional import InterpolationMode, pad, resize,
 from torchvision.utils import make_grid
 
 from utils.console import printable
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.errors import one_line
 from utils.files import write_file
 from utils.training.run import Run
