@@ -28,7 +28,7 @@ from utils.config.cli import parse_args, read_config
 from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.errors import UserError
 from utils.files import expand, write_file
 from utils.ranks.session import distributed_session

@@ -213,7 +213,8 @@ def test_a_custom_suffix_and_a_custom_prefix_are_data_sets():
         assert f"{data}: 36 training, 4 hold-out" in outcomes[0].out
         assert read_settings(find_checkpoint(Path("runs", name))).data == saved
     line = refused(_train_with_own_sources, "--data", "./nope.list")
-    assert "; use digits, synthetic/, torchvision/, " in line and ".list, grey/, a Hub id such as " in line
+    assert "; use digits, synthetic/..., torchvision/..., a .csv file, " in line
+    assert "a .list file, grey/..., a Hub id such as " in line
     assert "did you mean grey/?" in refused(_train_with_own_sources, "--data", "gray")
 
 
@@ -229,7 +230,8 @@ def test_a_name_with_a_slash_is_a_path_unless_a_prefix_of_the_table_matches():
 
 
 def test_data_with_a_misspelt_name_are_refused_with_the_names_of_the_table():
-    for name, fix in (("digit", "did you mean digits?"), ("nothing", "use digits, synthetic/, torchvision/")):
+    names = "use digits, synthetic/..., torchvision/..., a .csv file"
+    for name, fix in (("digit", "did you mean digits?"), ("nothing", names)):
         with pytest.raises(ValueError, match=f"^--data {name}: no such file, folder or data set; ") as error:
             check_source(TrainConfig(data=name))
         assert fix in str(error.value)

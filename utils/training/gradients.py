@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
 from utils.models.checking import hash_tensors
 from utils.ranks.accelerator import prepare_buckets

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from utils.config.bounds import require
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.errors import UserError
 from utils.runs.metadata import make_files
 from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_loss
