@@ -27,7 +27,7 @@ from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.checking import has_batch_norm
 from utils.models.layers import freeze
-from utils.models.matching import copy_matching, heads_of
+from utils.models.matching import copy_matching, find_heads
 from utils.models.zoo import build_model
 from utils.runs import inference, manifest
 from utils.runs.manifest import read_pointer, write_manifest
@@ -80,7 +80,7 @@ def test_a_name_that_occurs_twice_is_unknown_and_without_names_a_head_is_kept_if
 
 def test_the_head_of_timm_is_the_one_that_it_names_and_of_others_the_last_linear_layer():
     names = ("mnist_cnn", "mobilenet_v3_small", "squeezenet1_0", "timm/test_resnet")
-    assert [heads_of(build(name)) for name in names] == [("fc2",), ("classifier.3",), ("classifier.1",), ("fc",)]
+    assert [find_heads(build(name)) for name in names] == [("fc2",), ("classifier.3",), ("classifier.1",), ("fc",)]
 
 
 # -- where weights come from -----------------------------------------------------------------------------------------
