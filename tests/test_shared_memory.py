@@ -236,7 +236,7 @@ def test_eval_lowers_the_workers_of_a_run_on_a_larger_machine(photos):
 
 
 def _evaluate_a_run_of_a_larger_machine():
-    from utils.data import pipeline as loader
+    from utils.data import workers as loader
 
     settings, started = eval.settings_of, []
     os.cpu_count = lambda: 1

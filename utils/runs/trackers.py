@@ -11,7 +11,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,13 @@ class Trackers(Table):
         """Raise UserError for an unknown tracker, or for one whose package is not installed."""
         missing = {*map(str, LoggerType)} - {*map(str, get_available_trackers())}
         for name in self.names(config):
-            fix = suggestion(name, self, f"use {self.listed()}")
+            fix = suggestion(name, self, f"use {self.describe_values()}")
             require(name in self, f"--report_to {name}: no such tracker", fix)
             problem = f"--report_to {name}: its package is not installed"
             require(name not in missing, problem, f"run: python -m pip install {name}")
 
     def helps(self) -> dict[str, str]:
-        return {self.what: f": {self.listed()}"}
+        return {self.what: f": {self.describe_values()}"}
 
     def names(self, config: Any) -> list[str]:
         """The trackers in --report_to, each once."""
@@ -104,9 +103,8 @@ class Tracker(Sink):
 
 def settings_to_send(config: TrainConfig) -> dict[str, bool | int | float | str]:
     """The settings that differ from their defaults, without folders and host names."""
-    default = asdict(TrainConfig())
-    given = {name: value for name, value in asdict(config).items() if value != default[name]}
-    return flatten({name: value for name, value in given.items() if name not in _NOT_SENT})
+    default = vars(TrainConfig())
+    return flatten({name: v for name, v in vars(config).items() if v != default[name] and name not in _NOT_SENT})
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
