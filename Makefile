@@ -1,7 +1,8 @@
 # make train      set everything up and train on two CPU processes   make train ARGS="--config recipes/mnist.yaml"
 # make doctor     check whether two CPU processes can train here     make doctor ARGS="--json doctor.json"
 # make test       set everything up and run the quick tests          make test ARGS="tests/test_order.py"
-# make test-all   the quick tests and the other cases of long tables
+# make test-all   the quick tests and those marked `full`, the other cases of long tables
+# make test-full  those marked `full` alone
 # make gpu        check everything that needs a GPU; the table is written to build/gpu.md and build/gpu.json
 # make lint       ruff: rules and format
 # make types      mypy
@@ -17,8 +18,10 @@ CONSTRAINTS ?= -c constraints.txt
 ARGS ?=
 # Many tests wait for other processes, so four workers are faster than two even on two cores.
 WORKERS ?= -n 4 --dist worksteal
+# Without those that need minutes each, root, a GPU or a browser.
+ORDINARY := not slow and not machines and not slurm and not gpu and not browser
 
-.PHONY: train doctor test test-all gpu lint types coverage
+.PHONY: train doctor test test-all test-full gpu lint types coverage
 train: $(VENV)/.train
 	$(BIN)/accelerate launch --config_file accelerate_configs/2cpu.yaml train.py $(ARGS)
 
@@ -29,7 +32,10 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not machines and not slurm and not gpu and not browser" $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "$(ORDINARY)" $(ARGS)
+
+test-full: $(VENV)/.test
+	$(BIN)/python -m pytest $(WORKERS) -m "full and $(ORDINARY)" $(ARGS)
 
 gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

@@ -33,8 +33,8 @@ from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
-from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
-from utils.runs.loading import find_checkpoints
+from utils.runs.inference import find_saved, given_settings, set_evaluation_input, warn_about_flags
+from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun, SavedState
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     with distributed_session("eval.py", flags) as ranks:
         # Errors that one process can detect alone are reported before the processes connect.
         if flags.ckpt:
-            find_checkpoints(expand(flags.ckpt), flags.average)
+            find_checkpoint(expand(flags.ckpt))
         if flags.json:
             check_output_file("--json", expand(flags.json))
         if flags.predictions:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
                 task.check_predictions()
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
-        for line in remarks(flags, config, spec):
+        for line in warn_about_flags(flags, config, spec):
             Terminal(ranks.is_main).print(line)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
         split = find_split(saved, known, flags, own_data, ranks)
@@ -90,7 +90,7 @@ def find_run(flags: EvalConfig, ranks: Ranks) -> SavedRun:
     if not flags.ckpt:
         with ranks.agree():
             return published_run(flags)
-    return find_saved(flags.ckpt, flags.average, flags.weights, ranks)
+    return find_saved(flags.ckpt, flags.weights, ranks)
 
 
 def published_run(flags: EvalConfig) -> SavedRun:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if out.exists() or out.is_symlink():
             raise UserError(f"--out {out}: exists", "give another path, or delete it")
         check_packages(flags.to)
-        loaded = load(find_saved(flags.ckpt, None, flags.weights, ranks), ranks)
+        loaded = load(find_saved(flags.ckpt, flags.weights, ranks), ranks)
         difference = write(loaded, flags.to, out)
         print(report(loaded, flags.to, out, difference))
     return {"difference": difference}

@@ -41,8 +41,8 @@ from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.gallery import page
-from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
-from utils.runs.loading import find_checkpoints
+from utils.runs.inference import find_saved, given_settings, set_evaluation_input, warn_about_flags
+from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
@@ -55,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     flags = parse_args(PredictConfig, "predict.py", argv)
     with distributed_session("predict.py", flags) as ranks:
         # Errors that one process can detect alone are reported before the processes connect.
-        find_checkpoints(expand(flags.ckpt), flags.average)
+        find_checkpoint(expand(flags.ckpt))
         if flags.out:
             check_table_file("--out", expand(flags.out))
         if flags.html:
             check_output_file("--html", expand(flags.html))
         ranks.join()
-        saved = find_saved(flags.ckpt, flags.average, flags.weights, ranks)
+        saved = find_saved(flags.ckpt, flags.weights, ranks)
         config = replace(saved.settings, **given_settings(flags))
         saved = set_evaluation_input(saved, saved.spec.for_evaluation().cropped(config.eval_crop))
         with ranks.agree():
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             config, task = make_task(config, saved.class_names, None)
             task.check_predictions()
         split = find_split(flags, config, ranks)
-        for line in [*remarks(flags, config, saved.spec), *map(printable, split.notes)]:
+        for line in [*warn_about_flags(flags, config, saved.spec), *map(printable, split.notes)]:
             Terminal(ranks.is_main).print(line)
         start = time.perf_counter()
         rows = predict(flags, saved, config, task, split, ranks)

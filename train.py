@@ -36,9 +36,9 @@ from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
+from utils.runs.loading import make_parts
 from utils.runs.log import RunLog
 from utils.runs.metadata import SavedRun
-from utils.runs.parts import make_parts
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS

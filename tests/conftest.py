@@ -5,6 +5,7 @@ the tests runs none, and imports nothing of this.
 """
 
 import os
+import tempfile
 
 import pytest
 
@@ -40,6 +41,17 @@ def no_ranks_left():
     yield
     end_leftovers()
     end_launched()
+
+
+@pytest.fixture
+def anyones_folder(monkeypatch):
+    """The current folder is one that a user without rights may use, not below root's."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="lockstep-") as folder:
+        os.chmod(folder, 0o777)
+        for name in ("HOME", "HF_HOME"):
+            monkeypatch.setenv(name, folder)
+        monkeypatch.chdir(folder)
+        yield
 
 
 def pytest_deselected(items):

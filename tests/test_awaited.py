@@ -22,7 +22,7 @@ from utils.data.order import permutation
 from utils.launch.exits import with_known_fix
 from utils.ranks import stopping, watch
 from utils.ranks.stopping import Stopping
-from utils.waiting import DataWait, awaited
+from utils.waiting import DataWait, wait_for_items
 
 FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
 FLAGS += ["--global_batch_size", "8", "--log_every", "1", "--max_steps", "100000", "--run_name", "run"]
@@ -144,7 +144,7 @@ def test_what_is_waited_for_is_known_only_while_it_is_waited_for():
         seen.append(DataWait.current)
 
     got = []
-    for number in awaited(items(), "a thing"):
+    for number in wait_for_items(items(), "a thing"):
         got.append(number)
         assert DataWait.current is None
     assert got == [0, 1, 2] and DataWait.current is None
@@ -162,10 +162,10 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
 
     monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=lambda seconds: None))
     with pytest.raises(ValueError, match=r"^a loader process exited while it was sending a batch"):
-        list(awaited(broken(), "a batch"))
+        list(wait_for_items(broken(), "a batch"))
     monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=told))
     with pytest.raises(RuntimeError, match="killed by signal") as caught:
-        list(awaited(broken(), "a batch"))
+        list(wait_for_items(broken(), "a batch"))
     assert "/dev/shm" in str(with_known_fix(caught.value)) and DataWait.current is None
 
 

@@ -1,20 +1,17 @@
 """Every command of the documentation is run by a test or says why it is not, and names only flags that exist.
 
 A block of commands without a mark is run here as it stands, in fewer updates. `<!-- run by FILE::TEST -->` above a
-block or a table names the test that runs it, and `<!-- not run: WHY -->` says why none does.
+block or a table names the test that runs it, and `<!-- not run: WHY -->` says why none does. Each feature of
+docs/features.md that is there names a test that exists.
 """
 
-import contextlib
 import importlib
 import os
-import pty
 import re
-import select
 import shlex
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -126,13 +123,12 @@ def check_flags(script: str, flags: list[str], monkeypatch, capsys) -> None:
         assert all(re.search(rf"{flag}\b", listed) for flag in flags if flag.startswith("--"))
     elif flags and (ROOT / script).exists() and shlex.join(flags) not in map(shlex.join, map(shlex.split, EXTENDING)):
         cls = getattr(scripts, f"{name.capitalize()}Config", settings.TrainConfig)
-        missing = []  # what a command in the text leaves out, such as `replay.py --pdb`
-        if script == "replay.py" and "--run" not in flags:
-            missing = ["--run", "runs/NAME", "--update", "1"]
-        if script == "predict.py":
-            missing = ["photos"] if "--ckpt" in flags else ["--ckpt", "runs/NAME", "photos"]
-        if script == "eval.py" and "--ckpt" not in flags:
-            missing = ["--ckpt", "runs/NAME"] if "--model" not in flags else ["--data", "digits"]
+        run = ["--ckpt", "runs/NAME"]
+        missing = {  # what a command in the text leaves out, such as `replay.py --pdb`
+            "replay.py": ["--run", "runs/NAME", "--update", "1"] * ("--run" not in flags),
+            "predict.py": [*run * ("--ckpt" not in flags), "photos"],
+            "eval.py": (["--data", "digits"] if "--model" in flags else run) * ("--ckpt" not in flags),
+        }.get(script, [])
         parse_args(cls, script, [*missing, *flags], train.TABLES if name == "train" else ())
 
 
@@ -170,7 +166,7 @@ MAINS = {"train.py": train.main, "eval.py": eval_script.main, "predict.py": pred
 @pytest.mark.parametrize(
     ("name", "block"),
     [
-        pytest.param(*case, marks=[pytest.mark.full] * ("launch" in case[1] or case[0] == "export.md"))
+        pytest.param(*case, marks=[pytest.mark.full] * bool(re.search(r"accelerate launch|export\.py", case[1])))
         for case in RUN_HERE
     ],
     ids=[name for name, _ in RUN_HERE],
@@ -298,34 +294,29 @@ def test_functions_that_the_page_for_ddp_users_names_are_where_it_says():
 @pytest.mark.full
 def test_one_of_two_processes_stops_in_a_debugger_and_the_other_waits():
     (block,) = [block for _, _, block in BLOCKS if "-m pdb" in block]
-    port = str(free_port())
-    export, first, second = [line.replace("29500", port) + "\n" for line in commands(block)]
+    block = block.replace("29500", str(free_port())).replace("train.py", str(ROOT / "train.py"))
+    export, first, second = commands(block)
     more = f" {shlex.join(MLP)} --max_steps 2 --run_name run"
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
-    first, second = (line.strip().replace("train.py", str(ROOT / "train.py")) + more for line in (first, second))
-    other = subprocess.Popen(["bash", "-c", export + second], env=environment)
-    terminal, ours = pty.openpty()
-    debugged = subprocess.Popen(["bash", "-c", export + first],
-                                env=environment, stdin=ours, stdout=ours, stderr=ours)  # fmt: skip
+    other = subprocess.Popen(["bash", "-c", f"{export}\n{second}{more}"], env=environment)
+    typed = "b train_update\nc\np 6 * 7, run.ranks.topology.world_size\ncl 1\nc\nq\n"
     try:
-        seen = ""
-        for typed in ("b train_update", "c", "p 6 * 7, run.ranks.topology.world_size", "cl 1", "c"):
-            seen += read_until(terminal, "(Pdb) ")
-            os.write(terminal, f"{typed}\n".encode())
-        seen += read_until(terminal, "The program finished")
-        assert "(42, 2)" in seen and other.wait(PATIENCE) == 0
+        command = ["bash", "-c", f"{export}\n{first}{more}"]
+        debugged = subprocess.run(command, env=environment, input=typed, capture_output=True, text=True)
+        assert "(42, 2)" in debugged.stdout and "The program finished" in debugged.stdout, debugged.stderr
+        assert other.wait(PATIENCE) == 0
         assert records("run", "start")[0]["processes"] == 2
     finally:
-        end_commands([other, debugged])
-        os.close(terminal)
-        os.close(ours)
+        end_commands([other])
 
 
-def read_until(terminal: int, text: str) -> str:
-    seen, deadline = "", time.monotonic() + PATIENCE
-    while text not in seen:
-        assert time.monotonic() < deadline, seen
-        if select.select([terminal], [], [], 1)[0]:
-            with contextlib.suppress(UnicodeDecodeError):
-                seen += os.read(terminal, 65536).decode(errors="replace")
-    return seen
+FEATURES = re.findall(r"^\| (?!Feature|---)(.*) \|$", (ROOT / "docs/features.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("row", FEATURES, ids=lambda row: row.split(" | ")[0])
+def test_each_feature_that_is_there_names_a_test_that_exists(row):
+    _, own, *others = row.split(" | ")
+    found = re.findall(r"`(test_\w+\.py)::(test_\w+)`", own)
+    for file, name in found:
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
+    assert len(others) == 4 and (own == "no" or len(found) == 1)

@@ -21,7 +21,7 @@ from utils.console import printable
 from utils.data.selection import load_data, load_split
 from utils.data.sources import check_source
 from utils.data.splits import Data, whole_split
-from utils.training.summary import classes_row, remarks
+from utils.training.summary import classes_row, warn_about_data
 
 PETS = {"cat": 10, "dog": 10}
 SHORT = ("--model", "mlp", "--max_steps", "2", "--eval_every", "2", "--global_batch_size", "16")
@@ -239,9 +239,9 @@ def test_only_readable_samples_count_for_the_size_of_a_class():
     even = whole_split("test", pixels, [0, 1, 2, 2, 1, 0], "")
     data = Data(train, even, names)
     assert classes_row(data) == "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
-    assert "1 of 3 classes have no training image: dog" in remarks(data)
+    assert "1 of 3 classes have no training image: dog" in warn_about_data(data)
     few = Data(even, train.select(np.asarray([0, 1])), names)
-    assert "2 of 3 classes have no evaluation image: bee cat, dog" in remarks(few)
+    assert "2 of 3 classes have no evaluation image: bee cat, dog" in warn_about_data(few)
 
 
 def test_images_without_a_class_folder_are_reported_or_refused_if_there_is_nothing_else():
@@ -417,7 +417,7 @@ def test_a_name_with_escape_codes_is_printed_without_them():
 
 def test_an_evaluation_of_few_images_is_reported():
     image_folder("few", {"train/a": 30, "train/b": 30, "val/a": 10, "val/b": 9})
-    (line,) = remarks(load("few"))
+    (line,) = warn_about_data(load("few"))
     assert line.startswith("19 evaluation images are too few") and "--eval_fraction or --eval_split" in line
     image_folder("few", {"val/b": 10})
-    assert not remarks(load("few"))
+    assert not warn_about_data(load("few"))

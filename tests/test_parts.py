@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import train
-from utils.runs.loading import load_optimizer, load_parts
+from utils.runs.loading import LOSS_SCALE, LossScale, load_optimizer, load_parts
 from utils.runs.manifest import files_of, write_manifest
-from utils.runs.parts import LOSS_SCALE, LossScale
 from utils.runs.writing import publish, write_partial
 
 FLAGS = ["--model", "mnist_cnn", "--image_size", "12", "--global_batch_size", "120", "--threads", "1", "--lr", "0.02"]

@@ -34,6 +34,7 @@ ALONE: Any = SimpleNamespace(
     check_same=lambda text, what: None,
     is_main=True,
 )  # the ranks of a run with a single process
+NOBODY = 65534  # a user and a group without rights
 _HELD: deque[socket.socket] = deque()  # ports, see free_port
 _RUNNING: list["Launch"] = []
 
@@ -169,6 +170,15 @@ def start_ranks(
     for _, writing in pipes:
         os.close(writing)
     return started
+
+
+def as_nobody(function: Callable, *arguments: Any) -> Any:
+    """Run it in a rank without root's rights, for whom no folder is read-only."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    return function(*arguments)
 
 
 def returned(processes: int, function: Callable, *arguments: Any, seconds: float = PATIENCE) -> list[Any]:

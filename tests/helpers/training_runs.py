@@ -17,6 +17,7 @@ import train
 from helpers.ranks import returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
 from utils.report.page import template
+from utils.runs.manifest import write_manifest
 
 template("page.html")  # compiled once, before ranks are forked
 ROOT = Path(__file__).parents[2]
@@ -146,6 +147,12 @@ def weights(name: str, which: str = "latest", file: str = "model.safetensors") -
     """The tensors of a run's checkpoint."""
     folder = Path("runs") / name / "checkpoints"
     return load_file(folder / (folder / which).read_text().strip() / file)
+
+
+def rewrite_manifest(checkpoint: Path) -> None:
+    """Write a manifest that matches the changed files, as somebody who knows the format would."""
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint)
 
 
 def same_tensors(one: dict, other: dict) -> bool:

@@ -41,9 +41,6 @@ class CheckpointConfig(LaunchConfig):
 class InferenceConfig(CheckpointConfig):
     """Inference."""
 
-    average: PositiveInt | None = None
-    """Use the mean of the weights of this many checkpoints: the last ones of the run, or, if --ckpt is a checkpoint,
-    those up to it."""
     tta: Literal["flip", "shift", "flip,shift"] | None = None
     """Average the logits of several views of each image (test-time augmentation). The views of flip are the image and
     its mirror image, those of shift are the image and two copies shifted by one pixel, and flip,shift has the views of
@@ -105,7 +102,7 @@ class EvalConfig(LoadingConfig, InferenceConfig):
             fix = "give a run folder or a checkpoint, or --model NAME --pretrained for published weights"
             require(self.ckpt != "", "--ckpt is missing", fix)
             return
-        exclude(self, "model", "ckpt", "weights", "average")
+        exclude(self, "model", "ckpt", "weights")
         require(self.pretrained, "--model needs --pretrained: other weights are random", "add --pretrained")
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
 

@@ -14,7 +14,7 @@ from utils.data.augment import make_augmentation
 from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.mixing import Mix, make_mixing
 from utils.data.spec import InputSpec
-from utils.waiting import awaited
+from utils.waiting import wait_for_items
 
 _CACHE = 2**18  # floats that fit into a CPU cache of 1 MiB
 
@@ -87,7 +87,7 @@ class Batches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        loaded, resident = awaited(self.loader, self.what), self.resident
+        loaded, resident = wait_for_items(self.loader, self.what), self.resident
         for batch in self._streamed(loaded) if resident is None else self._drawn(loaded, resident):
             self.error = batch.get("error", self.error)
             mix, labels, microbatch = None, batch["labels"], batch["microbatch"]

@@ -1,5 +1,6 @@
 """The cache of small images. A data set is decoded once, into a memory map that all ranks of a machine share."""
 
+import errno
 import fcntl
 import hashlib
 import math
@@ -26,14 +27,19 @@ from utils.errors import UserError, one_line
 from utils.files import expand, naming_file
 from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import bytes_text, free_memory, usable_cores
-from utils.waiting import awaited
+from utils.waiting import wait_for_items
 
 _BLOCK = 2**24  # bytes that one thread hashes at once
 
 
 def open_pixels(path: Path) -> np.memmap:
     """Map the file into memory; `damage` checks it."""
-    return np.lib.format.open_memmap(path, mode="r")
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except OSError as error:
+        if error.errno != errno.ENODEV:
+            raise
+        raise OSError(error.errno, "its file system cannot map files into memory", str(path)) from error
 
 
 def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
@@ -61,7 +67,7 @@ def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
 
 def write_pixels(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
     """Write chunks of images to the file, in order, completely or not at all. An OSError names the file."""
-    with _whole_or_not_at_all(path) as file:
+    with _open_atomic(path) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
         file.flush()  # a file that is not empty has a lock, see `remove_leftovers`
         start = file.tell()
@@ -98,7 +104,7 @@ def _footer(file: BinaryIO, start: int, shape: Sequence[int]) -> bytes:
 
 
 @contextmanager
-def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
+def _open_atomic(path: Path) -> Iterator[BinaryIO]:
     """A file that becomes `path` at the end of the block, and is deleted if the block raises an error."""
     partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
@@ -217,7 +223,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     workers, ahead = choose_workers([chunks.size * math.prod(shape)], workers)
     processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
     loader = DataLoader(chunks, batch_size=None, collate_fn=move_to_shared_memory, **processes)
-    for chunk in awaited(progress(loader), "a decoded image"):
+    for chunk in wait_for_items(progress(loader), "a decoded image"):
         if "error" in chunk:
             raise chunk["error"]
         yield chunk["images"].numpy()

@@ -17,7 +17,7 @@ from utils.data.workers import worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand, write_file
 from utils.memory import usable_cores
-from utils.waiting import awaited
+from utils.waiting import wait_for_items
 
 _VERSION = 1  # of the cached results; increase it when their meaning changes, so that old ones are not used
 _CHUNK, _LEAST, _MOST = 256, 4000, 32  # images per chunk, fewest images per worker, most workers
@@ -96,7 +96,7 @@ def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -
     loader = DataLoader(chunks, batch_size=None, **worker_processes(workers if workers > 1 else 0))
     ends: list[int] = []
     bad: dict[str, str] = {}
-    for sums, errors in awaited(progress(loader), "the result of an image check"):
+    for sums, errors in wait_for_items(progress(loader), "the result of an image check"):
         bad |= {str(len(ends) + number): reason for number, reason in errors.items()}
         ends += sums
     return {"ends": ends, "bad": bad}

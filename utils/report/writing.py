@@ -76,6 +76,5 @@ def analysis_of(evaluated: Evaluated, found: Predictions) -> dict[str, Any]:
 def _values(record: Mapping[str, Any]) -> dict[str, Any]:
     """The single values of a record without folders, and None for NaN and infinity, which JSON lacks."""
     kept = {name: value for name, value in record.items() if not isinstance(value, list | dict)}
-    kept |= {"averaged": len(record["averaged"])} if "averaged" in record else {}
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in kept.items()}
     return without_places(finite)

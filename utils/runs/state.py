@@ -97,10 +97,6 @@ class TrainState:
             self.best_value, self.evaluations_since_best = value, 0
         self.owes_evaluation = False
 
-    def equal_bests(self, metric: str) -> int:
-        """How many evaluations are as good as the best one. Those of an earlier run, which precede it, do not count."""
-        return sum(e.get(metric) == self.best for e in self.evaluations if (e["step"] or 0) >= (self.best_step or 0))
-
     def can_follow(self, plan: Plan) -> bool:
         """Whether a run with this plan can reach this state, with or without --drop_last in any epoch."""
         full, rest = divmod(plan.samples, plan.global_batch_size)

@@ -135,7 +135,6 @@ class Task:
         evaluated, of = record.get("classes_evaluated", record["classes"]), record["classes"]
         rows = [("data", f"{printable(record['data'])}, {record['split']}")]
         rows += [("weights", record["weights"])] if "weights" in record else []
-        rows += [("average of", f"updates {', '.join(map(str, record['averaged']))}")] if "averaged" in record else []
         rows += [("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}")]
         rows += score_rows(record)
         rows += [("count", record["count"])]

@@ -23,9 +23,9 @@ from utils.models.zoo import check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
-from utils.runs.folder import check_run_folder
+from utils.runs.checkpoint import check_run_folder
 from utils.runs.metadata import SavedRun
-from utils.runs.resume import batch_of_start, restore_state, resume_lines, settings_of_start
+from utils.runs.resume import choose_batch, keep_settings, restore_state, resume_lines
 from utils.runs.source import InitialWeights, absolute_source, find_source
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
@@ -50,7 +50,7 @@ def start_settings(
 ) -> tuple[TrainConfig, InitialWeights | None]:
     """The settings with those of the checkpoint and of --init_from, and what --init_from names; collective."""
     with ranks.agree():
-        config = settings_of_start(config, saved, ranks.topology.world_size)
+        config = keep_settings(config, saved, ranks.topology.world_size)
     return find_source(config, saved, ranks)
 
 
@@ -85,7 +85,7 @@ def resolve(
     """
     processes = accelerator.num_processes
     config, sizes = (config, []) if saved else choose_sizes(config, len(data.train), processes)
-    _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
+    _, grad_accum, global_batch_size = choose_batch(config, saved, processes)
     plan = make_plan(config, data.train, global_batch_size, config.microbatches or grad_accum * processes)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)

@@ -27,14 +27,14 @@ from utils.models.weight_average import WeightAverage
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
+from utils.runs.loading import EMA, Part
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
-from utils.runs.parts import EMA, Part
 from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import classes_row, count_parameters, describe_parameters, differences, remarks
+from utils.training.summary import classes_row, count_parameters, describe_parameters, differences, warn_about_data
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
@@ -99,7 +99,7 @@ def log_start(run: Run) -> None:
     rows = start_rows(run, ranks.gather(ranks.describe()))
     by_loader = run.train_batches.dataset.augmentation is not None
     with ranks.agree():
-        lines = remarks(run.data) if ranks.is_main else []
+        lines = warn_about_data(run.data) if ranks.is_main else []
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
     lines += advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
@@ -204,9 +204,7 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     elif done and result is None:
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:
-        equal = state.equal_bests(run.task.metric)
-        first = f", the first of {equal} equal evaluations" if equal > 1 else ""
-        rows.append(("best", f"{state.best:.4f} at update {state.best_step}{first}"))
+        rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", bytes_text(size_of(run.folder / "checkpoints"))))

@@ -164,7 +164,7 @@ def classes_row(data: Data) -> str:
     return f"{len(names)}{several}, each with {counts}"
 
 
-def remarks(data: Data) -> list[str]:
+def warn_about_data(data: Data) -> list[str]:
     """Lines to print about the data at the start of a run."""
     lines, names = [*data.train.notes, *data.evaluation.notes], data.class_names
     for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
