@@ -24,7 +24,7 @@ from utils.config.cli import parse_args
 from utils.config.scripts import DoctorConfig
 from utils.errors import AgreedError, UserError, is_lost_rank, one_line
 from utils.files import expand, write_output
-from utils.launch.environment import claimed_ranks, is_launched
+from utils.launch.environment import Topology, is_launched
 from utils.launch.exits import delay_exit, exit_with_error, inform_launcher, reports_for_machine
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -36,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_args(DoctorConfig, "doctor.py", argv)
     findings, topology = check_machine(config)
     if topology is None or findings[0].red:
-        report_alone(findings, config)
+        report_alone(findings, topology, config)
         raise SystemExit(1)
     if topology.is_main and is_launched():  # if another rank exits, the launcher ends this one: print first
         signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(3))
 
     def report_unconnected(error: Exception) -> None:
-        report_alone([*findings, Finding.of("connection", error)], config)
+        report_alone([*findings, Finding.of("connection", error)], topology, config)
 
     def give_up(error: UserError) -> None:  # while the main thread still tries to connect
         report_unconnected(error)
@@ -97,11 +97,11 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tu
     return findings, False
 
 
-def report_alone(findings: Sequence[Finding], config: DoctorConfig) -> None:
+def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:
     """Print the findings if the processes did not connect: the first rank of each machine prints its table."""
-    rank = claimed_ranks()[0] or "0"
-    if reports_for_machine() or not is_launched():
-        file = config.json if rank == "0" or not is_launched() else None  # the disk may be shared
+    rank = os.environ.get("RANK", "0") if topology is None else topology.rank
+    if topology.local_rank == 0 if topology else reports_for_machine() or not is_launched():
+        file = config.json if topology is None or topology.is_main else None  # the disk may be shared
         report(f"{socket.gethostname()}, rank {rank}; the processes are not connected", findings, file)
     else:
         delay_exit()

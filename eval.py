@@ -20,7 +20,7 @@ from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, printable
-from utils.data.pipeline import make_dataset
+from utils.data.cache import make_dataset
 from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides

@@ -21,8 +21,8 @@ from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, printable, table
-from utils.data.augment import make_augmentation
-from utils.data.datasets import ImagesToPredict
+from utils.data.augment import Augmentation, Center
+from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
@@ -106,8 +106,9 @@ def predict(
     A block has the same images on any number of processes, so its predictions are the same, too.
     """
     spec = saved.spec.for_evaluation()
-    dataset = ImagesToPredict(split, spec, make_augmentation(config, spec, training=False))
-    if len(split) <= config.eval_batch_size:  # a loader process decodes whole blocks, so it would save no time
+    readable = np.flatnonzero(split.readable)
+    dataset = EncodedImages(split.select(readable), spec, Augmentation(0, {"center": Center(spec)}))
+    if len(dataset) <= config.eval_batch_size:  # a loader process decodes whole blocks, so it would save no time
         config = replace(config, num_workers=0)
     evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
     own = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
@@ -117,9 +118,9 @@ def predict(
     check_outputs(scores, saved.path)
     if not ranks.is_main:
         return []
-    if sorted(indices) != np.flatnonzero(split.readable).tolist():
+    if sorted(indices) != list(range(len(dataset))):
         raise RuntimeError("an image was predicted twice or not at all; please report this")
-    rows = dict(zip(indices.tolist(), make_rows(task, top, scores, flags.top), strict=True))
+    rows = dict(zip(readable[indices].tolist(), make_rows(task, top, scores, flags.top), strict=True))
     return [rows.get(position) or Row(None, [], [], split.bad[position]) for position in range(len(split))]
 
 

@@ -27,7 +27,7 @@ from utils.config.cli import parse_args, read_config
 from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.files import expand, write_file
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping

@@ -20,13 +20,14 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.auto_augment import AUTO_AUGMENTS
-from utils.data.batches import Batch, Batches
-from utils.data.datasets import keep_on_device
+from utils.data.batches import Batches
+from utils.data.cache import make_dataset
+from utils.data.datasets import Batch, ImageDataset, keep_on_device
 from utils.data.order import BlockSampler, UpdateSampler
-from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
 from utils.data.selection import load_data
 from utils.data.sources import SOURCES
 from utils.data.splits import Data
+from utils.data.workers import make_loaders
 from utils.launch.command import typed_command
 from utils.memory import gc_frozen
 from utils.models.zoo import OWN_MODELS, build_model

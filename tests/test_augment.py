@@ -13,14 +13,15 @@ from torchvision.transforms.v2 import functional as F
 from utils.config.settings import TrainConfig
 from utils.data.augment import AUGMENTATIONS, ShiftAndFlip, crop_box, make_augmentation
 from utils.data.batches import Batches
+from utils.data.cache import make_dataset
 from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.decode import LARGE
 from utils.data.draws import Draws
 from utils.data.erasing import Cutout
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_dataset, make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
+from utils.data.workers import make_loader
 
 N = 1 << 16
 INDICES = np.arange(N)
@@ -107,11 +108,12 @@ def both_ends(augmentation, images, microbatch):
     random, changed = augmentation.draw(microbatch), images[microbatch.indices]
     single = changed.clone()
     for place, pixels in enumerate(changed):
-        single[place] = augmentation.image(pixels, random, place)
+        own = {name: numbers[place : place + 1] for name, numbers in random.items()}
+        single[place : place + 1] = augmentation.change(pixels[None].clone(), own)
     if augmentation.batched:
         return single, augmentation.batch(changed, augmentation.prepare(microbatch))
-    dataset = DecodedImages(images.numpy(), np.arange(len(images)), None, augmentation)
-    return single, dataset.__getitems__(microbatch)["images"]
+    dataset = DecodedImages(images.numpy(), np.arange(len(images)), augmentation)
+    return single, dataset.__getitems__(microbatch).images
 
 
 @pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.full)])
@@ -207,7 +209,7 @@ def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none
     split, microbatch = photographs(40), Microbatch(0, 3, 0, np.random.default_rng(0).permutation(40))
 
     def images(**settings):
-        return photograph_set(split, 5, **settings).__getitems__(microbatch)["images"]
+        return photograph_set(split, 5, **settings).__getitems__(microbatch).images
 
     plain = images(min_scale=min_scale)
     is_mirrored = [plain_uniform(5, 3, int(index), 3) < 0.5 for index in microbatch.indices]
@@ -222,8 +224,8 @@ def test_photographs_larger_than_needed_are_decoded_smaller_and_show_the_same(mi
     file, microbatch = encoded(smooth(960, 1280), "JPEG", quality=95), Microbatch(0, 3, 0, np.arange(12))
     whole, reduced = (
         photograph_set(whole_split("train", [raw] * 12, np.arange(12), "made"), 5, min_scale=min_scale)
-        .__getitems__(microbatch)["images"]
-        .int()
+        .__getitems__(microbatch)
+        .images.int()
         for raw in (file, file + bytes(LARGE))
     )
     assert not torch.equal(whole, reduced)

@@ -14,7 +14,6 @@ from helpers.training_runs import records, refused, same_tensors, train_run, wei
 
 import eval
 import train
-from utils.models.weight_average import WeightAverage
 from utils.runs.manifest import checkpoints_of
 
 DECAY = 0.3  # the warm-up reaches it at the fourth update
@@ -154,18 +153,6 @@ def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
             torch.testing.assert_close(tensor, DECAY * before[name] + (1 - DECAY) * last[name], rtol=1e-5, atol=1e-7)
     (outcome,) = run_ranks(1, train.main, ["--run_name", "late", *FLAGS, "--resume", "auto", "--max_steps", "11"])
     assert outcome.code == 0 and "parts of the checkpoint that this run does not have: ema" in outcome.out
-
-
-def test_the_model_has_its_own_weights_again_after_an_error_too():
-    layer = torch.nn.BatchNorm1d(2)
-    average = WeightAverage(layer, 0.9)
-    with torch.no_grad():
-        layer.weight.fill_(5)
-    own = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    with pytest.raises(KeyError), average.applied():
-        assert same_tensors(layer.state_dict(), average.state_dict()) and layer.weight[0] == 1
-        raise KeyError
-    assert same_tensors(layer.state_dict(), own)
 
 
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):

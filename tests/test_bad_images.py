@@ -18,6 +18,7 @@ import train
 import utils.data.check as check
 from utils.config.settings import TrainConfig
 from utils.data.check import check_images
+from utils.data.record import FILE, read_record
 from utils.data.selection import load_data
 from utils.data.splits import Files, whole_split
 
@@ -180,7 +181,7 @@ def skipped(own_folders, skipping, monkeypatch):
 
 
 def test_the_numbers_are_the_same_on_any_number_of_processes_with_bad_images_left_out(skipped):
-    assert [(r["count"], "left_out" in r) for r in records("on1", "eval")] == [(6, False)]
+    assert [r["count"] for r in records("on1", "eval")] == [6]
     names = json.loads(Path("runs/on1/bad_images.json").read_text())
     assert len(names) == 5
     for name in ("on2", "on3"):
@@ -205,7 +206,7 @@ def test_a_resume_with_bad_images_left_out_ends_in_the_same_bits(skipped, proces
     assert same_tensors(weights("run"), weights(f"on{processes}"))
 
 
-def test_a_file_that_was_deleted_keeps_its_place_in_the_order_of_a_resumed_run(skipped):
+def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resumed_run(skipped):
     train_run(1, "run", *SKIP, "--max_steps", "4")
     data = load_data(TrainConfig(data="data", bad_images="skip"))
     for name in (data.train.describe(7), data.evaluation.describe(1)):
@@ -215,10 +216,14 @@ def test_a_file_that_was_deleted_keeps_its_place_in_the_order_of_a_resumed_run(s
     shutil.copytree("runs/run", "runs/two")
     for processes, name in ((1, "run"), (2, "two")):
         train_run(processes, name, *SKIP, "--resume", "auto")
-        last = records(name, "eval")[-1]
-        assert (last["count"], last["left_out"]) == (5, 1)
+        assert records(name, "eval")[-1]["count"] == 5
     assert losses("run") == pytest.approx(losses("two"), rel=1e-5) and len(losses("run")) == 9
     assert losses("run")[:4] == losses("on1")[:4] and losses("run")[4:] != losses("on1")[4:]
+    record = read_record(max(Path("runs/run/checkpoints").glob("step-*")) / FILE)
+    data = load_data(TrainConfig(data="data", bad_images="skip"), record)
+    names = [data.train.describe(place) for place in range(len(data.train))]
+    assert len(set(names)) == len(names) - 1 and data.train.readable.all()
+    assert [data.class_names[label] for label in data.train.labels] == [Path(name).parent.name for name in names]
 
 
 def test_files_that_were_repaired_stay_left_out_of_the_run(skipped):

@@ -20,7 +20,7 @@ from PIL import Image
 
 from utils.config.settings import TrainConfig
 from utils.data import cache
-from utils.data.cache import SharedImages, decode_all
+from utils.data.cache import decode_all
 from utils.data.selection import load_data
 from utils.data.splits import Files, hold_out, whole_split
 from utils.ranks.session import distributed_session
@@ -117,17 +117,6 @@ def test_a_subset_and_both_parts_of_a_hold_out_get_their_own_rows():
     for part in parts:
         assert (decode_all(part, 8, 8, 3, "cache", iter) == expected[part.rows]).all()
     assert (decode_all(split_of(expected[..., 0]), 8, 8, 1, "cache", None)[..., 0] == expected[..., 0]).all()
-
-
-def test_samples_that_share_images_are_decoded_once():
-    expected, counting = pictures(5), Counting()
-    rows = np.random.default_rng(0).integers(0, 5, 10**6)
-    split = split_of([encoded(image, "PNG") for image in expected]).select(rows)
-    pixels = decode_all(split, 8, 8, 3, "cache", counting)
-    assert isinstance(pixels, SharedImages) and counting.calls == 1
-    positions = np.array([999_998, 1, 0, 1234])
-    assert (pixels[positions] == expected[rows[positions]]).all()
-    assert pixels[np.array([], np.int64)].shape == (0, 8, 8, 3)
 
 
 def test_without_room_in_the_cache_images_that_fit_are_decoded_into_memory_and_nothing_is_written(monkeypatch, capsys):

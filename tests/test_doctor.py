@@ -120,7 +120,7 @@ def no_limit_passed(rank):
 
 FAULTS = [
     (another_folder, {"folder"}, "no files of rank 0 on rank 1 in runs-0", "a disk that they share"),
-    (file_for_folder, {"folder"}, "rank 1: --output_dir taken/runs: taken is not a folder", "set --output_dir"),
+    (file_for_folder, {"folder"}, "rank 1: --output_dir taken/runs: ", "set --output_dir"),
     (another_version, {"versions"}, "accelerate 1.2.3 on rank 1", "pip install -r requirements.txt"),
     (other_code, {"versions"}, "code 111111111111 on rank 1", "copy the same code"),
     (full_disk, {"disk"}, "0.0 GB free for runs", "delete old runs"),

@@ -88,11 +88,10 @@ def test_the_network_computes_what_it_says():
     torch.testing.assert_close(net(images), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_images_are_chosen_evenly_and_unreadable_ones_are_left_out():
-    pixels, readable = np.arange(2500).reshape(-1, 1, 1, 1), np.arange(2500) % 3 > 0
+def test_images_are_chosen_evenly():
+    pixels = np.arange(2500).reshape(-1, 1, 1, 1)
     for images, expected in (
         (DecodedImages(pixels, pixels.ravel()), range(0, 2500, 3)),
-        (DecodedImages(pixels, pixels.ravel(), readable), np.flatnonzero(readable)[::2]),
         (DecodedImages(pixels[:1], pixels[:1].ravel()), [0]),
     ):
         assert some_images(images).ravel().tolist() == list(expected)

@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +54,7 @@ def test_hidden_folders_are_neither_classes_nor_training_data(junk):
     Path("folder/train/cat/._000.png").write_bytes(b"a Mac's notes")
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 20)
-    assert data.train.notes == (f"folder/train: hidden files and folders are left out: files (1), {junk}/ (3)",)
+    assert data.train.notes == ()
 
 
 @pytest.mark.parametrize("inner", ["", "data/pets"])
@@ -75,6 +74,15 @@ def test_a_single_class_is_not_taken_for_an_outer_folder():
     image_folder("folder/cat/2020/may", {"day": 30})
     assert load_split(TrainConfig(data="folder", cache_dir="cache"), "train", ["cat"], own_data=False).labels.max() == 0
     refused("one class, cat")
+
+
+@pytest.mark.parametrize("beside", ["loose.png", "other/train/cat"])
+def test_a_data_set_among_others_is_named_as_the_folder_to_give(beside):
+    image_folder("folder/pets/train", PETS)
+    image_folder("folder/pets/val", PETS)
+    Path("folder", beside).parent.mkdir(parents=True, exist_ok=True)
+    os.link("folder/pets/val/cat/000.png", Path("folder", beside + "0.png" * (not beside.endswith("png"))))
+    refused("folder: pets is not a class, as it holds the splits train, val; give --data folder/pets, or")
 
 
 # -- the names of splits ---------------------------------------------------------------------------------------------
@@ -215,7 +223,6 @@ def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_it
         "0 (class ant) to 6 (class cat) evaluation images",
         "1 of 3 classes have no evaluation image: ant",
         "folder/train: files of unsupported types are left out: .heic (1)",
-        "folder/test: hidden files and folders are left out: files (1)",
     ):
         assert out[0].splitlines().count(line) == 1 and line not in out[1]
     assert not any("top5" in record for record in records("run"))
@@ -233,9 +240,9 @@ def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_it
         assert (found["split"], found["classes"]) == (split, 3)
 
 
-def test_only_readable_samples_count_for_the_size_of_a_class():
+def test_the_start_names_the_sizes_of_the_classes_and_those_without_images():
     pixels, names = pictures(6), ["ant", "bee\ncat", "dog"]
-    train = replace(whole_split("train", pixels, [0, 0, 0, 1, 1, 2], ""), bad={0: "cut", 5: "cut"})
+    train = whole_split("train", pixels[:4], [0, 0, 1, 1], "")
     even = whole_split("test", pixels, [0, 1, 2, 2, 1, 0], "")
     data = Data(train, even, names)
     assert classes_row(data) == "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
@@ -396,6 +403,14 @@ def test_a_few_missing_numbers_stay_classes_and_negative_ones_have_no_label():
     assert load(numbered("half", [1, 3, 1, 3] * 5)).class_names == ["0", "1", "2", "3"]
     assert load(numbered("less", [1, 4, 1, 4] * 5)).class_names == ["1", "4"]
     refused("image 2", "has the label -1", "unlabelled", data=numbered("negative", [0, 500, -3, 500, 0]))
+
+
+def test_a_shard_with_other_columns_than_the_others_is_named():
+    made = table([0, 1] * 10, ClassLabel(names=["a", "b"]))
+    Path("folder").mkdir()
+    made.to_parquet("folder/train-00000-of-00002.parquet")
+    made.rename_column("label", "kind").to_parquet("folder/train-00001-of-00002.parquet")
+    refused("folder/train-00001-of-00002.parquet: cannot be read (")
 
 
 def test_string_labels_may_hold_newlines_and_must_be_utf8():

@@ -21,9 +21,9 @@ from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages
 from utils.data.decode import decode, resize
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
+from utils.data.workers import make_loader
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -159,10 +159,8 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line():
     for flags, text in (
         ([], "--ckpt is missing"),
         (["--ckpt", "runs/a", "--model", "resnet18"], "--model and --ckpt cannot be used together"),
-        (["--ckpt", "runs/a", "--pretrained"], "--pretrained needs --model"),
         (["--model", "resnet18", "--data", "data"], "--model needs --pretrained"),
         (["--model", "resnet18", "--pretrained"], "--model needs --data"),
-        (["--model", "mlp", *data], "--pretrained: mlp has no published weights"),
         (["--model", "resnet18", *data], "the class 'cat' of --data is not a class of ImageNet"),
         (["--model", wide, *data], f"--model {wide}: its weights have 21843 classes, not ImageNet's 1000"),
     ):

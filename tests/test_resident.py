@@ -11,13 +11,14 @@ import eval
 import utils.data.datasets as resident
 from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
+from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
-from utils.data.cache import SharedImages
+from utils.data.cache import make_dataset
 from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages, describe_place, keep_on_device
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_dataset, make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
+from utils.data.workers import make_loader
 from utils.errors import UserError
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
@@ -33,6 +34,7 @@ MICROBATCHES = [
 
 def read(dataset, microbatches=MICROBATCHES, training=True, device=CPU.device, **settings):
     config = TrainConfig(seed=5, **(CHANGES | settings))
+    dataset.augmentation = make_augmentation(config, SPEC, training)
     loader = make_loader(dataset, microbatches, config, CPU.threads, CPU.device)
     batches = Batches(loader, SPEC, config, device, training)
     return list(batches), batches
@@ -44,8 +46,9 @@ def assert_same(dataset, **settings):
     found, _ = read(ResidentImages(dataset, CPU.device), **settings)
     assert len(found) == len(expected) == len(MICROBATCHES)
     for one, other in zip(found, expected, strict=True):
-        assert one[3:] == other[3:]
-        for mine, theirs in zip(one[:3], other[:3], strict=True):
+        assert (one.update, one.number, one.error) == (other.update, other.number, other.error)
+        for name in ("images", "labels", "indices"):
+            mine, theirs = getattr(one, name), getattr(other, name)
             assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
         assert one.images.is_contiguous(memory_format=torch.channels_last)
     return expected
@@ -93,17 +96,6 @@ def test_images_that_loader_processes_augment_stay_with_them(images):
     assert describe_place([kept, drawn]).endswith(" in host memory and on cpu, augmented by loader processes")
     (line,) = advice(config, (True, True), by_loader=True, has_columns=True, processes=1)
     assert "--data_on_device applies to evaluation only" in line
-
-
-def test_images_that_several_samples_share_and_unreadable_samples_are_found():
-    stored, rows = pictures(9, (10, 12)), np.arange(60) * 5 % 9
-    shared = SharedImages(SharedImages(stored, np.arange(9)[::-1].copy()), rows)
-    readable = np.arange(60) % 4 != 1
-    batch, *_ = assert_same(DecodedImages(shared, np.arange(60), readable), training=False)
-    kept = MICROBATCHES[0].indices[readable[MICROBATCHES[0].indices]]
-    assert batch.indices.tolist() == kept.tolist() and len(kept) < len(MICROBATCHES[0].indices)
-    expected = (torch.from_numpy(stored[8 - rows[kept]]) / 255 - torch.tensor(SPEC.mean)) / torch.tensor(SPEC.std)
-    assert torch.allclose(batch.images, expected.permute(0, 3, 1, 2), atol=1e-5)
 
 
 def test_no_value_is_read_from_the_device(images):

@@ -116,17 +116,13 @@ def test_gradients_are_exchanged_as_the_hook_says():
 
 
 def _faults_of_reuse(keep):
-    with distributed_session("train.py", TrainConfig()) if keep else nullcontext():
-        return _faults()
-
-
-def _faults():
     faults = []
-    for _ in range(8):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        tensors = [torch.ones(2**24) for _ in range(2)]  # 64 MiB each, 32768 pages in all
-        del tensors
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    with distributed_session("train.py", TrainConfig()) if keep else nullcontext():
+        for _ in range(8):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            tensors = [torch.ones(2**24) for _ in range(2)]  # 64 MiB each, 32768 pages in all
+            del tensors
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return faults[2:]
 
 

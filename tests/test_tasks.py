@@ -53,14 +53,6 @@ class Value(Task):
         return f"{title}: error {record['error']:.4f}"
 
 
-@pytest.mark.parametrize(("classes", "top5"), [(5, []), (6, [1.0])])
-def test_top5_is_a_metric_of_more_than_five_classes(classes, top5):
-    task = Classification(TrainConfig(), [str(n) for n in range(classes)])
-    sums, _ = task.evaluate(torch.eye(classes), torch.arange(classes))
-    found = task.summary(dict(zip(task.evaluation, sums.tolist(), strict=True)), classes)
-    assert found["accuracy"] == 1 and [found[name] for name in found if name == "top5"] == top5
-
-
 def make_value(config, class_names, labels):
     return replace(config, task="value", best_metric=Value.metric), Value(config, class_names)
 

@@ -138,8 +138,8 @@ def held(flags):
             until(Path("go").exists)
         update(run, batches)
 
-    def counted(watch, store, tick):
-        exchange(watch, store, tick)
+    def counted(watch, store):
+        exchange(watch, store)
         if watch._heard:
             with Path("looks").open("a") as file:
                 file.write("x")

@@ -139,7 +139,7 @@ def size_of(folder: Path) -> int:
 
 
 @cache
-def allow(error: int, what: str) -> None:
+def report_once(error: int, what: str) -> None:
     """Print once that the file system has refused something, as `error` says, without which the run can go on."""
     print(f"this file system {what} ({os.strerror(error)})")
 
@@ -153,7 +153,7 @@ def sync(path: Path) -> None:
     except OSError as error:
         if error.errno not in _LACKS or not path.is_dir():
             raise
-        allow(error.errno, "cannot flush folders: if the machine fails, the newest files may be lost")
+        report_once(error.errno, "cannot flush folders: if the machine fails, the newest files may be lost")
     finally:
         os.close(descriptor)
 

@@ -188,11 +188,11 @@ def advice(
     return lines
 
 
-def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
-    """A line about --pretrained for a new model and few training photographs."""
-    if config.pretrained or config.init_from or photographs >= 1000:
+def hint_for_few(config: TrainConfig, images: int) -> list[str]:
+    """A line about --pretrained for a new model that has published weights, and few training images."""
+    if config.pretrained or config.init_from or images >= 1000:
         return []
-    return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
+    return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
 
 
 def hint_for_gpus(device: str, processes: int, images: int, size: tuple[int, int], parameters: int) -> list[str]:

@@ -49,7 +49,6 @@ Steps = NonNegativeInt | Annotated[NonNegativeFloat, _WHOLE]
 _CHANNELS = Bound("1 or 3", (1, 3).__contains__)
 _PER_CHANNEL = Bound("one value, or one for each channel", len)
 _POWER_OF_2 = Bound("a power of two", lambda number: number.bit_count() == 1)
-_SAMPLER = Bound("shuffle, balanced or weights:COLUMN", re.compile("shuffle|balanced|weights:.+").fullmatch)
 
 
 def _can_name_a_folder(name: str) -> bool:
@@ -123,7 +122,7 @@ class DataSettings:
     """Data."""
 
     data_subset: str | None = None
-    """Configuration of a Hub data set that has several, or the character set of torchvision/EMNIST."""
+    """Configuration of a Hub data set that has several."""
     train_split: str | None = None
     """Split to train on (default: train, or the only one)."""
     eval_split: str | None = None
@@ -291,10 +290,9 @@ class OptimizerSettings:
 class LossSettings:
     """Samples, targets and loss."""
 
-    sampler: Annotated[str, _SAMPLER] = "shuffle"
+    sampler: Literal["shuffle", "balanced"] = "shuffle"
     """How the samples of an epoch are drawn: shuffle draws each one once; balanced draws with replacement, all classes
-    equally often; weights:COLUMN draws with replacement in proportion to the numbers in a column of a table or CSV
-    file. An epoch always has as many draws as samples."""
+    equally often. An epoch always has as many draws as samples."""
     repeats: PositiveInt = 1
     """Copies of each sample in an update, each augmented differently (repeated augmentation); an epoch is still as many
     draws as samples."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
+from utils.data.datasets import ImageDataset
 from utils.data.order import fold_in
-from utils.data.pipeline import ImageDataset
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output

@@ -38,7 +38,9 @@ def find_images(given: Sequence[str]) -> Split:
         else:
             found.append(path)
     if not found:
-        raise UserError(f"{join_names(given)}: no images", "name image files, or folders with images in them")
+        left_out = f" ({'; '.join(notes)})" * bool(notes)
+        fix = "convert them to JPEG or PNG" if notes else "name image files, or folders with images in them"
+        raise UserError(f"{join_names(given)}: no images{left_out}", fix)
     paths = list(dict.fromkeys(found))
     split = whole_split("images", Files(paths), np.zeros(len(paths)), fingerprint_of(*map(os.fsencode, paths)))
     return replace(split, notes=tuple(notes))
@@ -180,15 +182,12 @@ def _parquet(columns: Columns) -> bytes:
     import pyarrow
     from pyarrow import parquet
 
-    def type_of(name: str, cells: list) -> Any:
-        if name == "index":
-            return pyarrow.int64()
-        if name == "loss" or name.startswith("probability_"):
-            return pyarrow.float64()
-        is_list = any(isinstance(cell, list) for cell in cells)
-        return pyarrow.list_(pyarrow.string()) if is_list else pyarrow.string()
+    def type_of(cells: list) -> Any:
+        if any(isinstance(cell, list) for cell in cells):
+            return pyarrow.list_(pyarrow.string())
+        return pyarrow.string() if set(cells) <= {None} else None  # None: as the cells are
 
-    arrays = {name: pyarrow.array(cells, type_of(name, cells)) for name, cells in columns.items()}
+    arrays = {name: pyarrow.array(cells, type_of(cells)) for name, cells in columns.items()}
     file = io.BytesIO()
     parquet.write_table(pyarrow.table(arrays), file)
     return file.getvalue()

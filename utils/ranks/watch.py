@@ -1,6 +1,5 @@
 """The watchdog: report waits for other ranks and for data that last long, and end those that last too long."""
 
-import itertools
 import json
 import math
 import multiprocessing
@@ -50,7 +49,7 @@ class Watch:
         self._store: dist.Store | None = None
         self._members: list[Member] = []
         self._answered = math.inf  # when the store last answered
-        # Each rank's last heartbeat, and when it arrived: the collectives it has entered, its place, a growing number.
+        # Each rank's last heartbeat, and when it arrived: the collectives it has entered, its place, its seconds.
         # Empty unless this rank needs them: otherwise N ranks would each read N heartbeats from one store.
         self._heard: dict[int, tuple[list, float]] = {}
         self._ended: tuple[float, str] | None = None  # when another rank exited, and why
@@ -178,24 +177,23 @@ class Watch:
     def _run_exchange(self, store: dist.Store) -> None:
         """Exchange heartbeats, in a thread of its own, because the store may never answer."""
         try:
-            for tick in itertools.count():
-                self._exchange(store, tick)
+            while not self._stop.wait(_TICK):
+                self._exchange(store)
                 self._answered = self._now
-                if self._stop.wait(_TICK):
-                    return
         except RuntimeError:  # not tried again, because PyTorch logs each failure
             self._answered = -math.inf
 
-    def _exchange(self, store: dist.Store, tick: int) -> None:
+    def _exchange(self, store: dist.Store) -> None:
         """Write this rank's heartbeat, and read why a rank has exited, if any, and the heartbeats that are needed."""
-        store.set(f"beat-{self.rank}", json.dumps([self.entered, self.place, tick]))
+        store.set(f"beat-{self.rank}", json.dumps([self.entered, self.place, self._now]))
         if self._ended is None and store.check(["ended"]):
             self._ended = self._now, store.get("ended").decode()
         heard = self._heard
         keys = [f"beat-{rank}" for rank in heard]
-        for rank, beat in zip(heard, store.multi_get(keys) if heard and store.check(keys) else [], strict=False):
-            if heard[rank][0] != json.loads(beat):
-                heard[rank] = json.loads(beat), self._now
+        if keys and store.check(keys):
+            for rank, beat in zip(heard, map(json.loads, store.multi_get(keys)), strict=True):
+                if heard[rank][0] != beat:
+                    heard[rank] = beat, self._now
 
     def describe_late(self, silence: float = _SILENT) -> str:
         """The ranks that keep this rank waiting, and what they are doing; empty if there are none.

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from utils.console import clock
 from utils.errors import one_line
 from utils.files import naming_file, write_file
 from utils.runs.state import TrainState
@@ -177,7 +176,7 @@ class ProgressBar:
             "lr": f"{record['lr']:.2e}",
             "images/s": f"{record['images_per_second']:.0f}",
             "data": f"{record['data_wait']:.0%}",
-            "eta": clock(max(0.0, min(by_updates, self.max_seconds - record["seconds"]))),
+            "eta": tqdm.format_interval(max(0.0, min(by_updates, self.max_seconds - record["seconds"]))),
         }
         if self.bar.disable:  # no terminal: plain lines instead of a bar
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items())

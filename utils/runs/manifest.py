@@ -9,7 +9,7 @@ from pathlib import Path
 
 from utils.data.record import FILE as SAMPLES
 from utils.errors import UserError, problem_of
-from utils.files import allow, read_json, read_text, write_file
+from utils.files import read_json, read_text, report_once, write_file
 
 MANIFEST = "manifest.json"
 FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json", SAMPLES)
@@ -109,7 +109,7 @@ def write_manifest(folder: Path) -> None:
         try:
             path.chmod(mode)  # safetensors makes its files readable by the owner only
         except PermissionError as error:
-            allow(error.errno, "refuses chmod: other users may be unable to read checkpoints")
+            report_once(error.errno, "refuses chmod: other users may be unable to read checkpoints")
         entries[path.name] = entry_of(path)
     write_file(folder / MANIFEST, manifest_text(entries))
 

@@ -11,7 +11,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,9 +103,8 @@ class Tracker(Sink):
 
 def settings_to_send(config: TrainConfig) -> dict[str, bool | int | float | str]:
     """The settings that differ from their defaults, without folders and host names."""
-    default = asdict(TrainConfig())
-    given = {name: value for name, value in asdict(config).items() if value != default[name]}
-    return flatten({name: value for name, value in given.items() if name not in _NOT_SENT})
+    default = vars(TrainConfig())
+    return flatten({name: v for name, v in vars(config).items() if v != default[name] and name not in _NOT_SENT})
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:

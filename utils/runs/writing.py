@@ -88,7 +88,10 @@ def delete_after(folder: Path, step: int, best_step: int | None) -> None:
     """
     if not checkpoint_of(folder, step).is_dir():
         return
-    _move_pointers(folder, step, checkpoint_of(folder, best_step))
+    best = checkpoint_of(folder, best_step)
+    if not best.is_dir():
+        (folder / "best").unlink(missing_ok=True)
+    _move_pointers(folder, step, best)
     for path in reversed(checkpoints_of(folder)):  # newest first: if killed, no gap is left
         if step_of(path) <= step:
             break
@@ -102,9 +105,7 @@ def delete_after(folder: Path, step: int, best_step: int | None) -> None:
 
 
 def _move_pointers(folder: Path, step: int, best: Path) -> None:
-    if not best.is_dir():
-        (folder / "best").unlink(missing_ok=True)
-    elif read_pointer(folder, "best") != best:
+    if best.is_dir() and read_pointer(folder, "best") != best:
         write_file(folder / "best", best.name + "\n")
     write_file(folder / "latest", f"{checkpoint_of(folder, step).name}\n")
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.files import expand
 from utils.launch.exits import fix_for_memory
 from utils.memory import bytes_text

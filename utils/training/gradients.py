@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
 from utils.models.zoo import seed_layers
 from utils.ranks.accelerator import prepare_buckets

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.errors import UserError, one_line
 from utils.runs.metadata import make_files
 from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_loss

@@ -24,6 +24,7 @@ from utils.launch.command import resume_command, script_command
 from utils.launch.exits import inform_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
+from utils.models.zoo import OWN_MODELS
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
@@ -97,7 +98,7 @@ def log_start(run: Run) -> None:
     numbers |= {name: value for name, value in more.items() if value}
     run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather(ranks.describe()))
-    by_loader = run.train_batches.dataset.augmentation is not None
+    by_loader = run.train_batches.dataset.in_loader
     with ranks.agree():
         lines = warn_about_data(run.data) if ranks.is_main else []
     small = run.spec.small, run.spec.for_evaluation().small
@@ -105,7 +106,7 @@ def log_start(run: Run) -> None:
     lines += advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
     parameters = count_parameters(run.module.parameters())
     lines += hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size, parameters)
-    if run.resumed_from is None and not run.spec.small:
+    if run.resumed_from is None and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
     run.log.say("\n".join([table(title, rows), *lines]))

@@ -171,8 +171,7 @@ def warn_about_data(data: Data) -> list[str]:
         absent = [names[index] for index in np.flatnonzero(_counts(split, len(names)) == 0)]
         if absent:
             lines.append(f"{len(absent)} of {len(names)} classes have no {word} image: {join_names(absent)}")
-    count = int(data.evaluation.readable.sum())
-    if count < _FEW:
+    if (count := len(data.evaluation)) < _FEW:
         fix = "give more with --eval_fraction or --eval_split"
         lines.append(f"{count} evaluation images are too few to compare models or checkpoints; {fix}")
     return [printable(line) for line in dict.fromkeys(lines)]
@@ -188,6 +187,6 @@ def _range(split: Split, names: list[str]) -> str:
 
 
 def _counts(split: Split, classes: int) -> np.ndarray:
-    """The number of readable samples of each class, int64 [classes]."""
-    labels = split.labels[split.readable]
+    """The number of samples of each class, int64 [classes]."""
+    labels = split.labels
     return labels.sum(0, dtype=np.int64) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
