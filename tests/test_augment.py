@@ -147,7 +147,8 @@ def changed_by_hand(image, seed, epoch, index, spec, is_cropped):
         box, planes = crop_box(*image.shape[:2], draw(5, 6, 7, 8), 0.3), torch.from_numpy(image.transpose(2, 0, 1))
         image = F.resized_crop(planes.contiguous(), *box, list(spec.size), antialias=True).permute(1, 2, 0).numpy()
     moved = torch.from_numpy(shifted_and_flipped(image, draw(1, 2, 3), 2, True).copy())
-    return Cutout(spec, 8).image(moved, Draws(seed, epoch, np.array([index])).uniform(*Cutout.streams)[0])
+    (cut,) = Cutout(spec, 8).change(moved[None], Draws(seed, epoch, np.array([index])).uniform(*Cutout.streams))
+    return cut
 
 
 @pytest.mark.parametrize(

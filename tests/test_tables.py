@@ -143,7 +143,7 @@ def test_a_name_with_a_slash_is_a_path_unless_a_prefix_of_the_table_matches():
 
 @pytest.mark.parametrize(
     ("name", "fix"),
-    [("digit", "did you mean digits?"), ("nothing", "use digits, synthetic/..., torchvision/..., a .csv file")],
+    [("digit", "did you mean digits?"), ("nothing", "use digits, synthetic/..., torchvision/...")],
 )
 def test_data_with_a_misspelt_name_are_refused_with_the_names_of_the_table(name, fix):
     with pytest.raises(ValueError, match=f"^--data {name}: no such file, folder or data set; .*{re.escape(fix)}"):
