@@ -26,9 +26,9 @@ from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_output
-from utils.models.published import CLASSES, check_classes, names_as_in, sized, version_of
+from utils.models.published import CLASSES, check_classes, names_as_in, resize_input, version_of
 from utils.models.zoo import check_model, input_spec
-from utils.predictions.tables import check_table_file, columns_of_split, encode
+from utils.predictions.tables import check_table_file, encode, rows_of_split
 from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -40,7 +40,6 @@ from utils.runs.state import TrainState
 from utils.tasks.table import make_task
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import check_outputs, make_evaluator
-from utils.training.summary import size_of, speed_of, speed_rows
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -76,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
             more = [
                 ("input", spec.describe_pixels()),
                 *([("views", flags.tta)] if flags.tta else []),
-                *(speed_rows(record["throughput"]) if flags.throughput else []),
             ]
             try:
                 write_files(flags, record, found, task, split)
@@ -116,7 +114,7 @@ def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
 def spec_of(saved: SavedRun, config: TrainConfig) -> InputSpec:
     """The model's input in this evaluation."""
     if config.eval_size is not None and config.eval_size != saved.settings.eval_size:
-        return sized(saved.spec, config, sides(config.eval_size))
+        return resize_input(saved.spec, config, sides(config.eval_size))
     return saved.spec.for_evaluation().cropped(config.eval_crop)
 
 
@@ -140,16 +138,11 @@ def evaluate(
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, terminal.progress("decoding"))
     evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
-    with ranks.agree():
-        size = size_of(evaluator.model, spec) if flags.throughput else {}
     result = evaluator.evaluate(keep=config.report or flags.predictions is not None)
     assert result is not None  # nothing stops it
     check_outputs(result["loss"], saved.path)
     if flags.tta:
         result["tta"] = flags.tta
-    if flags.throughput:
-        size["images_per_second"] = result["count"] / result["seconds"]
-        result["throughput"] = size | speed_of(evaluator.model, spec, config, evaluator.accelerator, ranks)
     record = {
         "kind": "eval",
         **origin(saved, config, flags),
@@ -172,7 +165,7 @@ def write_files(flags: EvalConfig, record: dict, found: Predictions | None, task
     if flags.predictions:
         assert found is not None
         path = expand(flags.predictions)
-        write_output(path, encode(columns_of_split(task, split, found), path))
+        write_output(path, encode(rows_of_split(task, split, found), path))
         print(f"written: {flags.predictions}")
 
 

@@ -31,7 +31,6 @@ from utils.predictions.tables import (
     Row,
     check_all,
     check_table_file,
-    columns_of,
     encode,
     find_images,
     make_rows,
@@ -40,7 +39,7 @@ from utils.predictions.tables import (
 from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.report.gallery import page
+from utils.report.html import gallery
 from utils.runs.inference import find_saved, given_settings, set_evaluation_input, warn_about_flags
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun
@@ -121,19 +120,19 @@ def predict(
     if sorted(indices) != list(range(len(dataset))):
         raise RuntimeError("an image was predicted twice or not at all; please report this")
     rows = dict(zip(readable[indices].tolist(), make_rows(task, top, scores, flags.top), strict=True))
-    return [rows.get(position) or Row(None, [], [], split.bad[position]) for position in range(len(split))]
+    return [rows.get(position) or Row(None, [], split.bad[position]) for position in range(len(split))]
 
 
 def write(flags: PredictConfig, saved: SavedRun, rows: list[Row], split: Split) -> None:
     """Write the files of --out and --html."""
     if flags.out:
-        paths = [split.describe(position) for position in range(len(rows))]
-        columns = columns_of(rows, min(flags.top, len(saved.class_names)))
-        columns = {"path": paths, **columns, "error": [row.error for row in rows]}
-        write_output(expand(flags.out), encode(columns, expand(flags.out)))
+        out, count = expand(flags.out), min(flags.top, len(saved.class_names))
+        places = map(split.describe, range(len(rows)))
+        cells = [{"path": path, **row.cells(count), "error": row.error} for path, row in zip(places, rows, strict=True)]
+        write_output(out, encode(cells, out))
     if flags.html:
         title = f"Predictions of {saved.settings.model}, update {saved.state.step}"
-        write_output(expand(flags.html), page(title, rows, split))
+        write_output(expand(flags.html), gallery(title, rows, split))
 
 
 def check_any_read(rows: list[Row]) -> None:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,8 @@ from utils.data.decode import center, center_of_photograph
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.export import forms
-from utils.export.card import card
-from utils.export.code import Code, preprocessing
+from utils.export.card import card, preprocessing
+from utils.export.forms import Code
 from utils.export.loaded import Loaded, compare, load
 from utils.models.zoo import build_model
 from utils.runs.manifest import find_checkpoint, write_manifest
@@ -45,7 +46,7 @@ EVALUATION = ["--eval_size", "128", "--eval_crop", "0.9", "--mean", "0.4"]
 # The run's name, its flags, and the forms to export it to.
 RUNS = {
     "grey": (["--data", "digits", "--model", "mnist_cnn", "--max_train_samples", "64"], ["torch", "onnx"]),
-    "colour": (["--data", "small", "--model", "resnet18", "--stem", "standard"], ["safetensors"]),
+    "colour": (["--data", "small", "--model", "resnet18", "--stem", "standard"], ["torch"]),
     "photos": (["--data", "photos", "--model", "resnet18", "--image_size", "112", *EVALUATION], ["timm"]),
     "several": (["--data", "several.csv", "--model", "timm/test_resnet", "--std", "0.2"], ["torch"]),
     "two": (["--data", "two", "--model", "mlp", "--task", "binary", "--ema_decay", "0.5", "--lr", "0.5"], ["torch"]),
@@ -196,7 +197,7 @@ def test_config_and_card_have_the_classes_the_input_and_the_numbers_of_the_evalu
 
 
 def test_a_card_has_no_numbers_of_other_weights():
-    one, no_code = loaded("mlp", SMALL_GREY), Code([], [], [], [], lambda images: images)
+    one, no_code = loaded("mlp", SMALL_GREY), Code("", "", "", "", lambda images: images)
     one.saved.state.step, one.saved.state.evaluations = 3, [{"step": 2, "loss": 1.0, "accuracy": 0.5, "count": 4}]
     text = card(one, no_code, 0.0)
     assert "The checkpoint has no evaluation of these weights." in text and "0.5000" not in text
@@ -220,7 +221,7 @@ ODD = ["it's", 'a "b"', "pipe|", "new\nline", "<b>", "```", "back\\slash", "æ—¥æ
 def test_odd_class_names_are_kept_and_break_neither_the_code_nor_the_table(tmp_path, monkeypatch):
     one, out = loaded("squeezenet1_1", PHOTO, classes=len(ODD)), tmp_path / "out"
     one.saved.class_names[:] = ODD
-    export.write(one, "safetensors", out)
+    export.write(one, "torch", out)
     text, names = (out / "README.md").read_text(encoding="utf-8"), functions_of_card(out, monkeypatch)
     assert names["labels"] == ODD
     assert yaml.safe_load(text.split("---\n")[1])["pipeline_tag"] == "image-classification"
@@ -293,8 +294,8 @@ def loaded(model: str, spec: InputSpec, classes: int = 3, **settings) -> Loaded:
 
 PHOTO = InputSpec(128, 128, 3, [0.5] * 3, [0.5] * 3, resize=146)
 SMALL_GREY = InputSpec(32, 32, 1, [0.5], [0.5])
-FAMILIES = [("squeezenet1_1", "safetensors"), ("timm/test_efficientnet", "timm")]
-FULL = [("densenet121", "safetensors"), ("inception_v3", "safetensors"), ("vit_b_16", "safetensors")]
+FAMILIES = [("squeezenet1_1", "torch"), ("timm/test_efficientnet", "timm")]
+FULL = [("densenet121", "torch"), ("vit_b_16", "torch")]
 FULL += [("convnext_tiny", "onnx"), ("swin_t", "torch"), ("resnext50_32x4d", "timm"), ("timm/test_byobnet", "onnx")]
 
 
@@ -311,8 +312,7 @@ def test_other_architectures_load_by_their_lines(tmp_path, model, form, monkeypa
 def test_a_model_that_a_form_cannot_hold_is_refused_with_the_forms_that_can(tmp_path):
     small = InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3)
     for model, form, fix in (
-        ("mlp", "safetensors", "use --to torch or onnx"),
-        ("timm/test_resnet", "safetensors", "use --to timm, torch or onnx"),
+        ("mlp", "timm", "use --to torch or onnx"),
         ("resnet18", "timm", "use --to torch or onnx, or train"),  # its stem is not timm's
     ):
         with pytest.raises(UserError, match=f"{model.split('/')[-1]} does not have the layers of") as caught:
@@ -376,6 +376,11 @@ def test_an_export_that_fails_or_differs_from_the_checkpoint_is_refused_and_no_f
         monkeypatch.setitem(forms.FORMS, "torch", failing)
         assert f"--to torch: mlp {reason}" in export_to("out", run)
         assert not Path("out").exists() and not list(Path().glob(".out*"))
+    # PyTorch's error of a full disk does not say that it is full.
+    monkeypatch.setitem(forms.FORMS, "torch", unwritable)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    line = export_to("out", run)
+    assert line.endswith("mlp cannot be written (unsupported operator): 10 bytes are free on the disk; free space")
 
 
 @pytest.mark.full
@@ -409,4 +414,4 @@ def test_an_export_that_is_killed_leaves_no_folder_and_can_be_repeated(run):
 def test_a_missing_package_is_named_with_its_command(run, monkeypatch):
     monkeypatch.setattr(forms.importlib.util, "find_spec", lambda name: None)
     line = export_to("out", run, "onnx")
-    assert line.endswith("--to onnx: onnx is not installed; pip install onnx onnxscript onnxruntime")
+    assert line.endswith("--to onnx: onnx is not installed; pip install -c constraints.txt onnx onnxscript onnxruntime")

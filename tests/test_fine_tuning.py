@@ -23,13 +23,12 @@ import replay
 import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
-from utils.data.order import fold_in
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.checking import has_batch_norm
-from utils.models.layers import checkpoint_blocks, freeze
+from utils.models.layers import freeze
 from utils.models.matching import copy_matching, heads_of
-from utils.models.zoo import build_model, seed_layers
+from utils.models.zoo import build_model
 from utils.runs.manifest import read_pointer, write_manifest
 from utils.runs.source import find_source
 from utils.training.building import load_source
@@ -286,12 +285,12 @@ def test_batch_statistics_are_frozen_exactly_where_all_parameters_are():
 ALL_ON = ["--data", "first", "--microbatches", "4", "--optimizer", "muon", "--lr", "0.01", "--lr_schedule", "constant"]
 ALL_ON += ["--model", "timm/test_resnet", "--global_batch_size", "16", "--threads", "1", "--max_steps", "7"]
 ALL_ON += ["--eval_every", "2", "--save_every", "3", "--keep", "9", "--log_every", "1", "--init_from", "runs/source"]
-ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5", "--grad_checkpointing"]
+ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5"]
 ALL_ON += ["--layer_decay", "0.8", "--ema_decay", "0.7", "--clip_value", "0.1", "--cooldown_steps", "2"]
 
 
 def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(folder):
-    train_run(1, "whole", *[flag for flag in ALL_ON if flag != "--grad_checkpointing"])  # it changes no bit
+    train_run(1, "whole", *ALL_ON)
     launch = start_ranks(2, slow_train, [*ALL_ON, "--resume", "auto"], 0.0, 4)
     until(lambda: Path("held-0").exists() and Path("held-1").exists())
     until(lambda: Path("runs/run/checkpoints/step-00000003").is_dir())
@@ -311,7 +310,7 @@ def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_number
     assert "was trained with a --freeze of " in line
 
 
-# -- stochastic depth and gradient checkpointing ---------------------------------------------------------------------
+# -- stochastic depth ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["efficientnet_b0", pytest.param("swin_t", marks=pytest.mark.full)])
@@ -335,52 +334,7 @@ def test_the_rates_of_timms_blocks_grow_up_to_the_one_that_is_given():
     assert max(rates) == pytest.approx(0.4) and rates == sorted(rates)
 
 
-def test_models_without_stochastic_depth_or_blocks_are_refused():
+def test_models_without_stochastic_depth_are_refused():
     for name in ("mlp", "resnet18", "timm/densenet121"):
         with pytest.raises(UserError, match=rf"--drop_path: {name} does not support it; use one of timm models.*swin_"):
             build(name, drop_path=0.1)
-    with pytest.raises(UserError, match="--grad_checkpointing: mlp does not support it; use a model with blocks"):
-        checkpoint_blocks(build("mlp"), "mlp")
-
-
-def steps(model):
-    """Two forward and backward passes; returns the loss, the gradients, and how often the first block was computed."""
-    calls = []
-    block = next(layer for layer in model.modules() if re.search("Block|Residual|MBConv", type(layer).__name__))
-    first = next(layer for layer in block.modules() if not list(layer.children()))
-    first.register_forward_hook(lambda *_: calls.append(1))
-    for step in range(2):
-        seed_layers(torch.device("cpu"), fold_in(0, "layers", step))
-        loss = model(torch.randn(4, 3, 32, 32)).square().sum()
-        loss.backward()
-    with torch.no_grad():
-        model.eval()(torch.zeros(1, 3, 32, 32))
-    return loss, {name: parameter.grad for name, parameter in model.named_parameters()}, len(calls)
-
-
-@pytest.mark.parametrize(
-    "name, settings",
-    [
-        ("timm/test_resnet", {"drop_path": 0.5}),
-        (VIT, {"model_args": SMALL_VIT, "drop_path": 0.3}),
-        ("mobilenet_v3_small", {}),
-        pytest.param("efficientnet_b0", {"drop_path": 0.5}, marks=pytest.mark.full),
-    ],
-)
-def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_statistics(name, settings):
-    plain, again = build(name, **settings), build(name, **settings)
-    checkpoint_blocks(again, name)
-    (loss, gradients, once), (same_loss, same_gradients, twice) = steps(plain), steps(again)
-    assert (once, twice) == (3, 5)  # two updates and an evaluation
-    assert torch.equal(loss, same_loss) and same_tensors(gradients, same_gradients)
-    assert same_tensors(dict(plain.named_buffers()), dict(again.named_buffers()))
-
-
-def test_checkpointed_blocks_with_random_layers_take_an_empty_batch_that_the_model_refuses():
-    """The third update has one sample: three of four microbatches are empty, and one rank of two has none."""
-    flags = ["--data", "digits", "--model", "timm/test_vit", "--model_args", "{drop_path_rate: 0.3}"]
-    flags += ["--global_batch_size", "6", "--max_train_samples", "13", "--max_eval_samples", "8", "--max_steps", "4"]
-    flags += ["--lr", "0.01", "--threads", "1", "--microbatches", "4", "--image_size", "32"]
-    train_run(1, "plain", *flags)
-    train_run(2, "again", *flags, "--grad_checkpointing")
-    assert same_tensors(weights("plain"), weights("again"))

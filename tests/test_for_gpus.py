@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 import doctor
 import train
 import utils.models.zoo
-from utils.config.defaults import hint_for_gpus
 from utils.config.settings import TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
@@ -38,6 +37,7 @@ from utils.errors import UserError, is_lost_rank
 from utils.launch import command as commands
 from utils.launch.devices import choose_device
 from utils.launch.environment import Topology
+from utils.launch.exits import with_known_fix
 from utils.models.small import MLP
 from utils.ranks import accelerator as wrapping
 from utils.ranks.batchnorm import convert_batch_norm
@@ -131,21 +131,15 @@ def test_gpus_that_pytorch_cannot_use_are_refused(two_gpus):
 
 
 @pytest.mark.parametrize(
-    ("capability", "built", "unknown"),
+    ("text", "problem"),
     [
-        ((12, 0), ["sm_80", "sm_90"], True),  # a GPU that is newer than this build
-        ((8, 9), ["sm_75", "sm_80"], False),
-        ((9, 0), ["gfx90a"], False),  # of AMD
+        ("CUDA error: no kernel image is available for execution on the device", "does not support this GPU"),
+        ("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "have the same GPU"),
     ],
 )
-def test_a_gpu_that_pytorch_is_not_built_for_is_refused_with_both_versions(capability, built, unknown, monkeypatch):
-    known = {"is_available": True, "device_count": 1, "set_device": None, "get_device_name": "Own GPU"}
-    for name, value in (known | {"get_device_capability": capability, "get_arch_list": built}).items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    error = r"Own GPU has compute capability 12\.0, but torch .* is built for sm_80"
-    with pytest.raises(UserError, match=error) if unknown else nullcontext():
-        assert choose_device(Topology(), cpu=False) == CUDA
+def test_errors_of_cuda_and_nccl_with_a_known_cause_have_a_fix(text, problem):
+    error = with_known_fix(RuntimeError(text))
+    assert isinstance(error, UserError) and problem in error.problem and error.fix
 
 
 # Errors and timeouts.
@@ -334,13 +328,6 @@ def test_ddp_does_not_measure_updates_which_would_wait_for_the_gpu():
 
 
 # The work of an update besides the network.
-
-
-def test_few_images_on_each_gpu_are_reported():
-    (line,) = hint_for_gpus("cuda", 2, 8, (8, 8), 10**6)
-    assert "8 images of 8x8 per GPU are few to keep it busy" in line
-    for few in (("cuda", 1, 8, (8, 8), 10**6), ("cpu", 2, 8, (8, 8), 10**6), ("cuda", 2, 16, (224, 224), 10**6)):
-        assert not hint_for_gpus(*few)
 
 
 def test_synchronised_batch_statistics_copy_nothing_from_the_host():

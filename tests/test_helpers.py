@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.ranks import end_leftovers, free_port, returned, start_ranks
 from helpers.training_runs import records
-from helpers.waiting import error_lines, has_logged, has_opened_session, lives, newest, records_so_far, until
+from helpers.waiting import error_lines, has_logged, lives, newest, records_so_far, until
 from torch.distributed import TCPStore
 
 from utils.config.settings import TrainConfig
@@ -91,14 +91,6 @@ def test_ranks_that_a_failed_test_left_behind_are_ended_even_if_stopped(launcher
     until(lambda: not any(map(lives, [*launch.pids, *([launch.launcher] if launcher else [])])))
     end_leftovers()  # a second time there is nothing to do
     assert start_ranks(1, os.getpid).finish()[0].code == 0
-
-
-def test_a_meeting_file_counts_once_the_name_of_the_session_is_whole():
-    meeting = Path("meeting")
-    assert not has_opened_session(meeting)
-    for text, opened in ((b"", False), (b"\7\0\0\0session\x20\0\0\0" + b"0f" * 15, False), (b"x" + b"0f" * 16, True)):
-        meeting.write_bytes(text)
-        assert has_opened_session(meeting) is opened
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_highest_number():

@@ -23,7 +23,7 @@ from utils.errors import UserError
 from utils.models.zoo import build_model, check_model, input_spec, torchvision_models
 
 FAMILIES = ["mnist_cnn", "mlp", "fastnet", "resnet18", "mobilenet_v3_small", "squeezenet1_0", "shufflenet_v2_x0_5"]
-FULL = ["densenet121", "efficientnet_b0", "convnext_tiny", "swin_t", "googlenet", "inception_v3", "regnet_y_400mf"]
+FULL = ["densenet121", "efficientnet_b0", "convnext_tiny", "swin_t", "regnet_y_400mf"]
 FULL += ["timm/resnet10t", "timm/convnext_atto", "vgg11", "alexnet", "vit_b_16"]
 
 BARE = next(name for name in timm.list_models() if not timm.is_model_pretrained(name))
@@ -101,8 +101,8 @@ def test_the_standard_stem_is_torchvisions_own_network_on_images_of_any_size():
 @pytest.mark.parametrize(
     "settings, text",
     [
-        ({"model": "mlp"}, "mlp is not a torchvision model"),
-        ({"model": "resnet18", "pretrained": True}, "published weights have the standard stem"),
+        ({"model": "mlp"}, "only for models of torchvision"),
+        ({"model": "resnet18", "pretrained": True}, "only for models of torchvision without --pretrained"),
         ({"model": "swin_t"}, "swin_t has no stem that can be replaced"),
     ],
 )
@@ -140,9 +140,8 @@ def hub(monkeypatch):
 def publish(hub, name):
     """Write random weights where torchvision looks for the published ones; returns their network."""
     weights = torchvision.models.get_model_weights(name).DEFAULT
-    auxiliary = {"init_weights": False, "transform_input": True, "aux_logits": True}
     torch.manual_seed(1)
-    model = torchvision.models.get_model(name, **(auxiliary if name == "inception_v3" else {}))
+    model = torchvision.models.get_model(name)
     torch.save(model.state_dict(), hub / weights.url.rsplit("/", 1)[1])
     return model
 
@@ -161,7 +160,6 @@ def fix_of(config, spec):
         ("resnet18", "fc"),
         pytest.param("squeezenet1_0", "classifier.1", marks=pytest.mark.full),
         pytest.param("mobilenet_v3_small", "classifier.3", marks=pytest.mark.full),
-        pytest.param("inception_v3", "fc", marks=pytest.mark.full),
         pytest.param("swin_t", "head", marks=pytest.mark.full),
     ],
 )
@@ -359,11 +357,11 @@ def test_a_wrong_model_argument_is_named(name):
     "name, arguments, text",
     [
         ("timm/resnet10t", {"act_layer": "x"}, "KeyError 'x'; change or remove these arguments"),
-        ("timm/resnet10t", {"features_only": True}, "has an output of type list, not one score per class"),
+        ("timm/resnet10t", {"features_only": True}, "returns list for an image, not one score per class"),
         ("timm/resnet10t", {"drop_rate": "x"}, "does not accept 32x32x3 images .*; change --model_args"),
         ("mnist_cnn", {"dropout": 2}, "dropout probability has to be between 0 and 1"),
-        ("googlenet", {"aux_logits": True}, "--model_args aux_logits"),  # extra heads
-        ("timm/resnet10t", {"num_classes": 0, "global_pool": ""}, r"of shape \[1, 512, .*, not one score per"),
+        ("inception_v3", {}, "--model inception_v3: no such model; did you mean timm/inception_v3"),  # several heads
+        ("timm/resnet10t", {"num_classes": 0, "global_pool": ""}, r"returns \[1, 512, .* for an image, not"),
     ],
 )
 def test_values_of_model_arguments_that_no_model_takes_are_one_line(name, arguments, text):

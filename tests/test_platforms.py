@@ -1,6 +1,7 @@
 """Systems without parts of Linux: one line instead of a traceback, or a run on the CPU."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,14 @@ MACOS = """
 import os, signal
 del os.sched_getaffinity, signal.sigwaitinfo
 """
-MPS = """
-import functools, importlib.abc, sys
-class SayThatMpsIsAvailable(importlib.abc.MetaPathFinder):
+
+CTRL_C = """
+import importlib.abc, os, signal, sys
+class PressCtrlC(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "accelerate":  # by then PyTorch is imported
-            import torch
-            torch.backends.mps.is_available = functools.cache(lambda: True)
-sys.meta_path.insert(0, SayThatMpsIsAvailable())
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, PressCtrlC())
 """
 
 
@@ -50,10 +51,7 @@ def test_a_system_without_core_masks_and_signal_senders_trains_on_the_cpu():
     assert "Done" in outcome.stdout and Path("runs/run/checkpoints/latest").exists()
 
 
-@pytest.mark.full
-def test_a_run_on_a_mac_reports_that_its_gpu_is_not_used():
-    outcome = run_script("train.py", TINY, MPS)
-    assert outcome.returncode == 0, outcome.stderr
-    (line,) = [line for line in outcome.stdout.splitlines() if "MPS" in line]
-    assert line == "MPS, the GPU of this Mac, is not used: running on the CPU"
-    assert "No GPU is visible" not in outcome.stdout
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "predict.py"])
+def test_ctrl_c_during_the_imports_ends_a_script_silently(script):
+    outcome = run_script(script, [], CTRL_C)
+    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (-signal.SIGINT, "", "")  # 130 in a shell

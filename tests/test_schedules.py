@@ -41,15 +41,10 @@ def torchs(make, updates=100):
         ("polynomial", "{power: 0.5}", lambda o: lr_scheduler.PolynomialLR(o, 100, 0.5)),
         ("exponential", "{}", lambda o: lr_scheduler.ExponentialLR(o, 0.01 ** (1 / 100))),
         ("cosine", "{end: 0.1}", lambda o: lr_scheduler.CosineAnnealingLR(o, 100, 0.02)),
-        ("cosine_restarts", "{cycles: 5}", lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 20)),
-        # 12 + 24 + 48 updates, and 16 of the next cycle
-        ("cosine_restarts", "{multiplier: 2.0, end: 0.1}",
-         lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 12, 2, 0.02)),
     ],
-)  # fmt: skip
+)
 def test_schedules_are_those_of_torch(schedule, arguments, make):
-    updates = 84 if "multiplier" in arguments else 100
-    assert rates(schedule, arguments, updates=updates) == pytest.approx(torchs(make, updates), abs=1e-12)
+    assert rates(schedule, arguments) == pytest.approx(torchs(make), abs=1e-12)
 
 
 @pytest.mark.parametrize("warmup", ["10", "0.1"])
@@ -66,7 +61,7 @@ def test_every_schedule_rises_linearly_over_the_warm_up(warmup):
 @pytest.mark.parametrize("cooldown", ["20", "0.2"])
 def test_every_schedule_falls_linearly_to_0_over_the_cool_down(cooldown):
     for schedule in SCHEDULES:
-        arguments = "{end: 0.5}" if schedule in ("linear", "cosine", "cosine_restarts", "polynomial") else "{}"
+        arguments = "{end: 0.5}" if schedule in ("linear", "cosine", "polynomial") else "{}"
         found = rates(schedule, arguments, "--warmup_steps", "10", "--cooldown_steps", cooldown)
         whole = rates(schedule, arguments, "--warmup_steps", "10", updates=80)
         assert found[:80] == pytest.approx(whole, abs=1e-12), schedule

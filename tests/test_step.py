@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, same_tensors, train_run, weights
+from helpers.training_runs import records, refused, same_tensors, train_run, weights
 from torch.nn import functional as F
 
 import eval as evaluation
@@ -154,7 +154,6 @@ def test_a_profiled_run_leaves_a_trace_for_each_rank_and_says_what_took_long():
     assert same_tensors(weights("run"), weights("plain"))
 
 
-def test_a_profiled_run_that_is_too_short_says_so():
-    outcome = run_ranks(1, train.main, ["--run_name", "run", *DIGITS, "--profile"])[0]
-    assert outcome.code == 0
-    assert "--profile: the run ended before" in outcome.out
+def test_a_run_that_is_too_short_to_profile_is_refused():
+    line = refused(train.main, *DIGITS, "--profile")
+    assert "--profile begins with update 11, but the run ends before; raise --max_steps" in line

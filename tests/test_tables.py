@@ -38,7 +38,7 @@ def refusal(capsys, *flags):
     [
         ("optimizer", "adamm", "no such optimizer; did you mean adam, radam or nadam?"),
         ("optimizer", "lbfgs", "no such optimizer; use sgd, muon"),
-        ("lr_schedule", "cosin", "no such lr schedule; did you mean cosine or cosine_restarts?"),
+        ("lr_schedule", "cosin", "no such lr schedule; did you mean cosine?"),
         ("loss", "hinge", "no such loss; use cross_entropy, binary_cross_entropy"),
     ],
 )
@@ -72,7 +72,6 @@ def test_help_lists_every_name_with_the_first_line_of_its_function():
         ("--lr_schedule cosine", "{end: -1}", "the learning rate would be -1 times --lr"),
         ("--lr_schedule step", "{step_size: 0.0}", "step_size must be above 0"),
         ("--lr_schedule multistep", "{milestones: [a]}", "change or remove these arguments"),
-        ("--lr_schedule cosine_restarts", "{cycles: 0}", "cycles must be at least 1"),
         ("--lr_schedule onecycle", "{div_factor: 0}", "division by zero"),
     ],
 )

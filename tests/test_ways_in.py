@@ -16,7 +16,7 @@ import pytest
 from helpers.environments import topology_of
 from helpers.ranks import Outcome, free_port, returned, run_ranks, start_ranks
 from helpers.training_runs import ROOT, records, train_run, working_in
-from helpers.waiting import PATIENCE, error_lines, has_opened_session, until
+from helpers.waiting import PATIENCE, error_lines, until
 from torch import multiprocessing
 
 import train
@@ -103,10 +103,10 @@ def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path, 
     method = ["--init_method", f"file://{tmp_path}/meeting"]
     rank_0 = SHELL | {"RANK": "0", "LOCAL_RANK": "0"}
     alone = start_ranks(1, train_with, [*method, "--run_name", "killed"], rank_0)  # rank 1 never comes
-    until(lambda: has_opened_session(tmp_path / "meeting"))
+    until((tmp_path / "meeting").exists)
     alone.kill()
     alone.finish()
-    assert has_opened_session(tmp_path / "meeting")
+    assert (tmp_path / "meeting").exists()
     for done in by_hand(*method):
         assert done.code == 0, done.err
     assert losses("run") == expected
@@ -116,7 +116,7 @@ def test_a_file_of_something_else_is_no_place_to_meet(tmp_path):
     (tmp_path / "notes").write_text("not a meeting\n")
     begun = time.monotonic()
     for done in by_hand("--init_method", f"file://{tmp_path}/notes"):
-        assert done.code == 2 and "notes: was not written by PyTorch; delete it" in done.err
+        assert done.code == 2 and "notes: was not written by Lockstep; delete it" in done.err
     assert time.monotonic() - begun < PATIENCE / 2 and (tmp_path / "notes").read_text() == "not a meeting\n"
 
 

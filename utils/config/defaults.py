@@ -147,10 +147,6 @@ def _largest_microbatch(microbatches: int, processes: int, total: int) -> tuple[
     return -(-total // microbatches), -(-microbatches // processes), total
 
 
-_BUSY = 400_000  # pixels of the images in a pass. With fewer, launching the kernels takes longer than computing them
-_LARGE = 30_000_000  # parameters of a model to which this does not apply
-
-
 def advice(
     config: TrainConfig,
     small: tuple[bool, bool],
@@ -195,20 +191,8 @@ def hint_for_few(config: TrainConfig, images: int) -> list[str]:
     return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
 
 
-def hint_for_gpus(device: str, processes: int, images: int, size: tuple[int, int], parameters: int) -> list[str]:
-    """A line if several GPUs compute passes of so few `images`, of [height, width], that fewer GPUs are as fast.
-
-    Models with many `parameters` keep a GPU busy with a few images.
-    """
-    height, width = size
-    if device != "cuda" or processes == 1 or images * height * width >= _BUSY or parameters >= _LARGE:
-        return []
-    fix = "raise --global_batch_size, or use fewer GPUs; they may be as fast"
-    return [f"{images} images of {height}x{width} per GPU are few to keep it busy: {fix}"]
-
-
-def changed(config: TrainConfig, group: type) -> list[str]:
+def list_changes(config: TrainConfig, group: type) -> list[str]:
     """The names and values of those settings of a group that do not have their defaults, for the start table."""
-    usual = {**vars(TrainConfig()), **{name: getattr(config, name) for name in KEPT}}
-    values = [(setting.name, getattr(config, setting.name)) for setting in fields(group)]
-    return [f"{name} {value}" for name, value in values if value != usual[name]]
+    usual = TrainConfig()
+    values = [(setting.name, getattr(config, setting.name)) for setting in fields(group) if setting.name not in KEPT]
+    return [f"{name} {value}" for name, value in values if value != getattr(usual, name)]

@@ -85,8 +85,6 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: as in the run)."""
     eval_crop: Fraction | None = None
     """Fraction of a photograph's shorter side to use (default: as in the run)."""
-    throughput: bool = False
-    """Measure the images per second of the model alone and of the evaluation, and count parameters and operations."""
     json: str | None = None
     """File to write the results to, as JSON."""
     predictions: str | None = None
@@ -96,7 +94,8 @@ class EvalConfig(LoadingConfig, InferenceConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_different(self, "json", "predictions")
+        same = self.json is not None and self.json == self.predictions
+        require(not same, "--json and --predictions name the same file", "give two files")
         if self.model is None:
             require(not self.pretrained, "--pretrained needs --model", "name the model")
             fix = "give a run folder or a checkpoint, or --model NAME --pretrained for published weights"
@@ -125,17 +124,17 @@ class PredictConfig(InferenceConfig):
     def __post_init__(self):
         super().__post_init__()
         require(bool(self.paths), "PATH is missing", "name images, folders or glob patterns")
-        check_different(self, "out", "html")
+        same = self.out is not None and self.out == self.html
+        require(not same, "--out and --html name the same file", "give two files")
 
 
 @dataclass(kw_only=True)
 class ExportConfig(CheckpointConfig):
     """Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model card."""
 
-    to: Literal["safetensors", "torch", "onnx", "timm"]
-    """Form of the model: safetensors has weights for the class of torchvision, timm is a folder that
-    timm.create_model loads, torch is a program of torch.export, and onnx is a file for ONNX Runtime. torch and onnx
-    take uint8 images and return probabilities."""
+    to: Literal["torch", "onnx", "timm"]
+    """Form of the model: timm is a folder that timm.create_model loads, torch is a program of torch.export, and onnx is
+    a file for ONNX Runtime. torch and onnx take uint8 images and return probabilities."""
     out: str
     """Folder to write; it must not exist."""
 
@@ -166,11 +165,3 @@ class DoctorConfig(LaunchConfig):
     """Bandwidth in GB/s below which a connection between two processes is reported as too slow."""
     timeout: Seconds = 60.0
     """Seconds that a rank waits for another before the check ends."""
-
-
-def check_different(flags: LaunchConfig, one: str, other: str) -> None:
-    """Raise UserError if two settings name the same file."""
-    file = getattr(flags, one)
-    require(
-        file is None or file != getattr(flags, other), f"--{one} and --{other} name the same file", "give two files"
-    )

@@ -12,7 +12,7 @@ from utils.config.settings import OF_THIS_MACHINE, TrainConfig
 from utils.config.yaml_text import read_yaml
 from utils.errors import UserError
 from utils.files import read_json
-from utils.report.pictures import sheet
+from utils.report.html import sheet
 
 ANALYSIS = "report.json"
 _LIKE_DEFAULT = {"task": "classification", "grad_accum": 1}  # saved in place of the default, which means the same

@@ -27,7 +27,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.config.settings import TrainConfig
-from utils.console import Terminal
 from utils.errors import UserError
 from utils.files import LOCK, check_output_folder, expand, holder_text, lock
 from utils.launch.environment import can_be_restarted
@@ -73,25 +72,23 @@ class CheckpointManager:
         module: nn.Module,
         optimizer: Optimizer,
         parts: Mapping[str, Part],
-        lines: list[str],
-    ) -> Path:
-        """Open the folder of the run, which is returned; load the tensors of `saved`, if given, and print `lines`.
+    ) -> tuple[Path, list[str]]:
+        """Open the folder of the run, and load the tensors of `saved`, if it is given; deletes later checkpoints.
 
-        Also deletes later checkpoints, and prints a line for each part that only the checkpoint or only the run has.
-        `config` has the resolved settings, of which the model is part of the name of a new folder. Raises ValueError,
-        before any file is changed, if the tensors do not fit.
+        `config` has the resolved settings, of which the model is part of the name of a new folder. Returns the folder,
+        and a line for each part that only the checkpoint or only the run has. Raises ValueError, before any file is
+        changed, if the tensors do not fit.
         """
         self.config = config
-        folder = self._open_folder()
+        folder, lines = self._open_folder(), list[str]()
         if saved is not None:
             with self.ranks.agree():
-                lines = lines + load_tensors(saved.path, module, optimizer, parts)
-            Terminal(self.ranks.is_main).print("\n".join(lines))
+                lines = load_tensors(saved.path, module, optimizer, parts)
             with self.ranks.agree():
                 if self.ranks.is_main:
                     delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
         self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
-        return folder
+        return folder, lines
 
     def _open_folder(self) -> Path:
         """The folder of the run, which is created if the run is new; collective."""

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,9 +63,7 @@ class RunLog:
         """Append a record to log.jsonl, then pass it to the sinks. If it cannot be written, see `check`."""
         if not self.is_main or self.error is not None:
             return
-        # JSON has no infinity, and the loss of an evaluation can be infinite.
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        line = json.dumps({"kind": kind, **finite}, allow_nan=False).encode() + b"\n"
+        line = json.dumps({"kind": kind, **finite(values)}, allow_nan=False).encode() + b"\n"
         try:
             with naming_file(self.path):
                 while line:
@@ -108,6 +106,11 @@ class RunLog:
             if name in self.sinks:
                 with suppress(Exception):
                     self.sinks.pop(name).close()
+
+
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with None for NaN and infinity, which JSON lacks; the loss of an evaluation can be infinite."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def _reopen(path: Path, state: TrainState) -> int:

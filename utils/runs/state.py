@@ -52,8 +52,6 @@ class TrainState:
     resume in a new run folder."""
     evaluations_since_best: Count = 0
     """Evaluations since `best_value`."""
-    lr_factor: NonNegativeFloat = 1.0
-    """The factor of the learning rate with --lr_schedule plateau."""
 
     @classmethod
     def from_dict(cls, values: Any) -> "TrainState":

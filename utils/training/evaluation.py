@@ -66,7 +66,7 @@ class Evaluator:
         def step(outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             own, predicted = task.evaluate(outputs, labels)
             sums.add_(rounded(own))
-            kept = (*task.most_likely(outputs, TOP), task.losses(outputs, labels)) if keep else ()
+            kept = (*task.most_likely(outputs, TOP), task.sample_values(outputs, labels)) if keep else ()
             return predicted, *kept
 
         rows = self.collect(step, stopping)

@@ -12,16 +12,15 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.defaults import advice, changed, hint_for_few, hint_for_gpus
+from utils.config.defaults import advice, hint_for_few, list_changes
 from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig
 from utils.console import table
 from utils.data.batches import Batches
 from utils.data.datasets import describe_place
-from utils.data.order import Plan
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
-from utils.launch.exits import inform_launcher
+from utils.launch.exits import inform_launcher, repeat_after_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
 from utils.models.zoo import OWN_MODELS
@@ -35,7 +34,7 @@ from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import classes_row, count_parameters, describe_parameters, differences, warn_about_data
+from utils.training.summary import classes_row, describe_parameters, differences, warn_about_data
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
@@ -47,6 +46,7 @@ class Run(Resolved):
     ranks: Ranks
     stopping: Stopping
     accelerator: Accelerator
+    folder: Path
     checkpoints: CheckpointManager
     model: nn.Module  # as Accelerate wraps it, for training
     gradients: Gradients
@@ -57,11 +57,6 @@ class Run(Resolved):
     evaluator: Evaluator
     meter: Meter
     log: RunLog
-
-    @property
-    def folder(self) -> Path:
-        assert self.checkpoints.folder is not None
-        return self.checkpoints.folder
 
     @property
     def average(self) -> WeightAverage | None:
@@ -90,26 +85,23 @@ class Run(Resolved):
 
 def log_start(run: Run) -> None:
     """Print what runs where, and write the settings to the run folder; collective."""
-    config, ranks, folder = run.config, run.ranks, run.folder
-    processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
-    numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
+    config, ranks, folder, processes = run.config, run.ranks, run.folder, run.accelerator.num_processes
+    numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
-    more = {"init_weights": run.source and run.source.weights, "max_seconds": config.max_seconds}
-    numbers |= {name: value for name, value in more.items() if value}
+    numbers |= {"init_weights": run.source.weights} if run.source else {}
+    numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
     run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather(ranks.describe()))
     by_loader = run.train_batches.dataset.in_loader
-    with ranks.agree():
-        lines = warn_about_data(run.data) if ranks.is_main else []
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
-    lines += advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
-    parameters = count_parameters(run.module.parameters())
-    lines += hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size, parameters)
-    if run.resumed_from is None and config.model not in OWN_MODELS:
-        lines += hint_for_few(config, run.plan.samples)
+    lines = [
+        *warn_about_data(run.data),
+        *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum),
+        *(hint_for_few(config, run.plan.samples) if not run.resumed_from and config.model not in OWN_MODELS else []),
+    ]
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
-    run.log.say("\n".join([table(title, rows), *lines]))
+    run.log.say("\n".join([*run.changed, table(title, rows), *lines]))
     with ranks.agree():
         if ranks.is_main:
             write_file(folder / "config.yaml", config_to_save(config))
@@ -124,9 +116,11 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     plan, data, processes = run.plan, run.data, len(places)
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "defaults", line) for number, line in enumerate(run.chosen)]
-    recipe = ", ".join(changed(run.config, AugmentationSettings) + changed(run.config, LossSettings))
-    same = differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)
-    return [
+    batch = plan.describe(processes)
+    if run.config.microbatches:
+        most = plan.microbatches
+        batch = f"{plan.global_batch_size} in {most} microbatches; the same bits on 1 to {most} processes"
+    rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
@@ -134,16 +128,17 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("model", describe_model(run)),
         ("input", run.spec.describe_pixels()),
-        *([("init_from", run.source.describe())] if run.source else []),
-        ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
+        ("init_from", run.source.describe() if run.source else ""),
+        ("batch", batch),
         ("optimizer", describe_optimizer(run.config)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
-        *([("task", run.task.describe())] if run.task.describe() else []),
-        *([("recipe", recipe)] if recipe else []),
-        *([("mixing", f"training {run.task.when_mixed}")] if run.config.mixes else []),
+        ("task", run.task.describe()),
+        ("recipe", ", ".join(list_changes(run.config, AugmentationSettings) + list_changes(run.config, LossSettings))),
+        ("mixing", f"training {run.task.when_mixed}" if run.config.mixes else ""),
         *chosen,
-        *([("depends on topology", same)] if same else []),
+        ("depends on topology", differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)),
     ]
+    return [(name, text) for name, text in rows if text]
 
 
 def describe_model(run: Run) -> str:
@@ -155,16 +150,8 @@ def describe_model(run: Run) -> str:
 
 def describe_optimizer(config: TrainConfig) -> str:
     """The optimizer, its learning rate and schedule, and what else was changed in its updates."""
-    base = config.lr_base_batch
-    scaled = f" ({config.lr:g} x global batch {config.global_batch_size} / {base})" if base else ""
-    words = [config.optimizer, f"lr {config.peak_lr:.4g}{scaled}", f"weight decay {config.weight_decay:g}"]
-    return ", ".join([*words, config.lr_schedule, *changed(config, OptimizerSettings)])
-
-
-def fixed_batch(plan: Plan, processes: int) -> str:
-    """How the global batch is divided with --microbatches."""
-    batch = f"{plan.global_batch_size} in {plan.microbatches} microbatches"
-    return f"{batch}, on {processes} process{'es' * (processes > 1)}; the same bits on 1 to {plan.microbatches}"
+    words = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
+    return ", ".join([*words, config.lr_schedule, *list_changes(config, OptimizerSettings)])
 
 
 def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
@@ -188,6 +175,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
+            repeat_after_launcher(following)
     run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.log.close()
     return not done
