@@ -1,25 +1,16 @@
 """A machine whose cores other programs use: threads wait without spinning; and the commands that are printed."""
 
 import os
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.training_runs import ROOT, same_tensors, start, weights
 
+from utils.launch import command
+
 SYNTHETIC = ["--data", "synthetic/10x28x2000", "--log_every", "1"]
-
-
-def python(code: str, **env: str) -> str:
-    """The output of Python code in a new process, without this process's settings of threads."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=ROOT, env=clean | env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("given", [None, "active"])
@@ -33,10 +24,14 @@ def test_every_script_sets_the_policy_before_pytorch_is_imported_unless_the_user
 @pytest.mark.skipif(not (Path(torch.__file__).parent / "lib/libgomp.so.1").exists(), reason="another OpenMP")
 def test_the_openmp_of_pytorch_then_does_not_spin_unless_the_user_wants_it():
     library = Path(torch.__file__).parent / "lib/libgomp.so.1"
-    load = f"import utils, ctypes; ctypes.CDLL({str(library)!r})"
-    assert "GOMP_SPINCOUNT = '0'" in python(load, OMP_DISPLAY_ENV="verbose")
-    assert "GOMP_SPINCOUNT = '77'" in python(load, OMP_DISPLAY_ENV="verbose", GOMP_SPINCOUNT="77")
-    assert "GOMP_SPINCOUNT = '0'" not in python(load.replace("utils, ", ""), OMP_DISPLAY_ENV="verbose")
+    for imports, given, is_passive in (
+        ("utils, ", {}, True),
+        ("utils, ", {"GOMP_SPINCOUNT": "77"}, False),
+        ("", {}, False),
+    ):
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {imports}ctypes; ctypes.CDLL({str(library)!r})"
+        _, out, err = start("python", "-c", code, OMP_DISPLAY_ENV="verbose", **given)
+        assert ("GOMP_SPINCOUNT = '0'" in out + err) == is_passive and "SPINCOUNT" in out + err
 
 
 @pytest.mark.full
@@ -49,12 +44,11 @@ def test_the_weights_are_the_same_bits_with_spinning_threads():
 
 @pytest.mark.full
 def test_the_command_that_a_run_prints_works_when_pasted():
-    flags = [*SYNTHETIC, "--model", "mlp", "--max_steps", "2", "--run_name", "a run"]
-    code, out, err = start("python", ROOT / "train.py", *flags)
+    code, out, err = start("python", ROOT / "train.py", *SYNTHETIC, "--model", "mlp", "--max_steps", "2",
+                           "--run_name", "a run")  # fmt: skip
     assert code == 0, err
-    command = out.splitlines()[-1].removeprefix("evaluate it: ")
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "macro_f1" in done.stdout, done.stderr
+    code, out, err = start("/bin/bash", "-c", out.splitlines()[-1].removeprefix("evaluate it: "))
+    assert code == 0 and "macro_f1" in out, err
 
 
 def _environment(folder: Path) -> Path:
@@ -68,17 +62,13 @@ def _environment(folder: Path) -> Path:
 
 
 def test_a_printed_command_names_programs_that_the_shell_finds(tmp_path, monkeypatch):
-    from utils.launch import command
-
     own, other = _environment(tmp_path / "my env/.venv"), _environment(tmp_path / "other")
     monkeypatch.setattr(sys, "executable", str(own / "python3"))
-    for path, folder, python, launcher in [
-        (f"{own}:{other}", ".", "python3", "torchrun"),  # activated
-        (f"{other}:{own}", "my env", str(own / "python3"), str(own / "torchrun")),
-        (str(other), other, str(own / "python3"), str(own / "torchrun")),
+    for path, python, launcher in [
+        (f"{own}:{other}", "python3", "torchrun"),  # activated
+        (f"{other}:{own}", str(own / "python3"), str(own / "torchrun")),
     ]:
         monkeypatch.setenv("PATH", path)
-        monkeypatch.chdir(tmp_path / folder)
         monkeypatch.setattr(sys, "argv", ["scripts/train.py", "--lr", "1"])
         assert command.script_command("eval.py") == [python, "scripts/eval.py"]
         assert command.typed_command()[:2] == [python, "scripts/train.py"]

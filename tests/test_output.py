@@ -16,6 +16,7 @@ from helpers.ranks import run_ranks
 from helpers.training_runs import train_run, working_in
 from helpers.waiting import records_so_far
 
+import eval
 import train
 from utils.checks.findings import Finding, show
 from utils.output import guard_output
@@ -43,25 +44,15 @@ def trained(tmp_path_factory):
     return folder / "runs" / "run"
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_characters_that_the_output_lacks_are_replaced(encoding):
+def test_characters_that_the_output_lacks_are_replaced():
     image_folder("photos", dict.fromkeys(CLASSES, 12))
-    (outcome,) = run_ranks(1, _train_in, encoding, ["--data", "photos", "--run_name", "rün 1", *FLAGS])
-    out = Path("out").read_text(encoding)
+    (outcome,) = run_ranks(1, _train_in, "ascii", ["--data", "photos", "--run_name", "rün 1", *FLAGS])
+    out = Path("out").read_text("ascii")
     assert outcome.code == 0, outcome.err
-    assert "Lockstep  runs/r?n 1\n---" in out.replace("ü", "?")
-    assert shlex.split(out.splitlines()[-1].replace("ü", "?"))[-2:] == ["--ckpt", "runs/r?n 1"]
+    assert "Lockstep  runs/r?n 1\n---" in out
+    assert shlex.split(out.splitlines()[-1])[-2:] == ["--ckpt", "runs/r?n 1"]
     assert "x 1 processes x 1 accumulation" in out and "Done\n---" in out
     assert read_classes(find_checkpoint(Path("runs/rün 1"))) == CLASSES
-
-
-def test_a_run_without_its_standard_output_prints_nothing_but_warnings_and_errors():
-    flags = ["--run_name", "run", *FLAGS]
-    (outcome,) = run_ranks(1, train.main, flags)
-    assert outcome.code == 0 and "update 3/3" in outcome.out
-    assert outcome.err.splitlines() in ([], ["No GPU is visible: running on the CPU"])
-    (outcome,) = run_ranks(1, train.main, ["--lr", "-1", *flags])
-    assert outcome.code == 2 and outcome.out == "" and "--lr must be" in outcome.err
 
 
 def _train_in(encoding, flags):
@@ -79,40 +70,29 @@ def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
     assert read_classes(find_checkpoint(Path("runs/run"))) == CLASSES
 
 
-@pytest.mark.parametrize(
-    "redirection",
-    [
-        pytest.param("| head -c 1 >/dev/null", id="pipe", marks=pytest.mark.full),
-        pytest.param(">/dev/full 2>/dev/full", id="full", marks=pytest.mark.full),
-        pytest.param("<&- >&- 2>&-", id="closed", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("redirection", ["| head -c 1 >/dev/null", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"])
 def test_an_evaluation_that_nobody_reads_writes_its_numbers(redirection, trained):
-    command = f'"$python" -u "$root/eval.py" --ckpt "{trained}" --json numbers.json {redirection}'
-    done = shell(command.replace("-u ", "-u " * (redirection[0] == ">")))
+    unbuffered = "-u" * (redirection[0] == ">")
+    command = f'"$python" {unbuffered} "$root/eval.py" --ckpt "{trained}" --json numbers.json {redirection}'
+    done = shell(command)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert json.loads(Path("numbers.json").read_text())["count"] == 180
 
 
 def test_numbers_that_cannot_be_written_are_still_printed(trained):
-    Path("full").symlink_to("/dev/full")
-    for name, said in (("full", "/dev/full: is not a regular file"), ("/dev/null", "/dev/null: is not a regular file")):
-        (outcome,) = run_ranks(1, _evaluate, trained, name)
-        assert outcome.code == 2 and said in outcome.err and outcome.err.count("\n") == 1
+    (outcome,) = run_ranks(1, _evaluate, trained, "/dev/null")
+    assert outcome.code == 2 and "/dev/null: is not a regular file" in outcome.err and outcome.err.count("\n") == 1
     assert Path("/dev/null").is_char_device()
     (outcome,) = run_ranks(1, _evaluate_on_a_full_disk, trained, "numbers.json")
     assert outcome.code == 2 and "numbers.json" in outcome.err and "macro_f1" in outcome.out
 
 
 def _evaluate(checkpoint, file):
-    import eval
-
     eval.main(["--ckpt", str(checkpoint), "--json", file])
 
 
 def _evaluate_on_a_full_disk(checkpoint, file):
-    import eval
-
     def full(path, text):
         raise OSError(28, "No space left on device", str(path))
 
@@ -129,13 +109,6 @@ def test_a_run_with_closed_descriptors_trains_and_its_files_hold_nothing_that_wa
         assert path.is_dir() or b"Lockstep" not in path.read_bytes(), path
     records = records_so_far(Path("runs/run/log.jsonl"))
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
-
-
-@pytest.mark.full
-def test_the_doctor_ends_well_without_a_reader():
-    command = '"$python" "$root/doctor.py" --cpu --output_dir runs --json found.json'
-    done = shell(f"{command} --threads 1 >&-; cat found.json", PYTHONIOENCODING="ascii")
-    assert json.loads(done.stdout)["findings"] and done.stderr == b""
 
 
 def test_the_doctor_prints_red_and_green_differently_in_ascii():
