@@ -15,7 +15,6 @@ from helpers.ranks import run_ranks, start_ranks
 from helpers.training_runs import records, returned, slow_train
 from helpers.waiting import SOON, has_logged, records_so_far, until
 
-import train
 from utils.config.settings import TrainConfig
 from utils.console import clock, table
 from utils.launch.exits import exit_with_error
@@ -26,6 +25,7 @@ from utils.tasks.task import Task
 
 FLAGS = ["--model", "mlp", "--max_train_samples", "240", "--global_batch_size", "24", "--threads", "1"]
 FLAGS += ["--lr", "0.01", "--max_steps", "12", "--log_every", "1", "--eval_every", "5", "--save_every", "4"]
+FLAGS += ["--report", "false"]
 COPY = Path("runs/run/copy.jsonl")
 
 TASK = Classification(TrainConfig(), ["a", "b"])
@@ -58,16 +58,13 @@ class Failing(Copy):
         super().write(record)
 
 
-def train_with(sink, *flags: str, **slowly) -> None:
+def train_with(sink, *flags: str, hold_at: int | None = None) -> None:
     SINKS["copy"] = sink
-    if slowly:
-        slow_train([*FLAGS, *flags], **slowly)
-    else:
-        train.main(["--run_name", "run", *FLAGS, *flags])
+    slow_train([*FLAGS, *flags], 0.0, hold_at)
 
 
-def hold_at_7(*flags: str) -> None:
-    train_with(Copy, *flags, hold_at=7)
+def hold_at_7() -> None:
+    train_with(Copy, hold_at=7)
 
 
 def test_a_sink_of_the_main_process_gets_the_records_of_the_log_and_is_closed():
@@ -76,15 +73,14 @@ def test_a_sink_of_the_main_process_gets_the_records_of_the_log_and_is_closed():
     assert list(Path().glob("sink-of-*")) == [Path("sink-of-0")] and Path("closed").exists()
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_resumed_run_gives_a_sink_no_record_twice_and_leaves_none_out(processes):
-    launch = start_ranks(processes, hold_at_7)
+def test_a_resumed_run_gives_a_sink_no_record_twice_and_leaves_none_out():
+    launch = start_ranks(2, hold_at_7)
     until(has_logged(7))
     until(lambda: len(records_so_far(COPY)) >= 9)  # start, updates 1 to 7, evaluation 5
     launch.kill(signal.SIGKILL)
     launch.finish()
     assert not Path("closed").exists()
-    returned(processes, train_with, Copy, "--resume", "auto")
+    returned(2, train_with, Copy, "--resume", "auto")
     found = records_so_far(COPY)
     assert found == records("run")
     places = [(r["kind"], r["step"]) for r in found if r["kind"] in ("train", "eval")]
@@ -116,13 +112,10 @@ def refuse(*_):
     raise OSError(errno.EACCES, "Permission denied", "tracker.db")
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_sink_that_cannot_be_created_ends_the_start_with_one_line(processes):
-    outcomes = run_ranks(processes, train_with, refuse)
-    assert [outcome.code for outcome in outcomes] == [2] * processes
-    assert outcomes[0].err == "train.py: error: tracker.db: Permission denied\n" and not any(
-        o.err for o in outcomes[1:]
-    )
+def test_a_sink_that_cannot_be_created_ends_the_start_with_one_line():
+    outcomes = run_ranks(2, train_with, refuse)
+    line = "train.py: error: tracker.db: Permission denied\n"
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(2, line), (2, "")]
 
 
 class Kept:
@@ -192,7 +185,6 @@ class Screen(io.StringIO):
 
 def test_the_lines_of_a_table_are_not_wider_than_a_terminal(monkeypatch):
     rows = [("rank 0", "x" * 100)]
-    assert table("Title", rows).splitlines()[1] == "─" * 108
     monkeypatch.setenv("COLUMNS", "80")
     assert table("Title", rows).splitlines()[1] == "─" * 108  # a file, or a pipe
     monkeypatch.setattr(sys, "stdout", Screen())
@@ -201,11 +193,21 @@ def test_the_lines_of_a_table_are_not_wider_than_a_terminal(monkeypatch):
     assert table("Title", rows).splitlines()[-1] == "─" * 108
 
 
-def test_a_finished_bar_is_not_left_on_the_terminal(monkeypatch):
+@pytest.fixture
+def screen(monkeypatch):
+    """The terminal of both streams."""
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
-    bar = ProgressBar(Path(), TrainState(), 3, TASK)
+    return screen
+
+
+def new_bar(updates: int = 3) -> ProgressBar:
+    return ProgressBar(Path(), TrainState(), updates, TASK)
+
+
+def test_a_finished_bar_is_not_left_on_the_terminal(screen):
+    bar = new_bar()
     for update in range(3):
         bar.advance()
         bar.say(f"line {update}")
@@ -232,26 +234,20 @@ def test_the_time_left_is_that_of_the_updates_or_of_max_seconds_whichever_is_les
     assert [clock(seconds) for seconds in (59.9, 3600, 90_061)] == ["0:59", "1:00:00", "25:01:01"]
 
 
-def test_a_bar_shows_its_rate_and_one_estimate_of_the_time_left(monkeypatch):
-    for limit in ({}, {"max_seconds": 60.0}):
-        screen = Screen()
-        monkeypatch.setattr(sys, "stdout", screen)
-        monkeypatch.setattr(sys, "stderr", screen)
-        bar = ProgressBar(Path(), TrainState(), 1000, TASK)
-        bar.write({"kind": "start", "step": 0, **limit})
-        bar.write({"kind": "train", **train_record(10, 10.0)})
-        bar.advance()
-        bar.bar.refresh()
-        line = screen.lines()[-1]
-        bar.close()
-        assert " update/s" in line and ("eta=0:50" in line, "<" in line) == (bool(limit), not limit)
+@pytest.mark.parametrize("limit", [{}, {"max_seconds": 60.0}])
+def test_a_bar_shows_its_rate_and_one_estimate_of_the_time_left(screen, limit):
+    bar = new_bar(1000)
+    bar.write({"kind": "start", "step": 0, **limit})
+    bar.write({"kind": "train", **train_record(10, 10.0)})
+    bar.advance()
+    bar.bar.refresh()
+    line = screen.lines()[-1]
+    bar.close()
+    assert " update/s" in line and ("eta=0:50" in line, "<" in line) == (bool(limit), not limit)
 
 
-def test_an_error_is_a_line_of_its_own_above_the_bar(monkeypatch):
-    screen = Screen()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "stderr", screen)
-    bar = ProgressBar(Path(), TrainState(), 3, TASK)
+def test_an_error_is_a_line_of_its_own_above_the_bar(screen):
+    bar = new_bar()
     bar.advance()
     with pytest.raises(SystemExit):
         exit_with_error(ValueError("wrong"), "train.py")
@@ -261,23 +257,17 @@ def test_an_error_is_a_line_of_its_own_above_the_bar(monkeypatch):
 
 def test_an_error_is_printed_even_if_the_lock_of_the_bars_is_never_released(capfd):
     """A rank that was forked, as from a notebook, shares this lock with ranks that may be stopped or killed."""
-
-    def fail():
-        with pytest.raises(SystemExit):
-            exit_with_error(ValueError("wrong"), "train.py")
-
-    with ProgressBar(Path(), TrainState(), 3, TASK).bar.get_lock():
-        failing = threading.Thread(target=fail, daemon=True)
+    with new_bar().bar.get_lock():
+        failing = threading.Thread(target=exit_with_error, args=(ValueError("wrong"), "train.py"), daemon=True)
         failing.start()
         until(lambda: not failing.is_alive(), SOON)
     assert capfd.readouterr().err.endswith("train.py: error: wrong\n")
 
 
-def test_lines_that_are_piped_away_are_not_mixed_with_a_bar_on_the_terminal(monkeypatch):
-    screen, pipe = Screen(), io.StringIO()
+def test_lines_that_are_piped_away_are_not_mixed_with_a_bar_on_the_terminal(screen, monkeypatch):
+    pipe = io.StringIO()
     monkeypatch.setattr(sys, "stdout", pipe)
-    monkeypatch.setattr(sys, "stderr", screen)
-    bar = ProgressBar(Path(), TrainState(), 3, TASK)
+    bar = new_bar()
     bar.advance()
     bar.say("a line")
     bar.close()
