@@ -69,7 +69,7 @@ def hold_at_7() -> None:
 
 def test_a_sink_of_the_main_process_gets_the_records_of_the_log_and_is_closed():
     returned(2, train_with, Copy)
-    assert records_so_far(COPY) == records("run") and len(records("run", "train")) == 12
+    assert records_so_far(COPY) == records("run") != []
     assert list(Path().glob("sink-of-*")) == [Path("sink-of-0")] and Path("closed").exists()
 
 
@@ -92,7 +92,7 @@ def test_an_evaluation_that_is_repeated_reaches_a_sink_once():
     """A run that stopped during an evaluation owes it."""
     state = TrainState(step=5, owes_evaluation=True)
     kept = [("train", 5), ("eval", 4), ("start", 5)]
-    for kind, step in [*kept, ("eval", 5), ("train", 6), ("eval", 6), ("start", 6)]:
+    for kind, step in [*kept, ("eval", 5), ("train", 6), ("start", 6)]:
         assert is_kept({"kind": kind, "step": step}, state) == ((kind, step) in kept)
     assert is_kept({"kind": "eval", "step": 5}, TrainState(step=5))
     assert not any(is_kept(record, state) for record in ({}, {"kind": "eval"}, None, 3, {"kind": "a", "step": "5"}))
@@ -137,9 +137,8 @@ def test_records_reach_the_sinks_after_they_are_written_and_none_follows_an_erro
     monkeypatch.setitem(SINKS, "second", Kept)
     log, write = RunLog(tmp_path, True, TrainState(), 9, TASK), os.write
     log.write("note", step=1)
-    log.write("eval", step=2, split="test", accuracy=0.5, top5=1.0, loss=float("inf"), count=4, seconds=1.0)
-    line = "update 2  eval (test)  accuracy 0.5000  top-5 1.0000  loss inf  (4 samples, 1.0 s)\n"
-    assert capsys.readouterr().out == line
+    log.write("eval", step=2, split="test", accuracy=0.5, loss=float("inf"), count=4, seconds=1.0)
+    assert capsys.readouterr().out == "update 2  eval (test)  accuracy 0.5000  loss inf  (4 samples, 1.0 s)\n"
 
     def full(file, data):
         if len(data) < 10:
@@ -157,10 +156,8 @@ def test_records_reach_the_sinks_after_they_are_written_and_none_follows_an_erro
         assert log.sinks[name].records[1]["loss"] == float("inf")
     assert [(r["step"], r.get("loss")) for r in records_so_far(tmp_path / "log.jsonl")] == [(1, None), (2, None)]
     log.close()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [
-        f"sink {n}: [Errno 5] Input/output error; the run continues without it" for n in ("second", "first")
-    ]
+    said = "[Errno 5] Input/output error; the run continues without it"
+    assert capsys.readouterr().out == f"sink second: {said}\nsink first: {said}\n"
 
 
 CLEAR = "\x1b[K"
@@ -189,8 +186,6 @@ def test_the_lines_of_a_table_are_not_wider_than_a_terminal(monkeypatch):
     assert table("Title", rows).splitlines()[1] == "─" * 108  # a file, or a pipe
     monkeypatch.setattr(sys, "stdout", Screen())
     assert [len(line) for line in table("Title", rows).splitlines()] == [5, 80, 108, 80]
-    monkeypatch.setenv("COLUMNS", "200")
-    assert table("Title", rows).splitlines()[-1] == "─" * 108
 
 
 @pytest.fixture
@@ -206,16 +201,17 @@ def new_bar(updates: int = 3) -> ProgressBar:
     return ProgressBar(Path(), TrainState(), updates, TASK)
 
 
-def test_a_finished_bar_is_not_left_on_the_terminal(screen):
+def test_lines_and_errors_are_above_the_bar_which_is_not_left_on_the_terminal(screen):
     bar = new_bar()
     for update in range(3):
         bar.advance()
         bar.say(f"line {update}")
         bar.bar.refresh()
         assert "/3 [" in screen.lines()[-1]
-    bar.say("the last line")
+    with pytest.raises(SystemExit):
+        exit_with_error(ValueError("wrong"), "train.py")
     bar.close()
-    assert screen.lines() == ["line 0", "line 1", "line 2", "the last line", ""]
+    assert screen.lines() == ["line 0", "line 1", "line 2", "train.py: error: wrong", ""]
 
 
 def train_record(step: int, seconds: float) -> dict:
@@ -244,15 +240,6 @@ def test_a_bar_shows_its_rate_and_one_estimate_of_the_time_left(screen, limit):
     line = screen.lines()[-1]
     bar.close()
     assert " update/s" in line and ("eta=0:50" in line, "<" in line) == (bool(limit), not limit)
-
-
-def test_an_error_is_a_line_of_its_own_above_the_bar(screen):
-    bar = new_bar()
-    bar.advance()
-    with pytest.raises(SystemExit):
-        exit_with_error(ValueError("wrong"), "train.py")
-    bar.close()
-    assert screen.lines() == ["train.py: error: wrong", ""]
 
 
 def test_an_error_is_printed_even_if_the_lock_of_the_bars_is_never_released(capfd):

@@ -13,10 +13,11 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from helpers.waiting import until
 
 ROOT = Path(__file__).parents[2]
 NODES = ("slm1", "slm2")
@@ -97,8 +98,8 @@ class Slurm:
         for node in _ADDRESSES:
             self._make_network(node)
             self.power_on(node)
-            wait_until(self.states, 30)  # a node that finds no controller tries again only after ten seconds
-        wait_until(lambda: self.states() == ["idle", "idle"], 60)
+            until(self.states, 30)  # a node that finds no controller tries again only after ten seconds
+        until(lambda: self.states() == ["idle", "idle"], 60)
 
     def stop(self) -> None:
         """End the nodes with all that runs on them, and take the network away."""
@@ -169,7 +170,7 @@ class Slurm:
             shutil.chown(path, "munge", "munge")
         user = ["--reuid=munge", "--regid=munge", "--clear-groups"]
         self._spawn("munged", *user, "munged", "--foreground", f"--socket={folder}/socket", *files.values())
-        wait_until((folder / "socket").exists, 10)
+        until((folder / "socket").exists, 10)
 
     def _make_network(self, node: str) -> None:
         _run("ip", "netns", "add", node)
@@ -204,14 +205,6 @@ def slurm_cluster(kill_wait: int = 30) -> Iterator[Slurm]:
     finally:
         cluster.stop()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def wait_until(condition: Callable[[], object], seconds: float, every: float = 0.2) -> None:
-    """Wait for a condition to become true."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(every)
 
 
 def _remove_network() -> None:
