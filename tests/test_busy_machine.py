@@ -1,4 +1,4 @@
-"""A machine whose cores other programs use: threads wait without spinning; and the commands that are printed."""
+"""Machines: one whose cores others use, systems without parts of Linux, and the commands that are printed for them."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.training_runs import ROOT, same_tensors, start, weights
+from helpers.training_runs import ROOT, start
 
 from utils.launch import command
 
@@ -32,14 +32,6 @@ def test_the_openmp_of_pytorch_then_does_not_spin_unless_the_user_wants_it():
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {imports}ctypes; ctypes.CDLL({str(library)!r})"
         _, out, err = start("python", "-c", code, OMP_DISPLAY_ENV="verbose", **given)
         assert ("GOMP_SPINCOUNT = '0'" in out + err) == is_passive and "SPINCOUNT" in out + err
-
-
-@pytest.mark.full
-def test_the_weights_are_the_same_bits_with_spinning_threads():
-    for policy in ("passive", "active"):
-        flags = [*SYNTHETIC, "--model", "mnist_cnn", "--max_steps", "8", "--threads", "2", "--run_name", policy]
-        assert start("python", ROOT / "train.py", *flags, OMP_WAIT_POLICY=policy)[0] == 0
-    assert same_tensors(weights("passive"), weights("active"))
 
 
 @pytest.mark.full
@@ -77,3 +69,40 @@ def test_a_printed_command_names_programs_that_the_shell_finds(tmp_path, monkeyp
             monkeypatch.setattr(command, "_command_of", lambda pid, typed=typed: [*typed, "scripts/train.py"])
             assert command.typed_command() == [launcher, "scripts/train.py"]
         monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+
+
+WINDOWS = "import sys; sys.modules['fcntl'] = None"
+MACOS = "import os, signal; del os.sched_getaffinity, signal.sigwaitinfo"
+MPS = """
+import functools, importlib.abc, sys
+class SayThatMpsIsAvailable(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "accelerate":  # by then PyTorch is imported
+            import torch
+            torch.backends.mps.is_available = functools.cache(lambda: True)
+sys.meta_path.insert(0, SayThatMpsIsAvailable())
+"""
+
+
+def run_script(script: str, flags: list[str], changes: str, **variables: str) -> tuple[int, str, str]:
+    """Run a script whose interpreter first executes `changes`, as its sitecustomize module."""
+    Path("site").mkdir(exist_ok=True)
+    Path("site/sitecustomize.py").write_text(changes)
+    return start("python", ROOT / script, *flags, PYTHONPATH=str(Path("site").resolve()), **variables)
+
+
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "doctor.py"])
+def test_windows_is_refused_with_one_line_of_a_machine(script):
+    line = f"{script}: error: Lockstep needs Linux; on Windows use WSL 2\n"
+    assert run_script(script, [], WINDOWS) == (2, "", line)
+    assert run_script(script, [], WINDOWS, LOCAL_RANK="1") == (2, "", "")
+
+
+@pytest.mark.full
+def test_a_mac_trains_on_the_cpu_without_core_masks_and_signal_senders():
+    flags = ["--model", "mlp", "--max_steps", "2", "--threads", "1"]
+    code, out, err = run_script("train.py", flags, MACOS + MPS)
+    assert code == 0 and "Done" in out, err
+    (line,) = [line for line in out.splitlines() if "MPS" in line]
+    assert line == "MPS, the GPU of this Mac, is not used: running on the CPU"
+    assert "No GPU is visible" not in out

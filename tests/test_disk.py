@@ -15,8 +15,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
-from accelerate import Accelerator
 from helpers.make_data import image_folder
 from helpers.ranks import Outcome, as_nobody, returned, run_ranks, start_ranks
 from helpers.training_runs import await_save, hold, records, same_tensors, slow_train, train_run, weights
@@ -26,9 +24,8 @@ from safetensors.torch import load_file
 import train
 import utils.files
 import utils.runs.folder
-from utils.errors import one_line
-from utils.runs.manifest import FOR_EVALUATION, newest_good, verify
-from utils.runs.writing import publish, update_pointers, write_partial
+from utils.runs.manifest import verify
+from utils.runs.writing import update_pointers
 
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--max_train_samples", "480"]
 FLAGS += [
@@ -205,44 +202,11 @@ def leave_pages(pages):
     assert os.statvfs("runs").f_bavail == pages
 
 
-def test_wherever_the_disk_gets_full_a_checkpoint_is_whole_or_not_there(disk):
-    """Each save finds one more page free, from none to enough for a whole checkpoint."""
+@pytest.mark.parametrize("pages", [3, pytest.param(0, marks=pytest.mark.full), pytest.param(9, marks=pytest.mark.full)])
+def test_a_full_disk_ends_a_run_with_one_line_and_is_said_at_the_next_start(disk, whole, pages):
     disk(Path("runs"), "-t", "tmpfs", "-o", "size=4m", "lockstep-test")
-    errors = returned(1, _save_with_ever_more_room)[0]
-    assert 8 < len(errors) < 40, errors  # too little room at first, then enough
-    assert all("runs/run/" in line and ("full?" in line or "No space" in line) for line in errors), errors
-
-
-def _save_with_ever_more_room() -> list[str]:
-    """The errors of the saves before the first that succeeds."""
-    accelerator, layer, errors = Accelerator(cpu=True), torch.nn.Linear(50, 50), []
-    accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-    CHECKPOINTS.mkdir(parents=True)
-
-    def save(step):
-        write_partial(CHECKPOINTS, step, accelerator, {}, dict.fromkeys(FOR_EVALUATION[1:], b"{}"))
-        publish(CHECKPOINTS, step)
-        update_pointers(CHECKPOINTS, step, best_step=1, keep=2)
-
-    for step in (1, 2):
-        save(step)
-    while True:
-        leave_pages(len(errors))
-        try:
-            save(3)
-            assert names() == ["best", "latest", "step-00000001", "step-00000002", "step-00000003"]
-            assert newest_good(CHECKPOINTS, FOR_EVALUATION) == (CHECKPOINTS / "step-00000003", [])
-            return errors
-        except OSError as error:
-            errors.append(one_line(error))
-        newest, damages = newest_good(CHECKPOINTS, FOR_EVALUATION)
-        assert newest.name in ("step-00000002", "step-00000003") and damages == [], (newest, damages)
-        assert not [name for name in names() if name.startswith(".step")]
-
-
-def test_a_full_disk_ends_a_run_with_one_line_and_is_said_at_the_next_start(disk, whole):
-    disk(Path("runs"), "-t", "tmpfs", "-o", "size=4m", "lockstep-test")
-    check_failed(run_ranks(1, train_with, {4: on_main(lambda: leave_pages(3))}, FLAGS), str(CHECKPOINTS), "full?")
+    check_failed(run_ranks(1, train_with, {4: on_main(lambda: leave_pages(pages))}, FLAGS), "runs/run/")
+    check_intact(whole(1), 3)
     leave_pages(0)
     for name, flags in (("run", ["--resume", "auto"]), ("other", [])):
         outcomes = run_ranks(1, train.main, ["--run_name", name, *FLAGS, *flags])

@@ -21,8 +21,6 @@ from utils.config.cli import parse_args
 from utils.config.other_names import ADVICE, OTHER_NAMES, fix_for_unknown
 from utils.config.scripts import DoctorConfig, EvalConfig, ExportConfig, PredictConfig
 from utils.config.settings import LaunchConfig, TrainConfig
-from utils.config.table import suggestion
-from utils.errors import UserError
 from utils.launch import exits
 from utils.launch.environment import Topology
 from utils.ranks.ranks import Ranks
@@ -123,19 +121,18 @@ def test_bad_input_is_one_line_from_rank_0_and_code_2_from_each(case):
 ELSEWHERE = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}
 
 
-@pytest.mark.parametrize("flags", [("--data", "./nope"), ("--model", "resnet19")])
-def test_an_error_of_another_machine_alone_is_printed_there_with_its_rank(flags, monkeypatch):
+def test_an_error_of_another_machine_alone_is_printed_there_with_its_rank(monkeypatch):
     for name, value in ELSEWHERE.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(exits.socket, "gethostname", lambda: "node2")
     printed = []
     for local_rank in "0", "1":
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        (outcome,) = run_ranks(1, _train_here, {**os.environ}, [*TINY, *flags])
+        (outcome,) = run_ranks(1, _train_here, {**os.environ}, [*TINY, "--data", "./nope"])
         assert outcome.code == 2, outcome.err
         printed.append(outcome.err)
     assert printed[0].startswith("train.py: error: rank 2 on node2: ") and printed[0].count("\n") == 1
-    assert flags[1].strip("./") in printed[0] and printed[1] == ""
+    assert "nope" in printed[0] and printed[1] == ""
 
 
 def _train_here(variables, flags):
@@ -238,14 +235,11 @@ def test_an_unknown_flag_is_answered_with_its_name_here(name, fix, capsys):
 def test_names_of_other_trainers_lead_to_settings_and_are_none_themselves():
     names = {field.name for config in (TrainConfig, ExportConfig) for field in fields(config)}
     assert OTHER_NAMES.keys() <= names and not names & set(" ".join(ADVICE).split())
-    for ours, others in OTHER_NAMES.items():  # a name is not listed if it is found by its likeness to ours
-        of_export = ours in ("ckpt", "to", "out")
-        own = [field.name for field in fields(ExportConfig if of_export else TrainConfig)]
+    for ours, others in OTHER_NAMES.items():
+        own = [field.name for field in fields(ExportConfig if ours in ("ckpt", "to", "out") else TrainConfig)]
         for theirs in others.split():
             assert theirs not in own and fix_for_unknown(theirs, own, "--") == f"use --{ours}"
-            assert suggestion(theirs, own, "", "--") != f"did you mean --{ours}?" or of_export, theirs
-    with pytest.raises(UserError, match="unknown setting 'lr'; --help lists all"):  # eval.py has no --lr
-        raise UserError("unknown setting 'lr'", fix_for_unknown("learning_rate", ["ckpt", "json"]))
+    assert fix_for_unknown("learning_rate", ["ckpt", "json"]) == "--help lists all"  # eval.py has no --lr
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from datasets import ClassLabel
-from helpers.make_data import image_folder, parquet, table
+from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import train_run, working_in
-from helpers.waiting import records_so_far
+from helpers.training_runs import ROOT, records, train_run, working_in
 
 import eval
 import train
@@ -23,7 +22,6 @@ from utils.output import guard_output
 from utils.runs.manifest import find_checkpoint, verify
 from utils.runs.metadata import read_classes
 
-ROOT = Path(__file__).parent.parent
 FLAGS = ["--model", "mlp", "--max_steps", "3", "--threads", "1", "--model_args", "{hidden: 4}", "--log_every", "1"]
 CLASSES = ["café", "кот", "犬"]
 
@@ -58,16 +56,6 @@ def test_characters_that_the_output_lacks_are_replaced():
 def _train_in(encoding, flags):
     with open("out", "w", encoding=encoding) as sys.stdout:
         train.main(flags)
-
-
-@pytest.mark.full
-def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
-    parquet("table", train=table([0, 1, 2] * 12, ClassLabel(names=CLASSES)))
-    command = '"$python" "$root/train.py" --data table --run_name run ' + " ".join(f"'{flag}'" for flag in FLAGS)
-    done = shell(command, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="")
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"Lockstep  runs/run\n---" in done.stdout and done.stdout.isascii()
-    assert read_classes(find_checkpoint(Path("runs/run"))) == CLASSES
 
 
 @pytest.mark.full
@@ -107,8 +95,7 @@ def test_a_run_with_closed_descriptors_trains_and_its_files_hold_nothing_that_wa
     verify(find_checkpoint(Path("runs/run")))
     for path in Path("runs/run").rglob("*"):
         assert path.is_dir() or b"Lockstep" not in path.read_bytes(), path
-    records = records_so_far(Path("runs/run/log.jsonl"))
-    assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
+    assert [record["step"] for record in records("run", "train")] == [1, 2, 3]
 
 
 def test_the_doctor_prints_red_and_green_differently_in_ascii():
@@ -123,7 +110,7 @@ def test_the_doctor_prints_red_and_green_differently_in_ascii():
 def test_each_closed_descriptor_becomes_dev_null_and_no_other_changes():
     look = "import utils.output, os, sys; r = [os.readlink(f'/proc/self/fd/{n}') for n in range(3)]; "
     look += "print('to', 'stdout'); print('x', file=sys.stderr); open('found', 'w').write(' '.join(r))"
-    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+    for closed in (">&-", "<&- >&- 2>&-"):
         assert shell(f'PYTHONPATH="$root" "$python" -c "{look}" {closed}').returncode == 0
         found = Path("found").read_text().split()
         for number, sign in enumerate(("<&-", ">&-", "2>&-")):
@@ -147,11 +134,7 @@ def test_a_pipe_that_another_program_made_non_blocking_loses_nothing(monkeypatch
 
 
 def test_streams_of_notebooks_and_tests_stay_as_they_are(monkeypatch):
-    class Cell:
-        def write(self, text):
-            return len(text)
-
-    for stream in (io.StringIO(), Cell()):
+    for stream in (io.StringIO(), SimpleNamespace(write=len)):
         monkeypatch.setattr(sys, "stdout", stream)
         guard_output()
         assert sys.stdout is stream

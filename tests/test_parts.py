@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from accelerate import Accelerator
 from helpers.ranks import returned, run_ranks
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 import train
-from utils.runs.loading import load_optimizer, load_parts
+from utils.runs.loading import load_parts
 from utils.runs.manifest import files_of
 from utils.runs.parts import LOSS_SCALE, LossScale
 from utils.runs.writing import publish, write_partial
@@ -75,33 +74,6 @@ def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
         problem = f"{path}: not this run's optimizer ({said}); use the same --optimizer"
         assert problem in refused(train.main, *flags)
         path.write_bytes(good)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_loading_an_optimizer_takes_all_of_its_state_and_keeps_the_settings_of_this_run(kind):
-    returned(1, _step_with_a_loaded_optimizer, kind)
-
-
-def _step_with_a_loaded_optimizer(kind):
-    def layers():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
-
-    trained, fresh = layers(), layers()
-    optimizer, other = kind(trained.named_parameters(), lr=0.1), kind(fresh.named_parameters(), lr=0.3)
-    for _ in range(3):
-        trained(torch.ones(4, 6)).sum().backward()
-        optimizer.step()
-    torch.save(optimizer.state_dict(), "optimizer.bin")
-    load_optimizer(Path(), other)
-    fresh.load_state_dict(trained.state_dict())
-    assert other.param_groups[0]["lr"] == 0.3 and all(weight.grad is None for weight in fresh.parameters())
-    other.param_groups[0]["lr"] = 0.1
-    for model, step in ((trained, optimizer), (fresh, other)):
-        model.zero_grad()
-        model(torch.ones(4, 6)).sum().backward()
-        step.step()
-    assert same_tensors(trained.state_dict(), fresh.state_dict())
 
 
 # Parts

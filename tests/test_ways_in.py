@@ -8,10 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import accelerate
-import psutil
 import pytest
 from helpers.environments import topology_of
 from helpers.ranks import Outcome, free_port, run_ranks, start_ranks
@@ -20,7 +18,7 @@ from helpers.waiting import PATIENCE, error_lines, has_opened_session, until
 from torch import multiprocessing
 
 import train
-from utils.launch import network, rendezvous
+from utils.launch import rendezvous
 from utils.launch.environment import Topology, first_node
 
 TRAIN = str(ROOT / "train.py")
@@ -213,12 +211,6 @@ def test_what_contradicts_itself_is_refused_by_name(env, text):
     with pytest.raises(ValueError) as refusal:
         topology_of(env)
     assert text in str(refusal.value)
-
-
-def test_who_holds_a_port_of_another_user_is_not_guessed(monkeypatch):
-    held = SimpleNamespace(laddr=SimpleNamespace(port=29500), status=psutil.CONN_LISTEN, pid=None)
-    monkeypatch.setattr(network.psutil, "net_connections", lambda kind: [held])
-    assert network.port_owner(29500) == ""
 
 
 @pytest.mark.parametrize(("reason", "said"), [("EADDRINUSE", "is taken on"), ("EACCES", "cannot be used (EACCES)")])
