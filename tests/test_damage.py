@@ -370,10 +370,13 @@ QUICK = [("optimizer.bin", "torch"), ("optimizer.bin", "pickle"), ("config.yaml"
          ("random_states_0.pkl", "torch"), ("model.safetensors", "torch")]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param((name, kind), marks=[pytest.mark.full] * ((name, kind) not in QUICK))
-             for name in CODES for kind in PICKLES], ids="-".join,
-)  # fmt: skip
+def cases(every, quick):
+    """A test's cases, of which those that are not quick are in `make test-full`."""
+    marked = [pytest.param(case, marks=[] if case in quick else [pytest.mark.full]) for case in every]
+    return pytest.mark.parametrize("case", marked, ids=lambda case: repr(case)[:40])
+
+
+@cases([(name, kind) for name in CODES for kind in PICKLES], QUICK)
 def test_no_file_of_a_checkpoint_is_executed(case):
     name, kind = case
     PICKLES[kind](NEWEST / name)
@@ -392,10 +395,10 @@ MALFORMED = {  # the first of each is quick
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param((name, content), marks=[pytest.mark.full] * (content != MALFORMED[name][0]))
-             for name in MALFORMED for content in MALFORMED[name]],
-    ids=lambda case: f"{case[0]}-{case[1][:20]!r}")  # fmt: skip
+@cases(
+    [(name, content) for name in MALFORMED for content in MALFORMED[name]],
+    [(name, contents[0]) for name, contents in MALFORMED.items()],
+)
 def test_a_malformed_file_is_named_in_one_line(case):
     name, content = case
     put(name, content)
@@ -418,9 +421,7 @@ WRONG = [  # in state.json: one for each kind of check; the first five are quick
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.full] * (place > 4)) for place, case in enumerate(WRONG)],
-    ids=repr)  # fmt: skip
+@cases(WRONG, WRONG[:5])
 def test_a_value_of_the_wrong_kind_is_one_line(case):
     key, value = case
 
@@ -524,7 +525,6 @@ def test_settings_of_a_checkpoint_do_not_apply_to_this_machine():
 
 
 def test_a_model_that_would_be_fetched_from_a_stranger_is_refused():
-    for model in ("timm/hf-hub:stranger/model", "hf-hub:stranger/model"):
-        put("config.yaml", f"model: '{model}'".encode())
-        rewrite_manifest(NEWEST)
-        refused(run_one(eval.main, EVAL), f"--model {model}: ")
+    put("config.yaml", b"model: 'timm/hf-hub:stranger/model'")
+    rewrite_manifest(NEWEST)
+    refused(run_one(eval.main, EVAL), "--model timm/hf-hub:stranger/model: ")

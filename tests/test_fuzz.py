@@ -101,19 +101,11 @@ def ends_equal(name: str, other: str) -> bool:
 
 def drawn(processes: int, chance: random.Random, microbatches: bool) -> tuple[list[str], float]:
     """The flags of a random configuration, and the size of its buckets in MB."""
-    flags = [
-        *FLAGS,
-        "--model_args",
-        f"{{seed: {chance.randrange(10**6)}}}",
-        "--save_every",
-        str(chance.randint(1, SAVE_EVERY)),
-    ]
+    seed, every = chance.randrange(10**6), chance.randint(1, SAVE_EVERY)
+    flags = [*FLAGS, "--model_args", f"{{seed: {seed}}}", "--save_every", str(every)]
     flags += ["--optimizer", *chance.choice([("sgd", "--lr", "0.1"), ("adamw", "--lr", "0.003")])]
     flags += ["--ema_decay", "0.8"] * (chance.random() < 0.5) + ["--clip_norm", "0.5"] * (chance.random() < 0.5)
-    if microbatches:
-        flags += ["--microbatches", str(chance.choice([4, 8]))]
-    else:
-        flags += ["--grad_accum", str(chance.choice([1, 2]))]
+    flags += ["--microbatches", chance.choice("48")] if microbatches else ["--grad_accum", chance.choice("12")]
     return flags, chance.choice([0.02, 0.05])
 
 

@@ -188,9 +188,8 @@ def test_the_lines_of_a_table_are_not_wider_than_a_terminal(monkeypatch):
     assert [len(line) for line in table("Title", rows).splitlines()] == [5, 80, 108, 80]
 
 
-@pytest.fixture
-def screen(monkeypatch):
-    """The terminal of both streams."""
+def new_screen(monkeypatch) -> Screen:
+    """A terminal for both streams."""
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
@@ -201,7 +200,8 @@ def new_bar(updates: int = 3) -> ProgressBar:
     return ProgressBar(Path(), TrainState(), updates, TASK)
 
 
-def test_lines_and_errors_are_above_the_bar_which_is_not_left_on_the_terminal(screen):
+def test_lines_and_errors_are_above_the_bar_which_is_not_left_on_the_terminal(monkeypatch):
+    screen = new_screen(monkeypatch)
     bar = new_bar()
     for update in range(3):
         bar.advance()
@@ -231,7 +231,8 @@ def test_the_time_left_is_that_of_the_updates_or_of_max_seconds_whichever_is_les
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_seconds": 60.0}])
-def test_a_bar_shows_its_rate_and_one_estimate_of_the_time_left(screen, limit):
+def test_a_bar_shows_its_rate_and_one_estimate_of_the_time_left(monkeypatch, limit):
+    screen = new_screen(monkeypatch)
     bar = new_bar(1000)
     bar.write({"kind": "start", "step": 0, **limit})
     bar.write({"kind": "train", **train_record(10, 10.0)})
@@ -244,15 +245,20 @@ def test_a_bar_shows_its_rate_and_one_estimate_of_the_time_left(screen, limit):
 
 def test_an_error_is_printed_even_if_the_lock_of_the_bars_is_never_released(capfd):
     """A rank that was forked, as from a notebook, shares this lock with ranks that may be stopped or killed."""
+
+    def fail():
+        with pytest.raises(SystemExit):
+            exit_with_error(ValueError("wrong"), "train.py")
+
     with new_bar().bar.get_lock():
-        failing = threading.Thread(target=exit_with_error, args=(ValueError("wrong"), "train.py"), daemon=True)
+        failing = threading.Thread(target=fail, daemon=True)
         failing.start()
         until(lambda: not failing.is_alive(), SOON)
     assert capfd.readouterr().err.endswith("train.py: error: wrong\n")
 
 
-def test_lines_that_are_piped_away_are_not_mixed_with_a_bar_on_the_terminal(screen, monkeypatch):
-    pipe = io.StringIO()
+def test_lines_that_are_piped_away_are_not_mixed_with_a_bar_on_the_terminal(monkeypatch):
+    screen, pipe = new_screen(monkeypatch), io.StringIO()
     monkeypatch.setattr(sys, "stdout", pipe)
     bar = new_bar()
     bar.advance()
