@@ -1,5 +1,6 @@
 """fastnet: what its layers compute at first, and that its initial weights are the same wherever a run starts."""
 
+import itertools
 import math
 
 import numpy as np
@@ -31,6 +32,10 @@ def correlated(count: int, size: int, channels: int) -> np.ndarray:
     return (110 + 80 * mixed).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
 
 
+def spec_of(size: int) -> InputSpec:
+    return InputSpec(size, size, 3, [0.5] * 3, [0.5] * 3)
+
+
 def normalised(pixels: np.ndarray, spec: InputSpec) -> torch.Tensor:
     images = torch.from_numpy(pixels).double() / 255
     return ((images - torch.tensor(spec.mean)) / torch.tensor(spec.std)).permute(0, 3, 1, 2).float()
@@ -48,8 +53,6 @@ def test_the_first_layer_whitens_the_patches_of_the_images(channels):
     assert torch.equal(outputs[:patch], -outputs[patch:])
     assert outputs.mean(1).abs().max() < 1e-4
     assert (torch.cov(outputs[:patch]) - torch.eye(patch)).abs().max() < 1e-3
-    patches = nn.functional.unfold(normalised(pixels, spec), 2).transpose(0, 1).flatten(1).double()
-    assert (torch.cov(patches) - torch.eye(patch)).abs().max() > 100
 
 
 def test_directions_in_which_the_patches_do_not_vary_are_not_amplified():
@@ -68,20 +71,19 @@ def test_directions_in_which_the_patches_do_not_vary_are_not_amplified():
 
 
 def test_the_other_convolutions_pass_their_input_on_at_first():
-    net = FastNet(InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3), 10, widths=[32, 48])
+    net = FastNet(spec_of(32), 10, widths=[32, 48])
     images = torch.randn(2, 24, 31, 31)
     with torch.no_grad():
         assert torch.equal(net.blocks[0][0](images)[:, :24], images)
+        assert net.blocks[0][0](images)[:, 24:].std() > 0.1
         x = torch.randn(2, 48, 7, 7)
         assert torch.equal(net.blocks[1][4](x), x)
-        assert net.blocks[0][0](images)[:, 24:].std() > 0.1
 
 
-@pytest.mark.parametrize(("height", "width", "channels", "widths"), [(28, 28, 1, [8, 16, 16]), (9, 40, 3, [32, 8, 8])])
-def test_the_network_computes_what_it_says_with_so_many_parameters(height, width, channels, widths):
-    spec = InputSpec(height, width, channels, [0.5] * channels, [0.5] * channels)
+def test_the_network_computes_what_it_says_with_so_many_parameters():
+    spec, widths = InputSpec(9, 40, 3, [0.5] * 3, [0.5] * 3), [32, 8, 8]
     net = FastNet(spec, 7, widths=widths, scaling=0.25)
-    images, f = torch.randn(3, channels, height, width), nn.functional
+    images, f = torch.randn(3, 3, 9, 40), nn.functional
     x = f.gelu(f.conv2d(images, net.whiten.weight, net.whiten.bias))
     for conv1, _pool, norm1, _, conv2, norm2, _ in net.blocks:
         for conv, norm, pooled in ((conv1, norm1, 2), (conv2, norm2, 1)):
@@ -89,29 +91,25 @@ def test_the_network_computes_what_it_says_with_so_many_parameters(height, width
             x = f.gelu(f.batch_norm(x, None, None, None, norm.bias, training=True))
     expected = x.flatten(2).max(2).values @ net.head.weight.T * 0.25
     torch.testing.assert_close(net(images), expected, atol=1e-4, rtol=1e-4)
-    ends = [8 * channels, *widths]
-    kernels = sum(9 * b * (a + b) for a, b in zip(ends, widths, strict=False))
+    kernels = sum(9 * b * (a + b) for a, b in itertools.pairwise([24, *widths]))
     trained = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
     assert trained == kernels + 2 * sum(widths) + 7 * widths[-1]
 
 
 def test_images_are_chosen_evenly_and_unreadable_ones_are_left_out():
-    pixels = np.arange(2500, dtype=np.int64).reshape(-1, 1, 1, 1)
-    whole = some_images(DecodedImages(pixels, np.zeros(2500)))
-    assert whole.ravel().tolist() == list(range(0, 2500, 3))
+    pixels, labels = np.arange(2500, dtype=np.int64).reshape(-1, 1, 1, 1), np.zeros(2500)
+    assert some_images(DecodedImages(pixels, labels)).ravel().tolist() == list(range(0, 2500, 3))
     readable = np.arange(2500) % 3 > 0
-    some = some_images(DecodedImages(pixels, np.zeros(2500), readable))
+    some = some_images(DecodedImages(pixels, labels, readable))
     assert some.ravel().tolist() == np.flatnonzero(readable)[::2].tolist()
-    assert len(some_images(DecodedImages(pixels[:1], np.zeros(1)))) == 1
+    assert len(some_images(DecodedImages(pixels[:1], labels[:1]))) == 1
 
 
-@pytest.mark.parametrize(("size", "blocks", "least"), [(4, 2, 5), (97, 3, 9), (8, 3, 9)])
+@pytest.mark.parametrize(("size", "blocks", "least"), [(4, 2, 5), (97, 3, 9)])
 def test_sizes_that_do_not_fit_are_one_line_with_a_fix(size, blocks, least):
-    spec = InputSpec(size, size, 3, [0.5] * 3, [0.5] * 3)
     config = TrainConfig(model="fastnet", model_args={"widths": [8] * blocks})
-    line = f"fastnet takes images of {least} to 96 pixels, got {size}x{size}; try --image_size 32, or --model resnet18"
-    with pytest.raises(UserError, match=line):
-        build_model(config, spec, 10)
+    with pytest.raises(UserError, match=f"fastnet takes images of {least} to 96 pixels, got {size}x{size}; try --im"):
+        build_model(config, spec_of(size), 10)
     fits = InputSpec(least, 96, 3, [0.5] * 3, [0.5] * 3)
     assert build_model(config, fits, 10)(torch.zeros(2, 3, least, 96)).shape == (2, 10)
 
@@ -139,13 +137,13 @@ def test_runs_begin_with_the_same_weights_on_any_topology_and_with_those_of_the_
     for found in returned(2, weights_at_the_start, [*RUN, "--threads", "1"]):
         assert same_tensors(one, found)
     train_run(1, "run", *RUN, "--threads", "1", "--max_steps", "3")
-    again = [*RUN, "--threads", "1", "--run_name", "run", "--resume", "auto", "--max_steps", "4"]
-    (resumed,) = returned(1, weights_at_the_start, again, True)
-    assert same_tensors(resumed, weights("run"))
-    assert torch.equal(resumed["whiten.weight"], one["whiten.weight"])
-    fine_tuning = [*RUN, "--threads", "1", "--run_name", "tuned", "--init_from", "runs/run"]
-    (tuned,) = returned(1, weights_at_the_start, fine_tuning, True)
-    assert same_tensors(tuned, weights("run", "best"))
+    assert torch.equal(weights("run")["whiten.weight"], one["whiten.weight"])
+    for more, which in (
+        (["--run_name", "run", "--resume", "auto", "--max_steps", "4"], "latest"),
+        (["--run_name", "tuned", "--init_from", "runs/run"], "best"),
+    ):
+        (found,) = returned(1, weights_at_the_start, [*RUN, "--threads", "1", *more], True)
+        assert same_tensors(found, weights("run", which))
 
 
 def test_it_learns_in_few_updates_to_the_same_bits_on_two_processes_and_is_evaluated_without_its_images():

@@ -2,16 +2,17 @@
 
 import json
 import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from datasets import ClassLabel, DatasetDict, Value
+from datasets import ClassLabel, Value
 from helpers.make_data import encoded, image_folder, parquet, pictures, table
 from helpers.ranks import run_ranks
-from helpers.training_runs import records
+from helpers.training_runs import records, train_run
+from pyarrow import parquet as pq
 
 import eval
 import train
@@ -45,30 +46,28 @@ def sizes(data):
 # -- hidden and outer folders ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("junk", [".ipynb_checkpoints", "__MACOSX", "@eaDir", ".git", ".thumbnails", "lost+found"])
+@pytest.mark.parametrize("junk", [".git", "__MACOSX", "lost+found"])
 def test_hidden_folders_are_neither_classes_nor_training_data(junk):
-    image_folder("folder/train", PETS)
-    image_folder("folder/test", PETS)
+    for place in ("train", "test"):
+        image_folder(f"folder/{place}", PETS)
     for place in ("folder", "folder/train", "folder/train/cat", "folder/train/cat/deeper", "folder/test/dog"):
         image_folder(place, {junk: 3})
     Path("folder/train/cat/._000.png").write_bytes(b"a Mac's notes")
     data = load()
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 20)
-    scan = data.train.images.scan
-    assert scan.hidden_folders == {junk: 3} and scan.hidden_files == 1
-    note = f"folder/train: hidden files and folders are left out: files (1), {junk}/ (3)"
-    assert data.train.notes == (note,)
+    assert data.train.notes == (f"folder/train: hidden files and folders are left out: files (1), {junk}/ (3)",)
 
 
-@pytest.mark.parametrize("inner", ["", "data", "data/pets"])
-@pytest.mark.parametrize("splits", [("",), ("train", "test")])
-def test_the_outer_folder_of_an_archive_is_looked_into_and_reported(inner, splits):
+@pytest.mark.parametrize("inner", ["", "data/pets"])
+@pytest.mark.parametrize(
+    ("splits", "expected"), [([""], (18, "hold-out of train", 2)), (["train", "test"], (20, "test", 20))]
+)
+def test_the_outer_folder_of_an_archive_is_looked_into_and_reported(inner, splits, expected):
     for split in splits:
         image_folder(Path("folder/archive") / inner / split, PETS)
     image_folder("folder/__MACOSX/archive", {"cat": 3})
     data = load()
-    assert data.class_names == ["cat", "dog"]
-    assert sizes(data) == ((18, "hold-out of train", 2) if len(splits) == 1 else (20, "test", 20))
+    assert data.class_names == ["cat", "dog"] and sizes(data) == expected
     assert any("folder: using archive, the only folder in it with images" in note for note in data.train.notes)
 
 
@@ -84,18 +83,16 @@ def test_a_single_class_is_not_taken_for_an_outer_folder():
 @pytest.mark.parametrize(
     "training, other, name",
     [
-        ("training", "testing", "test"),
-        ("Train", "Test", "test"),
+        ("training", "testset", "test"),
         ("TRAIN", "Validation", "validation"),
         ("train_set", "dev", "validation"),
         ("Training Set", "EVAL", "validation"),
-        ("train", "testset", "test"),
     ],
 )
 def test_splits_are_known_by_their_usual_names_in_any_case(training, other, name):
     image_folder(f"folder/{training}", PETS)
     image_folder(f"folder/{other}", {"dog": 4})
-    for settings in ({}, {"eval_split": name}, {"eval_split": other}, {"train_split": training, "eval_split": other}):
+    for settings in ({}, {"eval_split": name}, {"train_split": training, "eval_split": other}):
         data = load(**settings)
         assert data.class_names == ["cat", "dog"] and sizes(data) == (20, name, 4)
     assert data.train.name == "train"
@@ -125,12 +122,9 @@ def test_of_two_folders_for_the_same_split_none_is_chosen_silently():
     assert sizes(load(train_split="training")) == (8, "test", 4)
     for name, count in (("train", 5), ("val", 2), ("Dev", 3)):
         image_folder(f"other/{name}", dict.fromkeys(PETS, count))
-    assert sizes(load("other")) == (10, "val", 4)
-    assert any(
-        "val is the evaluation split (found: Dev, val); --eval_split selects another" in note
-        for note in load("other").train.notes
-    )
-    assert sizes(load("other", eval_split="Dev")) == (10, "Dev", 6) and not load("other", eval_split="Dev").train.notes
+    data, chosen = load("other"), load("other", eval_split="Dev")
+    assert sizes(data) == (10, "val", 4) and sizes(chosen) == (10, "Dev", 6)
+    assert "found: Dev, val" in data.train.notes[0] and not chosen.train.notes
 
 
 def test_a_folder_of_only_a_test_split_is_evaluated_and_not_trained_on_unless_asked():
@@ -161,8 +155,6 @@ def test_a_folder_that_may_be_a_split_or_a_class_is_refused_until_a_flag_decides
     everything = load(train_split=".")
     assert everything.class_names == ["bus", "car", "train"]
     assert len(everything.train) + len(everything.evaluation) == 20
-    image_folder("segments", {"train": 5, "masks": 5})
-    refused("cannot tell splits from classes: train next to masks", data="segments")
     image_folder("pictures", {"train": 5, "test": 5, "a": 5, "b": 5})
     refused("cannot tell splits from classes: test and train next to a, b", data="pictures")
 
@@ -192,59 +184,53 @@ def test_empty_class_folders_are_not_classes_and_are_reported():
     image_folder("folder/test", {"cat": 2})
     for empty in ("train/emu", "train/fox/2020/may", "test/gnu"):
         (Path("folder") / empty).mkdir(parents=True)
-    Path("folder/train/emu/photo.heic").write_bytes(b"")
-    Path("folder/train/cat/notes.TXT").write_text("no image")
-    data = load()
+    Path("folder/train/emu/photo.heic").touch()
+    Path("folder/train/cat/notes.TXT").touch()
+    data, left_out = load(), "class folders without readable images are left out"
     assert data.class_names == ["cat", "dog"] and sizes(data) == (20, "test", 2)
-    assert data.train.notes[0] == "folder/train: class folders without readable images are left out: emu, fox"
-    assert data.train.notes[1] == "folder/train: files of unsupported types are left out: .txt (1), .heic (1)"
-    assert data.evaluation.notes[0] == "folder/test: class folders without readable images are left out: gnu"
-    assert data.train.images.scan.empty_classes == ["emu", "fox"]
-    assert data.train.images.scan.not_images == {".txt": 1, ".heic": 1}
+    assert data.train.notes == (
+        f"folder/train: {left_out}: emu, fox",
+        "folder/train: files of unsupported types are left out: .txt (1), .heic (1)",
+    )
+    assert data.evaluation.notes == (f"folder/test: {left_out}: gnu",)
 
 
 def test_a_folder_of_images_of_unknown_types_is_refused_with_the_types_that_are_read():
-    for name in ("cat/1.HEIC", "cat/2.heic", "dog/3.avif"):
-        Path("folder", name).parent.mkdir(parents=True, exist_ok=True)
-        Path("folder", name).write_bytes(b"a photo")
+    Path("folder/cat").mkdir(parents=True)
+    for name in ("1.HEIC", "2.heic", "3.avif"):
+        Path("folder/cat", name).touch()
     refused("folder: no images of a supported type, only .heic (2), .avif (1); convert them to one of .jpg, ")
 
 
 def test_the_start_names_the_classes_and_what_was_left_out_and_the_evaluation_its_data():
-    image_folder("folder/train", {"ant": 12, "bee": 30, "cat": 20}, size=(8, 8))
+    image_folder("folder/train", {"ant": 12, "bee": 30, "cat": 20})
     image_folder("folder/test", {"bee": 4, "cat": 6})
     image_folder("other", {"ant": 3, "bee": 3, "cat": 3})
-    for name in ("train/ant/1.heic", "test/cat/.hidden", "test/.DS_Store"):
+    for name in ("train/ant/1.heic", "train/cat/000.png", "test/cat/.hidden"):
         Path("folder", name).write_bytes(b"a photo")
-    Path("folder/train/emu").mkdir()
-    Path("folder/train/cat/000.png").write_bytes(b"cut")
     flags = ["--data", "folder", "--bad_images", "skip", *SHORT, "--run_name", "run"]
     out = [outcome.out for outcome in run_ranks(2, train.main, flags)]
-    row = "classes    3, each with 12 (class ant) to 30 (class bee) training images, "
-    row += "0 (class ant) to 6 (class cat) evaluation images"
-    assert out[0].splitlines().count(row) == 1 and row not in out[1]
     for line in (
+        "classes    3, each with 12 (class ant) to 30 (class bee) training images, "
+        "0 (class ant) to 6 (class cat) evaluation images",
         "1 of 3 classes have no evaluation image: ant",
-        "folder/train: class folders without readable images are left out: emu",
         "folder/train: files of unsupported types are left out: .heic (1)",
-        "folder/test: hidden files and folders are left out: files (2)",
+        "folder/test: hidden files and folders are left out: files (1)",
     ):
         assert out[0].splitlines().count(line) == 1 and line not in out[1]
-    log = records("run")
-    assert "top" not in out[0] and [r["kind"] for r in log if "accuracy" in r] and not any("top5" in r for r in log)
+    assert not any("top5" in record for record in records("run"))
     checkpoint = Path("runs/run/checkpoints/step-00000002")
-    for given, data, split in (
-        ([], "folder", "test"),
-        (["--data", "other"], "other", "all images"),
-        (["--data", "folder", "--split", "train"], "folder", "train"),
+    for given, data, split, classes in (
+        ([], "folder", "test", "2 of 3 with samples"),
+        (["--data", "other"], "other", "all images", "3"),
+        (["--data", "folder", "--split", "train"], "folder", "train", "3"),
     ):
-        (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", "--json", "found.json", *given])
-        lines, found = outcome.out.splitlines(), json.loads(Path("found.json").read_text())
-        assert f"Evaluation of {checkpoint}" in lines and not any("top5" in line for line in lines)
-        assert f"data             {Path(data).resolve()}, {split}" in lines
-        assert f"classes          {'2 of 3 with samples' if split == 'test' else 3}" in lines
+        (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/run", *given])
+        lines, found = outcome.out.splitlines(), outcome.value
+        assert f"Evaluation of {checkpoint}" in lines and "top5" not in found
+        assert f"data             {Path(data).resolve()}, {split}" in lines and f"classes          {classes}" in lines
         assert found["checkpoint"] == str(checkpoint.resolve()) and found["data"] == str(Path(data).resolve())
-        assert (found["split"], found["classes"]) == (split, 3) and "top5" not in found
+        assert (found["split"], found["classes"]) == (split, 3)
 
 
 def test_only_readable_samples_count_for_the_size_of_a_class():
@@ -254,20 +240,16 @@ def test_only_readable_samples_count_for_the_size_of_a_class():
     data = Data(train, even, names)
     assert classes_row(data) == "3, each with 0 (class dog) to 2 (class ant) training images, 2 evaluation images"
     assert "1 of 3 classes have no training image: dog" in remarks(data)
-    data = Data(even, train.select(np.asarray([0, 1])), names)
-    assert classes_row(data) == "3, each with 2 training images, 0 (class bee cat) to 1 (class ant) evaluation images"
-    assert [line for line in remarks(data) if "classes have" in line] == [
-        "2 of 3 classes have no evaluation image: bee cat, dog"
-    ]
+    few = Data(even, train.select(np.asarray([0, 1])), names)
+    assert "2 of 3 classes have no evaluation image: bee cat, dog" in remarks(few)
 
 
 def test_images_without_a_class_folder_are_reported_or_refused_if_there_is_nothing_else():
     image_folder("folder/train", PETS)
-    image_folder("folder", {"test": 3})
+    image_folder("folder", {"test": 3, "train": 2})
     refused("folder/test: has images but no class folders (3 found)", "--eval_split", "--eval_fraction")
-    assert sizes(load(eval_fraction=0.5)) == (10, "hold-out of train", 10)
-    image_folder("folder", {"train": 2})
     data = load(eval_fraction=0.5)
+    assert sizes(data) == (10, "hold-out of train", 10)
     assert data.train.notes == ("folder/train: images next to the class folders have no class and are left out: 2",)
     image_folder(".", {"flat": 4})
     refused("flat: has images but no class folders (4 found)", "CLASS/IMAGE.jpg", data="flat")
@@ -279,35 +261,6 @@ def test_an_empty_layout_is_refused():
 
 
 # -- special files and links -----------------------------------------------------------------------------------------
-
-
-def special(kind, path):
-    if kind == "a pipe":
-        os.mkfifo(path)
-    elif kind == "a socket":
-        socket.socket(socket.AF_UNIX).bind(path)
-    else:
-        os.symlink({"a device": "/dev/zero", "a broken link": "nowhere"}.get(kind, Path(path).name), path)
-
-
-@pytest.mark.parametrize("kind", ["a pipe", "a socket", "a device", "a broken link", "a link to itself"])
-def test_a_special_file_named_like_an_image_is_refused_at_once(kind):
-    image_folder("folder", PETS)
-    special(kind, "folder/dog/zzz.jpg")
-    reasons = {
-        "a broken link": "No such file or directory",
-        "a link to itself": "Too many levels of symbolic links",
-    }
-    reason = reasons.get(kind, "not a regular file")
-    refused("1 of 21 images", f"folder/dog/zzz.jpg ({reason})", "--bad_images skip")
-
-
-def test_a_pipe_among_the_images_ends_all_ranks_with_one_line():
-    image_folder("folder", PETS)
-    os.mkfifo("folder/cat/000.jpg")
-    outcomes = run_ranks(2, train.main, ["--data", "folder", *SHORT], seconds=60)
-    assert [outcome.code for outcome in outcomes] == [2, 2]
-    assert [outcome.err.count("folder/cat/000.jpg (not a regular file)") for outcome in outcomes] == [1, 0]
 
 
 def test_links_to_files_and_folders_are_followed():
@@ -324,9 +277,9 @@ def test_links_in_circles_are_left_out_and_no_image_is_counted_twice():
     for link, target in (("cat/up", ".."), ("cat/top", "../.."), ("cat/zzz", "sub"), ("loop", "."), ("dog/self", ".")):
         os.symlink(target, f"folder/{link}")
     data = load()
-    files = [Path(path).resolve() for path in data.train.images.paths]
-    assert data.class_names == ["cat", "dog"] and len(files) == len(set(files)) == 12
-    assert len(data.train.images.scan.linked) == 4 and "folder/cat/top" in data.train.notes[0]
+    files = {Path(path).resolve() for path in data.train.images.paths}
+    assert data.class_names == ["cat", "dog"] and len(files) == len(data.train.images.paths) == 12
+    assert "folder/cat/top" in data.train.notes[0]
 
 
 def test_an_image_with_two_classes_is_refused():
@@ -338,37 +291,29 @@ def test_an_image_with_two_classes_is_refused():
     refused("folder/puppy: is also a folder of class dog", "remove the link")
 
 
-@pytest.mark.parametrize(
-    ("link", "target"),
-    [("val", "train"), ("val", "train/inner"), ("val/cat", "../train/cat"), ("val/cat/more", "../../train/dog/deep")],
-)
+@pytest.mark.parametrize(("link", "target"), [("val", "train"), ("val/cat/more", "../../train/dog/deep")])
 def test_an_evaluation_folder_that_links_to_training_images_is_refused(link, target):
-    if target == "train/inner":
-        image_folder("folder/train/inner", PETS)
     image_folder("folder/train", PETS | {"dog/deep": 10})
     image_folder("folder/test", PETS)
     if link != "val":
-        image_folder("folder/val", {"dog": 3} if link == "val/cat" else PETS)
+        image_folder("folder/val", PETS)
     os.symlink(target, f"folder/{link}")
-    refused("folder/val: the folder of class cat is also used for training, in folder/train; remove the link (without")
+    refused("folder/val: the folder of class cat is also used for training, in folder/train; remove the link")
     assert load(eval_split="test").evaluation.name == "test"  # only the folders that are used are compared
     assert load(eval_split="train").evaluation.name == "train"
-    os.unlink(f"folder/{link}")
-    os.symlink("test", "folder/valid")
-    assert load(eval_split="valid").evaluation.name == "valid"
 
 
 def test_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_evaluated_and_resumed():
     image_folder("folder", {"cat": 12, "caf\udce9": 12, "new\nline": 12})
     os.rename("folder/cat/000.png", b"folder/cat/b\xff\n.png")
-    flags = ["--data", "folder", *SHORT, "--run_name", "run"]
-    assert [outcome.code for outcome in run_ranks(2, train.main, flags)] == [0, 0]
+    flags = ["--data", "folder", *SHORT]
+    train_run(2, "run", *flags)
     labels = next(Path("runs/run/checkpoints").glob("step-*/labels.json")).read_bytes()
     assert json.loads(labels) == ["caf\udce9", "cat", "new\nline"]
-    found = run_ranks(1, eval.main, ["--ckpt", "runs/run"])[0]
+    (found,) = run_ranks(1, eval.main, ["--ckpt", "runs/run"])
     assert found.code == 0 and "caf? " in found.out and "new line " in found.out
     found.out.encode()
-    assert run_ranks(1, train.main, [*flags, "--resume", "auto", "--max_steps", "4"])[0].code == 0
+    train_run(1, "run", *flags, "--resume", "auto", "--max_steps", "4")
 
 
 def test_a_path_that_a_checkpoint_could_not_name_is_refused_at_once():
@@ -390,12 +335,11 @@ def shards(folder, total, numbers, name="train", kind="parquet", tail=""):
         getattr(part, f"to_{kind}")(f"{folder}/{name}-{number:05}-of-{total:05}{tail}.{kind}")
 
 
-@pytest.mark.parametrize("name", ["train", "my-set-train"])
-def test_a_missing_shard_is_named(name):
-    shards("folder", 10, [number for number in range(10) if number not in (4, 9)], name)
-    missing = f"{name}-00004-of-00010, {name}-00009-of-00010"
+def test_a_missing_shard_is_named():
+    shards("folder", 10, [number for number in range(10) if number not in (4, 9)], "my-set-train")
+    missing = "my-set-train-00004-of-00010, my-set-train-00009-of-00010"
     refused(f"folder: 2 of 10 shards not found: {missing};", "rename the others without -of-00010")
-    shards("folder", 10, [4, 9], name)
+    shards("folder", 10, [4, 9], "my-set-train")
     data = load()
     assert len(data.train) + len(data.evaluation) == 120
 
@@ -420,24 +364,11 @@ def test_a_shard_that_is_there_twice_is_refused():
     assert len(load().train) == 22
 
 
-def test_a_saved_folder_must_hold_what_it_lists():
-    DatasetDict(train=table([0, 1, 2] * 10, NAMED), test=table([0, 1, 2], NAMED)).save_to_disk(
-        "folder", num_shards={"train": 3, "test": 1}
-    )
-    Path("folder/train/data-00001-of-00003.arrow").unlink()
-    refused("folder: cannot be read", "folder/train/data-00001-of-00003.arrow")
-    os.unlink("folder/train/state.json")
-    refused("folder: cannot be read", "folder/train/state.json")
-
-
 def test_tables_must_be_regular_files_and_hidden_ones_are_left_alone():
     parquet("folder", train=table([0, 1, 2] * 10, NAMED))
     Path("folder/._train-00000-of-00001.parquet").write_bytes(b"a Mac's notes")
     assert len(load().train) == 27
     os.symlink("nowhere", "folder/test.parquet")
-    refused("folder/test.parquet: is not a regular file")
-    os.unlink("folder/test.parquet")
-    os.mkdir("folder/test.parquet")
     refused("folder/test.parquet: is not a regular file")
     os.mkfifo("pipe.parquet")
     refused("pipe.parquet: is neither a folder nor a regular file", data="pipe.parquet")
@@ -453,52 +384,31 @@ def test_integer_labels_with_large_gaps_are_names_of_classes():
     data = load(numbered("folder", values[::-1] * 4))
     assert data.class_names == [str(value) for value in values]
     for split in (data.train, data.evaluation):
-        assert [int(data.class_names[label]) for label in split.labels] == [values[9 - row % 10] for row in split.rows]
-        assert split.notes == (
-            "--label_column label: only the labels that occur are classes: 0, 1000, 2000, ... (10 in all)",
-        )
+        assert [values[label] for label in split.labels] == [values[9 - row % 10] for row in split.rows]
+        assert "only the labels that occur are classes: 0, 1000, 2000, ... (10 in all)" in split.notes[0]
     fewer = TrainConfig(data=numbered("fewer", [9000, 0, 3000] * 2), cache_dir="cache")
     assert load_split(fewer, None, data.class_names, own_data=False).labels.tolist() == [9, 0, 3] * 2
+    parquet("new", train=table([0, 1000] * 9, Value("int64")), test=table([0, 7], Value("int64")))
+    refused("split 'test' has the class 7, but the training split has only 0, 1000", data="new")
 
 
 def test_a_few_missing_numbers_stay_classes_and_negative_ones_have_no_label():
-    without_7 = [number for number in range(10) if number != 7]
-    data = load(numbered("folder", without_7 * 4))
-    assert data.class_names == [str(number) for number in range(10)] and data.train.notes == ()
     assert load(numbered("half", [1, 3, 1, 3] * 5)).class_names == ["0", "1", "2", "3"]
     assert load(numbered("less", [1, 4, 1, 4] * 5)).class_names == ["1", "4"]
     refused("image 2", "has the label -1", "unlabelled", data=numbered("negative", [0, 500, -3, 500, 0]))
 
 
-def test_a_number_that_only_the_test_split_has_is_refused():
-    parquet("folder", train=table([0, 1000] * 9, Value("int64")), test=table([0, 7], Value("int64")))
-    refused("split 'test' has the class 7, but the training split has only 0, 1000")
-
-
 def test_string_labels_may_hold_newlines_and_must_be_utf8():
-    import pyarrow as pa
-    from pyarrow import parquet as files
-
     images = [{"bytes": encoded(image, "PNG"), "path": None} for image in pictures(20)]
     offsets = pa.array(range(0, 63, 3), pa.int32()).buffers()[1]
     wrong = pa.StringArray.from_buffers(20, offsets, pa.py_buffer(b"caf\xe9aa" * 10))
     for name, labels in (("good", pa.array(["a\nb", "c"] * 10)), ("bad", wrong)):
-        Path(name).mkdir()
-        files.write_table(pa.table({"image": images, "label": labels}), f"{name}/train.parquet")
-    assert load("good").class_names == ["a\nb", "c"]
-    refused("--label_column label: a label is not UTF-8 text", data="bad")
+        pq.write_table(pa.table({"image": images, "label": labels}), f"{name}.parquet")
+    assert load("good.parquet").class_names == ["a\nb", "c"]
+    refused("--label_column label: a label is not UTF-8 text", data="bad.parquet")
 
 
 # -- lines at the start of a run -------------------------------------------------------------------------------------
-
-
-def test_notes_about_the_data_are_printed_once():
-    image_folder("folder", {"a": 30, "b": 30})
-    Path("folder/c").mkdir()
-    outcomes = run_ranks(2, train.main, ["--data", "folder", *SHORT, "--eval_fraction", "0.1"])
-    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
-    assert outcomes[0].out.count("class folders without readable images are left out: c") == 1
-    assert outcomes[1].out == ""
 
 
 def test_a_name_with_escape_codes_is_printed_without_them():
@@ -507,9 +417,7 @@ def test_a_name_with_escape_codes_is_printed_without_them():
 
 def test_an_evaluation_of_few_images_is_reported():
     image_folder("few", {"train/a": 30, "train/b": 30, "val/a": 10, "val/b": 9})
-    assert remarks(load_data(TrainConfig(data="few"))) == [
-        "19 evaluation images are too few to compare models or checkpoints; "
-        "give more with --eval_fraction or --eval_split"
-    ]
-    image_folder("few", {"val/c": 0, "val/b": 10})
-    assert not any("too few" in line for line in remarks(load_data(TrainConfig(data="few"))))
+    (line,) = remarks(load("few"))
+    assert line.startswith("19 evaluation images are too few") and "--eval_fraction or --eval_split" in line
+    image_folder("few", {"val/b": 10})
+    assert not remarks(load("few"))

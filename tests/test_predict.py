@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.browser import browser
-from helpers.make_data import encoded, image_folder, pictures, png_of_16_bits
+from helpers.make_data import encoded, image_folder, pictures
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import ROOT, refused, train_run, weights, working_in
 from PIL import Image
@@ -96,9 +96,8 @@ def test_the_predictions_of_a_split_are_those_of_plain_pytorch_in_the_order_of_t
     rows, paths = read_csv("found.csv"), sorted(Path("small/val").rglob("*.png"))
     # A spreadsheet would run what begins with an equals sign.
     assert [row["path"].lstrip("'") for row in rows] == [str(path.relative_to("small/val")) for path in paths]
-    pixels = np.stack([np.asarray(Image.open(path)) for path in paths])
-    logits = logits_of("small", pixels)
-    probabilities, order = logits.double().softmax(1), logits.argsort(1, descending=True)
+    logits = logits_of("small", np.stack([np.asarray(Image.open(path)) for path in paths]))
+    probabilities, order = logits.double().softmax(1).sort(descending=True)
     labels = torch.tensor([CLASSES.index(path.parent.name) for path in paths])
     losses = F.cross_entropy(logits, labels, reduction="none")
     shown = ["'=cat", *CLASSES[1:]]
@@ -107,24 +106,21 @@ def test_the_predictions_of_a_split_are_those_of_plain_pytorch_in_the_order_of_t
         assert (row["label"], row["predicted"]) == (shown[labels[number]], names[0])
         assert [row[f"class_{place}"] for place in (1, 2, 3)] == names
         found = [float(row[f"probability_{place}"]) for place in (1, 2, 3)]
-        assert found == pytest.approx(probabilities[number][order[number]].tolist(), rel=2e-5)
-        assert all(len(row[f"probability_{place}"].lstrip("0.").replace(".", "")) <= 6 for place in (1, 2, 3))
+        assert found == pytest.approx(probabilities[number].tolist(), rel=2e-5)
         assert float(row["loss"]) == pytest.approx(losses[number].item(), rel=2e-5)
     assert np.mean([float(row["loss"]) for row in rows]) == pytest.approx(record["loss"], rel=1e-5)
     assert np.mean([row["label"] == row["predicted"] for row in rows]) == record["accuracy"]
 
 
-@pytest.mark.parametrize("run", [pytest.param("small", marks=pytest.mark.full), "multilabel"])
-def test_eval_py_writes_the_same_bytes_on_one_to_three_processes(run):
+def test_eval_py_writes_the_same_bytes_on_one_to_three_processes():
     for processes in (1, 2, 3):
-        evaluated(processes, run, "--predictions", f"{processes}.csv")
+        evaluated(processes, "multilabel", "--predictions", f"{processes}.csv")
         assert Path(f"{processes}.csv").read_bytes() == Path("1.csv").read_bytes()
-    evaluated(3, run, "--predictions", "3.parquet")
+    evaluated(3, "multilabel", "--predictions", "3.parquet")
     found, rows = parquet.read_table("3.parquet").to_pydict(), read_csv("1.csv")
-    assert found["path"] == [row["path"].lstrip("'") for row in rows]
+    assert found["path"] == [row["path"] for row in rows]
     assert found["loss"] == [float(row["loss"]) for row in rows]
-    if run == "multilabel":
-        assert found["predicted"] == [json.loads(row["predicted"]) for row in rows]
+    assert found["predicted"] == [json.loads(row["predicted"]) for row in rows]
 
 
 def test_a_subset_of_an_array_is_named_by_its_indices_in_the_whole_split():
@@ -137,24 +133,22 @@ def test_a_subset_of_an_array_is_named_by_its_indices_in_the_whole_split():
 
 
 def test_the_other_tasks_have_the_sets_and_probabilities_of_their_definition():
-    for run in ("multilabel", "binary"):
+    for run, names, threshold in (("multilabel", ["a", "b", "c"], 0.45), ("binary", ["no", "yes"], 0.5)):
         record = evaluated(2, run, "--predictions", f"{run}.json")
         shown = json.loads(Path(f"runs/{run}/report.json").read_text())  # what the page shows
         low, high = shown["intervals"]["loss"]
         assert shown["record"]["accuracy" if run == "binary" else "mAP"] and low < record["loss"] < high
         if run == "multilabel":
             scores = {row["name"]: row["score"] for row in shown["classes"]}
-            assert [scores[name] for name in "abc"] == pytest.approx(record["per_class_ap"])
-    for run, names, threshold in (("multilabel", ["a", "b", "c"], 0.45), ("binary", ["no", "yes"], 0.5)):
+            assert [scores[name] for name in names] == pytest.approx(record["per_class_ap"])
         rows = json.loads(Path(f"{run}.json").read_text())
         pixels = np.stack([np.asarray(Image.open(row["path"])) for row in rows])
         above = logits_of(run, pixels).double().sigmoid().numpy()
         every = np.concatenate([1 - above, above], 1) if run == "binary" else above
         for row, own in zip(rows, every, strict=True):
-            found = [row[f"class_{place + 1}"] for place in range(len(names))]
-            assert found == [names[index] for index in np.argsort(-own)]
-            values = [row[f"probability_{place + 1}"] for place in range(len(names))]
-            assert values == pytest.approx(sorted(own, reverse=True), rel=2e-5)
+            order, places = np.argsort(-own), range(1, len(names) + 1)
+            assert [row[f"class_{place}"] for place in places] == [names[index] for index in order]
+            assert [row[f"probability_{place}"] for place in places] == pytest.approx(own[order].tolist(), rel=2e-5)
             chosen = [name for name, p in zip(names, own, strict=True) if p > threshold]
             assert row["predicted"] == (chosen if run == "multilabel" else chosen[0])
             assert isinstance(row["label"], list) == (run == "multilabel")
@@ -163,10 +157,12 @@ def test_the_other_tasks_have_the_sets_and_probabilities_of_their_definition():
 
 @pytest.mark.parametrize("run", ["small", "photos"])
 def test_predict_py_has_the_numbers_of_eval_py_for_the_same_images(run):
-    if run == "small":  # of another size, so that they are resized, and large enough to be decoded at half their size
+    if run == "small":  # of another size, so that they are resized, and one large enough to be decoded at half its size
         shutil.rmtree("small/val")
         image_folder("small/val", dict.fromkeys(CLASSES, 5), (300, 333), "jpeg")
-        assert Path("small/val/emu/000.jpeg").stat().st_size < LARGE < image_bytes("small/val/emu/005.jpeg", 900)
+        large = Path("small/val/emu/005.jpeg")
+        large.write_bytes(encoded(pictures(1, (900, 900))[0], "JPEG"))
+        assert Path("small/val/emu/000.jpeg").stat().st_size < LARGE < large.stat().st_size
     record = evaluated(1, run, "--data", str(Path(run).absolute()), "--predictions", "evaluated.csv")
     predicted(2, run, f"{run}/val", "--out", "predicted.csv")
     rows, expected = read_csv("predicted.csv"), read_csv("evaluated.csv")
@@ -174,18 +170,6 @@ def test_predict_py_has_the_numbers_of_eval_py_for_the_same_images(run):
     for row, own in zip(rows, expected, strict=True):
         assert row.pop("path") == f"{run}/val/" + own.pop("path").lstrip("'")
         assert row == {name: value for name, value in own.items() if name not in ("label", "loss")}
-
-
-def image_bytes(path: str, side: int) -> int:
-    Path(path).write_bytes(encoded(pictures(1, (side, side))[0], "JPEG"))
-    return Path(path).stat().st_size
-
-
-def break_some(paths: list[Path]) -> None:
-    """Two images that cannot be read: one of random bytes, and one that ends early."""
-    paths[2].write_bytes(b"no image")
-    whole = paths[13].read_bytes()
-    paths[13].write_bytes(whole[: len(whole) // 2])
 
 
 def test_the_results_are_printed_even_if_the_predictions_cannot_be_written(monkeypatch):
@@ -200,7 +184,9 @@ def test_the_results_are_printed_even_if_the_predictions_cannot_be_written(monke
 
 
 def test_predict_py_writes_the_same_bytes_on_one_to_three_processes_with_unreadable_images():
-    break_some(sorted(Path("photos/val").rglob("*.jpeg")))
+    paths = sorted(Path("photos/val").rglob("*.jpeg"))
+    paths[2].write_bytes(b"no image")
+    paths[13].write_bytes(paths[13].read_bytes()[:500])  # it ends early
     for processes in (1, 2, 3):  # 22 images in blocks of 2: three processes have 4, 4 and 3 blocks
         flags = ("--eval_batch_size", "2", "--tta", "flip", "--out", f"{processes}.csv", "--html", f"{processes}.html")
         assert predicted(processes, "photos", "photos/val", *flags)["count"] == 22
@@ -212,69 +198,50 @@ def test_predict_py_writes_the_same_bytes_on_one_to_three_processes_with_unreada
     assert all((row["predicted"] == "") == (row["error"] != "") for row in rows)
 
 
-def write_odd_images() -> dict[str, np.ndarray | None]:
-    """Image files of all kinds, under odd names, in the folder `odd`; the pixels that the model should see, if any."""
+def test_images_of_all_kinds_and_names_are_predicted_and_others_keep_their_row_with_the_reason():
     Path("odd/ünter").mkdir(parents=True)
     (colour,), (grey,) = pictures(1, seed=5), pictures(1, channels=1, seed=6)
     palette = Image.fromarray(colour).quantize(16)
-    deep = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
-    clear = np.dstack([colour, np.full((8, 8), 99, np.uint8)])
-    files = {
+    good = {
         "odd/=1+2.png": (encoded(colour, "PNG"), colour),
         "odd/a,b\"c'\nd.png": (encoded(grey, "PNG"), np.dstack([grey] * 3)),
-        "odd/palette <i>.png": (encoded(palette, "PNG"), np.asarray(palette.convert("RGB"))),
-        "odd/ünter/日本.png": (encoded(deep, "PNG"), np.dstack([(deep >> 8).astype(np.uint8)] * 3)),
-        "odd/ünter/clear.webp": (encoded(clear, "WEBP", lossless=True), colour),
-        "odd/given.gif": (encoded(palette, "GIF"), np.asarray(palette.convert("RGB"))),  # not listed in folders
-        "odd/cmyk.jpg": (encoded(Image.fromarray(colour).convert("CMYK"), "JPEG"), None),
-        "odd/deep.png": (png_of_16_bits(np.stack([deep] * 3, -1)), np.dstack([(deep >> 8).astype(np.uint8)] * 3)),
+        "odd/ünter/日本.webp": (encoded(colour, "WEBP", lossless=True), colour),
+        "odd/given <i>.gif": (encoded(palette, "GIF"), np.asarray(palette.convert("RGB"))),  # not listed in folders
         os.fsdecode(b"odd/\xff.png"): (encoded(colour, "PNG"), colour),
     }
-    for name, (data, _) in files.items():
+    for name, (data, _) in good.items():
         Path(name).write_bytes(data)
-    return {name: pixels for name, (_, pixels) in files.items()}
-
-
-def test_images_of_all_kinds_and_names_are_predicted_and_others_keep_their_row_with_the_reason():
-    pixels = write_odd_images()
-    Path("odd/empty.png").touch()
     Path("odd/text  two.jpg").write_text("not an image")
     Path("odd/link.png").symlink_to("nowhere")
     os.mkfifo("odd/pipe.png")
     Path("odd/.hidden.png").touch()
     Path("odd/notes.txt").touch()
-    (outcome,) = run_ranks(
-        1, predict.main, ["--ckpt", "runs/small", "--threads", "1", "odd", "odd/given.gif", "--out", "odd.json"]
-    )
+    flags = ["--ckpt", "runs/small", "--threads", "1", "odd", "odd/given <i>.gif", "--out", "odd.json"]
+    (outcome,) = run_ranks(1, predict.main, flags)
     assert outcome.code == 0, outcome.err
-    assert "unreadable" in outcome.out and "4 of 13 images" in outcome.out
+    assert "unreadable" in outcome.out and "3 of 8 images" in outcome.out
     assert "files of unsupported types are left out: .gif (1), .txt (1)" in outcome.out
     rows = {row["path"]: row for row in json.loads(Path("odd.json").read_text())}
-    reasons = {path: row["error"] for path, row in rows.items() if row["error"]}
-    assert sorted(reasons) == ["odd/empty.png", "odd/link.png", "odd/pipe.png", "odd/text  two.jpg"]
-    assert reasons["odd/link.png"] == "not a readable image (No such file or directory)"
-    assert reasons["odd/pipe.png"] == "not a readable image (not a regular file)"
-    assert reasons["odd/text  two.jpg"].startswith("not a readable image (cannot identify image file")
-    assert len(rows) == len(pixels) + len(reasons)
-    for path, own in pixels.items():
+    assert {path: row["error"][:44] for path, row in rows.items() if row["error"]} == {
+        "odd/link.png": "not a readable image (No such file or direct",
+        "odd/pipe.png": "not a readable image (not a regular file)",
+        "odd/text  two.jpg": "not a readable image (cannot identify image ",
+    }
+    for path, (_, pixels) in good.items():
         row = rows[path.replace("\udcff", "\\udcff")]
-        assert row["predicted"] in CLASSES
-        if own is not None:
-            expected, best = logits_of("small", own[None]).softmax(1).max(1)
-            assert row["predicted"] == CLASSES[best]
-            assert row["probability_1"] == pytest.approx(expected.item(), rel=2e-5)
+        expected, best = logits_of("small", pixels[None]).softmax(1).max(1)
+        assert row["predicted"] == CLASSES[best]
+        assert row["probability_1"] == pytest.approx(expected.item(), rel=2e-5)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_prediction_without_a_readable_image_ends_with_one_line_after_its_rows_are_written(processes):
+def test_a_prediction_without_a_readable_image_ends_with_one_line_after_its_rows_are_written():
+    Path("bad").mkdir()
     for number in range(5):
-        Path("bad").mkdir(exist_ok=True)
         Path(f"bad/{number}.png").write_text("not an image")
     flags = ("--ckpt", "runs/small", "--threads", "1", "--num_workers", "0", "--eval_batch_size", "2", "bad")
-    line = refused(predict.main, *flags, "--out", "bad.csv", processes=processes)
+    line = refused(predict.main, *flags, "--out", "bad.csv", processes=2)
     assert line.startswith("predict.py: error: none of the 5 images can be read (the first: not a readable image (")
     assert [row["path"] for row in read_csv("bad.csv") if row["error"]] == [f"bad/{number}.png" for number in range(5)]
-    assert not Path("bad.csv.partial").exists()
 
 
 def test_files_folders_and_patterns_are_found_in_their_order_and_each_once():
@@ -287,63 +254,51 @@ def test_files_folders_and_patterns_are_found_in_their_order_and_each_once():
     Path("a[1].png").touch()
     assert find_images(["a[1].png"]).images.paths == ["a[1].png"]  # a name, not a pattern
     Path("none").mkdir()
-    for given, text in (
-        (["gone.png"], "gone.png: no such file or folder; correct the path"),
-        (["none"], "none: no images; name image files, or folders with images in them"),
-        (["none/*.png"], "none/*.png: matches no file; correct the path"),
-    ):
+    for given, text in (("gone.png", "no such file or folder"), ("none", "no images"), ("none/*", "matches no file")):
         with pytest.raises(UserError) as raised:
-            find_images(given)
-        assert str(raised.value) == text
+            find_images([given])
+        assert str(raised.value).startswith(f"{given}: {text}")
 
 
 def test_words_that_are_no_flags_are_paths():
-    def paths_of(*words):
-        return parse_args(PredictConfig, "predict.py", ["--ckpt", "runs/small", *words]).paths
-
-    assert paths_of("a", "--cpu", "b", "--top", "3", "c d") == ["a", "b", "c d"]
-    assert paths_of("--cpu", "a", "--out=x.csv", "null", "1", "[a]", "k: v", "\udcff") == [
-        *("a", "null", "1", "[a]", "k: v", "\udcff")
-    ]
-    assert paths_of("--threads", "1", "--", "-a", "--top") == ["-a", "--top"]
+    for words, paths in (
+        (["a", "--cpu", "b", "--top", "3", "c d"], ["a", "b", "c d"]),
+        (["a", "--out=x.csv", "null", "1", "[a]", "k: v", "\udcff"], ["a", "null", "1", "[a]", "k: v", "\udcff"]),
+        (["--threads", "1", "--", "-a", "--top"], ["-a", "--top"]),
+    ):
+        assert parse_args(PredictConfig, "predict.py", ["--ckpt", "runs/small", *words]).paths == paths
 
 
 def test_wrong_commands_of_predict_py_and_predictions_are_one_line():
     ckpt = ["--ckpt", "runs/small"]
-    for flags, text in (
-        ([*ckpt], "PATH is missing; name images, folders or glob patterns"),
-        ([*ckpt, "small", "-x"], "unknown flag -x"),
-        ([*ckpt, "small", "--tops", "3"], "unknown flag --tops; did you mean --top?"),
-        ([*ckpt, "small", "--top", "0"], "--top must be at least 1, got 0"),
-        ([*ckpt, "gone.png"], "gone.png: no such file or folder"),
-        ([*ckpt, "small", "--out", "x.txt"], "--out x.txt: must end in .csv, .json, .parquet; for example"),
-        ([*ckpt, "small", "--html", "gone/x.html"], "--html "),
-        (["small"], "--ckpt"),
-        ([*ckpt, "small", "--out", "x.csv", "--html", "x.csv"], "--out and --html name the same file; give two files"),
+    for main, flags, text in (
+        (predict.main, [], "PATH is missing"),
+        (predict.main, ["small", "-x"], "unknown flag -x"),
+        (predict.main, ["small", "--tops", "3"], "unknown flag --tops; did you mean --top?"),
+        (predict.main, ["gone.png"], "gone.png: no such file or folder"),
+        (predict.main, ["small", "--out", "x.txt"], "--out x.txt: must end in .csv, .json, .parquet"),
+        (predict.main, ["small", "--out", "x", "--html", "x"], "--out and --html name the same file"),
+        (eval.main, ["--json", "x", "--predictions", "x"], "--json and --predictions name the same file"),
+        (eval.main, ["--predictions", "gone/x.csv"], "gone does not exist"),
     ):
-        assert text in refused(predict.main, *flags)
-    both = ["--json", "x.json", "--predictions", "x.json"]
-    assert "--json and --predictions name the same file; give two" in refused(eval.main, *ckpt, *both)
-    assert "--predictions x: must end in .csv" in refused(eval.main, *ckpt, "--predictions", "x")
-    assert "gone does not exist" in refused(eval.main, *ckpt, "--predictions", "gone/x.csv")
+        assert text in refused(main, *ckpt, *flags)
 
 
 def test_the_table_on_the_terminal_shows_the_first_images_and_counts_all():
     flags = ["--ckpt", "runs/small", "--threads", "1", "--top", "2", "--threshold", "0.9"]
     (outcome,) = run_ranks(1, predict.main, [*flags, "small/val"])
-    assert "--threshold has no effect: only multilabel and binary use it" in outcome.out
+    assert "--threshold has no effect" in outcome.out
     lines = [line for line in outcome.out.splitlines() if line.startswith("small/val/")]
     assert len(lines) == 20 and all(line.count(",") == 1 for line in lines)
     assert any(line.split() == ["...", "13", "more"] for line in outcome.out.splitlines())
 
 
 def test_cells_that_a_spreadsheet_would_run_are_texts_and_numbers_stay_numbers():
-    cells = ["=1+2", "+cmd", "-x.png", "@a", "\tb", "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", "a\r=b", "\n=c", None]
+    quoted = ["=1+2", "+cmd", "-x.png", "@a", "\tb", "\n=c"]
+    cells = [*quoted, "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", "a\r=b", None]
     columns = {"path": cells, "predicted": cells, "probability_1": [0.5] * len(cells)}
     rows = list(csv.DictReader(io.StringIO(encode(columns, Path("x.csv")).decode(), newline="")))
-    assert [row["path"] for row in rows] == [
-        *("'=1+2", "'+cmd", "'-x.png", "'@a", "'\tb", "-1", "+2.5e3", "a=b", 'q"q', "x,y", "ü\nz", "a\r=b", "'\n=c", "")
-    ]
+    assert [row["path"] for row in rows] == [*(f"'{cell}" for cell in quoted), *cells[len(quoted) : -1], ""]
     assert [row["path"] for row in json.loads(encode(columns, Path("x.json")))] == cells
     table = parquet.read_table(io.BytesIO(encode(columns, Path("x.parquet"))))
     assert table.to_pydict() == columns
@@ -357,7 +312,7 @@ def test_the_most_likely_class_is_that_of_the_outputs_where_probabilities_are_eq
     larger = float(np.nextafter(np.float32(0.1), np.float32(1)))
     outputs = torch.tensor([[0.1, larger, -90.0], [larger, 0.1, -90.0]])
     top, probabilities = task.most_likely(outputs, 5)
-    assert outputs[0, 0] < outputs[0, 1] and probabilities[0, 0] == probabilities[0, 1]
+    assert probabilities[0, 0] == probabilities[0, 1]
     assert top[:, 0].tolist() == task.evaluate(outputs, torch.tensor([0, 0]))[1].tolist() == [1, 0]
 
 
@@ -374,10 +329,8 @@ def test_rows_have_six_significant_digits():
     _, task = make_task(TrainConfig(task="classification"), ["a", "b"], None)
     top, values = np.array([[1, 0]] * 2), np.array([[2 / 3, 1 / 3], [1.23456789e-5, 0]])
     rows = make_rows(task, top, values, 2)
-    assert rows[0] == Row("b", ["b", "a"], [0.666667, 0.333333])
-    assert rows[1].probabilities == [1.23457e-05, 0]
+    assert rows == [Row("b", ["b", "a"], [0.666667, 0.333333]), Row("b", ["b", "a"], [1.23457e-05, 0])]
     bad = Row(None, [], [], "why")
-    assert columns_of([rows[0], bad], 2)["class_2"] == ["a", None]
     assert columns_of([bad], 2) == {name: [None] for name in columns_of(rows, 2)}
 
 
@@ -416,7 +369,7 @@ def test_a_probability_beside_a_long_name_is_on_one_line(tmp_path):
     names = ["a long name of several words, and more", "b" * 80]
     (tmp_path / "page.html").write_text(page("title", [Row(names[0], names, [0.355, 0.1])] * 2, find_images(["odd"])))
     with browser(tmp_path / "profile") as window:
-        for width in (200, 390, 1400):
+        for width in (200, 1400):
             window.open(tmp_path / "page.html", width)
             numbers = "[...document.querySelectorAll('.row span:last-child')]"
             heights = f"{numbers}.map(span => {{ const r = document.createRange(); r.selectNodeContents(span);"
@@ -426,17 +379,14 @@ def test_a_probability_beside_a_long_name_is_on_one_line(tmp_path):
 
 def test_the_page_holds_its_images_loads_nothing_and_shows_names_as_text():
     image_folder("odd", {"<script>x": 2}, (300, 500), "jpeg")
-    split = find_images(["odd"])
     rows = [Row("<b>&", ["<b>&", "c"], [0.75, 0.25]), Row(None, [], [], "it <is> broken")]
-    html = page("A <title>", rows, split)
+    html = page("A <title>", rows, find_images(["odd"]))
     found = _Found()
     found.feed(html)
-    images = [attributes for tag, attributes in found.tags if tag == "img"]
-    assert len(images) == 1 and images[0]["alt"] == "odd/<script>x/000.jpeg"
-    data = images[0]["src"].removeprefix("data:image/jpeg;base64,")
+    (image,) = [attributes for tag, attributes in found.tags if tag == "img"]
+    assert image["alt"] == "odd/<script>x/000.jpeg"
+    data = image["src"].removeprefix("data:image/jpeg;base64,")
     assert Image.open(io.BytesIO(base64.b64decode(data))).size == (192, 115)
     assert {"<b>&", "0.7500", "0.2500", "it <is> broken", "2 images, 1 of them cannot be read"} <= set(found.words)
-    tags = {tag for tag, _ in found.tags}
-    assert "script" not in tags and "b" not in tags and "link" not in tags
+    assert not {tag for tag, _ in found.tags} & {"script", "b", "link"}
     assert "http" not in html.replace("http-equiv", "") and "prefers-color-scheme: dark" in html
-    assert 'name="viewport"' in html

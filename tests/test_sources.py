@@ -1,18 +1,20 @@
 """--data from name to splits: every kind of source, how splits are chosen, and what is said when something is wrong."""
 
+import errno
 import os
 import resource
-import shutil
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torchvision
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
-from helpers.make_data import image_folder, mnist_files, parquet, pictures, table
+from helpers.make_data import encoded, image_folder, mnist_files, parquet, pictures, table
 from helpers.ranks import returned
 from PIL import Image as PillowImage
+from pyarrow import parquet as pq
 
 from utils.config.settings import TrainConfig
 from utils.data.cache import decode_all
@@ -79,11 +81,9 @@ def test_synthetic_sets_have_the_shape_that_their_name_says_and_can_be_learned()
 def open_ten_million():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data = load("synthetic/10x32x10000000")
-    pixels = decode_all(data.train, 32, 32, 3, "cache", None)
-    enlarged = decode_all(data.train, 40, 40, 3, "cache", iter)
-    assert pixels[np.array([9_999_999, 3])].shape == (2, 32, 32, 3)
-    assert enlarged[np.array([9_999_999, 3])].shape == (2, 40, 40, 3)
-    assert len(data.train) == 10**7
+    for side, progress in ((32, None), (40, iter)):  # as they are, and enlarged
+        pixels = decode_all(data.train, side, side, 3, "cache", progress)
+        assert pixels[np.array([9_999_999, 3])].shape == (2, side, side, 3)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 
@@ -91,12 +91,12 @@ def test_ten_million_synthetic_samples_open_in_little_memory():
     assert returned(1, open_ten_million)[0] < 1_000_000  # KiB, while the decoded images would take 30 GB
 
 
-@pytest.mark.parametrize("name", ["synthetic/", "synthetic/10x32", "synthetic/0x32x10", "synthetic/axbxc"])
+@pytest.mark.parametrize("name", ["synthetic/10x32", "synthetic/0x32x10"])
 def test_a_misspelt_synthetic_set_is_refused_with_the_right_spelling(name):
-    refused(name, "synthetic/CLASSESxSIZExCOUNT") if name != "synthetic/" else load(name)
+    refused(name, "synthetic/CLASSESxSIZExCOUNT")
 
 
-@pytest.mark.parametrize("name", ["nothing", "./no/such", "/no/such", "~/no", "a/b/c", "torchvision/MNISTY"])
+@pytest.mark.parametrize("name", ["nothing", "~/no", "a/b/c", "torchvision/MNISTY"])
 def test_data_that_do_not_exist_are_refused_before_anything_is_opened(name):
     with pytest.raises(ValueError, match=name):
         check_source(TrainConfig(data=name))
@@ -112,76 +112,53 @@ def test_a_hub_name_that_cannot_be_loaded_is_one_line_that_names_it():
     refused("someone/something", "--data someone/something", "no such file or folder", "Hub")
 
 
-def test_a_hub_set_is_read_like_a_local_one_and_its_flaws_are_told_as_they_are(monkeypatch):
+def test_a_hub_set_is_read_like_a_local_one_and_its_flaws_are_reported_as_they_are(monkeypatch):
     asked, splits = [], DatasetDict(train=table(labels_of(30), NAMED), test=table(labels_of(9), NAMED))
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: asked.append(names) or splits)
     data = load("someone/something", data_subset="small")
     assert asked == [("someone/something", "small")]
     assert (len(data.train), data.evaluation.name, data.class_names) == (30, "test", ANIMALS)
-    with pytest.raises(ValueError, match=r"^--label_column kind: no such column"):
-        load("someone/something", label_column="kind")
+    refused("someone/something", "--label_column kind: no such column", label_column="kind")
 
 
 # -- torchvision -----------------------------------------------------------------------------------------------------
 
 
-def digits_for_mnist():
+def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache():
     train, test = pictures(40, (28, 28), 1, seed=1), pictures(20, (28, 28), 1, seed=2)
-    return train, np.arange(40) % 10, test, np.arange(20) % 10
-
-
-@pytest.mark.parametrize("name", ["MNIST", "FashionMNIST"])
-def test_mnist_files_are_found_in_the_data_dir_or_in_the_cache(name):
-    train, train_labels, test, test_labels = digits_for_mnist()
     for root, settings in (("cache/torchvision", {}), ("mine", {"data_dir": "mine"})):
-        mnist_files(root, train=(train, train_labels), t10k=(test, test_labels))
-        os.rename(f"{root}/MNIST", f"{root}/{name}")
-        data = load(f"torchvision/{name}", **settings)
-        assert (decode_all(data.train, 28, 28, 1, "cache", None)[..., 0] == train).all()
-        assert (decode_all(data.evaluation, 28, 28, 1, "cache", None)[..., 0] == test).all()
-        assert (data.train.labels == train_labels).all() and (data.evaluation.labels == test_labels).all()
+        mnist_files(root, train=(train, np.arange(40) % 10), t10k=(test, np.arange(20) % 10))
+        data = load("torchvision/MNIST", **settings)
+        for split, images in ((data.train, train), (data.evaluation, test)):
+            assert (decode_all(split, 28, 28, 1, "cache", None)[..., 0] == images).all()
+            assert split.labels.tolist() == labels_of(len(images), 10)
         assert len(data.class_names) == 10 and peek(data.train) == (1, (28, 28))
-        assert (decode_all(data.train, 32, 32, 1, "cache", iter).shape) == (40, 32, 32, 1)
-
-
-def test_emnist_reads_the_characters_that_data_subset_names():
-    train, train_labels, test, test_labels = digits_for_mnist()
-    raw = Path("mine/EMNIST/raw")
-    mnist_files("mine", train=(train, train_labels), t10k=(test, test_labels))
-    raw.mkdir(parents=True)
-    for file in Path("mine/MNIST/raw").iterdir():
-        shutil.copy(file, raw / ("emnist-digits-" + file.name.replace("t10k", "test")))
-    data = load("torchvision/EMNIST", data_dir="mine", data_subset="digits")
-    assert (len(data.train), len(data.evaluation), len(data.class_names)) == (40, 20, 10)
-    refused("torchvision/EMNIST", "EMNIST", "vowels", data_dir="mine", data_subset="vowels")
+        assert decode_all(data.train, 32, 32, 1, "cache", iter).shape == (40, 32, 32, 1)
 
 
 def test_a_missing_set_that_cannot_be_downloaded_is_one_line_with_the_fix(monkeypatch):
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     refused("torchvision/MNIST", "torchvision/MNIST: not in nowhere", "download", "--data_dir", data_dir="nowhere")
-    refused("torchvision/StanfordCars", "torchvision/StanfordCars", "--data_dir", data_dir="nowhere")
     refused("torchvision/ImageNet", "torchvision/ImageNet: cannot be read in nowhere", "--data_dir", data_dir="nowhere")
 
 
-def test_a_set_held_as_an_array_is_read_whole(monkeypatch):
-    import pickle
+@pytest.mark.parametrize(("name", "subset"), [("CIFAR10", None), ("EMNIST", "letters")])
+def test_a_set_held_as_a_colour_array_is_read_whole_with_the_subset_that_a_flag_names(name, subset, monkeypatch):
+    class Stored(torchvision.datasets.VisionDataset):
+        def __init__(self, root, train=True, split=None):
+            assert split == subset
+            self.data = pictures(20, (32, 32), seed=int(train))
+            self.targets, self.classes = labels_of(20, 10), list("abcdefghij")
 
-    images = {name: pictures(20, (32, 32), seed=seed) for seed, name in enumerate(("data_batch_1", "test_batch"))}
-    folder = Path("mine/cifar-10-batches-py")
-    folder.mkdir(parents=True)
-    for name, pixels in images.items():
-        entry = {"data": pixels.transpose(0, 3, 1, 2).reshape(20, -1), "labels": labels_of(20, 10)}
-        (folder / name).write_bytes(pickle.dumps(entry))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    cifar = torchvision.datasets.CIFAR10
-    monkeypatch.setattr(cifar, "train_list", [["data_batch_1", None]])
-    monkeypatch.setattr(cifar, "test_list", [["test_batch", None]])
-    monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": None})
-    data = load("torchvision/CIFAR10", data_dir="mine")
-    assert (decode_all(data.train, 32, 32, 3, "cache", None) == images["data_batch_1"]).all()
-    assert (decode_all(data.evaluation, 32, 32, 3, "cache", None) == images["test_batch"]).all()
-    assert same_images(data.train.select(np.arange(3)), images["data_batch_1"][:3])
+        def __len__(self):
+            return 20
+
+    monkeypatch.setattr(torchvision.datasets, name, Stored)
+    data = load(f"torchvision/{name}", data_subset=subset)
+    for split, seed in ((data.train, 1), (data.evaluation, 0)):
+        images = pictures(20, (32, 32), seed=seed)
+        assert same_images(split, images) and (decode_all(split, 32, 32, 3, "cache", None) == images).all()
     assert data.class_names == list("abcdefghij") and data.train.labels.tolist() == labels_of(20, 10)
 
 
@@ -190,16 +167,12 @@ def test_a_set_with_a_split_argument_and_image_files_is_read_by_its_files():
         split: image_folder(f"mine/rendered-sst2/{folder}", {"negative": 4, "positive": 6}, seed=seed)
         for seed, (split, folder) in enumerate((("train", "train"), ("val", "valid"), ("test", "test")))
     }
-    data = load("torchvision/RenderedSST2", data_dir="mine")
-    assert data.evaluation.name == "val" and data.class_names == ["negative", "positive"]
+    for name in ("val", "test"):
+        data = load("torchvision/RenderedSST2", data_dir="mine", eval_split=name)
+        assert data.evaluation.name == name and data.class_names == ["negative", "positive"]
+        assert same_images(data.evaluation, [np.asarray(PillowImage.open(path)) for path in paths[name]])
     assert data.train.labels.tolist() == [0] * 4 + [1] * 6
-    assert same_images(data.evaluation, [np.asarray(PillowImage.open(path)) for path in paths["val"]])
     assert data.train.describe(7).endswith("positive/003.png")
-    before = data.train.cache_key
-    os.utime(data.train.images.paths[0], (1, 1))
-    assert load("torchvision/RenderedSST2", data_dir="mine").train.cache_key != before
-    test = load("torchvision/RenderedSST2", data_dir="mine", eval_split="test").evaluation
-    assert same_images(test, [np.asarray(PillowImage.open(path)) for path in paths["test"]])
 
 
 def test_a_set_that_only_gives_items_is_read_item_by_item(monkeypatch):
@@ -213,9 +186,7 @@ def test_a_set_that_only_gives_items_is_read_item_by_item(monkeypatch):
         assert same_images(split, [np.asarray(items[int(row)][0]) for row in split.rows])
 
 
-def test_torchvision_names_are_suggested_and_sets_without_classes_refused(monkeypatch):
-    for name in ("http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
+def test_torchvision_names_are_suggested_and_sets_without_classes_refused():
     refused("torchvision/mnist", "no such data set", "did you mean MNIST")
     voc = Path("mine/VOCdevkit/VOC2012")
     for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
@@ -224,7 +195,6 @@ def test_torchvision_names_are_suggested_and_sets_without_classes_refused(monkey
     (voc / "Annotations/one.xml").write_text("<annotation><object><name>cat</name></object></annotation>")
     (voc / "ImageSets/Main/train.txt").write_text("one\n")
     refused("torchvision/VOCDetection", "torchvision/VOCDetection: not a classification data set", data_dir="mine")
-    refused("torchvision/CelebA", "torchvision/CelebA: not in nowhere", "--data_dir", data_dir="nowhere")
 
 
 # -- image folders ---------------------------------------------------------------------------------------------------
@@ -242,43 +212,31 @@ def test_an_image_folder_without_splits_is_held_out_from():
         ]
 
 
-@pytest.mark.parametrize("name", ["test", "val", "valid", "validation"])
-def test_an_image_folder_with_two_splits_uses_both(name):
+def test_an_image_folder_with_two_splits_uses_both():
     image_folder("folder/train", {"cat": 6, "dog": 4}, kind="jpg")
-    image_folder(f"folder/{name}", {"dog": 3}, kind="jpg")
+    image_folder("folder/val", {"dog": 3}, kind="jpg")
     data = load("folder")
-    assert (len(data.train), data.evaluation.name, data.evaluation.labels.tolist()) == (10, name, [1, 1, 1])
+    assert (len(data.train), data.evaluation.name, data.evaluation.labels.tolist()) == (10, "val", [1, 1, 1])
 
 
-def test_other_folders_can_be_named_as_splits():
-    for name, count in (("first", 5), ("second", 3), ("train", 4)):
-        image_folder(f"folder/{name}", {"cat": count, "dog": count})
-    data = load("folder", train_split="first", eval_split="second")
-    assert (len(data.train), len(data.evaluation), data.evaluation.name) == (10, 6, "second")
-
-
-def test_only_images_count_at_any_depth_and_hidden_ones_do_not():
+def test_only_images_count_at_any_depth_and_in_any_case():
     image_folder("folder/cat/2020/may", {"day": 12}, kind="JPEG")
     image_folder("folder", {"dog": 12}, kind="PNG")
-    image_folder("folder", {".thumbnails": 12})
     Path("folder/cat/notes.txt").write_text("no image")
-    Path("folder/cat/._000.jpg").write_bytes(b"no image either")
     data = load("folder")
     assert data.class_names == ["cat", "dog"] and len(data.train) + len(data.evaluation) == 24
 
 
 def test_a_folder_that_holds_no_data_set_is_refused_with_what_it_should_hold():
-    Path("folder/train").mkdir(parents=True)
-    refused("folder", "folder/train: no images in it", "CLASS/IMAGE.jpg")
-    Path("folder/train/cat").mkdir()
+    Path("folder/train/cat").mkdir(parents=True)
     refused("folder", "folder/train: no images in it", "CLASS/IMAGE.jpg")
     image_folder("folder/train", {"cat": 9})
     image_folder("folder/test", {"emu": 2})
     refused("folder", "folder/test/emu", "no class of this name", "cat")
     parquet("clone/data", train=table(labels_of(9), NAMED))
     refused("clone", "clone: no images in it", "give clone/data")
-    Path("file.txt").write_text("nothing")
-    refused("file.txt", "file.txt: is neither a folder nor a table; give a folder, or")
+    Path("file.txt").touch()
+    refused("file.txt", "file.txt: is neither a folder nor a table")
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -324,10 +282,8 @@ def test_a_single_table_is_held_out_from(layout):
     images, splits = tables()
     parquet("tables", train=splits["train"])
     splits["train"].save_to_disk("saved")
-    data = load(
-        {"parquet file": "tables/train-00000-of-00001.parquet", "saved": "saved"}.get(layout)
-        or next(Path("saved").glob("*.arrow"))
-    )
+    (arrow,) = Path("saved").glob("*.arrow")
+    data = load({"parquet file": "tables/train-00000-of-00001.parquet", "arrow file": arrow, "saved": "saved"}[layout])
     assert (len(data.train), len(data.evaluation)) == (27, 3)
     for split in (data.train, data.evaluation):
         assert same_images(split, images["train"][split.rows])
@@ -355,13 +311,10 @@ def test_files_are_grouped_into_splits_by_their_names():
 
 def plain_parquet(path, labels, images):
     """As a writer that knows nothing of `datasets` leaves it: a struct of bytes, no types of features."""
-    import pyarrow as pa
-    from helpers.make_data import encoded
-    from pyarrow import parquet
 
     files = [{"bytes": encoded(image, "PNG"), "path": f"{i}.png"} for i, image in enumerate(images)]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pa.table({"picture": files, "category": labels}), path)
+    pq.write_table(pa.table({"picture": files, "category": labels}), path)
 
 
 @pytest.mark.parametrize("labels, names", [([0, 2, 1], ["0", "1", "2"]), (["emu", "cat", "dog"], ANIMALS)])
@@ -370,10 +323,9 @@ def test_a_plain_parquet_file_needs_no_types_of_columns(labels, names):
     plain_parquet("tables/train.parquet", labels * 10, images)
     plain_parquet("tables/test.parquet", labels, images[:3])
     data = load("tables")
-    assert data.class_names == names
-    wanted = [names.index(label) if isinstance(label, str) else label for label in labels * 10]
-    assert data.train.labels.tolist() == wanted and same_images(data.train, images)
-    assert data.evaluation.labels.tolist() == wanted[:3]
+    assert [data.class_names[label] for label in data.train.labels] == [str(label) for label in labels * 10]
+    assert data.class_names == names and same_images(data.train, images)
+    assert data.evaluation.labels.tolist() == data.train.labels[:3].tolist()
 
 
 @pytest.mark.parametrize(
@@ -387,11 +339,10 @@ def test_a_plain_parquet_file_needs_no_types_of_columns(labels, names):
 )
 def test_labels_of_every_kind_become_numbers_and_names(feature, values, names):
     table(values * 10, feature).save_to_disk("tables")
-    data = load("tables")
-    assert data.class_names == names
-    numbers = [names.index(value) if isinstance(value, str) else int(value) for value in values]
+    data, expected = load("tables"), [names.index(v) if isinstance(v, str) else int(v) for v in values]
+    assert data.class_names == names and data.train.labels.dtype == np.int64
     for split in (data.train, data.evaluation):
-        assert split.labels.dtype == np.int64 and split.labels.tolist() == [numbers[row % 3] for row in split.rows]
+        assert split.labels.tolist() == [expected[row % 3] for row in split.rows]
 
 
 def test_columns_are_found_by_type_or_by_name():
@@ -409,18 +360,8 @@ def test_columns_are_found_by_type_or_by_name():
 
 def test_columns_that_do_not_fit_are_refused():
     table(labels_of(30), NAMED, weight=([0.5] * 30, Value("float32"))).save_to_disk("tables")
-    refused(
-        "tables",
-        "--image_column photo: no such column; set --image_column to one of image, label, weight",
-        image_column="photo",
-    )
-    refused(
-        "tables",
-        "--label_column kind: no such column; set --label_column to one of image, label, weight",
-        label_column="kind",
-    )
+    refused("tables", "--image_column photo: no such column", "image, label, weight", image_column="photo")
     refused("tables", "--image_column label: holds ", image_column="label")
-    refused("tables", "--label_column image: labels must be integers or strings", label_column="image")
     refused("tables", "--label_column weight: labels must be integers or strings", label_column="weight")
     Dataset.from_dict({"number": [1, 2, 3]}).save_to_disk("numbers")
     refused("numbers", "there is no image column", "--image_column", "number")
@@ -438,58 +379,41 @@ def test_a_split_without_a_label_column_is_refused_only_when_it_is_used():
 def test_labels_outside_the_classes_are_refused_with_their_place():
     DatasetDict(train=table(labels_of(30), NAMED), test=table([-1] * 5, NAMED)).save_to_disk("unlabelled")
     refused("unlabelled", "image 0 of split 'test' has the label -1, outside 0..2", "unlabelled", "--eval_split")
-    holed = {"train": table([0, 1, None] * 5, Value("int64"))}
-    DatasetDict(holed).save_to_disk("holed")
-    refused("holed", "image 2 of split 'train' has a null label; fill it in")
-    more = {"train": table([0, 1] * 5, Value("int64")), "test": table([0, 1, 2], Value("int64"))}
-    DatasetDict(more).save_to_disk("more")
-    refused("more", "image 2 of split 'test' has the label 2, outside 0..1")
+    table([0, 1, None] * 5, Value("int64")).save_to_disk("holed")
+    refused("holed", "image 2 of split 'train' has a null label")
     named = {"train": table(["a", "b"] * 5, Value("string")), "test": table(["a", "emu"], Value("string"))}
     DatasetDict(named).save_to_disk("named")
     refused("named", "split 'test' has the class 'emu'", "the training split has only a, b")
 
 
-def write_arrow(path, dataset):
-    import pyarrow as pa
-
-    with pa.ipc.new_stream(path, dataset.features.arrow_schema) as stream:
-        stream.write_table(dataset.data.table)
-
-
 def test_empty_splits_are_refused():
-    DatasetDict(train=table(labels_of(30), NAMED), test=table([], NAMED)).save_to_disk("tables")
-    refused("tables", "tables: cannot be read", "a table must have rows")
-    shutil.rmtree("tables")
-    empty = Dataset.from_dict({"image": [], "label": []}, features=Features({"image": Image(), "label": NAMED}))
-    write_arrow("none.arrow", empty)
-    refused("none.arrow", "split 'train' is empty", "--train_split")
     parquet("files", train=table(labels_of(30), NAMED), test=table([], NAMED))
     refused("files", "test-00000-of-00001.parquet", "a table must have rows")
+    empty = Dataset.from_dict({"image": [], "label": []}, features=Features({"image": Image(), "label": NAMED}))
+    with pa.ipc.new_stream("none.arrow", empty.features.arrow_schema) as stream:
+        stream.write_table(empty.data.table)
+    refused("none.arrow", "split 'train' is empty", "--train_split")
 
 
-@pytest.mark.parametrize("cause", ["Not a directory", "File too large"])
-def test_a_cache_that_cannot_be_written_is_named_and_not_the_healthy_data(cause):
+def test_a_cache_that_cannot_be_written_is_named_and_not_the_healthy_data(monkeypatch):
     parquet("tables", train=table(labels_of(30), NAMED))
     Path("file").touch()
-    assert returned(1, _read_without_a_cache, cause) == [True]
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("file/datasets"))
+    refused("tables", "file/datasets: ", "cannot be written (Not a directory); set HF_HOME to")
+
+    def fill_disk(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(datasets, "load_dataset", fill_disk)
+    refused("tables", "cannot be written (No space left on device); set HF_HOME to")
 
 
-def _read_without_a_cache(cause):
-    datasets.config.HF_DATASETS_CACHE = Path("file/datasets") if cause == "Not a directory" else Path("cache")
-    if cause == "File too large":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-    with pytest.raises(ValueError, match=rf"^(file/datasets|cache): .* cannot be written \({cause}\); set HF_HOME to"):
-        load_data(TrainConfig(data="tables"))
-    return True
-
-
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "middle"])
+@pytest.mark.parametrize("damage", ["truncated", "middle"])
 def test_a_corrupt_parquet_file_is_named(damage):
     parquet("tables", train=table(labels_of(30), NAMED), test=table(labels_of(9), NAMED))
     file = Path("tables/test-00000-of-00001.parquet")
     raw = file.read_bytes()
-    middle = raw[:200] + b"\xff" * 400 + raw[600:]
-    file.write_bytes({"truncated": raw[: len(raw) // 2], "garbage": b"nothing", "middle": middle}[damage])
+    file.write_bytes(raw[: len(raw) // 2] if damage == "truncated" else raw[:200] + b"\xff" * 400 + raw[600:])
     refused("tables", "tables" if damage == "middle" else str(file), "cannot be read", "fix or remove it")
 
 
@@ -497,12 +421,9 @@ def test_a_damaged_arrow_file_or_saved_folder_is_named():
     table(labels_of(30), NAMED).save_to_disk("saved")
     file = next(Path("saved").glob("*.arrow"))
     file.write_bytes(file.read_bytes()[:500])
-    refused("saved", "saved: cannot be read")
     refused(file, f"{file}: cannot be read")
     file.unlink()
     refused("saved", "saved: cannot be read", "data-00000-of-00001.arrow")
-    Path("saved/state.json").write_text("{")
-    refused("saved", "saved: cannot be read")
 
 
 # -- which splits ----------------------------------------------------------------------------------------------------
@@ -512,32 +433,29 @@ def test_splits_are_chosen_by_name_and_by_custom():
     sizes = {"train": 30, "validation": 6, "test": 9, "extra": 12}
     splits = {name: table(labels_of(size), NAMED) for name, size in sizes.items()}
     DatasetDict(splits).save_to_disk("tables")
-
-    def sizes_with(**settings):
+    for settings, expected in (
+        ({}, (30, "validation", 6)),
+        ({"eval_split": "test"}, (30, "test", 9)),
+        ({"train_split": "validation"}, (6, "test", 9)),
+        ({"train_split": "extra", "eval_fraction": 0.25}, (9, "hold-out of extra", 3)),
+    ):
         data = load("tables", **settings)
-        return len(data.train), data.evaluation.name, len(data.evaluation)
-
-    assert sizes_with() == (30, "validation", 6)
-    assert sizes_with(eval_split="test") == (30, "test", 9)
-    assert sizes_with(train_split="extra") == (12, "validation", 6)
-    assert sizes_with(train_split="validation") == (6, "test", 9)
-    assert sizes_with(eval_fraction=0.5) == (15, "hold-out of train", 15)
-    assert sizes_with(train_split="extra", eval_fraction=0.25) == (9, "hold-out of extra", 3)
-    refused("tables", "--train_split day: no such split; use one of train, validation, test, extra", train_split="day")
-    refused("tables", "--eval_split day: no such split; use one of train, validation, test, extra", eval_split="day")
+        assert (len(data.train), data.evaluation.name, len(data.evaluation)) == expected
+    for flag in ("train_split", "eval_split"):
+        refused("tables", f"--{flag} day: no such split; use one of train, validation, test, extra", **{flag: "day"})
     DatasetDict(one=splits["train"], two=splits["test"]).save_to_disk("others")
     refused("others", "no split called train", "--train_split", "one, two")
     assert len(load("others", train_split="one").train) == 27
     DatasetDict(one=splits["train"]).save_to_disk("single")
-    assert (len(load("single").train), load("single").evaluation.name) == (27, "hold-out of one")
+    assert load("single").evaluation.name == "hold-out of one"
 
 
-def labelled(counts, images=None):
+def labelled(counts):
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
-    return whole_split("train", np.zeros((len(labels), 1, 1), np.uint8) if images is None else images, labels, "made")
+    return whole_split("train", np.zeros((len(labels), 1, 1), np.uint8), labels, "made")
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.1, 1 / 3, 0.5, 0.9])
+@pytest.mark.parametrize("fraction", [0.05, 1 / 3, 0.9])
 def test_a_hold_out_is_disjoint_complete_and_of_every_class_its_share(fraction):
     split = labelled([500, 100, 37, 10, 6, 1])
     rest, held = hold_out(split, fraction, seed=3)
@@ -553,12 +471,9 @@ def test_a_hold_out_is_disjoint_complete_and_of_every_class_its_share(fraction):
 
 def test_a_hold_out_is_the_same_for_a_seed_and_another_for_another():
     split = labelled([100, 100])
-    first = hold_out(split, 0.2, 0)[1].rows
-    assert (hold_out(split, 0.2, 0)[1].rows == first).all()
-    for seed in range(1, 6):
-        common = len(set(first) & set(hold_out(split, 0.2, seed)[1].rows))
-        assert common < 25  # of 40, where 8 are to be expected
-    often = np.bincount(np.concatenate([hold_out(split, 0.2, seed)[1].rows for seed in range(200)]), minlength=200)
+    held = [hold_out(split, 0.2, seed)[1].rows for seed in range(200)]
+    assert (hold_out(split, 0.2, 0)[1].rows == held[0]).all()
+    often = np.bincount(np.concatenate(held), minlength=200)
     assert often.min() > 15 and often.max() < 70  # every sample's turn comes, about 40 times
 
 
@@ -575,28 +490,22 @@ def test_a_hold_out_of_nothing_or_everything_is_refused(counts, fraction):
 
 
 def test_subsets_are_random_and_of_both_splits():
-    data = load("digits", max_train_samples=100, max_eval_samples=50)
-    whole = load("digits")
+    data, whole = load("digits", max_train_samples=100, max_eval_samples=50), load("digits")
     assert (len(data.train), len(data.evaluation)) == (100, 50)
     assert set(data.train.rows) <= set(whole.train.rows) and set(data.evaluation.rows) <= set(whole.evaluation.rows)
     assert data.train.rows.max() > 1400 and len(set(data.train.labels)) == 10
     assert (data.train.rows == load("digits", max_train_samples=100).train.rows).all()
     assert set(data.train.rows) != set(random_subset(whole.train, 100, seed=1).rows)
-    assert len(load("digits", max_train_samples=10**6).train) == len(whole.train)
+    assert len(random_subset(whole.train, 10**6, seed=1)) == len(whole.train)
 
 
 def test_eval_gets_the_split_that_was_evaluated_or_trained_on_or_any_other():
     sizes = {"train": 30, "validation": 6, "test": 9}
     DatasetDict({name: table(labels_of(size), NAMED) for name, size in sizes.items()}).save_to_disk("tables")
     config = TrainConfig(data="tables", max_train_samples=5)
-    for name, (expected, size) in {
-        None: ("validation", 6),
-        "train": ("train", 30),
-        "test": ("test", 9),
-        "validation": ("validation", 6),
-    }.items():
+    for name, expected in ((None, "validation"), ("train", "train"), ("test", "test")):
         split = load_split(config, name, ANIMALS)
-        assert (split.name, len(split)) == (expected, size)
+        assert (split.name, len(split)) == (expected, sizes[expected])
     with pytest.raises(ValueError, match="--split day: no such split; use one of train, validation, test"):
         load_split(config, "day", ANIMALS)
     config = TrainConfig(data="tables", eval_fraction=0.2, max_eval_samples=4)
@@ -604,7 +513,6 @@ def test_eval_gets_the_split_that_was_evaluated_or_trained_on_or_any_other():
     held, trained = load_split(config, None, ANIMALS), load_split(config, "train", ANIMALS)
     assert (held.rows == data.evaluation.rows).all() and len(held) == 4
     assert len(trained) == 4 and set(trained.rows) <= set(data.train.rows)
-    assert len(load_split(config, "test", ANIMALS)) == 4
 
 
 def test_eval_counts_classes_as_the_checkpoint_does():
@@ -616,3 +524,5 @@ def test_eval_counts_classes_as_the_checkpoint_does():
         load_split(config, "train", ["cat", "emu"])
     only_cats = split.select(np.flatnonzero(split.labels == 2))
     assert set(renumber(only_cats, ["emu", "ant", "cat", "dog"], ["cat"]).labels) == {0}
+    several = whole_split("test", np.zeros((2, 2, 2), np.uint8), [[1, 0, 0], [1, 1, 0]], "")
+    assert renumber(several, ["bird", "dog", "emu"], ["dog", "bird", "cat"]).labels.tolist() == [[0, 1, 0], [1, 1, 0]]

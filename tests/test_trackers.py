@@ -75,7 +75,7 @@ def test_tensorboard_has_the_points_of_the_log_after_a_kill_and_a_resume():
     assert [step for step, _ in expected["eval/accuracy"]] == [5, 10, 12]
     assert points_of_tensorboard(folder) == expected
     assert len(list(folder.glob("events.*"))) == 1  # of rank 0 of the resumed start
-    settings = Path(next(folder.glob("*/hparams.yml"))).read_text()
+    settings = next(folder.glob("*/hparams.yml")).read_text()
     assert "log_every: 3\n" in settings and "processes: 2\n" in settings and "versions/torch: " in settings
     assert os.getcwd() not in settings and "output_dir" not in settings
 
@@ -89,14 +89,18 @@ class Fake(GeneralTracker):
 
     name, requires_logging_directory, main_process_only = "fake", False, False
     made: dict[str, list] = {}  # noqa: RUF012
+    options: list[dict] = []  # noqa: RUF012
+    starting_step = 0
 
     def __init__(self, project: str, **options):
         super().__init__()
         self.got, self.fails = self.made.setdefault(project, []), project == "failing"
+        self.options.append(options)
+        self.id = options.get("id", "new")
 
     @property
-    def tracker(self) -> list:
-        return self.got
+    def tracker(self):
+        return self
 
     def store_init_configuration(self, values: dict) -> None:
         self.got.append(values)
@@ -113,13 +117,13 @@ class Fake(GeneralTracker):
 @pytest.fixture
 def opened(monkeypatch, tmp_path):
     """Opens a log with trackers of these names."""
-    Fake.made = {}
+    monkeypatch.setattr(Fake, "made", {})
+    monkeypatch.setattr(Fake, "options", [])
 
     def open_log(*names: str, state: TrainState | None = None) -> RunLog:
         for name in names:
             monkeypatch.setenv(f"{name.upper()}_PROJECT", name)
-        config = TrainConfig(lr=0.5)
-        more = {name: partial(Tracker, name, Fake, config) for name in names}
+        more = {name: partial(Tracker, name, Fake, TrainConfig(lr=0.5)) for name in names}
         return RunLog(tmp_path, True, state or TrainState(), 9, TASK, more)
 
     return open_log
@@ -134,37 +138,29 @@ TRAIN = {"loss": 0.5, "lr": 0.1, "images_per_second": 1.0, "data_wait": 0.0, "se
 SENT = {f"train/{name}": value for name, value in TRAIN.items()}
 
 
-def test_a_tracker_gets_the_settings_and_then_the_finite_numbers_of_each_record(opened):
+def test_a_tracker_gets_the_settings_the_finite_numbers_and_after_a_resume_the_kept_records(opened):
     log = opened("one")
     write_start(log, 0)
     odd = {"list": [1.0], "flag": True, "text": "a", "none": None}
-    log.write("train", step=1, **TRAIN, bad=float("inf"), **odd)
-    log.write("end", step=1, reason="max_seconds", number=2)
-    log.close()
-    assert Fake.made == {"one": [SETTINGS, (1, SENT), "finished"]}
-
-
-def test_evaluations_of_the_weights_and_of_their_average_have_different_names(opened):
-    log = opened("one")
-    shared = {"step": 5, "epoch": 1, "split": "test", "count": 4, "seconds": 1.0}
-    for weights, accuracy in (("raw", 0.5), ("ema", 0.75)):
-        log.write("eval", **shared, weights=weights, accuracy=accuracy, top5=1.0, loss=1.0)
-    log.write("eval", **shared | {"step": 6}, accuracy=0.25, top5=1.0, loss=1.0)
-    found = [(step, next(name for name in sent if name.endswith("accuracy"))) for step, sent in Fake.made["one"]]
-    assert found == [(5, "eval/accuracy"), (5, "eval_ema/accuracy"), (6, "eval/accuracy")]
-    assert [sent[name] for (_, sent), (_, name) in zip(Fake.made["one"], found, strict=True)] == [0.5, 0.75, 0.25]
-
-
-def test_a_resumed_run_gives_a_tracker_the_kept_records_again_and_no_others(opened):
-    log = opened("one")
-    write_start(log, 0)
     for step in (1, 2, 3):
-        log.write("train", step=step, **TRAIN)
+        log.write("train", step=step, **TRAIN, bad=float("inf"), **odd)
+    log.write("end", step=3, reason="max_seconds", number=2)
+    log.close()
+    assert Fake.made == {"one": [SETTINGS, (1, SENT), (2, SENT), (3, SENT), "finished"]}
     Fake.made.clear()
     log = opened("one", state=TrainState(step=2))
     write_start(log, 2)
     log.write("train", step=3, **TRAIN)
     assert Fake.made == {"one": [SETTINGS, (1, SENT), (2, SENT), (3, SENT)]}
+
+
+def test_evaluations_of_the_weights_and_of_their_average_have_different_names(opened):
+    log = opened("one")
+    shared = {"epoch": 1, "split": "test", "count": 4, "seconds": 1.0, "top5": 1.0, "loss": 1.0}
+    for step, weights, accuracy in ((5, {"weights": "raw"}, 0.5), (5, {"weights": "ema"}, 0.75), (6, {}, 0.25)):
+        log.write("eval", step=step, accuracy=accuracy, **weights, **shared)
+    found = [(step, *item) for step, sent in Fake.made["one"] for item in sent.items() if item[0].endswith("accuracy")]
+    assert found == [(5, "eval/accuracy", 0.5), (5, "eval_ema/accuracy", 0.75), (6, "eval/accuracy", 0.25)]
 
 
 def test_a_tracker_that_fails_stops_neither_the_run_nor_another_tracker(opened, capsys):
@@ -178,36 +174,17 @@ def test_a_tracker_that_fails_stops_neither_the_run_nor_another_tracker(opened, 
     assert "sink failing: no network; the run continues without it" in capsys.readouterr().out.splitlines()
 
 
-class WandB(Fake):
-    """What the sink uses of W&B's tracker: its run has an id, and the step after the last that W&B has."""
-
-    made: dict[str, list] = {}  # noqa: RUF012
-    options: list[dict] = []  # noqa: RUF012
-    starting_step = 0
-
-    def __init__(self, project: str, **options):
-        super().__init__(project)
-        self.options.append(options)
-        self.id = options["id"]
-
-    @property
-    def tracker(self):
-        return self
-
-
-def test_a_resumed_run_continues_its_run_in_wandb_and_sends_only_what_is_missing_there(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
+def test_a_resumed_run_continues_its_run_in_wandb_and_sends_only_what_is_missing_there(opened, tmp_path, monkeypatch):
     for resumed in (False, True):
-        sink = {"wandb": partial(Tracker, "wandb", WandB, TrainConfig())}
-        log = RunLog(tmp_path, True, TrainState(step=4 * resumed), 9, TASK, sink)
+        log = opened("wandb", state=TrainState(step=4 * resumed))
         write_start(log, 4 * resumed)
         for step in range(4 * resumed + 1, 7):
             log.write("train", step=step, **TRAIN)
-        WandB.starting_step = 4  # it has those up to update 3
-    first, second = WandB.options
+        monkeypatch.setattr(Fake, "starting_step", 4)  # it has those up to update 3
+    first, second = Fake.options
     assert first == second and first["resume"] == "allow" and len(first["id"]) == 32
     assert first["name"] == tmp_path.name and first["settings"]["x_disable_meta"]
-    sent = [entry[0] for entry in WandB.made["mine"] if isinstance(entry, tuple)]
+    sent = [entry[0] for entry in Fake.made["wandb"] if isinstance(entry, tuple)]
     assert sent == [1, 2, 3, 4, 5, 6, 4, 5, 6]
 
 
@@ -217,16 +194,15 @@ def test_only_changed_settings_are_sent_and_no_folder_or_host_name():
     config = TrainConfig(data="/home/someone/pets", class_weights="~/weights.yaml", flip=False, **places)
     config = replace(config, optimizer_args={"betas": [0.9, 0.95]})
     sent = {"data": "pets", "class_weights": "weights.yaml", "optimizer_args/betas": "[0.9, 0.95]", "flip": False}
-    assert settings_to_send(config) == sent
-    assert settings_to_send(TrainConfig()) == {}
+    assert settings_to_send(config) == sent and settings_to_send(TrainConfig()) == {}
 
 
 def test_an_unknown_tracker_or_one_without_its_package_is_refused_before_the_run(monkeypatch):
     monkeypatch.setattr("accelerate.tracking._available_trackers", [])
-    wrong = "train.py: error: --report_to tensorbord: no such tracker; did you mean tensorboard?"
-    assert refused(train.main, "--report_to", "tensorbord") == wrong
-    missing = "train.py: error: --report_to mlflow: its package is not installed; run: python -m pip install mlflow"
-    assert refused(train.main, "--report_to", " mlflow,wandb", processes=2) == missing
+    wrong = "--report_to tensorbord: no such tracker; did you mean tensorboard?"
+    assert wrong in refused(train.main, "--report_to", "tensorbord")
+    missing = "--report_to mlflow: its package is not installed; run: python -m pip install mlflow"
+    assert missing in refused(train.main, "--report_to", " mlflow,wandb", processes=2)
     assert not Path("runs").exists()
 
 
@@ -236,65 +212,38 @@ def test_a_list_of_trackers_names_each_sink_once():
     assert TRACKERS.sinks(TrainConfig()) == {} and list(SINKS) == ["terminal"]
 
 
-def test_a_dry_run_and_a_replay_start_no_tracker(monkeypatch):
-    class Started(Fake):
-        requires_logging_directory = True
-
+def test_only_a_run_starts_its_tracker_and_one_that_cannot_be_started_ends_all_ranks(monkeypatch):
+    class NotLoggedIn(Fake):
         def __init__(self, *_, **__):
-            raise OSError("the tracker was started")
+            raise type("UsageError", (Exception,), {})("no API key\nconfigured")  # as in W&B, not a ValueError
 
-    monkeypatch.setitem(TRACKERS, "tensorboard", Started)
+    monkeypatch.setitem(TRACKERS, "tensorboard", NotLoggedIn)
     flags = [*FLAGS, "--report_to", "tensorboard"]
     returned(1, train.main, [*flags, "--dry_run"])
     returned(1, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "2"])
     settings = Path("runs/run/config.yaml")
     settings.write_text(settings.read_text().replace("report_to: null", "report_to: tensorboard"))
     returned(1, replay.main, ["--run", "runs/run", "--update", "2", "--cpu"])
-    problem = "--report_to tensorboard: the tracker cannot be started (the tracker was started)"
-    assert refused(train.main, *flags).startswith(f"train.py: error: {problem}; ")
-
-
-def test_a_tracker_that_cannot_be_started_ends_all_ranks_with_one_line(monkeypatch):
-    class NotLoggedIn(Fake):
-        def start(self):
-            raise type("UsageError", (Exception,), {})("no API key\nconfigured")  # as in W&B, not a ValueError
-
-    monkeypatch.setitem(TRACKERS, "tensorboard", NotLoggedIn)
     problem = "--report_to tensorboard: the tracker cannot be started (no API key configured)"
-    fix = "correct its settings, log in to it, or leave it out"
-    line = refused(train.main, *FLAGS, "--report_to", "tensorboard", processes=2)
-    assert line == f"train.py: error: {problem}; {fix}"
+    assert refused(train.main, *flags, processes=2).startswith(f"train.py: error: {problem}; ")
 
 
-def test_a_run_of_trackio_is_deleted_on_its_own_machine_and_missed_on_another(tmp_path, monkeypatch):
-    runs = {"lockstep": ["mine", "other"]}
-
-    class Run(SimpleNamespace):
-        def delete(self) -> None:
-            runs["lockstep"].remove(self.id)
+def test_a_run_of_trackio_is_deleted_on_its_own_machine_and_missed_on_another(opened, tmp_path, monkeypatch):
+    runs = {"trackio": ["mine", "other"]}
 
     class Api:
-        def runs(self, project: str) -> list[Run]:
+        def runs(self, project: str) -> list:
             if project not in runs:
                 raise ValueError(f"Project '{project}' does not exist")  # as trackio
-            return [Run(id=name) for name in runs[project]]
-
-    class Trackio(Fake):
-        id, made = "new", {}
-
-        @property
-        def tracker(self):
-            return self
+            own = runs[project]
+            return [SimpleNamespace(id=name, delete=partial(own.remove, name)) for name in own]
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Api=Api))
-    for project in ("lockstep", "on_another_machine"):
+    for _ in range(2):
         (tmp_path / "trackers.json").write_text('{"trackio": "mine", "wandb": "kept"}')
-        monkeypatch.setenv("TRACKIO_PROJECT", project)
-        sink = {"trackio": partial(Tracker, "trackio", Trackio, TrainConfig())}
-        RunLog(tmp_path, True, TrainState(), 9, TASK, sink).close()
+        opened("trackio").close()
         assert json.loads((tmp_path / "trackers.json").read_text()) == {"trackio": "new", "wandb": "kept"}
-        assert runs["lockstep"] == ["other"]
-    assert list(Trackio.made) == ["lockstep", "on_another_machine"]
+        assert runs.pop("trackio", ["other"]) == ["other"]  # then the project is on another machine
 
 
 def test_files_of_tensorboard_that_cannot_be_deleted_are_not_mixed_with_new_ones(tmp_path):
