@@ -65,13 +65,11 @@ class Left(Exception):
     """The watchdog has ended the process."""
 
 
-def watched(monkeypatch, looks, timeout=600.0, orphaned=lambda: False, what="a training batch", main=True):
+def watched(monkeypatch, looks, orphaned=lambda: False, what="a training batch", main=True):
     """What the watchdog reported in these looks, and the text and code that it exited with, if it did."""
-    said, dog = [], watch.Watch(0 if main else 1, timeout, "train.py", orphaned)
+    said, last, dog = [], [], watch.Watch(0 if main else 1, 600.0, "train.py", orphaned)
     dog._stop = Clock(monkeypatch, looks)
     monkeypatch.setattr(watch, "print_line", lambda prog, text: said.append(text))
-
-    last = []
     monkeypatch.setattr(watch, "print_last_line", lambda prog, text: last.append(text))
 
     def leave(code):
@@ -175,8 +173,8 @@ def all_gone():
 def begin(processes, *flags, halves=(0, 1), launcher=False):
     """Train for two updates; each of these halves of the fourth global batch, one half per rank, has a dead sample."""
     dead = [int(permutation(40, 0, 0)[3 * 8 + 4 * half + 1]) for half in halves]
-    arguments = train.main, [*FLAGS, *flags], utils.data.datasets, dead
-    launch = start_ranks(processes, _dead_disk, *arguments, launcher=launcher)
+    flags = [*FLAGS, *flags]
+    launch = start_ranks(processes, _dead_disk, train.main, flags, utils.data.datasets, dead, launcher=launcher)
     until(has_logged(2))  # so that the ranks have met for the last time: Accelerate reads one batch ahead
     until(readers)
     return launch

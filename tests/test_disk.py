@@ -17,7 +17,7 @@ import psutil
 import pytest
 from helpers.make_data import image_folder
 from helpers.ranks import Outcome, as_nobody, returned, run_ranks, start_ranks
-from helpers.training_runs import await_save, hold, records, same_tensors, slow_train, train_run, weights
+from helpers.training_runs import MLP, await_save, hold, records, same_tensors, slow_train, train_run, weights
 from helpers.waiting import has_ended, records_so_far, until
 from safetensors.torch import load_file
 
@@ -27,21 +27,7 @@ import utils.runs.folder
 from utils.runs.manifest import verify
 from utils.runs.writing import update_pointers
 
-FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--max_train_samples", "480"]
-FLAGS += [
-    "--max_steps",
-    "12",
-    "--save_every",
-    "3",
-    "--eval_every",
-    "6",
-    "--log_every",
-    "2",
-    "--keep",
-    "9",
-    "--report",
-    "false",
-]
+FLAGS = [*MLP, "--max_steps", "12", "--save_every", "3", "--eval_every", "6", "--log_every", "2", "--keep", "9"]
 SMALL = 4096  # bytes: more than the log of these runs, less than any checkpoint's part that a rank writes
 CHECKPOINTS = Path("runs/run/checkpoints")
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from helpers.machines import run_command
 from helpers.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -91,9 +92,9 @@ class Slurm:
 
     def start(self) -> None:
         """Start the network and the daemons, and wait until both nodes are there."""
-        _run("ip", "link", "add", _BRIDGE, "type", "bridge")
-        _run("ip", "address", "add", _OWN_ADDRESS, "dev", _BRIDGE)
-        _run("ip", "link", "set", _BRIDGE, "up")
+        run_command("ip", "link", "add", _BRIDGE, "type", "bridge")
+        run_command("ip", "address", "add", _OWN_ADDRESS, "dev", _BRIDGE)
+        run_command("ip", "link", "set", _BRIDGE, "up")
         self._start_munge()
         for node in _ADDRESSES:
             self._make_network(node)
@@ -135,17 +136,17 @@ class Slurm:
 
     def cut(self, node: str) -> None:
         """Pull the network cable of a node."""
-        _run("ip", "link", "set", f"{node}-port", "down")
+        run_command("ip", "link", "set", f"{node}-port", "down")
 
     def heal(self, node: str) -> None:
-        _run("ip", "link", "set", f"{node}-port", "up")
+        run_command("ip", "link", "set", f"{node}-port", "up")
 
     def slow_down(self, node: str) -> None:
         """Let 20 Mbit/s through to a node."""
-        _run("tc", *f"qdisc add dev {node}-port root tbf rate 20mbit burst 32kb latency 400ms".split())
+        run_command("tc", *f"qdisc add dev {node}-port root tbf rate 20mbit burst 32kb latency 400ms".split())
 
     def speed_up(self, node: str) -> None:
-        _run("tc", "qdisc", "delete", "dev", f"{node}-port", "root")
+        run_command("tc", "qdisc", "delete", "dev", f"{node}-port", "root")
 
     def power_off(self, node: str) -> None:
         """End everything that runs on a node at once."""
@@ -173,11 +174,11 @@ class Slurm:
         until((folder / "socket").exists, 10)
 
     def _make_network(self, node: str) -> None:
-        _run("ip", "netns", "add", node)
-        _run("ip", "link", "add", f"{node}-port", "type", "veth", "peer", "name", "eth0", "netns", node)
-        _run("ip", "link", "set", f"{node}-port", "master", _BRIDGE, "up")
+        run_command("ip", "netns", "add", node)
+        run_command("ip", "link", "add", f"{node}-port", "type", "veth", "peer", "name", "eth0", "netns", node)
+        run_command("ip", "link", "set", f"{node}-port", "master", _BRIDGE, "up")
         for words in (f"address add {_ADDRESSES[node]}/24 dev eth0", "link set eth0 up", "link set lo up"):
-            _run("ip", "-n", node, *words.split())
+            run_command("ip", "-n", node, *words.split())
 
     def _spawn(self, name: str, *command: str) -> None:
         # In a session of its own, as a daemon: Ctrl-C is not for it. It ends with the tests, however those end.
@@ -211,11 +212,6 @@ def _remove_network() -> None:
     for node in _ADDRESSES:
         subprocess.run(["ip", "netns", "delete", node], capture_output=True)
     subprocess.run(["ip", "link", "delete", _BRIDGE], capture_output=True)
-
-
-def _run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, f"{' '.join(command)}: {result.stderr}"
 
 
 if __name__ == "__main__":
