@@ -19,8 +19,7 @@ import utils.data.datasets
 import utils.waiting
 from utils.data.order import permutation
 from utils.launch.exits import with_known_fix
-from utils.ranks import stopping, watch
-from utils.ranks.stopping import Stopping
+from utils.ranks import watch
 from utils.waiting import DataWait, awaited
 
 FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
@@ -113,16 +112,6 @@ def test_a_request_to_stop_ends_the_process_after_ten_seconds_without_a_batch(mo
         "stopped (the launcher has exited): a training batch has not arrived for 60 s"
     )
     assert "--resume auto" in text
-
-
-def test_the_last_signal_is_the_reason(monkeypatch):
-    with Stopping(SimpleNamespace(orphaned=False)) as stops:
-        stops.training_begins()
-        assert watched(monkeypatch, [0.5] * 40)[1:] == (None, None)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        _, text, code = watched(monkeypatch, [0.5] * 40)
-        assert code == 75 and text.startswith("stopped (SIGUSR1): ")
-    assert stopping.Stopping.current is None
 
 
 def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_if_known(monkeypatch):

@@ -10,8 +10,6 @@ from helpers.training_runs import ROOT, start
 
 from utils.launch import command
 
-SYNTHETIC = ["--data", "synthetic/10x28x2000", "--log_every", "1"]
-
 
 @pytest.mark.parametrize("given", [None, "active"])
 def test_every_script_sets_the_policy_before_pytorch_is_imported_unless_the_user_has(given, tmp_path):
@@ -32,15 +30,6 @@ def test_the_openmp_of_pytorch_then_does_not_spin_unless_the_user_wants_it():
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {imports}ctypes; ctypes.CDLL({str(library)!r})"
         _, out, err = start("python", "-c", code, OMP_DISPLAY_ENV="verbose", **given)
         assert ("GOMP_SPINCOUNT = '0'" in out + err) == is_passive and "SPINCOUNT" in out + err
-
-
-@pytest.mark.full
-def test_the_command_that_a_run_prints_works_when_pasted():
-    code, out, err = start("python", ROOT / "train.py", *SYNTHETIC, "--model", "mlp", "--max_steps", "2",
-                           "--run_name", "a run")  # fmt: skip
-    assert code == 0, err
-    code, out, err = start("/bin/bash", "-c", out.splitlines()[-1].removeprefix("evaluate it: "))
-    assert code == 0 and "macro_f1" in out, err
 
 
 def _environment(folder: Path) -> Path:

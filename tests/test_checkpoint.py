@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import (
-    Average,
     records,
     refused,
     rewrite_manifest,
@@ -30,7 +29,7 @@ import train
 from utils import version
 from utils.config.cli import read_config
 from utils.runs.loading import load_parts
-from utils.runs.manifest import files_of, find_checkpoint
+from utils.runs.manifest import find_checkpoint
 from utils.runs.parts import LOSS_SCALE, LossScale
 from utils.runs.state import TrainState
 from utils.runs.writing import publish, write_partial
@@ -308,18 +307,13 @@ def test_the_loss_scale_of_fp16_is_a_part():
 def _save_and_load_a_loss_scale():
     folder, accelerator, layer = Path("checkpoints"), Accelerator(cpu=True), nn.Linear(2, 2)
     accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-    used, average = torch.amp.GradScaler("cpu", growth_interval=7), Average(layer)
+    used, fresh = torch.amp.GradScaler("cpu", growth_interval=7), torch.amp.GradScaler("cpu")
     used.scale(torch.ones(()))
     used.update(512.0)
     used._growth_tracker.fill_(5)
-    average.update()
     folder.mkdir()
-    write_partial(folder, 3, accelerator, {LOSS_SCALE: LossScale(used), "average": average}, {})
+    write_partial(folder, 3, accelerator, {LOSS_SCALE: LossScale(used)}, {})
     publish(folder, 3)
-    checkpoint, fresh = folder / "step-00000003", torch.amp.GradScaler("cpu")
-    assert {"loss_scale.safetensors", "average.safetensors"} <= files_of(checkpoint).keys()
-    other = Average(layer)
-    assert load_parts(checkpoint, {LOSS_SCALE: LossScale(fresh), "average": other}) == []
+    assert load_parts(folder / "step-00000003", {LOSS_SCALE: LossScale(fresh)}) == []
     assert fresh.state_dict() == used.state_dict() and fresh.get_scale() == 512.0
     assert fresh.state_dict()["_growth_tracker"] == 5 and type(fresh.state_dict()["growth_interval"]) is int
-    assert same_tensors(other.state_dict(), average.state_dict())

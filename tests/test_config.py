@@ -174,12 +174,10 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x], " + ", ".join(
     [
         (f"model_args: {{{BOMB}}}\n", "aliases (*) are not allowed"),
         (f"model_args: '{{{BOMB}}}'\n", "--model_args must be '{NAME: VALUE}'"),  # a string is not read as YAML
-        ("data: " + "[" * 3000, "maximum recursion depth"),
-        ("# a comment\n" * 20_000, "larger than 128 KiB"),
         ("lr: 1" + "0" * 5000, "Exceeds the limit"),
         ("data: caf\xe9", "not valid UTF-8"),
     ],
-    ids=["bomb", "string", "nesting", "size", "digits", "encoding"],
+    ids=["bomb", "string", "digits", "encoding"],
 )
 def test_a_config_file_that_would_take_all_time_or_memory_is_refused(text, what):
     Path("recipe.yaml").write_bytes(text.encode("latin-1"))
@@ -220,7 +218,6 @@ HUGE = "1" + "0" * 26
         (("--max_steps", HUGE), f"--max_steps must be at most 2147483647, got {HUGE}"),
         (("--max_steps", "1" + "0" * 400), f"got 1{'0' * 79}\n"),
         (("--seed", HUGE), "--seed must be at most 9223372036854775807"),
-        (("--image_size", "65536"), "--image_size must be at most 65535"),
         (("--mean", "[.inf]"), "--mean must be a finite number, got [inf]"),
     ],
 )

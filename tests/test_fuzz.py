@@ -53,14 +53,14 @@ class Branching(nn.Module):
         return self.layers["head"](last + sum(nodes) / len(nodes))
 
 
-def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bool] | None = None) -> int:
-    """Train with buckets of that size. Returns the number of DDP's buckets, 0 without DDP.
+def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bool] | None = None) -> None:
+    """Train with DDP's buckets of that size, less than two layers.
 
     `kill`: the update, counted from 0, in which this process kills itself, on which rank (-1: on all), and whether in
     the forward pass.
     """
     train.OWN_MODELS["branching"] = Branching
-    make, update, closing, counts = train.make_accelerator, train.train_update, train.log_end, []
+    make, update = train.make_accelerator, train.train_update
 
     def with_small_buckets(*given):
         accelerator = make(*given)
@@ -74,14 +74,8 @@ def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bo
             run.module.layers["head"].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         update(run, batches)
 
-    def close(run, *given):
-        log = getattr(run.model, "_get_ddp_logging_data", dict)()
-        counts.append(len((log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes") or "").split()))
-        return closing(run, *given)
-
-    train.make_accelerator, train.train_update, train.log_end = with_small_buckets, killed, close
+    train.make_accelerator, train.train_update = with_small_buckets, killed
     train.main(flags)
-    return counts[0]
 
 
 def ends_equal(name: str, other: str) -> bool:
@@ -122,7 +116,6 @@ def test_a_killed_run_of_a_branching_network_ends_with_the_bits_of_a_whole_one(p
     flags, megabytes = drawn(processes, chance, microbatches)
     whole = run_ranks(processes, train_branching, ["--run_name", "whole", *flags], megabytes)
     assert [outcome.code for outcome in whole] == [0] * processes, whole[0].err
-    assert microbatches or whole[0].value > 2, "too few buckets to show anything"
     again = ["--run_name", "run", *flags, "--resume", "auto"]
     after_a_save = range(2 * SAVE_EVERY, UPDATES)  # the second save waits for the first
     for step in sorted(chance.sample(after_a_save, chance.randint(1, 2))):

@@ -1,17 +1,14 @@
-"""The tests' own helpers: a log that is being written, ports, processes that end, ranks left by a failed test."""
+"""The tests' own helpers: a log that is being written, ranks left by a failed test."""
 
-import errno
 import signal
-import socket
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.ranks import end_leftovers, free_port, returned, start_ranks
+from helpers.ranks import end_leftovers, returned, start_ranks
 from helpers.training_runs import records
 from helpers.waiting import has_logged, lives, records_so_far, until
-from torch.distributed import TCPStore
 
 LOG = Path("runs/run/log.jsonl")
 
@@ -38,21 +35,6 @@ def test_a_log_that_ends_in_half_a_line_is_read_up_to_it_and_then_on():
     until(has_logged(2))
     assert launch.finish()[0].code == 0
     assert [record["step"] for record in records("run")] == [1, 2]
-
-
-def test_a_port_that_was_given_out_is_reserved_and_can_be_served():
-    port = free_port()
-    with socket.socket() as other, pytest.raises(OSError) as refused:
-        other.bind(("", port))
-    assert refused.value.errno == errno.EADDRINUSE
-    assert returned(1, serve_and_ask, port) == [b"word"]
-    assert len({port, *(free_port() for _ in range(20))}) == 21
-
-
-def serve_and_ask(port: int) -> bytes:
-    served = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    TCPStore("127.0.0.1", port, is_master=False).set("key", "word")
-    return served.get("key")
 
 
 def test_ranks_that_a_failed_test_left_behind_are_ended_even_if_stopped():

@@ -16,7 +16,7 @@ from helpers.training_runs import records, returned, slow_train
 from helpers.waiting import SOON, has_logged, records_so_far, until
 
 from utils.config.settings import TrainConfig
-from utils.console import clock, table
+from utils.console import clock
 from utils.launch.exits import exit_with_error
 from utils.runs.log import SINKS, ProgressBar, RunLog, is_kept
 from utils.runs.state import TrainState
@@ -178,14 +178,6 @@ class Screen(io.StringIO):
                 row = part.removeprefix(CLEAR) + ("" if part.startswith(CLEAR) else row[len(part) :])
             shown.append(row.rstrip())
         return shown
-
-
-def test_the_lines_of_a_table_are_not_wider_than_a_terminal(monkeypatch):
-    rows = [("rank 0", "x" * 100)]
-    monkeypatch.setenv("COLUMNS", "80")
-    assert table("Title", rows).splitlines()[1] == "─" * 108  # a file, or a pipe
-    monkeypatch.setattr(sys, "stdout", Screen())
-    assert [len(line) for line in table("Title", rows).splitlines()] == [5, 80, 108, 80]
 
 
 def new_screen(monkeypatch) -> Screen:

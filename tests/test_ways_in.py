@@ -14,7 +14,7 @@ import pytest
 from helpers.environments import topology_of
 from helpers.ranks import Outcome, free_port, run_ranks, start_ranks
 from helpers.training_runs import ROOT, records, refused, train_run, working_in
-from helpers.waiting import PATIENCE, error_lines, has_opened_session, until
+from helpers.waiting import PATIENCE, has_opened_session, until
 from torch import multiprocessing
 
 import train
@@ -120,13 +120,6 @@ def test_a_file_of_something_else_is_no_place_to_meet(tmp_path):
     assert (tmp_path / "notes").read_text() == "not a meeting\n"
 
 
-def test_what_one_shell_alone_forgot_is_printed_in_that_shell():
-    forgetful = {"MASTER_ADDR": "localhost", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-    (done,) = run_ranks(1, train_with, [], forgetful)
-    (line,) = error_lines(done.err)
-    assert done.code == 2 and line.startswith("train.py: error: rank 1 on ") and "MASTER_PORT is not set" in line
-
-
 def test_processes_of_one_machine_that_count_as_several_learn_what_to_export():
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     for done in by_hand(**where):
@@ -196,6 +189,7 @@ def test_the_first_of_slurms_nodes_is_found(nodes, first):
         (SLURM | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "do not export RANK"),
         (SLURM | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE=2(x2) has no node 2"),
         (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun -x MASTER_ADDR=HOST"),
+        (SHELL | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=1 and WORLD_SIZE=2"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
