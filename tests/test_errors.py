@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from helpers.make_data import image_folder
+from helpers.make_data import image_folder, parquet, table
 from helpers.ranks import run_ranks
 from helpers.training_runs import refused, rewrite_manifest, train_run, working_in
 
@@ -49,6 +49,7 @@ BAD_INPUT = {
     "output in a file": (("--output_dir", "key.yaml/runs"), "is not a folder", 1),
     "no output": (("--output_dir", "/proc/nope"), "/proc", 2),
     "threads": (("--threads", "100000"), "--threads 100000: this machine has", 1),
+    "init_method": (("--init_method", "tcp://host"), "--init_method tcp://host: must be env://", 1),
     "fp16 without a GPU": (("--mixed_precision", "fp16"), "fp16 needs a GPU", 1),
     "split": (("--data", "table", "--train_split", "test"), "--train_split test: no such split; use one of train", 1),
     "no classes": (("--data", "flat"), "flat: no images in it; an image folder holds CLASS/IMAGE.jpg", 1),
@@ -95,15 +96,7 @@ def _write_files():
     Path("broken/class0/000.png").write_bytes(b"no image")
     image_folder("single", {"class0": 12}, size=(32, 32))
     for name, label in (("table", 0), ("unlabelled", -1)):
-        Path(name).mkdir()
-        _table(label).to_parquet(f"{name}/train-00000-of-00001.parquet")
-
-
-def _table(label):
-    """Six small images; the first has this label."""
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    image = {"bytes": Path("photos/class0/000.png").read_bytes(), "path": None}
-    return datasets.Dataset.from_dict({"image": [image] * 6, "label": [label, 0, 1, 0, 1, 1]}, features=features)
+        parquet(name, train=table([label, 0, 1, 0, 1, 1], datasets.ClassLabel(names=["cat", "dog"])))
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import run_ranks, start_ranks
-from helpers.training_runs import records, returned, slow_train
+from helpers.training_runs import MLP, records, returned, slow_train
 from helpers.waiting import SOON, has_logged, records_so_far, until
 
 from utils.config.settings import TrainConfig
@@ -23,9 +23,8 @@ from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
 
-FLAGS = ["--model", "mlp", "--max_train_samples", "240", "--global_batch_size", "24", "--threads", "1"]
-FLAGS += ["--lr", "0.01", "--max_steps", "12", "--log_every", "1", "--eval_every", "5", "--save_every", "4"]
-FLAGS += ["--report", "false"]
+FLAGS = [*MLP, "--max_train_samples", "240", "--global_batch_size", "24", "--max_steps", "12", "--log_every", "1"]
+FLAGS += ["--eval_every", "5", "--save_every", "4"]
 COPY = Path("runs/run/copy.jsonl")
 
 TASK = Classification(TrainConfig(), ["a", "b"])
@@ -38,7 +37,7 @@ class Copy:
         Path(f"sink-of-{os.environ.get('RANK', 0)}").touch()
         kept = [record for record in records_so_far(folder / "copy.jsonl") if is_kept(record, state)]
         (folder / "copy.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
-        self.file, self.updates = (folder / "copy.jsonl").open("a"), updates
+        self.file = (folder / "copy.jsonl").open("a")
 
     def write(self, record: dict) -> None:
         self.file.write(json.dumps(record) + "\n")

@@ -13,7 +13,7 @@ import accelerate
 import pytest
 from helpers.environments import topology_of
 from helpers.ranks import Outcome, free_port, run_ranks, start_ranks
-from helpers.training_runs import ROOT, records, refused, train_run, working_in
+from helpers.training_runs import ROOT, records, train_run, working_in
 from helpers.waiting import PATIENCE, has_opened_session, until
 from torch import multiprocessing
 
@@ -220,8 +220,3 @@ def test_an_address_that_is_translated_leads_here_as_far_as_can_be_seen(monkeypa
     with socket.create_server(("", 0)) as holder:
         assert rendezvous.leads_to_this_machine("127.0.0.1", holder.getsockname()[1])  # taken: nothing can be seen
     assert rendezvous.leads_to_this_machine("127.0.0.1", free_port())
-
-
-@pytest.mark.parametrize("method", ["tcp://host", "file://host/path", "http://a:1"])
-def test_an_init_method_that_is_none_is_refused(method):
-    assert f"--init_method {method}: must be env://" in refused(train.main, "--init_method", method)
