@@ -26,7 +26,7 @@ from utils.launch.environment import Topology
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import find_checkpoint
 
-TINY = ("--model", "mlp", "--max_steps", "2")
+TINY = ("--model", "mlp", "--max_steps", "2", "--report", "false")
 
 # Each case: the flags, what the line must say, and on how many processes. What each rank may find by itself, what rank
 # 0 finds alone, and what shows only when the model is built are tried on two.

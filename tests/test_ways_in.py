@@ -23,7 +23,7 @@ from utils.launch.environment import Topology, first_node
 
 TRAIN = str(ROOT / "train.py")
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--max_steps", "5", "--log_every", "1", "--threads", "1"]
-FLAGS += ["--lr", "0.01", "--timeout", str(PATIENCE)]
+FLAGS += ["--lr", "0.01", "--timeout", str(PATIENCE), "--report", "false"]
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SHELL = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # what both shells export
 
