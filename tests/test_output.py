@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
-from helpers.training_runs import ROOT, records, train_run, working_in
+from helpers.training_runs import ROOT, records, refused, train_run, working_in
 
 import eval
 import train
@@ -69,23 +69,19 @@ def test_an_evaluation_that_nobody_reads_writes_its_numbers(redirection, trained
 
 
 def test_numbers_that_cannot_be_written_are_still_printed(trained):
-    (outcome,) = run_ranks(1, _evaluate, trained, "/dev/null")
-    assert outcome.code == 2 and "/dev/null: is not a regular file" in outcome.err and outcome.err.count("\n") == 1
+    flags = ["--ckpt", str(trained), "--json"]
+    assert "/dev/null: is not a regular file" in refused(eval.main, *flags, "/dev/null")
     assert Path("/dev/null").is_char_device()
-    (outcome,) = run_ranks(1, _evaluate_on_a_full_disk, trained, "numbers.json")
+    (outcome,) = run_ranks(1, _evaluate_on_a_full_disk, [*flags, "numbers.json"])
     assert outcome.code == 2 and "numbers.json" in outcome.err and "macro_f1" in outcome.out
 
 
-def _evaluate(checkpoint, file):
-    eval.main(["--ckpt", str(checkpoint), "--json", file])
-
-
-def _evaluate_on_a_full_disk(checkpoint, file):
+def _evaluate_on_a_full_disk(flags):
     def full(path, text):
         raise OSError(28, "No space left on device", str(path))
 
     eval.write_output = full
-    _evaluate(checkpoint, file)
+    eval.main(flags)
 
 
 @pytest.mark.full
