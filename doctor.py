@@ -18,26 +18,24 @@ import sys
 from collections.abc import Callable, Sequence
 
 from utils.checks import processes
-from utils.checks.findings import Finding, as_json, merged, red, show
+from utils.checks.findings import Finding, any_red, as_json, merge, show
 from utils.checks.machine import check_machine
 from utils.config.cli import parse_args
 from utils.config.scripts import DoctorConfig
 from utils.errors import AgreedError, UserError, is_lost_rank, one_line
 from utils.files import expand, write_output
 from utils.launch.environment import Topology, is_launched
-from utils.launch.exits import exit_with_error, inform_launcher, let_others_print, reports_for_machine
+from utils.launch.exits import delay_exit, exit_with_error, inform_launcher, reports_for_machine
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-
-Check = tuple[str, Callable[[], Finding | list[Finding] | None]]  # its name, and the function that runs it
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check this machine, then all processes together, and print the findings. Exits with code 1 if any is red."""
     guard_output()
     config = parse_args(DoctorConfig, "doctor.py", argv)
-    findings, topology, may_join = check_machine(config)
-    if topology is None or not may_join:
+    findings, topology = check_machine(config)
+    if topology is None or findings[0].red:
         report_alone(findings, topology, config)
         raise SystemExit(1)
     if topology.is_main and is_launched():  # if another rank exits, the launcher ends this one: print first
@@ -63,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             report(place, findings, config.json)
         if broken:  # other ranks may have exited: do not wait for them
             raise SystemExit(1)
-    if red(findings):
+    if any_red(findings):
         raise SystemExit(1)
 
 
@@ -75,34 +73,28 @@ def check_run(ranks: Ranks, config: DoctorConfig, findings: list[Finding]) -> tu
     """
     place = "machines"
     try:
-        findings = merged(ranks, findings)
-        for place, check in checks(ranks, config):
+        findings = merge(ranks, findings)
+        facts = processes.facts_of_all(ranks)
+        checks: list[tuple[str, Callable[[], Finding | list[Finding]]]] = [
+            ("machines", lambda: processes.machines(facts)),
+            ("versions", lambda: processes.versions(facts)),
+            ("folder", lambda: processes.folder(ranks, config)),
+            ("all-reduce", lambda: processes.bandwidth(ranks, config, facts)),
+            ("gradients", lambda: processes.gradients(ranks)),
+        ]
+        for place, check in checks:  # a fault found by one check can cause faults in later checks
             ranks.mark_waiting(f"checking {place}")
             try:
                 found = check()
             except AgreedError as error:  # raised on all ranks, which can continue
                 found = Finding.of(place, error)
-            findings += found if isinstance(found, list) else [found] if found else []
+            findings += found if isinstance(found, list) else [found]
     except Exception as error:
         text = one_line(ranks.record_end(error))
         if not ranks.is_main and not is_lost_rank(error):  # the main process only sees that this rank exits
             sys.stderr.write(f"doctor.py: rank {ranks.topology.rank}, checking {place}: {text}\n")
         return [*findings, Finding(place, text, False, "the checks after this one did not run")], True
     return findings, False
-
-
-def checks(ranks: Ranks, config: DoctorConfig) -> list[Check]:
-    """The checks in order: a fault found by one check can cause faults in later checks."""
-    facts = processes.facts_of_all(ranks)
-    found: list[Check] = [
-        ("machines", lambda: processes.machines(facts)),
-        ("versions", lambda: processes.versions(facts)),
-        ("code", lambda: processes.code(facts)),
-        ("folder", lambda: processes.folder(ranks, config)),
-    ]
-    if ranks.topology.world_size > 1:
-        found.append(("all-reduce", lambda: processes.bandwidth(ranks, config, facts)))
-    return [*found, ("gradients", lambda: processes.gradients(ranks))]
 
 
 def report_alone(findings: Sequence[Finding], topology: Topology | None, config: DoctorConfig) -> None:
@@ -112,17 +104,17 @@ def report_alone(findings: Sequence[Finding], topology: Topology | None, config:
         file = config.json if topology is None or topology.is_main else None  # the disk may be shared
         report(f"{socket.gethostname()}, rank {rank}; the processes are not connected", findings, file)
     else:
-        let_others_print()
+        delay_exit()
 
 
 def report(title: str, findings: Sequence[Finding], file: str | None) -> None:
-    """Print the table and the verdict; if `file` is set, then write the findings to it as JSON."""
+    """Print the table and a summary; if `file` is set, then write the findings to it as JSON."""
     wrong, judged = sum(f.red for f in findings), sum(f.ok is not None for f in findings)
-    verdict = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
-    print(f"{show(f'Lockstep doctor  {title}', findings)}\n{verdict}", flush=True)
+    summary = f"{wrong} of {judged} checks are red" if wrong else f"healthy: all {judged} checks are green"
+    print(f"{show(f'Lockstep doctor  {title}', findings)}\n{summary}", flush=True)
     if wrong:
         faults = [f"{f.name}: {f.value}; {f.fix}" for f in findings if f.red]
-        inform_launcher("\n".join([*faults, verdict]))
+        inform_launcher("\n".join([*faults, summary]))
     if file:
         try:
             write_output(expand(file), as_json(findings))

@@ -20,27 +20,26 @@ from utils.config.cli import parse_args
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, printable
-from utils.data.pipeline import make_dataset
+from utils.data.cache import make_dataset
 from utils.data.selection import load_split
 from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_output
-from utils.models.published import CLASSES, check_classes, names_as_in, sized, version_of
+from utils.models.published import CLASSES, check_classes, names_as_in, resize_input, version_of
 from utils.models.zoo import check_model, input_spec
-from utils.predictions.tables import check_table_file, columns_of_split, encode
+from utils.predictions.tables import check_table_file, encode, rows_of_split
 from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
-from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
-from utils.runs.loading import find_checkpoints
+from utils.runs.inference import find_saved, given_settings, set_evaluation_input, warn_about_flags
+from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun, SavedState
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
 from utils.tasks.task import Predictions, Task
 from utils.training.evaluation import check_outputs, make_evaluator
-from utils.training.summary import size_of, speed_of, speed_rows
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     with distributed_session("eval.py", flags) as ranks:
         # Errors that one process can detect alone are reported before the processes connect.
         if flags.ckpt:
-            find_checkpoints(expand(flags.ckpt), flags.average)
+            find_checkpoint(expand(flags.ckpt))
         if flags.json:
             check_output_file("--json", expand(flags.json))
         if flags.predictions:
@@ -67,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
                 task.check_predictions()
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
-        for line in remarks(flags, config, spec):
+        for line in warn_about_flags(flags, config, spec):
             Terminal(ranks.is_main).print(line)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
         split = find_split(saved, known, flags, own_data, ranks)
@@ -76,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
             more = [
                 ("input", spec.describe_pixels()),
                 *([("views", flags.tta)] if flags.tta else []),
-                *(speed_rows(record["throughput"]) if flags.throughput else []),
             ]
             try:
                 write_files(flags, record, found, task, split)
@@ -90,7 +88,7 @@ def find_run(flags: EvalConfig, ranks: Ranks) -> SavedRun:
     if not flags.ckpt:
         with ranks.agree():
             return published_run(flags)
-    return find_saved(flags.ckpt, flags.average, flags.weights, ranks)
+    return find_saved(flags.ckpt, flags.weights, ranks)
 
 
 def published_run(flags: EvalConfig) -> SavedRun:
@@ -116,7 +114,7 @@ def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
 def spec_of(saved: SavedRun, config: TrainConfig) -> InputSpec:
     """The model's input in this evaluation."""
     if config.eval_size is not None and config.eval_size != saved.settings.eval_size:
-        return sized(saved.spec, config, sides(config.eval_size))
+        return resize_input(saved.spec, config, sides(config.eval_size))
     return saved.spec.for_evaluation().cropped(config.eval_crop)
 
 
@@ -140,16 +138,11 @@ def evaluate(
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, terminal.progress("decoding"))
     evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
-    with ranks.agree():
-        size = size_of(evaluator.model, spec) if flags.throughput else {}
     result = evaluator.evaluate(keep=config.report or flags.predictions is not None)
     assert result is not None  # nothing stops it
     check_outputs(result["loss"], saved.path)
     if flags.tta:
         result["tta"] = flags.tta
-    if flags.throughput:
-        size["images_per_second"] = result["count"] / result["seconds"]
-        result["throughput"] = size | speed_of(evaluator.model, spec, config, evaluator.accelerator, ranks)
     record = {
         "kind": "eval",
         **origin(saved, config, flags),
@@ -172,7 +165,7 @@ def write_files(flags: EvalConfig, record: dict, found: Predictions | None, task
     if flags.predictions:
         assert found is not None
         path = expand(flags.predictions)
-        write_output(path, encode(columns_of_split(task, split, found), path))
+        write_output(path, encode(rows_of_split(task, split, found), path))
         print(f"written: {flags.predictions}")
 
 

@@ -11,6 +11,7 @@ from utils.output import guard_output  # the first import: see its docstring
 # isort: split
 import json
 import logging
+import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if out.exists() or out.is_symlink():
             raise UserError(f"--out {out}: exists", "give another path, or delete it")
         check_packages(flags.to)
-        loaded = load(find_saved(flags.ckpt, None, flags.weights, ranks), ranks)
+        loaded = load(find_saved(flags.ckpt, flags.weights, ranks), ranks)
         difference = write(loaded, flags.to, out)
         print(report(loaded, flags.to, out, difference))
     return {"difference": difference}
@@ -60,8 +61,11 @@ def write(loaded: Loaded, form: str, out: Path) -> float:
         except (UserError, OSError):
             raise
         except Exception as error:  # exporters and runtimes raise errors of many classes
-            problem = f"--to {form}: {loaded.saved.settings.model} cannot be exported ({one_line(error)[:160]})"
-            raise UserError(problem, "use another form") from error
+            model, reason, free = loaded.saved.settings.model, one_line(error)[:160], shutil.disk_usage(folder).free
+            if free < sum(tensor.nbytes for tensor in loaded.model.state_dict().values()):
+                problem = f"{model} cannot be written ({reason}): {bytes_text(free)} are free on the disk"
+                raise UserError(f"--to {form}: {problem}", "free space") from error
+            raise UserError(f"--to {form}: {model} cannot be exported ({reason})", "use another form") from error
         (folder / "README.md").write_text(card(loaded, code, difference), encoding="utf-8")
     return difference
 

@@ -21,8 +21,8 @@ from utils.config.cli import parse_args
 from utils.config.scripts import PredictConfig
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, printable, table
-from utils.data.augment import make_augmentation
-from utils.data.datasets import ImagesToPredict
+from utils.data.augment import Augmentation, Center
+from utils.data.datasets import EncodedImages
 from utils.data.splits import Split, fingerprint_of
 from utils.errors import UserError
 from utils.files import check_output_file, expand, write_output
@@ -31,7 +31,6 @@ from utils.predictions.tables import (
     Row,
     check_all,
     check_table_file,
-    columns_of,
     encode,
     find_images,
     make_rows,
@@ -40,9 +39,9 @@ from utils.predictions.tables import (
 from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
-from utils.report.gallery import page
-from utils.runs.inference import find_saved, given_settings, remarks, set_evaluation_input
-from utils.runs.loading import find_checkpoints
+from utils.report.html import gallery
+from utils.runs.inference import find_saved, given_settings, set_evaluation_input, warn_about_flags
+from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
@@ -55,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     flags = parse_args(PredictConfig, "predict.py", argv)
     with distributed_session("predict.py", flags) as ranks:
         # Errors that one process can detect alone are reported before the processes connect.
-        find_checkpoints(expand(flags.ckpt), flags.average)
+        find_checkpoint(expand(flags.ckpt))
         if flags.out:
             check_table_file("--out", expand(flags.out))
         if flags.html:
             check_output_file("--html", expand(flags.html))
         ranks.join()
-        saved = find_saved(flags.ckpt, flags.average, flags.weights, ranks)
+        saved = find_saved(flags.ckpt, flags.weights, ranks)
         config = replace(saved.settings, **given_settings(flags))
         saved = set_evaluation_input(saved, saved.spec.for_evaluation().cropped(config.eval_crop))
         with ranks.agree():
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             config, task = make_task(config, saved.class_names, None)
             task.check_predictions()
         split = find_split(flags, config, ranks)
-        for line in [*remarks(flags, config, saved.spec), *map(printable, split.notes)]:
+        for line in [*warn_about_flags(flags, config, saved.spec), *map(printable, split.notes)]:
             Terminal(ranks.is_main).print(line)
         start = time.perf_counter()
         rows = predict(flags, saved, config, task, split, ranks)
@@ -106,8 +105,9 @@ def predict(
     A block has the same images on any number of processes, so its predictions are the same, too.
     """
     spec = saved.spec.for_evaluation()
-    dataset = ImagesToPredict(split, spec, make_augmentation(config, spec, training=False))
-    if len(split) <= config.eval_batch_size:  # a loader process decodes whole blocks, so it would save no time
+    readable = np.flatnonzero(split.readable)
+    dataset = EncodedImages(split.select(readable), spec, Augmentation(0, {"center": Center(spec)}))
+    if len(dataset) <= config.eval_batch_size:  # a loader process decodes whole blocks, so it would save no time
         config = replace(config, num_workers=0)
     evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
     own = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
@@ -117,22 +117,22 @@ def predict(
     check_outputs(scores, saved.path)
     if not ranks.is_main:
         return []
-    if sorted(indices) != np.flatnonzero(split.readable).tolist():
+    if sorted(indices) != list(range(len(dataset))):
         raise RuntimeError("an image was predicted twice or not at all; please report this")
-    rows = dict(zip(indices.tolist(), make_rows(task, top, scores, flags.top), strict=True))
-    return [rows.get(position) or Row(None, [], [], split.bad[position]) for position in range(len(split))]
+    rows = dict(zip(readable[indices].tolist(), make_rows(task, top, scores, flags.top), strict=True))
+    return [rows.get(position) or Row(None, [], split.bad[position]) for position in range(len(split))]
 
 
 def write(flags: PredictConfig, saved: SavedRun, rows: list[Row], split: Split) -> None:
     """Write the files of --out and --html."""
     if flags.out:
-        paths = [split.describe(position) for position in range(len(rows))]
-        columns = columns_of(rows, min(flags.top, len(saved.class_names)))
-        columns = {"path": paths, **columns, "error": [row.error for row in rows]}
-        write_output(expand(flags.out), encode(columns, expand(flags.out)))
+        out, count = expand(flags.out), min(flags.top, len(saved.class_names))
+        places = map(split.describe, range(len(rows)))
+        cells = [{"path": path, **row.cells(count), "error": row.error} for path, row in zip(places, rows, strict=True)]
+        write_output(out, encode(cells, out))
     if flags.html:
         title = f"Predictions of {saved.settings.model}, update {saved.state.step}"
-        write_output(expand(flags.html), page(title, rows, split))
+        write_output(expand(flags.html), gallery(title, rows, split))
 
 
 def check_any_read(rows: list[Row]) -> None:

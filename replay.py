@@ -10,6 +10,7 @@ folder, except that it adds pictures in `replay/`. `python replay.py --help` lis
 from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
+import heapq
 import json
 import math
 import pdb
@@ -27,7 +28,8 @@ from utils.config.cli import parse_args, read_config
 from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
+from utils.errors import UserError
 from utils.files import expand, write_file
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
@@ -38,7 +40,7 @@ from utils.training.inspection import Inspection, first_bad_layer
 from utils.training.loop import log_training, synchronise
 from utils.training.meter import SyncInterval, rounded
 from utils.training.run import Run
-from utils.training.schedule import due_after, reduce_on_plateau
+from utils.training.schedule import due_after
 
 _ROWS = 12  # of the largest gradients
 _LOGITS = 5  # printed for each sample
@@ -54,21 +56,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         Stopping(ranks) as stopping,
     ):
         require(ranks.topology.world_size == 1, "replay.py runs in one process", "start it with plain python")
-        folder = expand(flags.run)
-        records = read_log(folder)
-        config = settings_of(flags, folder, records, scratch)
+        records = read_log(expand(flags.run))
+        config = make_settings(flags, records, scratch)
         ranks.threads = config.threads or ranks.threads
         torch.set_num_threads(ranks.threads)
         ranks.join()
         run = train.build(config, ranks, stopping)
-        check_initial_weights(run, records)
-        number, last = flags.microbatch or 0, run.plan.microbatches - 1
-        require(flags.update <= run.updates, f"--update {flags.update}: the last one of the run is {run.updates}")
-        require(number <= last, f"--microbatch {number}: the last one of the update is {last}")
+        check_flags(flags, run, records)
+        print(f"replaying update {flags.update} of {flags.run} from {run.resumed_from or 'the initial weights'}")
+        print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)
-        recompute(run, batches, flags.update - 1, records)
-        print(compare_losses(run.folder, records), end="")
-        return show(run, batches, flags, records, folder)
+        recompute(run, batches, flags.update - 1)
+        return show(run, batches, flags)
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -79,22 +78,19 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def losses_by_update(records: list[dict]) -> dict[int, float | None]:
-    """The logged training losses, by the update of their record."""
-    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+def read_losses(folder: Path) -> dict[int, float | None]:
+    """The logged training losses of a run, by the update of their record."""
+    return {record["step"]: record["loss"] for record in read_log(folder) if record["kind"] == "train"}
 
 
-def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch: str) -> TrainConfig:
+def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> TrainConfig:
     """The settings that repeat the run in one process, from the newest checkpoint before the update."""
+    folder = expand(flags.run)
     starts = [record for record in records if record["kind"] == "start" and record["step"] < flags.update]
     require(bool(starts), f"--run {folder}: the log begins after update {flags.update}", "name a later update")
     start, config = starts[-1], read_config(folder / "config.yaml")
     before = [path for path in checkpoints_of(folder / "checkpoints") if step_of(path) < flags.update]
-    checkpoint = next((path for path in reversed(before) if damage_of(path) is None), None)
-    first = step_of(checkpoint) if checkpoint else 0
-    where = checkpoint or "the initial weights"
-    print(f"replaying update {flags.update} of {folder} from {where}")
-    print(f"updates to compute before it: {flags.update - 1 - first}")
+    checkpoint = next((str(path) for path in reversed(before) if damage_of(path) is None), None)
     return replace(
         config,
         **given_settings(flags),
@@ -102,151 +98,105 @@ def settings_of(flags: ReplayConfig, folder: Path, records: list[dict], scratch:
         traceback=flags.traceback,
         output_dir=scratch,
         run_name="replay",
-        resume=str(checkpoint) if checkpoint else None,
+        resume=checkpoint,
         report_to=None,
         threads=flags.threads or start["threads"],
         grad_accum=None if config.microbatches else start["processes"] * start["grad_accum"],
     )
 
 
-def check_initial_weights(run: Run, records: list[dict]) -> None:
-    """Raise UserError if the run began with other weights than --init_from has now."""
-    before = [record["init_weights"] for record in records if "init_weights" in record]
-    same = run.source is None or not before or before[0] == run.source.weights
-    problem = f"--init_from {run.config.init_from}: has other weights now than when the run began"
-    require(same, problem, "restore them, or replay an update after a checkpoint of the run")
+def check_flags(flags: ReplayConfig, run: Run, records: list[dict]) -> None:
+    """Raise UserError if the run has no such update or microbatch, or if --init_from has other weights than before."""
+    number, last = flags.microbatch or 0, run.plan.microbatches - 1
+    require(flags.update <= run.updates, f"--update {flags.update}: the last one of the run is {run.updates}")
+    require(number <= last, f"--microbatch {number}: the last one of the update is {last}")
+    before = next((record["init_weights"] for record in records if "init_weights" in record), None)
+    if run.source and before not in (None, run.source.weights):
+        problem = f"--init_from {run.config.init_from}: has other weights now than when the run began"
+        raise UserError(problem, "restore them, or replay an update after a checkpoint of the run")
 
 
-def recompute(run: Run, batches: Iterator[Batch], until: int, records: list[dict]) -> None:
-    """Train up to update `until` as the run did, and log at the same updates.
-
-    Nothing is evaluated: --lr_schedule plateau uses the evaluations in the log.
-    """
-    evaluations = {record["step"]: record for record in records if record["kind"] == "eval"}  # the last one counts
-
-    def count_evaluation() -> None:
-        if record := evaluations.get(run.state.step):
-            run.state.add_evaluation(record, run.task.metric, run.task.higher_is_better)
-            reduce_on_plateau(run.config, run.state, run.updates)
-
-    if run.state.owes_evaluation:
-        count_evaluation()
+def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
+    """Train up to update `until` as the run did, without evaluations, and log at the same updates."""
     run.model.train()
-    run.meter.restart()
-    interval = SyncInterval(run.state.step)
     while run.state.step < until:
         train.train_update(run, batches)
         run.log.advance()
-        if due_after(run.config, run.state, run.updates).log or interval.due(run.state.step):
-            synchronise(run, interval)
-            if due_after(run.config, run.state, run.updates).log:
-                log_training(run)
-            run.meter.restart()
-        count_evaluation()
+        if due_after(run.config, run.state, run.updates).log:
+            synchronise(run, SyncInterval())
+            log_training(run)
 
 
-def compare_losses(replayed: Path, records: list[dict]) -> str:
-    """A line on whether the losses in the replay's log are those of the run; empty if there are none."""
-    ours, logged = losses_by_update(read_log(replayed)), losses_by_update(records)
-    again = [step for step in ours if step in logged]
-    different = [step for step in again if ours[step] != logged[step]]
-    if not different:
-        return f"logged losses computed again: {len(again)}, all with the same bits\n" * bool(again)
-    first = different[0]
-    return (
-        f"logged losses computed again: {len(again)}; {len(different)} differ, the first at update {first}: "
-        f"{ours[first]} instead of {logged[first]}. On another number of processes, only runs with --microbatches "
-        "repeat every bit\n"
-    )
+def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, Any]:
+    """Compute the losses of the next update's microbatches, then print and return the details of one of them.
 
-
-def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig, records: list[dict], folder: Path) -> dict[str, Any]:
-    """Compute the losses of the next update's microbatches, then print and return the details of one of them."""
-    update = run.state.step + 1
-    losses, samples, batch = losses_of(run, batches, flags.microbatch)
-    loss = math.fsum(losses) / max(1, samples)
-    print(f"update {update}: loss {loss}, {compare_loss(records, update, loss)}")
-    found = {"update": update, "microbatch": batch.number, "losses": losses, **inspect(run, batch, flags.pdb)}
-    print(describe(found, run))
-    path = folder / "replay" / f"update-{update}-microbatch-{batch.number}.png"
+    By default, this is the first one with a NaN or infinite loss, else number 0.
+    """
+    microbatches = [next(batches) for _ in range(run.plan.microbatches)]
+    with Inspection.restored(run.module):
+        losses = [rounded(compute_loss(run, batch)[0]).item() for batch in microbatches]
+    run.train_batches.check()
+    loss = math.fsum(losses) / max(1, sum(len(batch.labels) for batch in microbatches))
+    print(f"update {flags.update}: loss {loss}")
+    print(compare_losses(run, loss, flags))
+    bad = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), 0)
+    batch = microbatches[bad if flags.microbatch is None else flags.microbatch]
+    name = f"microbatch {batch.number} of update {flags.update}"
+    print(f"{name}: sum of losses {losses[batch.number]}; the update has {len(microbatches)} microbatches")
+    path = expand(flags.run) / "replay" / f"{name.replace(' ', '-')}.png"
     path.parent.mkdir(exist_ok=True)
     if len(batch.labels):
         write_file(path, picture(run, batch))
         print(f"up to 64 of its images: {path}")
-    return found
+    return {"losses": losses, "first_bad_layer": inspect(run, batch, flags.pdb)}
 
 
-def losses_of(run: Run, batches: Iterator[Batch], number: int | None) -> tuple[list[float], int, Batch]:
-    """The sum of losses of each microbatch of the next update, their number of samples, and the microbatch to show.
-
-    This is the microbatch with the given number; by default the first one with a NaN or infinite loss, else number 0.
-    """
-    losses: list[float] = []
-    samples, shown = 0, next(batches)
-    for place in range(run.plan.microbatches):
-        batch = next(batches) if place else shown
-        with Inspection.restored(run.module):
-            loss, _ = loss_of(run, batch)
-        is_first_bad = number is None and not loss.isfinite() and all(map(math.isfinite, losses))
-        if place == number or is_first_bad:
-            shown = batch
-        losses.append(rounded(loss).item())
-        samples += len(batch.labels)
-    run.train_batches.check()
-    return losses, samples, shown
+def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
+    """Whether the computed losses are those in the log; `loss` is that of the update to show."""
+    ours, logged = read_losses(run.folder), read_losses(expand(flags.run))
+    if flags.update - 1 in (0, *logged):  # the log may have a record of this update alone
+        ours[flags.update] = loss if math.isfinite(loss) else None
+    again = [step for step in ours if step in logged]
+    different = [step for step in again if ours[step] != logged[step]]
+    if not different:
+        return f"logged losses computed again: {len(again)}, all with the same bits"
+    first = different[0]
+    return (
+        f"logged losses computed again: {len(again)}; {len(different)} differ, the first at update {first}: "
+        f"{ours[first]} instead of {logged[first]}. On another number of processes, only runs with --microbatches "
+        "repeat every bit"
+    )
 
 
-def inspect(run: Run, batch: Batch, stop: bool) -> dict[str, Any]:
-    """The samples and outputs of a microbatch, and what its forward and backward pass does in each layer.
+def inspect(run: Run, batch: Batch, stop: bool) -> str:
+    """Print the samples of a microbatch and its largest gradients; returns where NaN or infinite values begin.
 
     With `stop`, opens the debugger before the forward pass.
     """
     if stop:
-        print("next: the forward pass, in loss_of; look at batch.images, batch.labels and run.module")
+        print("next: the forward pass, in compute_loss; look at batch.images, batch.labels and run.module")
         pdb.set_trace()
     with Inspection(run.module) as inspection:
-        loss, outputs = loss_of(run, batch)
+        loss, outputs = compute_loss(run, batch)
         run.accelerator.backward(loss * run.gradients.loss_scale(run.state.position))
-    return {
-        "samples": [run.data.train.describe(position) for position in batch.indices.tolist()],
-        "labels": batch.labels.tolist(),
-        "logits": outputs.detach().float().tolist(),
-        "gradient_norms": inspection.gradient_norms(),
-        "first_bad_layer": first_bad_layer(inspection),
-    }
+    rows = [("sample", f"class; the first {_LOGITS} logits")]
+    for place, label, logits in zip(batch.indices.tolist(), batch.labels.tolist(), outputs.tolist(), strict=True):
+        classes, numbers = label_lines(label, run.data.class_names), [f"{logit:.3g}" for logit in logits[:_LOGITS]]
+        rows.append((run.data.train.describe(place), f"{', '.join(classes)}; {' '.join(numbers)}"))
+    print(table(f"{len(batch.labels)} samples", rows))
+    norms = inspection.gradient_norms()
+    largest = heapq.nlargest(_ROWS, norms, lambda name: norms[name] if math.isfinite(norms[name]) else math.inf)
+    print(table("Largest gradient norms", [(name, f"{norms[name]:.4g}") for name in largest]))
+    bad_layer = first_bad_layer(inspection)
+    print(bad_layer or "no layer has NaN or infinite values")
+    return bad_layer
 
 
-def loss_of(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_loss(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed loss and the outputs of a microbatch."""
     run.gradients.seed(batch)
     outputs = run.model(batch.images)
     return run.task.loss(outputs, batch.labels), outputs
-
-
-def compare_loss(records: list[dict], step: int, loss: float) -> str:
-    """Whether the loss of an update is that of the log, if the log has a record of this update alone."""
-    trained = losses_by_update(records)
-    if step not in trained or step - 1 not in (0, *trained):
-        return "not compared: the log has no record of this update alone (--log_every 1 writes one)"
-    logged = trained[step]
-    if logged == loss or (logged is None and not math.isfinite(loss)):
-        return "the same bits as in the log"
-    return f"but {logged} in the log"
-
-
-def describe(found: dict[str, Any], run: Run) -> str:
-    """The samples, the loss and the largest gradients of a microbatch as text."""
-    number, rows = found["microbatch"], []
-    for sample, label, logits in zip(found["samples"], found["labels"], found["logits"], strict=True):
-        more = " ..." if len(logits) > _LOGITS else ""
-        classes = ", ".join(label_lines(label, run.data.class_names))
-        rows.append((sample, f"{classes}; logits {' '.join(f'{value:.3g}' for value in logits[:_LOGITS])}{more}"))
-    title = f"Microbatch {number} of update {found['update']}, which has {run.plan.microbatches}; {len(rows)} samples"
-    rows.append(("sum of losses", found["losses"][number]))
-    norms = sorted(found["gradient_norms"].items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
-    layers = [(name, f"{norm:.4g}") for name, norm in norms[:_ROWS]]
-    tables = [table(title, rows), table("Largest gradient norms", layers)]
-    return "\n".join([*tables, found["first_bad_layer"] or "no layer has NaN or infinite values"])
 
 
 if __name__ == "__main__":

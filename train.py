@@ -14,19 +14,21 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
+from torch.profiler import profile
 from torch.utils.data import DataLoader
 
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.auto_augment import AUTO_AUGMENTS
-from utils.data.batches import Batch, Batches
-from utils.data.datasets import keep_on_device
+from utils.data.batches import Batches
+from utils.data.cache import make_dataset
+from utils.data.datasets import Batch, ImageDataset, keep_on_device
 from utils.data.order import BlockSampler, UpdateSampler
-from utils.data.pipeline import ImageDataset, make_dataset, make_loaders
 from utils.data.selection import load_data
 from utils.data.sources import SOURCES
 from utils.data.splits import Data
+from utils.data.workers import make_loaders
 from utils.launch.command import typed_command
 from utils.memory import gc_frozen
 from utils.models.zoo import OWN_MODELS, build_model
@@ -36,22 +38,24 @@ from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
+from utils.runs.loading import make_parts
 from utils.runs.log import RunLog
 from utils.runs.metadata import SavedRun
-from utils.runs.parts import make_parts
+from utils.runs.resume import keep_settings
+from utils.runs.source import find_source
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
-from utils.training.building import Resolved, change_layers, check_settings, resolve, start_settings
+from utils.training.building import Resolved, change_layers, check_settings, resolve
 from utils.training.divergence import watch_evaluation
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import clip_gradients, make_gradients
-from utils.training.loop import Profile, batches_of_update, log_training, save, synchronise
+from utils.training.loop import batches_of_update, log_training, make_profiler, save, synchronise
 from utils.training.meter import Meter, SyncInterval
 from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
 from utils.training.run import Run, log_end, log_start
-from utils.training.schedule import SCHEDULES, due_after, learning_rate, reduce_on_plateau
+from utils.training.schedule import SCHEDULES, due_after, learning_rate
 
 # Tables of names, which --help lists
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
@@ -72,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         if config.dry_run:
             return dry_run(run, train_update)
         stopping.training_begins()
-        with gc_frozen(), Profile(run) as profile:
-            result = train(run, profile)
+        with gc_frozen(), make_profiler(run) as profiler:
+            result = train(run, profiler)
         if result is None:  # else `evaluate` has written the page
             report_training(run)
         stopped = log_end(run, result, command)
@@ -87,26 +91,29 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()
     accelerator = make_accelerator(ranks, config, saved.settings.mixed_precision if saved else None)
-    config, source = start_settings(config, saved, ranks)
+    with ranks.agree():
+        config = keep_settings(config, saved, ranks.topology.world_size)
+    config, source = find_source(config, saved, ranks)
+
     data = find_data(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         resolved = resolve(config, saved, checkpoints.folder, data, source, accelerator)
     config, spec, task = resolved.config, resolved.spec, resolved.task
+
     train_set, eval_set = make_sets(resolved, ranks)
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
         module = build_model(config, spec, task.outputs, saved is None, data.class_names, train_set)
     module = change_layers(module, resolved, accelerator, ranks)
     optimizer = build_optimizer(config, module)
     train_loader, eval_loader = assign_batches(train_set, eval_set, resolved, ranks)
-    if config.microbatches in (None, accelerator.num_processes):
-        prepared = accelerator.prepare(module, optimizer, train_loader, eval_loader)
-    else:  # without DDP: TreeGradients exchanges once after several backward passes
-        model = accelerator.prepare_model(module, evaluation_mode=True)
-        prepared = (model, *accelerator.prepare(optimizer, train_loader, eval_loader))
-    model, optimizer, train_loader, eval_loader = prepared
+
+    # With --microbatches, TreeGradients exchanges gradients itself, so the model gets no DDP.
+    model = accelerator.prepare_model(module, evaluation_mode=config.microbatches is not None)
+    optimizer, train_loader, eval_loader = accelerator.prepare(optimizer, train_loader, eval_loader)
     optimizer = init_optimizer(optimizer, accelerator)
     parts = make_parts(accelerator, module, config.ema_decay)
-    folder = checkpoints.restore(config, saved, module, optimizer, parts, resolved.changed)
+    folder, lines = checkpoints.restore(config, saved, module, optimizer, parts)
+    resolved.changed += lines
     gradients = make_gradients(resolved, model, module, accelerator, ranks)
     sinks, device = TRACKERS.sinks(config), accelerator.device
     eval_batches = Batches(eval_loader, spec.for_evaluation(), config, device, training=False)
@@ -116,6 +123,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
             ranks=ranks,
             stopping=stopping,
             accelerator=accelerator,
+            folder=folder,
             checkpoints=checkpoints,
             model=model,
             module=module,
@@ -140,35 +148,32 @@ def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data
 def make_sets(resolved: Resolved, ranks: Ranks) -> list[ImageDataset]:
     """The training and the evaluation set. Small images are decoded here, others by the loaders."""
     config, data, spec = resolved.config, resolved.data, resolved.spec
-    bar, made = Terminal(ranks.is_main).progress("decoding"), []
-    for split, training in (data.train, True), (data.evaluation, False):
-        own = spec if training else spec.for_evaluation()
-        with ranks.local_main_first("decoding images"):
-            made.append(make_dataset(split, own, config, training, bar))
+    bar = Terminal(ranks.is_main).progress("decoding")
+    with ranks.local_main_first("decoding images"):
+        train_set = make_dataset(data.train, spec, config, True, bar)
+        eval_set = make_dataset(data.evaluation, spec.for_evaluation(), config, False, bar)
     with ranks.agree():
-        return keep_on_device(made, config, ranks.device)
+        return keep_on_device([train_set, eval_set], config, ranks.device)
 
 
 def assign_batches(
     train_set: ImageDataset, eval_set: ImageDataset, resolved: Resolved, ranks: Ranks
 ) -> list[DataLoader]:
     """Loaders of the microbatches of all ranks, which Accelerate assigns to the ranks in turn."""
-    config, plan, state = resolved.config, resolved.plan, resolved.state
+    config, state = resolved.config, resolved.state
     updates = max(0, resolved.updates - state.step)
-    order = UpdateSampler(plan, ranks.topology.world_size, updates, state.place)
+    order = UpdateSampler(resolved.plan, ranks.topology.world_size, updates, state.place)
     blocks = BlockSampler(len(eval_set), config.eval_batch_size)
     sets = [(train_set, order), (eval_set, blocks)]
     return make_loaders(sets, config, ranks.threads, ranks.device)
 
 
-def train(run: Run, profile: Profile) -> dict | None:
+def train(run: Run, profiler: profile | None) -> dict | None:
     """Train until the run is complete or is asked to stop; returns the last evaluation, if any."""
     config, state, result = run.config, run.state, None
     batches = iter(run.train_batches)
     run.model.train()
     if state.owes_evaluation:
-        last = learning_rate(config, state.step - 1, run.updates, state.lr_factor)
-        set_learning_rate(run.optimizer, last)  # the next checkpoint saves it
         result = evaluate(run)
         save(run)
     run.meter.restart()
@@ -176,7 +181,8 @@ def train(run: Run, profile: Profile) -> dict | None:
     while not run.ended and not run.stopping.agreed:
         train_update(run, batches)
         run.log.advance()
-        profile.step()
+        if profiler:
+            profiler.step()
 
         due = due_after(config, state, run.updates)
         if not (any(due) or interval.due(state.step)):
@@ -186,9 +192,9 @@ def train(run: Run, profile: Profile) -> dict | None:
             log_training(run)
         if due.evaluate or run.ended:
             result = evaluate(run)
-        in_time = since_save >= (config.save_seconds or math.inf)
-        leaves = run.ended or run.stopping.agreed
-        if due.save or in_time or state.best_step == state.step or leaves:
+        is_late = since_save >= (config.save_seconds or math.inf)
+        is_last = run.ended or run.stopping.agreed
+        if due.save or is_late or is_last or state.best_step == state.step:
             save(run)
         run.meter.restart()
     return result
@@ -197,8 +203,7 @@ def train(run: Run, profile: Profile) -> dict | None:
 def train_update(run: Run, batches: Iterator[Batch]) -> None:
     """One update: forward and backward passes of this rank, then one optimizer step."""
     config, state, gradients = run.config, run.state, run.gradients
-    lr = learning_rate(config, state.step, run.updates, state.lr_factor)
-    set_learning_rate(run.optimizer, lr)
+    set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates))
     for batch in batches_of_update(run, batches):
         with gradients.microbatch(batch):
             outputs = run.model(batch.images)
@@ -235,7 +240,6 @@ def evaluate(run: Run) -> dict | None:
         if weights == "raw":
             watch_evaluation(run, metrics)
     state.add_evaluation(result, run.task.metric, run.task.higher_is_better)
-    reduce_on_plateau(run.config, state, run.updates, run.log.say)
     report_training(run, result)
     return result
 

@@ -28,7 +28,7 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from utils.config.settings import TrainConfig
-from utils.data.pipeline import make_dataset
+from utils.data.cache import make_dataset
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
 from utils.memory import keep_freed_memory

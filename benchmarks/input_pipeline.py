@@ -39,9 +39,9 @@ from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
 from utils.data.order import Plan, UpdateSampler
-from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
+from utils.data.workers import make_loader
 from utils.memory import keep_freed_memory
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -128,7 +128,8 @@ def small(side: int, channels: int, padding: int, batch_size: int, flip: bool) -
         "torchvision, tensor backend": InMemory(tensors, [*change, *normalise]),
     }
     sides = {name: partial(rate, DataLoader(dataset, batch_size, shuffle=True)) for name, dataset in sides.items()}
-    mine = DecodedImages(pixels, np.zeros(len(pixels), np.int64))
+    augmentation = make_augmentation(config, spec, training=True)
+    mine = DecodedImages(pixels, np.zeros(len(pixels), np.int64), augmentation)
     sides[ON_DEVICE] = partial(rate, ours(ResidentImages(mine, DEVICE), spec, batch_size, config))
     return sides | {OURS: partial(rate, ours(mine, spec, batch_size, config))}
 

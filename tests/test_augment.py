@@ -12,13 +12,14 @@ from torchvision.transforms.v2 import functional as F
 from utils.config.settings import TrainConfig
 from utils.data.augment import AUGMENTATIONS, Operation, ShiftAndFlip, crop_box, make_augmentation
 from utils.data.batches import Batches
+from utils.data.cache import make_dataset
 from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
 from utils.data.decode import LARGE
 from utils.data.draws import Draws
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_dataset, make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
+from utils.data.workers import make_loader
 
 N = 1 << 16
 INDICES = np.arange(N)
@@ -105,11 +106,12 @@ def both_ends(augmentation, images, microbatch):
     random, changed = augmentation.draw(microbatch), images[microbatch.indices]
     single = changed.clone()
     for place, pixels in enumerate(changed):
-        single[place] = augmentation.image(pixels, random, place)
+        own = {name: numbers[place : place + 1] for name, numbers in random.items()}
+        single[place : place + 1] = augmentation.change(pixels[None].clone(), own)
     if augmentation.batched:
         return single, augmentation.batch(changed, augmentation.prepare(microbatch))
-    dataset = DecodedImages(images.numpy(), np.arange(len(images)), None, augmentation)
-    return single, dataset.__getitems__(microbatch)["images"]
+    dataset = DecodedImages(images.numpy(), np.arange(len(images)), augmentation)
+    return single, dataset.__getitems__(microbatch).images
 
 
 @pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.full)])
@@ -221,7 +223,7 @@ def photograph_set(split, seed=0, training=True, **settings):
 
 def loaded(dataset, microbatches, **settings):
     loader = make_loader(dataset, Given(microbatches), TrainConfig(**settings), CPU.threads, CPU.device)
-    return [batch["images"] for batch in loader]
+    return [batch.images for batch in loader]
 
 
 def test_photographs_are_cropped_alike_in_any_batch_and_by_any_number_of_workers():
@@ -238,7 +240,7 @@ def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none
     split, microbatch = photographs(40), Microbatch(0, 3, 0, np.random.default_rng(0).permutation(40))
 
     def images(**settings):
-        return photograph_set(split, 5, **settings).__getitems__(microbatch)["images"]
+        return photograph_set(split, 5, **settings).__getitems__(microbatch).images
 
     plain = images(min_scale=min_scale)
     is_mirrored = [plain_uniform(5, 3, int(index), 3) < 0.5 for index in microbatch.indices]
@@ -253,8 +255,8 @@ def test_photographs_larger_than_needed_are_decoded_smaller_and_show_the_same(mi
     file, microbatch = encoded(smooth(960, 1280), "JPEG", quality=95), Microbatch(0, 3, 0, np.arange(12))
     whole, reduced = (
         photograph_set(whole_split("train", [raw] * 12, np.arange(12), "made"), 5, min_scale=min_scale)
-        .__getitems__(microbatch)["images"]
-        .int()
+        .__getitems__(microbatch)
+        .images.int()
         for raw in (file, file + bytes(LARGE))
     )
     assert not torch.equal(whole, reduced)
@@ -274,11 +276,12 @@ def test_a_batch_is_normalised_and_augmented_as_its_sample_numbers_say():
     pixels, labels, order = pictures(20, (10, 12)), np.arange(20) % 3, np.array([7, 3, 19, 0])
     config = TrainConfig(crop_padding=2, flip=True, seed=9)
     spec = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
-    dataset, given = DecodedImages(pixels, labels), Given([Microbatch(0, 4, 0, order)])
-    loader = make_loader(dataset, given, config, CPU.threads, CPU.device)
+    given = Given([Microbatch(0, 4, 0, order)])
     random = [[plain_uniform(9, 4, int(index), counter) for counter in (1, 2, 3)] for index in order]
     changed = [shifted_and_flipped(*pair, 2, True) for pair in zip(pixels[order], random, strict=True)]
     for training, raw in ((True, np.stack(changed)), (False, pixels[order])):
+        dataset = DecodedImages(pixels, labels, make_augmentation(config, spec, training))
+        loader = make_loader(dataset, given, config, CPU.threads, CPU.device)
         (batch,) = Batches(loader, spec, config, CPU.device, training)
         expected = (torch.from_numpy(raw).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
         assert batch.images.dtype == torch.float32
@@ -305,4 +308,4 @@ def test_small_images_are_decoded_beforehand_and_photographs_are_not(side, kind)
     dataset = make_dataset(split, InputSpec(side, side, 3, [0.5] * 3, [0.5] * 3), TrainConfig(), True, iter)
     batch = dataset.__getitems__(Microbatch(0, 0, 0, np.array([9, 0])))
     assert isinstance(dataset, kind)
-    assert batch["images"].shape == (2, side, side, 3) and batch["labels"].tolist() == [1, 0]
+    assert batch.images.shape == (2, side, side, 3) and batch.labels.tolist() == [1, 0]

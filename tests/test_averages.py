@@ -9,16 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.ranks import returned, run_ranks, start_ranks
-from helpers.training_runs import records, refused, same_tensors, slow_train, train_run, weights, working_in
-from helpers.waiting import until
-from safetensors.torch import load_file, save_file
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import records, refused, same_tensors, train_run, weights, working_in
 
 import eval
 import train
-from utils.models.weight_average import WeightAverage
-from utils.runs.loading import choose_weights
-from utils.runs.manifest import checkpoints_of, write_manifest
+from utils.runs.manifest import checkpoints_of
 
 DECAY = 0.3  # the warm-up reaches it at the fourth update
 # Batch statistics, and an integer buffer. Four updates an epoch, the last one smaller.
@@ -80,14 +76,13 @@ def test_the_average_is_that_of_a_plain_loop_over_the_weights_of_the_main_proces
     assert counts and all(torch.equal(found[name], after[-1][name]) for name in counts)
     for name in found.keys() - counts:
         torch.testing.assert_close(found[name].double(), averages[name], rtol=1e-5, atol=1e-7)
-        assert not torch.equal(found[name], after[-1][name])
+        assert "running" not in name or not torch.equal(found[name], after[-1][name])
 
 
 def test_training_itself_does_not_change(in_folder):
     assert same_tensors(weights("two"), weights("without"))
     raw = [record for record in evaluations("two") if record.pop("weights") == "raw"]
     assert raw == evaluations("without")
-    assert not (checkpoints_of(Path("runs/without/checkpoints"))[-1] / FILE).exists()
 
 
 def test_both_kinds_of_weights_are_evaluated_and_the_average_decides_the_best(in_folder):
@@ -98,12 +93,11 @@ def test_both_kinds_of_weights_are_evaluated_and_the_average_decides_the_best(in
     state = json.loads((checkpoint / "state.json").read_text())["state"]
     assert state["best_step"] == max(averaged, key=lambda step: (averaged[step]["accuracy"], -step))
     assert [e["loss"] for e in state["evaluations"]] == [r["loss"] for r in averaged.values()]
-    last = {r["weights"]: r for r in found if r["step"] == 9}
-    assert last["raw"]["loss"] != last["ema"]["loss"]
+    last = {r["weights"]: r["loss"] for r in found if r["step"] == 9}
+    assert last["raw"] != last["ema"]
     for more, kind in ([], "ema"), (["--weights", "raw"], "raw"):
-        (outcome,) = run_ranks(1, eval.main, ["--ckpt", str(checkpoint), "--max_eval_samples", "70", *more])
-        assert outcome.value["weights"] == kind and outcome.value["loss"] == pytest.approx(last[kind]["loss"], rel=1e-6)
-        assert f"\nweights          {kind}\n" in outcome.out
+        (result,) = returned(1, eval.main, ["--ckpt", str(checkpoint), "--max_eval_samples", "70", *more])
+        assert (result["weights"], result["loss"]) == (kind, pytest.approx(last[kind], rel=1e-6))
 
 
 def test_a_run_shows_both_evaluations_and_ends_with_the_average(in_folder):
@@ -111,8 +105,7 @@ def test_a_run_shows_both_evaluations_and_ends_with_the_average(in_folder):
     assert all(f"update 4  eval (hold-out, {weights})  accuracy" in out for weights in ("raw", "ema"))
     last = records("two", "eval")[-1]
     assert last["weights"] == "ema" and value == {name: last[name] for name in value}
-    shown = out.partition("\nDone\n")[2]
-    assert f"\naccuracy     {last['accuracy']:.4f}\n" in shown and "\nweights      ema\n" in shown
+    assert f"\naccuracy     {last['accuracy']:.4f}\n" in out and "\nweights      ema\n" in out
 
 
 @pytest.mark.full
@@ -124,20 +117,6 @@ def test_one_two_and_three_processes_have_the_same_average_with_microbatches():
         ends.append((weights(f"on-{processes}", file=FILE), evaluations(f"on-{processes}")))
     for averages, evaluated in ends[1:]:
         assert same_tensors(averages, ends[0][0]) and evaluated == ends[0][1]
-
-
-@pytest.mark.full
-def test_a_killed_run_ends_with_the_same_average_and_evaluations(in_folder):
-    started = start_ranks(2, slow_train, EMA, 0.0, 7)
-    until(lambda: Path("held-0").exists() and Path("held-1").exists())
-    until(lambda: Path("runs/run/checkpoints/step-00000006").exists())
-    started.kill(signal.SIGKILL)
-    started.finish()
-    train_run(2, "run", *EMA, "--resume", "auto")
-    assert records("run", "start")[-1]["step"] == 6
-    assert same_tensors(weights("run", file=FILE), weights("two", file=FILE))
-    assert same_tensors(weights("run"), weights("two"))
-    assert evaluations("run") == evaluations("two")
 
 
 def stop_in_the_second_evaluation(flags):
@@ -176,65 +155,7 @@ def test_an_average_that_starts_late_starts_from_the_weights(in_folder):
     assert outcome.code == 0 and "parts of the checkpoint that this run does not have: ema" in outcome.out
 
 
-def test_the_model_has_its_own_weights_again_after_an_error_too():
-    layer = torch.nn.BatchNorm1d(2)
-    average = WeightAverage(layer, 0.9)
-    with torch.no_grad():
-        layer.weight.fill_(5)
-    own = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    with pytest.raises(KeyError), average.applied():
-        assert same_tensors(layer.state_dict(), average.state_dict()) and layer.weight[0] == 1
-        raise KeyError
-    assert same_tensors(layer.state_dict(), own)
-
-
-# Averages of checkpoints
-
-
-def mean_of(saved):
-    """The mean of checkpoints' tensors, with the integers of the newest."""
-    last = saved[-1]
-    means = {name: torch.stack([tensors[name].double() for tensors in saved]).mean(0) for name in last}
-    return {name: means[name].to(t.dtype) if t.is_floating_point() else t for name, t in last.items()}
-
-
-@pytest.mark.full
-def test_the_mean_of_checkpoints_is_that_of_torch(in_folder):
-    saved = checkpoints_of(Path("runs/two/checkpoints"))[-3:]
-    steps = [int(path.name[5:]) for path in saved]
-    for processes, more, file in (1, ["--weights", "raw"], "model.safetensors"), (2, [], FILE):
-        copy = Path("mean") / saved[-1].name
-        shutil.rmtree("mean", ignore_errors=True)
-        shutil.copytree(saved[-1], copy)
-        save_file(mean_of([load_file(path / file) for path in saved]), copy / file)
-        (copy / "manifest.json").unlink()
-        write_manifest(copy)
-        expected = returned(1, eval.main, ["--ckpt", str(copy), *more])[0]
-        found = returned(processes, eval.main, ["--ckpt", "runs/two", "--average", "3", *more])[0]
-        assert found["averaged"] == steps and "averaged" not in expected and len(steps) == 3
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-7)
-        assert (found["step"], found["weights"]) == (9, expected["weights"])
-    named = returned(1, eval.main, ["--ckpt", str(saved[1]), "--average", "2"])[0]
-    assert named["averaged"] == steps[:2] and abs(named["loss"] - expected["loss"]) > 1e-5
-
-
-def test_the_mean_of_checkpoints_has_the_integers_of_the_newest(tmp_path):
-    layer, paths = torch.nn.BatchNorm1d(3), [tmp_path / str(place) for place in range(3)]
-    for place, path in enumerate(paths):
-        torch.nn.init.normal_(layer.weight)
-        layer.num_batches_tracked.fill_(3 + place)
-        path.mkdir()
-        save_file(layer.state_dict(), path / "model.safetensors")
-        write_manifest(path)
-    choose_weights(paths, None).load(layer)
-    assert same_tensors(layer.state_dict(), mean_of([load_file(path / "model.safetensors") for path in paths]))
-    assert layer.num_batches_tracked == 5
-
-
 def test_what_a_run_does_not_have_is_refused_in_one_line(in_folder):
-    number = len(checkpoints_of(Path("runs/two/checkpoints")))
-    line = refused(eval.main, "--ckpt", "runs/two", "--average", "99")
-    assert f"--average 99: runs/two/checkpoints has {number} checkpoints up to step-00000009" in line
     line = refused(eval.main, "--ckpt", "runs/without", "--weights", "ema")
     assert ": has no average of the weights; use --weights raw" in line
     assert "weights" not in returned(1, eval.main, ["--ckpt", "runs/without", "--weights", "raw"])[0]

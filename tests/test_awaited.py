@@ -20,7 +20,7 @@ import utils.waiting
 from utils.data.order import permutation
 from utils.launch.exits import with_known_fix
 from utils.ranks import watch
-from utils.waiting import DataWait, awaited
+from utils.waiting import DataWait, wait_for_items
 
 FLAGS = ["--data", "photos", "--model", "mlp", "--model_args", "{hidden: 2}", "--image_size", "112", "--threads", "1"]
 FLAGS += ["--global_batch_size", "8", "--log_every", "1", "--max_steps", "100000", "--run_name", "run"]
@@ -124,10 +124,10 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
 
     monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=lambda seconds: None))
     with pytest.raises(ValueError, match=r"^a loader process exited while it was sending a batch"):
-        list(awaited(broken(), "a batch"))
+        list(wait_for_items(broken(), "a batch"))
     monkeypatch.setattr(utils.waiting, "time", SimpleNamespace(sleep=with_cause))
     with pytest.raises(RuntimeError, match="killed by signal") as caught:
-        list(awaited(broken(), "a batch"))
+        list(wait_for_items(broken(), "a batch"))
     assert "/dev/shm" in str(with_known_fix(caught.value)) and DataWait.current is None
 
 

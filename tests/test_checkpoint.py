@@ -28,9 +28,8 @@ import eval
 import train
 from utils import version
 from utils.config.cli import read_config
-from utils.runs.loading import load_parts
+from utils.runs.loading import LOSS_SCALE, LossScale, load_parts
 from utils.runs.manifest import find_checkpoint
-from utils.runs.parts import LOSS_SCALE, LossScale
 from utils.runs.state import TrainState
 from utils.runs.writing import publish, write_partial
 from utils.version import VERSION

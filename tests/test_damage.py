@@ -376,6 +376,14 @@ def test_no_file_of_a_checkpoint_is_executed(case):
     both(*CODES[name])
 
 
+def test_an_optimizer_file_with_code_is_refused_as_such():
+    PICKLES["torch"](NEWEST / "optimizer.bin")
+    (NEWEST / "manifest.json").unlink()
+    write_manifest(NEWEST)
+    (outcome,) = run_ranks(1, train.main, RESUME)
+    refused(outcome, f"{NEWEST / 'optimizer.bin'}: is refused, because it contains objects whose loading would execute")
+
+
 BOMB = "model_args: {a0: &a0 [x, x, x, x, x, x, x, x, x], " + ", ".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)
 )  # a few hundred bytes that stand for 9 ** 9 values
@@ -440,7 +448,7 @@ def change_state(change):
 def test_a_newer_format_is_refused_with_the_version_that_wrote_it():
     for main, flags, wrote, writer in (
         (eval.main, EVAL, {"lockstep": "9.8"}, "Lockstep 9.8"),
-        (train.main, RESUME, None, "a newer Lockstep"),
+        (train.main, RESUME, None, "Lockstep ?"),
     ):
         change_state(lambda values, wrote=wrote: values.update(format=2, state="of another shape", versions=wrote))
         before = contents(RUN)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, train_run, weights
+from helpers.ranks import returned
+from helpers.training_runs import records, refused, train_run, weights
 from torch import nn
 
 import train
@@ -38,18 +38,18 @@ def material():
     return layer, images, torch.randn(11, 3, 4, 4, generator=random)
 
 
-@pytest.mark.parametrize("shares", [[6, 5], [10, 1], [11, 0], [4, 4, 3]])
+@pytest.mark.parametrize("shares", [[6, 5], [10, 1], [4, 7, 0]])
 def test_synchronised_statistics_and_gradients_are_those_of_the_whole_batch(shares):
     layer, images, weights = material()
     expected = layer(images.requires_grad_())
     (expected * weights).sum().backward()
-    results = returned(len(shares), synchronised_step, shares)
-    torch.testing.assert_close(torch.cat([output for output, *_ in results]), expected.detach())
-    torch.testing.assert_close(torch.cat([gradient for _, gradient, *_ in results]), images.grad)
-    for number, parameter in enumerate(layer.parameters()):
-        torch.testing.assert_close(sum(gradients[number] for _, _, gradients, _ in results), parameter.grad)
-    for *_, buffers in results:
-        torch.testing.assert_close(buffers, list(layer.buffers()))
+    outputs, own, gradients, buffers = zip(*returned(len(shares), synchronised_step, shares), strict=True)
+    torch.testing.assert_close(torch.cat(outputs), expected.detach())
+    torch.testing.assert_close(torch.cat(own), images.grad)
+    for parameter, parts in zip(layer.parameters(), zip(*gradients, strict=True), strict=True):
+        torch.testing.assert_close(sum(parts), parameter.grad)
+    for found in buffers:
+        torch.testing.assert_close(found, list(layer.buffers()))
 
 
 def test_a_step_without_samples_on_any_process_leaves_the_running_statistics():
@@ -82,14 +82,12 @@ def test_a_step_of_one_sample_on_all_processes_together_is_refused():
 def test_a_run_with_synchronised_batch_statistics_has_the_losses_of_one_process():
     flags = ["--model", "resnet18", "--global_batch_size", "14", "--max_steps", "5", "--log_every", "1"]
     flags += ["--threads", "1", "--lr", "0.0005", "--max_train_samples", "61", "--max_eval_samples", "20"]
-    runs = [train_run(n, f"on-{n}", *flags, "--sync_batchnorm") for n in (1, 2)]  # the fifth update has 3 + 2 samples
-    runs.append(train_run(2, "apart", *flags, "--batch_size", "7"))
-    alone, both, apart = ([line["loss"] for line in run if line["kind"] == "train"] for run in runs)
+    for processes in (1, 2):  # the fifth update has 3 + 2 samples
+        train_run(processes, f"on-{processes}", *flags, "--sync_batchnorm")
+    alone, both = ([line["loss"] for line in records(f"on-{n}", "train")] for n in (1, 2))
     # So few samples and so many layers multiply the rounding of each update some twenty times.
     assert both[:2] == pytest.approx(alone[:2], rel=1e-6) and both == pytest.approx(alone, rel=2e-3)
-    assert apart[0] != pytest.approx(alone[0], rel=5e-3)  # what each process makes of its own samples
-    ends = [[line for line in run if line["kind"] == "eval"][-1]["loss"] for run in runs]
-    assert ends[1] == pytest.approx(ends[0], rel=1e-3)
+    assert records("on-2", "eval")[-1]["loss"] == pytest.approx(records("on-1", "eval")[-1]["loss"], rel=1e-3)
 
 
 class Changing(nn.Module):
@@ -108,39 +106,23 @@ class Changing(nn.Module):
 
 def train_changing(name: str, always: bool, *flags: str) -> None:
     utils.models.zoo.OWN_MODELS["mlp"] = Changing
-    settings = [
-        "--model",
-        "mlp",
-        "--global_batch_size",
-        "120",
-        "--max_steps",
-        "5",
-        "--log_every",
-        "1",
-        "--threads",
-        "1",
-    ]
-    settings += ["--run_name", name, "--model_args", f"{{always: {str(always).lower()}}}", "--lr", "0.01"]
+    settings = ["--model", "mlp", "--model_args", f"{{always: {str(always).lower()}}}", "--global_batch_size", "120"]
+    settings += ["--run_name", name, "--max_steps", "5", "--log_every", "1", "--threads", "1", "--lr", "0.01"]
     train.main([*settings, *flags])
 
 
 def test_unused_parameters_are_refused_with_the_flags_that_fix_it():
-    main, other = run_ranks(2, train_changing, "run", True)
-    assert (main.code, other.code) == (2, 2)
-    assert "use --find_unused_parameters, or --freeze those" in main.err + other.err
-    assert len((main.err + other.err).strip().splitlines()) == 1
+    line = refused(lambda flags: train_changing("run", True, *flags), processes=2)
+    assert "use --find_unused_parameters, or --freeze those" in line
 
 
 @pytest.mark.parametrize(
     ("always", "flag"),
     [(True, ["--find_unused_parameters"]), (True, ["--freeze", "second.1"]), (False, ["--find_unused_parameters"])],
 )
-@pytest.mark.parametrize(
-    ("accum", "alone"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 4)]
-)  # so that a microbatch takes the same layer in both
-def test_unused_parameters_train_as_on_one_process(always, flag, accum, alone):
-    microbatches = {1: ["--grad_accum", str(alone)], 2: ["--grad_accum", str(accum), *flag]}
-    for processes, flags in microbatches.items():
+def test_unused_parameters_train_as_on_one_process(always, flag):
+    # So many accumulation steps that a microbatch takes the same layer in both.
+    for processes, flags in ((1, ["--grad_accum", "4"]), (2, ["--grad_accum", "2", *flag])):
         returned(processes, train_changing, f"on-{processes}", always, *flags)
     alone, both = ([line["loss"] for line in records(f"on-{n}", "train")] for n in (1, 2))
     assert len(both) == 5 and both == pytest.approx(alone, rel=1e-5)

@@ -22,9 +22,9 @@ from torchvision.transforms import InterpolationMode, v2
 
 from utils.config.settings import TrainConfig
 from utils.data.augment import Crop, crop_box
+from utils.data.cache import make_dataset
 from utils.data.decode import EVAL_CROP, LARGE, center, center_factor, decode, peek
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_dataset
 from utils.data.spec import InputSpec
 from utils.data.splits import Files, whole_split
 from utils.data.tables import Table
@@ -318,7 +318,7 @@ def photograph(name, height, width):
 def evaluated(raw, spec):
     """The pixels of a photograph as evaluation sees them, uint8 [C, H, W]."""
     dataset = make_dataset(split_of([raw]), spec, TrainConfig(), False, iter)
-    return dataset.__getitems__(Microbatch(0, 0, 0, np.arange(1)))["images"][0].permute(2, 0, 1)
+    return dataset.__getitems__(Microbatch(0, 0, 0, np.arange(1))).images[0].permute(2, 0, 1)
 
 
 def published(name):
@@ -391,7 +391,7 @@ def test_training_crops_are_resized_as_the_weights_were(interpolation):
     part = decode(split_of([raw]), 0, 3).permute(2, 0, 1)[:, top : top + rows, left : left + columns]
     mode = InterpolationMode(interpolation)
     expected = v2.functional.resize(part.contiguous(), [224, 224], mode, antialias=True)
-    assert torch.equal(dataset.__getitems__(microbatch)["images"][0].permute(2, 0, 1), expected)
+    assert torch.equal(dataset.__getitems__(microbatch).images[0].permute(2, 0, 1), expected)
 
 
 @pytest.mark.parametrize("change", [{"resize": 0}, {"resize": 2.5}, {"interpolation": "nearest"}, {"squash": 1}])

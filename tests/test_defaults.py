@@ -12,7 +12,6 @@ import yaml
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
 from helpers.training_runs import records, train_run
-from torch import nn
 
 import train
 from utils.config.defaults import choose_images, choose_sizes, resolve_batch
@@ -25,7 +24,7 @@ from utils.tasks.classification import Classification
 from utils.tasks.task import Task
 from utils.training.divergence import watch_evaluation, watch_loss
 from utils.training.schedule import total_updates
-from utils.training.summary import differences, has_dropout
+from utils.training.summary import differences
 
 NAMES = ("global_batch_size", "drop_last", "log_every", "lr", "weight_decay", "model", "flip")
 
@@ -58,14 +57,12 @@ def test_no_chosen_batch_ends_an_epoch_with_a_few_samples():
         plan = Plan(samples, config.global_batch_size, 1, 0, config.drop_last)
         last = samples - (plan.updates_per_epoch - 1) * config.global_batch_size
         assert config.global_batch_size / 2 <= last and (config.drop_last or last <= config.global_batch_size)
-        assert total_updates(config, plan) > 0
 
 
 def test_values_that_are_given_are_kept_even_if_they_are_those_of_another_case():
     given = dict(zip(NAMES, (100, True, 7, 0.3, 0.0, "resnet18", True), strict=True))
     config, lines = choose_sizes(TrainConfig(**given), 120, 2)
-    config, more = choose_images(config, small=True, small_input=True)
-    assert config == TrainConfig(**given) and lines == more == []
+    assert choose_images(config, small=True, small_input=True) == (TrainConfig(**given), []) and lines == []
     for name, value in given.items():
         config, _ = choose_images(chosen(120, **{name: value}), small=True, small_input=True)
         assert getattr(config, name) == value and all(getattr(config, other) is not None for other in NAMES)
@@ -97,7 +94,6 @@ def test_a_short_run_has_at_least_four_train_records_or_one_for_each_update(samp
     (True, True, True, ("resnet18", False)),
     (True, False, False, ("resnet18", False)),  # digits at --image_size 224 are still not mirrored
     (False, True, False, ("resnet18", True)),
-    (False, False, False, ("resnet18", True)),
 ])  # fmt: skip
 def test_the_model_and_flip_follow_the_images(small, small_input, pretrained, expected):
     config, (line,) = choose_images(TrainConfig(pretrained=pretrained), small, small_input)
@@ -105,20 +101,12 @@ def test_the_model_and_flip_follow_the_images(small, small_input, pretrained, ex
     assert line.startswith(f"model {expected[0]}, {'' if expected[1] else 'no '}flip (")
 
 
-@pytest.mark.parametrize("processes", [3, 6])
-def test_processes_that_no_chosen_batch_fits_are_refused_with_the_fix(processes):
-    with pytest.raises(ValueError, match=r"set it to 12[06] or 1[23]"):
-        resolve_batch(TrainConfig(), processes)
-    assert resolve_batch(TrainConfig(global_batch_size=processes), processes)[2] == processes
-
-
-def test_processes_that_the_batch_of_a_small_set_does_not_fit_are_refused_without_a_flag_that_was_not_given():
-    with pytest.raises(ValueError, match=r"^the default global batch 16 is not divisible by 32") as caught:
+def test_processes_that_no_chosen_batch_fits_are_refused_with_the_fix():
+    with pytest.raises(ValueError, match=r"set it to 126 or 132"):
+        resolve_batch(TrainConfig(), 6)
+    assert resolve_batch(TrainConfig(global_batch_size=6), 6)[2] == 6
+    with pytest.raises(ValueError, match=r"^the default global batch 16 is not divisible by 32.*; set it to 32"):
         choose_sizes(TrainConfig(), 120, 32)
-    assert str(caught.value).endswith("; set it to 32, or use a different number of processes")
-
-
-PHOTOS = ["--data", "photos", "--model", "mlp", "--threads", "1", "--num_workers", "0", "--epochs", "1"]
 
 
 def saved_settings(name):
@@ -129,74 +117,68 @@ def saved_settings(name):
 def test_photographs_train_with_the_same_settings_on_one_process_and_on_two():
     for split, counts in (("train", {"a": 13, "b": 12}), ("val", {"a": 2, "b": 2})):
         image_folder(f"photos/{split}", counts, size=(100, 120), kind="jpg")
-    flags = [*PHOTOS, "--image_size", "16"]
-    outcomes = [run_ranks(n, train.main, [*flags, "--run_name", f"on-{n}"]) for n in (1, 2)]
-    assert [outcome.code for run in outcomes for outcome in run] == [0, 0, 0], outcomes[0][0].err
-    (alone,), (main, other) = outcomes
-    expected = {"global_batch_size": 8, "drop_last": True, "log_every": 1, "lr": 0.003125, "weight_decay": 5e-4}
-    expected |= {"model": "mlp", "flip": True}
-    assert saved_settings("on-1") == saved_settings("on-2") == expected
-    found = [re.search(r"^defaults .*\n(?: .*\n)*", outcome.out, re.M)[0] for outcome in (alone, main)]
-    rows = [[line.removeprefix("defaults").strip() for line in text.splitlines()] for text in found]
-    assert rows[0] == rows[1] and len(rows[0]) == 3, rows
-    assert rows[0][0].startswith("global batch 8 (25 training images: 3 updates per epoch), drop_last (")
-    assert rows[0][1].startswith("lr 0.00313 (sgd, new model: 0.05 for batch 128), weight decay 0.0005")
-    assert rows[0][2] == "flip (photographs)" and "defaults  " not in other.out
+    flags = ["--data", "photos", "--model", "mlp", "--threads", "1", "--num_workers", "0", "--epochs", "1"]
+    tables = []
+    for processes in (1, 2):
+        run = [*flags, "--image_size", "16", "--run_name", f"on-{processes}"]
+        main, *others = run_ranks(processes, train.main, run)
+        assert main.code == 0 and not any("defaults  " in other.out for other in others), main.err
+        text = re.search(r"^defaults .*\n(?: .*\n)*", main.out, re.M)[0]
+        tables.append([line.removeprefix("defaults").strip() for line in text.splitlines()])
+    assert (
+        saved_settings("on-1")
+        == saved_settings("on-2")
+        == dict(zip(NAMES, (8, True, 1, 0.003125, 5e-4, "mlp", True), strict=True))
+    )
+    assert tables[0] == tables[1] and len(tables[0]) == 3, tables
+    assert tables[0][0].startswith("global batch 8 (25 training images: 3 updates per epoch), drop_last (")
+    assert tables[0][1].startswith("lr 0.00313 (sgd, new model: 0.05 for batch 128), weight decay 0.0005")
+    assert tables[0][2] == "flip (photographs)"
 
 
 def test_a_resumed_run_keeps_the_settings_of_its_checkpoint_unless_they_are_given():
     same = ["--data", "synthetic/3x8x103", "--threads", "1"]
     first = ["--lr", "0.31", "--flip", "--log_every", "2", "--weight_decay", "0.3", "--drop_last", "--model", "mlp"]
     train_run(1, "run", *same, *first, "--max_steps", "2", "--global_batch_size", "9")
-    expected = dict(zip(NAMES, (9, True, 2, 0.31, 0.3, "mlp", True), strict=True))
-    train_run(1, "run", *same, "--max_steps", "4", "--resume", "auto")
-    assert saved_settings("run") == expected
-    train_run(1, "run", *same, "--max_steps", "5", "--resume", "auto", "--lr", "0.1")
-    assert saved_settings("run") == expected | {"lr": 0.1}
+    train_run(1, "run", *same, "--max_steps", "4", "--resume", "auto", "--weight_decay", "0.1")
+    assert saved_settings("run") == dict(zip(NAMES, (9, True, 2, 0.31, 0.1, "mlp", True), strict=True))
 
 
 def test_a_loss_that_explodes_while_it_is_finite_is_reported_once_in_a_run_with_the_fix():
     flags = ["--data", "synthetic/4x8x64", "--model", "mlp", "--threads", "1", "--run_name", "run", "--log_every", "1"]
-    flags += ["--lr_schedule", "constant", "--global_batch_size", "16", "--save_every", "4"]
-    said = []
+    flags += ["--lr_schedule", "constant", "--global_batch_size", "16", "--save_every", "4", "--resume", "auto"]
+    lines = []
     for number in ("8", "12"):
-        (outcome,) = run_ranks(1, train.main, [*flags, "--lr", "3", "--max_steps", number, "--resume", "auto"])
-        assert outcome.code == 0, outcome.err
-        said.append([line for line in outcome.out.splitlines() if "the loss of uniform predictions" in line])
+        (outcome,) = run_ranks(1, train.main, [*flags, "--lr", "3", "--max_steps", number])
+        lines.append([line for line in outcome.out.splitlines() if "the loss of uniform predictions" in line])
     losses = [record["loss"] for record in records("run", "train")]
     step = next(step for step, loss in enumerate(losses, 1) if loss > 10 * math.log(4))
     assert step <= 8 and max(losses[8:]) > 10 * math.log(4)
-    assert len(said[0]) == 1 and said[1] == []
-    uniform = "while the loss of uniform predictions is 1.386"
-    expected = f"update {step}: the training loss is {losses[step - 1]:.4g}, {uniform}; lower --lr"
-    assert said[0][0].startswith(expected) and "--clip_norm" in said[0][0]
+    assert len(lines[0]) == 1 and lines[1] == []
+    assert f"update {step}: the training loss is {losses[step - 1]:.4g}, while" in lines[0][0]
+    assert "is 1.386; lower --lr" in lines[0][0]
 
 
-@pytest.mark.parametrize(("loss", "guessing"), [("cross_entropy", math.log(7)), ("binary_cross_entropy", math.log(2))])
-def test_the_uniform_loss_is_that_of_equal_scores(loss, guessing):
+@pytest.mark.parametrize(("loss", "uniform"), [("cross_entropy", math.log(7)), ("binary_cross_entropy", math.log(2))])
+def test_a_loss_is_reported_at_ten_times_that_of_uniform_predictions_or_above_it_later(loss, uniform):
     task = Classification(TrainConfig(loss=loss), list("abcdefg"))
-    assert task.uniform_loss == pytest.approx(guessing)
-    lines, state = [], TrainState(step=5)
-    log = SimpleNamespace(say=lines.append)
-    run = SimpleNamespace(state=state, task=task, log=log, config=TrainConfig(lr=0.02))
-    for mean in (math.nan, 9.9 * guessing, 10.1 * guessing, 99 * guessing):
-        watch_loss(run, mean, count=100)
-    assert len(lines) == 1 and f"is {10.1 * guessing:.4g}," in lines[0] and state.exploded
-    fix = "lower --lr (for example to 0.002), increase --warmup_steps or set --clip_norm"
-    assert lines[0].endswith(f"; {fix}; if the loss has hardly changed, raise --lr")
-    watch_loss(
-        SimpleNamespace(**{**vars(run), "task": Task(), "state": TrainState()}), 1e30, count=100
-    )  # it does not define the loss
-    assert len(lines) == 1
-    # once it has learned, 10 / sqrt(samples) above the loss of uniform predictions are enough
-    for samples, factor, is_said in ((100, 1.9, False), (100, 2.1, True), (10_000, 1.05, False), (10_000, 1.15, True)):
-        run.state = TrainState()
-        lines.clear()
-        watch_loss(run, factor * guessing, samples)
-        watch_loss(run, 0.7 * guessing, samples)
-        assert not lines and run.state.learned
-        watch_loss(run, factor * guessing, samples)
-        assert bool(lines) == is_said
+    assert task.uniform_loss == pytest.approx(uniform)
+    for samples, factors, is_reported in (
+        (100, (math.nan, 9.9), False),
+        (100, (10.1, 99), True),
+        # once it has learned, 10 / sqrt(samples) above the loss of uniform predictions are enough
+        (100, (0.7, 1.9), False),
+        (100, (0.7, 2.1), True),
+        (10_000, (0.7, 1.05), False),
+        (10_000, (1.15, 0.7, 1.15), True),
+    ):
+        for own, is_known in ((task, True), (Task(), False)):  # other tasks do not define the loss
+            lines = []
+            log = SimpleNamespace(say=lines.append)
+            run = SimpleNamespace(state=TrainState(step=5), task=own, log=log, config=TrainConfig(lr=0.02))
+            for factor in factors:
+                watch_loss(run, factor * uniform, samples)
+            assert len(lines) == (is_reported and is_known) and all("lower --lr" in line for line in lines)
 
 
 DIGITS = ["--model", "mlp", "--threads", "1", "--lr", "0.05", "--lr_schedule", "constant"]
@@ -220,20 +202,20 @@ def _train_and_ruin(flags, step, kind):
     train.main(flags)
 
 
-@pytest.mark.parametrize(("processes", "kind", "flags", "said"), [
-    (2, "swapped", ["--log_every", "5", "--eval_every", "99"],
+@pytest.mark.parametrize(("kind", "flags", "said"), [
+    ("swapped", ["--log_every", "5", "--eval_every", "99"],
      r"update 45: the training loss is \d\.\d+, while the loss of uniform predictions is 2.303; "),
-    (2, "one class", ["--log_every", "39", "--eval_every", "40"],
+    ("one class", ["--log_every", "39", "--eval_every", "40"],
      r"update 40: the model predicts the same for all 180 samples, with a loss of 2\.\d+; "),
 ])  # fmt: skip
-def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix(processes, kind, flags, said):
+def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix(kind, flags, said):
     lines = []
-    for more in (["--max_steps", "50"], ["--max_steps", "52"]):
-        outcomes = run_ranks(processes, _train_and_ruin, [*DIGITS, *flags, *more], 40, kind)
-        assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].err
+    for steps in ("46", "48"):
+        outcomes = run_ranks(2, _train_and_ruin, [*DIGITS, *flags, "--max_steps", steps], 40, kind)
+        assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
         lines.append([line for outcome in outcomes for line in outcome.out.splitlines() if "lower --lr" in line])
     assert len(lines[0]) == 1 and lines[1] == [], lines
-    assert re.match(f"{said}lower --lr \\(for example to 0.005\\), increase", lines[0][0])
+    assert re.match(f"{said}lower --lr \\(for example to 0.005\\)", lines[0][0])
 
 
 @pytest.mark.parametrize(("metrics", "last_loss", "learned", "constant", "said"), [
@@ -241,24 +223,18 @@ def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix(proces
     ({"accuracy": 0.5}, 0.02, True, False, ""),  # overfitting: the training loss is low
     ({"accuracy": 0.75}, 2.2, True, False, ""),  # less than chance explains
     ({"accuracy": 0.5, "loss": 2.0}, 2.2, True, False, ""),
+    ({"accuracy": 0.8, "count": 1}, 2.2, True, True, ""),
     ({"accuracy": 0.8}, 2.2, True, True, "predicts the same for all 400 samples"),
     ({"accuracy": 0.8}, 2.2, False, True, ""),  # the learning rate still rises
-    ({"accuracy": 0.8, "count": 1}, 2.2, True, True, ""),
     ({"accuracy": 0.8, "loss": math.inf}, 2.2, False, False, "the loss of the evaluation is inf"),
 ])  # fmt: skip
 def test_an_evaluation_tells_training_that_falls_apart_from_overfitting_and_a_slow_start(
     metrics, last_loss, learned, constant, said
 ):
-    task, lines = Classification(TrainConfig(), list("abcdefghij")), []
-    state = TrainState(step=250, learned=learned, last_loss=last_loss, first_metric=0.8)
-    run = SimpleNamespace(
-        state=state,
-        task=task,
-        config=TrainConfig(lr=0.02),
-        updates=600,
-        evaluator=SimpleNamespace(is_constant=constant),
-        log=SimpleNamespace(say=lines.append),
-    )
+    lines, evaluator = [], SimpleNamespace(is_constant=constant)
+    run = SimpleNamespace(config=TrainConfig(lr=0.02), updates=600, evaluator=evaluator)
+    run.task, run.log = Classification(run.config, list("abcdefghij")), SimpleNamespace(say=lines.append)
+    run.state = TrainState(step=250, learned=learned, last_loss=last_loss, first_metric=0.8)
     watch_evaluation(run, {"loss": 2.4, "count": 400, **metrics})
     assert len(lines) == bool(said) and said in "".join(lines)
 
@@ -266,30 +242,29 @@ def test_an_evaluation_tells_training_that_falls_apart_from_overfitting_and_a_sl
 @pytest.mark.parametrize("flags", [
     ["--model", "mnist_cnn", "--image_size", "12", "--mixup", "0.8", "--cutmix", "1.0", "--label_smoothing", "0.1",
      "--warmup_steps", "20"],
-    ["--model", "mlp", "--loss", "focal", "--class_weights", "balanced", "--global_batch_size", "8",
-     "--ema_decay", "0.99"],
-    ["--model", "mlp", "--loss", "binary_cross_entropy", "--optimizer", "adamw", "--lr", "0.03",
-     "--sampler", "balanced"],
-    ["--model", "timm/test_resnet", "--image_size", "16", "--global_batch_size", "32", "--lr", "0.1"],
     ["--data", "pairs", "--model", "mlp", "--task", "binary", "--pos_weight", "3", "--global_batch_size", "8"],
+    *(pytest.param(flags, marks=pytest.mark.full) for flags in [
+        ["--model", "mlp", "--loss", "focal", "--class_weights", "balanced", "--global_batch_size", "8",
+         "--ema_decay", "0.99"],
+        ["--model", "mlp", "--loss", "binary_cross_entropy", "--optimizer", "adamw", "--lr", "0.03",
+         "--sampler", "balanced"],
+        ["--model", "timm/test_resnet", "--image_size", "16", "--global_batch_size", "32", "--lr", "0.1"],
+    ]),
 ])  # fmt: skip
 def test_healthy_runs_are_not_said_to_fall_apart(flags):
     image_folder("pairs/train", {"a": 90, "b": 10})  # random pixels, which are learned by heart
     image_folder("pairs/val", {"a": 36, "b": 4}, seed=1)
     more = ["--max_steps", "120", "--log_every", "1", "--eval_every", "6", "--threads", "1", "--run_name", "run"]
     (outcome,) = run_ranks(1, train.main, [*flags, *more])
-    assert outcome.code == 0, outcome.err
-    assert "lower --lr" not in outcome.out
+    assert outcome.code == 0 and "lower --lr" not in outcome.out, outcome.err
 
 
 MASKS = "dropout masks (unless processes x accumulation is 6)"
 
 
 @pytest.mark.parametrize(("model", "settings", "grad_accum", "parts"), [
-    ("mlp", {}, 1, []),
     ("mlp", {"sync_batchnorm": True}, 2, []),
     ("mlp", {"comm_hook": "bf16"}, 1, ["gradients, rounded to bf16 (not with --comm_hook no)"]),
-    ("mnist_cnn", {}, 1, [MASKS]),
     ("mnist_cnn", {"model_args": {"dropout": 0.0}}, 1, []),
     ("resnet18", {}, 2, ["batch statistics (not with --sync_batchnorm)"]),
     ("resnet18", {"sync_batchnorm": True}, 1, []),
@@ -302,39 +277,19 @@ MASKS = "dropout masks (unless processes x accumulation is 6)"
 def test_what_depends_on_the_number_of_processes_is_named_with_how_to_avoid_it(model, settings, grad_accum, parts):
     config = TrainConfig(model=model, **settings)
     with torch.device("meta"):
-        module = build(config)
+        if model in OWN_MODELS:
+            module = OWN_MODELS[model](InputSpec(28, 28, 1, [0.5], [0.5]), 10, **config.model_args)
+        else:
+            module = torchvision.models.get_model(model, **config.model_args)
     text = differences(config, module, grad_accum, 6)
     assert text == (f"on another number of processes, besides rounding: {', '.join(parts)}" * bool(parts))
 
 
-def test_layers_that_drop_at_random_are_found_by_their_rate():
-    for layer in (
-        nn.MultiheadAttention(8, 2, dropout=0.1),
-        nn.Dropout2d(0.1),
-        torchvision.ops.StochasticDepth(0.1, "row"),
-    ):
-        assert has_dropout(nn.Sequential(nn.Linear(8, 8), layer))
-    assert not has_dropout(nn.Sequential(nn.MultiheadAttention(8, 2), nn.Dropout(0.0), nn.BatchNorm1d(8)))
-
-
-def build(config):
-    if config.model in ("mlp", "mnist_cnn"):
-        return OWN_MODELS[config.model](InputSpec(28, 28, 1, [0.5], [0.5]), 10, **config.model_args)
-    return torchvision.models.get_model(config.model, **config.model_args)
-
-
-def test_equal_bests_of_an_earlier_run_do_not_count():
-    history = [{"step": step, "accuracy": 0.5} for step in (1, 2, 3)]
-    state = TrainState(step=3, best=0.5, best_step=2, evaluations=history)  # resumed from update 1 of another run
-    assert state.equal_bests("accuracy") == 2
-
-
-def test_the_start_table_names_what_differs_and_the_end_counts_equal_bests():
+def test_the_start_table_names_what_differs_between_topologies():
     flags = ["--data", "synthetic/3x8x64", "--threads", "1", "--max_steps", "2", "--eval_every", "1", "--lr", "1e-9"]
     (dropping,) = run_ranks(1, train.main, flags)
     (plain,) = run_ranks(1, train.main, [*flags, "--model", "mlp", "--sync_batchnorm"])
-    row = r"^depends on topology +on another number of processes, besides rounding: dropout masks \(unless processes x"
-    assert re.search(row, dropping.out, re.M)
+    assert re.search(r"^depends on topology +on another number of processes, .* dropout masks", dropping.out, re.M)
     assert "depends on topology" not in plain.out
-    assert re.search(r"^best +0\.\d{4} at update 1, the first of 2 equal evaluations$", plain.out, re.M)
+    assert re.search(r"^best +0\.\d{4} at update 1$", plain.out, re.M)
     assert "--sync_batchnorm is slower on one process" in plain.out and "has no effect" not in plain.out

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 import train
 import utils.files
-import utils.runs.folder
+import utils.runs.checkpoint
 from utils.runs.manifest import verify
 from utils.runs.writing import update_pointers
 
@@ -250,7 +250,9 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(any
     returned(1, as_nobody, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "3"])
     Path("runs").chmod(0o555)
     for flags in ([], ["--run_name", "new"], ["--output_dir", "runs/deep/er"]):
-        check_failed(run_ranks(1, as_nobody, start, flags), "--output_dir runs", "runs is not writable")
+        check_failed(
+            run_ranks(1, as_nobody, start, flags), "--output_dir runs", "runs is not a folder where this user can write"
+        )
         assert names(Path("runs")) == ["run"]
 
 
@@ -272,7 +274,7 @@ def test_a_run_whose_folder_was_deleted_leaves_a_new_run_of_that_name_alone(whol
 
 def impatient(flags, seconds=1.0):
     """Train, but wait no longer than this for others to leave the folder."""
-    utils.runs.folder._ORPHANS_EXIT_WITHIN = seconds
+    utils.runs.checkpoint._ORPHANS_EXIT_WITHIN = seconds
     train.main(["--run_name", "run", *flags])
 
 
@@ -356,7 +358,7 @@ def test_of_two_starts_of_one_name_at_the_same_time_exactly_one_gets_the_folder(
 
 def _train_when_both_are_ready(flags):
     """Both have found no such folder when the first makes it."""
-    name = "newest" if "auto" in flags else "open_folder"
+    name = "newest" if "auto" in flags else "_open_folder"
     take = getattr(train.CheckpointManager, name)
 
     def together(*arguments):
@@ -365,7 +367,7 @@ def _train_when_both_are_ready(flags):
         return take(*arguments)
 
     setattr(train.CheckpointManager, name, together)
-    utils.runs.folder._ORPHANS_EXIT_WITHIN = 0.3
+    utils.runs.checkpoint._ORPHANS_EXIT_WITHIN = 0.3
     slow_train(flags, 0.0, 5)
 
 

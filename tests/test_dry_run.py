@@ -1,54 +1,63 @@
-"""--dry_run computes one update and leaves nothing behind."""
+"""--dry_run computes one update, says how much memory it needs, and leaves nothing behind."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.ranks import run_ranks
 from helpers.training_runs import refused, train_run
+from torch import nn
 
 import train
+from utils.models.weight_average import WeightAverage
+from utils.training.summary import memory_line
 
 FLAGS = ["--model", "mlp", "--threads", "1", "--run_name", "run", "--max_steps", "3"]
 
 
-def observed(flags: list[str]) -> tuple[dict, list[int]]:
-    """What a dry run returns, and the sizes of the batches that this rank evaluates."""
-    build, sizes = train.build_model, []
-
-    def built(*arguments):
-        module = build(*arguments)
-        module.register_forward_hook(lambda m, given, _: None if m.training else sizes.append(len(given[0])))
-        return module
-
-    train.build_model = built
-    return train.main(flags), sizes
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_no_run(processes):
-    flags = [*FLAGS, "--max_eval_samples", "150", "--eval_batch_size", "100", "--dry_run"]
-    for rank, outcome in enumerate(run_ranks(processes, observed, flags)):
-        assert outcome.code == 0, outcome.err
-        found, evaluated = outcome.value
-        assert found["eval_memory"] >= found["memory"] > 10**8 and found["seconds"] > 0 < found["eval_seconds"]
-        assert evaluated == [[100, 1], [50]][rank]  # rank 0 counts the operations of an image
-        assert ("an evaluation batch of 100 images" in outcome.out) == (rank == 0)
-        assert ("Lockstep  dry run\n" in outcome.out) == (rank == 0)
+def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_no_run():
+    main, other = run_ranks(2, sizes_of_dry_run, [*FLAGS, "--max_eval_samples", "150", "--eval_batch_size", "100"])
+    assert (main.code, other.code) == (0, 0), main.err
+    found, sizes = main.value
+    assert found["eval_memory"] >= found["memory"] > 10**8 and found["seconds"] > 0 < found["eval_seconds"]
+    assert (sizes, other.value[1]) == ([100, 1], [50])  # rank 0 counts the operations of an image
+    assert "an evaluation batch of 100 images" in main.out and "Lockstep  dry run\n" in main.out and other.out == ""
     assert not list(Path("runs").iterdir())
 
 
+def sizes_of_dry_run(flags: list[str]) -> tuple[dict, list[int]]:
+    """What a dry run returns, and the sizes of the batches that this rank evaluates."""
+    sizes = []
+    watch_model(lambda module, given, _: None if module.training else sizes.append(len(given[0])))
+    return train.main([*flags, "--dry_run"]), sizes
+
+
+def watch_model(hook) -> None:
+    """From now on, models are built with this forward hook."""
+    build = train.build_model
+
+    def built(*arguments):
+        module = build(*arguments)
+        module.register_forward_hook(hook)
+        return module
+
+    train.build_model = built
+
+
 def test_a_dry_run_of_a_resume_starts_from_its_checkpoint_and_does_not_change_it():
+    def files():
+        return {path: path.is_file() and path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
+
     train_run(1, "run", *FLAGS[:-4], "--max_steps", "2")
-    before = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*") if path.is_file()}
+    before = files()
     (outcome,) = run_ranks(1, train.main, [*FLAGS, "--resume", "auto", "--dry_run"])
     assert outcome.code == 0 and "resuming from runs/run/checkpoints/step-00000002" in outcome.out
-    assert {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*") if path.is_file()} == before
-    assert [path.name for path in Path("runs").iterdir()] == ["run"]
+    assert files() == before
 
 
 @pytest.mark.parametrize("training,fix", [(True, "raise --grad_accum"), (False, "lower --eval_batch_size")])
-@pytest.mark.parametrize("flags", [["--dry_run"], ["--eval_every", "1"]])
+@pytest.mark.parametrize("flags", [["--dry_run"], pytest.param(["--eval_every", "1"], marks=pytest.mark.full)])
 def test_a_batch_that_does_not_fit_is_one_line_with_the_setting_that_helps(training, fix, flags):
     line = refused(_out_of_memory, str(training), *FLAGS, *flags)
     assert "out of memory" in line and fix in line
@@ -57,12 +66,38 @@ def test_a_batch_that_does_not_fit_is_one_line_with_the_setting_that_helps(train
 
 def _out_of_memory(flags: list[str]) -> None:
     """Train with a layer that needs more memory than there is, in training or in evaluation."""
-    when, build = flags[0] == "True", train.build_model
-
-    def built(*arguments):
-        module = build(*arguments)
-        module.register_forward_hook(lambda *given: torch.empty(2**45) if module.training is when else None)
-        return module
-
-    train.build_model = built
+    when = flags[0] == "True"
+    watch_model(lambda module, *_: torch.empty(2**45) if module.training is when else None)
     train.main(flags[1:])
+
+
+@pytest.mark.parametrize("flags", [["--ema_decay", "0.9"], pytest.param(["--sync_batchnorm"], marks=pytest.mark.full)])
+def test_a_dry_run_prints_the_model_once_and_changes_no_statistics(flags):
+    flags = ["--model", "resnet18", "--image_size", "32", "--max_train_samples", "64", "--dry_run", *flags]
+    main, other = run_ranks(2, with_statistics, [*flags, "--global_batch_size", "16", "--threads", "1"])
+    assert (main.code, main.value, other.value) == (0, [True], [True]), main.err
+    assert main.out.count("GFLOP per image") == 1 and "GFLOP" not in other.out
+    assert re.search(r"memory: weights and buffers 44\.\d MB, gradients 44\.\d MB, optimizer state 44", main.out)
+    assert ("average of the weights 44" in main.out) == ("--ema_decay" in flags)
+
+
+def with_statistics(flags: list[str]) -> list[bool]:
+    """For each update, whether the running statistics are those of a new model when it begins."""
+    update, fresh = train.train_update, []
+
+    def train_update(run, batches):
+        fresh.append(run.module.training and not run.module.bn1.running_mean.any().item())
+        update(run, batches)
+
+    train.train_update = train_update
+    train.main(flags)
+    return fresh
+
+
+def test_the_memory_of_the_optimizer_is_that_of_its_tensors():
+    module = nn.Linear(1000, 1000, bias=False)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    line = memory_line(module, optimizer, WeightAverage(module, 0.9).state_dict().values())
+    assert line.startswith("memory: weights and buffers 4.0 MB, gradients 4.0 MB, optimizer state 8.0 MB, average of ")

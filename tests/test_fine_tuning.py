@@ -19,18 +19,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-import eval
 import replay
 import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
-from utils.data.order import fold_in
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.checking import has_batch_norm
-from utils.models.layers import checkpoint_blocks, freeze
+from utils.models.layers import freeze
 from utils.models.matching import copy_matching, heads_of
-from utils.models.zoo import build_model, seed_layers
+from utils.models.zoo import build_model
 from utils.runs.manifest import read_pointer, write_manifest
 from utils.runs.source import find_source
 from utils.training.building import load_source
@@ -71,25 +69,17 @@ def test_the_rows_of_the_head_follow_the_names_of_the_classes():
     ]
 
 
-def test_all_rows_are_kept_in_the_order_of_the_data_and_a_name_that_occurs_twice_is_unknown():
-    source, model = two_layers(3), two_layers(3)
-    for names in (["a", "b", "c"], ["a", "a", "x"]):  # the second keeps what the first has copied
-        found = copy_matching(model, source.state_dict(), names, ["c", "a", "b"])
-        assert torch.equal(model[2].weight, source[2].weight[[2, 0, 1]])
-        assert found.rows == ((3, 3) if "b" in names else (0, 3))
-
-
-def test_a_head_without_class_names_is_kept_if_its_shape_fits_and_other_shapes_are_new():
+def test_a_name_that_occurs_twice_is_unknown_and_without_names_a_head_is_kept_if_its_shape_fits():
     source, model = two_layers(3, inputs=5), two_layers(3)
-    found = copy_matching(model, source.state_dict(), [], ["a", "b", "c"])
-    assert torch.equal(model[2].weight, source[2].weight)
-    assert found.new == {"0.weight": "shape [4, 3], in the source [4, 5]"}
+    for names, order, rows in ((["a", "b", "c"], [2, 0, 1], 3), (["a", "a", "x"], [2, 0, 1], 0), ([], [0, 1, 2], None)):
+        found = copy_matching(model, source.state_dict(), names, ["c", "a", "b"])
+        assert torch.equal(model[2].weight, source[2].weight[order])  # the second keeps what the first has copied
+        assert found.new["0.weight"] == "shape [4, 3], in the source [4, 5]" and (not names or found.rows == (rows, 3))
 
 
 def test_the_head_of_timm_is_the_one_that_it_names_and_of_others_the_last_linear_layer():
     names = ("mnist_cnn", "mobilenet_v3_small", "squeezenet1_0", "timm/test_resnet")
     assert [heads_of(build(name)) for name in names] == [("fc2",), ("classifier.3",), ("classifier.1",), ("fc",)]
-    assert heads_of(build(VIT, model_args=SMALL_VIT)) == ("head",)
 
 
 # -- where weights come from -----------------------------------------------------------------------------------------
@@ -182,24 +172,17 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
 
 
 def test_averaged_weights_take_precedence(folder):
-    own, average = ({"fc.weight": torch.full((2, 2), value)} for value in (1.0, 2.0))
+    tensors = {name: {"fc.weight": torch.ones(2) * value} for value, name in enumerate(("model", "ema"))}
     Path("averaged").mkdir()
-    save_file(own, "averaged/model.safetensors")
-    save_file(average, "averaged/ema.safetensors")
-    for where, expected in (("averaged", average), ("averaged/model.safetensors", own)):
+    for name in tensors:
+        save_file(tensors[name], f"averaged/{name}.safetensors")
+    for where, name in (("averaged", "ema"), ("averaged/model.safetensors", "model")):
         _, source = find_source(TrainConfig(init_from=where), None, ALONE)
-        assert same_tensors(source.tensors(), expected)
+        assert same_tensors(source.tensors(), tensors[name])
 
 
-@pytest.mark.parametrize(
-    "described, names",
-    [
-        ({"label_names": ["z", "a"], "architecture": "test_resnet"}, ["z", "a"]),
-        ({"id2label": {"1": "a", "0": "z"}}, ["z", "a"]),
-        ({}, []),
-    ],
-)
-def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(described, names, monkeypatch, tmp_path):
+@pytest.mark.parametrize("described", [{"label_names": ["z", "a"], "architecture": "test_resnet"}, {}])
+def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(described, monkeypatch, tmp_path):
     cfg = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "input_size": [3, 48, 40]}
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     repository, commit = tmp_path / "models--owner--name", "0123456789" * 4
@@ -211,14 +194,14 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(describ
     save_file(published.state_dict(), snapshot / "model.safetensors")
     if described:
         (snapshot / "config.json").write_text(json.dumps(described | {"pretrained_cfg": cfg}))
-    for where in ("hf://owner/name", "owner/name"):
+    for where in ("hf://owner/name", f"hf://owner/name@{commit}"):
         config, source = find_source(TrainConfig(init_from=where), None, ALONE)
-        assert source.name == f"hf://owner/name@{commit}" and source.class_names == names
-        assert config.model == ("timm/test_resnet" if "architecture" in described else None)
-        assert (config.mean, config.image_size) == (([0.1, 0.2, 0.3], [48, 40]) if described else (None, None))
+        assert source.name == f"hf://owner/name@{commit}" and source.class_names == described.get("label_names", [])
+        found = config.model, config.mean, config.image_size
+        assert found == (("timm/test_resnet", [0.1, 0.2, 0.3], [48, 40]) if described else (None, None, None))
     model = build("timm/test_resnet", 2)
     load_source(model, source, ["a", "z"], "timm/test_resnet")
-    assert torch.equal(model.fc.weight, published.fc.weight[[1, 0] if names else [0, 1]])
+    assert torch.equal(model.fc.weight, published.fc.weight[[1, 0] if described else [0, 1]])
     with pytest.raises(UserError) as error:
         find_source(TrainConfig(init_from="hf://owner/other"), None, ALONE)
     assert "model.safetensors of owner/other cannot be downloaded" in error.value.problem
@@ -242,11 +225,10 @@ def test_sources_that_do_not_fit_are_one_line(folder):
         (["first"], "first: holds no checkpoint"),
         (["odd"], "config.json: malformed (could not convert string to float: 'a')"),
         (["runs/source", "--pretrained"], "--pretrained and --init_from cannot be used together"),
+        (["runs/source", "--model", "mlp"], "fits mlp, which has hidden.weight, hidden.bias"),
     ):
         assert line in refused(train.main, *flags, *where)
     assert not Path("executed").exists()
-    line = refused(train.main, *flags, "runs/source", "--model", "mlp", processes=2)
-    assert "none of its tensors (" in line and "fits mlp, which has hidden.weight, hidden.bias" in line
 
 
 def test_a_new_layer_that_would_be_frozen_with_random_weights_is_refused(folder):
@@ -258,26 +240,12 @@ def test_a_new_layer_that_would_be_frozen_with_random_weights_is_refused(folder)
     train_run(1, "frozen", *flags, "--channels", "3", "--freeze", *patterns)
 
 
-def test_the_start_table_the_page_and_the_evaluation_show_how_pixels_are_normalised(folder):
-    flags = ["--data", "first", *STILL, "--image_size", "112", "--mean", "0.4", "0.5", "0.6", "--run_name", "shown"]
-    text = "mean 0.4, 0.5, 0.6, standard deviation 0.5, 0.5, 0.5 of pixels in 0 to 1"
-    text += "; evaluation: sides resized to 128 (bilinear), centre cropped"
-    for main, words in ((train.main, flags), (eval.main, ["--ckpt", "runs/shown"])):
-        (outcome,) = run_ranks(1, main, words)
-        assert outcome.code == 0, outcome.err
-        assert any(line.split(None, 1) == ["input", text] for line in outcome.out.splitlines())
-    assert text in Path("runs/shown/report.html").read_text()
-
-
 # -- frozen layers ---------------------------------------------------------------------------------------------------
 
 
-def test_patterns_are_words_or_a_list_and_repeated_flags_add_up():
-    for flags in (["--freeze", "a", "b*"], ["--freeze", "a", "--freeze=b*"], ["--freeze", "[a, b*]"]):
-        assert parse_args(TrainConfig, "train.py", [*flags, "--cpu"]).freeze == ["a", "b*"]
-
-
 def test_patterns_name_layers_or_parameters():
+    for flags in (["a", "b*"], ["a", "--freeze=b*"], ["[a, b*]"]):
+        assert parse_args(TrainConfig, "train.py", ["--freeze", *flags, "--cpu"]).freeze == ["a", "b*"]
     names = [name for name, _ in build("timm/test_resnet").named_parameters()]
     for patterns, expected in (
         (["layer[12]", "bn1.bias"], lambda name: name.startswith(("layer1.", "layer2.")) or name == "bn1.bias"),
@@ -285,16 +253,12 @@ def test_patterns_name_layers_or_parameters():
         (["backbone"], lambda name: not name.startswith("fc.")),
     ):
         model = build("timm/test_resnet")
-        assert has_batch_norm(model)
         freeze(model, patterns)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         assert frozen == set(filter(expected, names)) != set()
     assert not has_batch_norm(model)  # of the linear probe
-
-
-def test_patterns_that_match_nothing_or_everything_are_refused():
     with pytest.raises(UserError, match=r"--freeze layer9: no parameter has such a name; did you mean layer"):
-        freeze(build("timm/test_resnet"), ["conv1", "layer9"])
+        freeze(model, ["conv1", "layer9"])
     with pytest.raises(UserError, match=r"--freeze hidden output: no parameter is left to train; try backbone"):
         freeze(build("mlp"), ["hidden", "output"])
 
@@ -321,12 +285,12 @@ def test_batch_statistics_are_frozen_exactly_where_all_parameters_are():
 ALL_ON = ["--data", "first", "--microbatches", "4", "--optimizer", "muon", "--lr", "0.01", "--lr_schedule", "constant"]
 ALL_ON += ["--model", "timm/test_resnet", "--global_batch_size", "16", "--threads", "1", "--max_steps", "7"]
 ALL_ON += ["--eval_every", "2", "--save_every", "3", "--keep", "9", "--log_every", "1", "--init_from", "runs/source"]
-ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5", "--grad_checkpointing"]
+ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5"]
 ALL_ON += ["--layer_decay", "0.8", "--ema_decay", "0.7", "--clip_value", "0.1", "--cooldown_steps", "2"]
 
 
 def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(folder):
-    train_run(1, "whole", *[flag for flag in ALL_ON if flag != "--grad_checkpointing"])  # it changes no bit
+    train_run(1, "whole", *ALL_ON)
     launch = start_ranks(2, slow_train, [*ALL_ON, "--resume", "auto"], 0.0, 4)
     until(lambda: Path("held-0").exists() and Path("held-1").exists())
     until(lambda: Path("runs/run/checkpoints/step-00000003").is_dir())
@@ -346,7 +310,7 @@ def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_number
     assert "was trained with a --freeze of " in line
 
 
-# -- stochastic depth and gradient checkpointing ---------------------------------------------------------------------
+# -- stochastic depth ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["efficientnet_b0", pytest.param("swin_t", marks=pytest.mark.full)])
@@ -370,55 +334,7 @@ def test_the_rates_of_timms_blocks_grow_up_to_the_one_that_is_given():
     assert max(rates) == pytest.approx(0.4) and rates == sorted(rates)
 
 
-def test_models_without_stochastic_depth_or_blocks_are_refused():
+def test_models_without_stochastic_depth_are_refused():
     for name in ("mlp", "resnet18", "timm/densenet121"):
         with pytest.raises(UserError, match=rf"--drop_path: {name} does not support it; use one of timm models.*swin_"):
             build(name, drop_path=0.1)
-    with pytest.raises(UserError, match="--grad_checkpointing: mlp does not support it; use a model with blocks"):
-        checkpoint_blocks(build("mlp"), "mlp")
-
-
-def steps(model, count=2):
-    """Two forward and backward passes; returns the loss, the gradients, and how often the first block was computed."""
-    calls = []
-    block = next(layer for layer in model.modules() if re.search("Block|Residual|MBConv", type(layer).__name__))
-    first = next(layer for layer in block.modules() if not list(layer.children()))
-    first.register_forward_hook(lambda *_: calls.append(1))
-    for step in range(count):
-        seed_layers(torch.device("cpu"), fold_in(0, "layers", step))
-        loss = model(torch.randn(4, 3, 32, 32)).square().sum()
-        loss.backward()
-    model.eval()
-    with torch.no_grad():
-        model(torch.zeros(1, 3, 32, 32))
-    return loss, [parameter.grad for parameter in model.parameters()], len(calls)
-
-
-@pytest.mark.parametrize(
-    "name, settings",
-    [
-        ("timm/test_resnet", {"drop_path": 0.5}),
-        (VIT, {"model_args": SMALL_VIT, "drop_path": 0.3}),
-        ("mobilenet_v3_small", {}),
-        pytest.param("resnet18", {}, marks=pytest.mark.full),
-        pytest.param("efficientnet_b0", {"drop_path": 0.5}, marks=pytest.mark.full),
-    ],
-)
-def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_statistics(name, settings):
-    plain, again = build(name, **settings), build(name, **settings)
-    checkpoint_blocks(again, name)
-    (loss, gradients, once), (same_loss, same_gradients, twice) = steps(plain), steps(again)
-    assert (once, twice) == (3, 5)  # two updates and an evaluation
-    assert torch.equal(loss, same_loss) and same_tensors(dict(plain.named_buffers()), dict(again.named_buffers()))
-    assert all(torch.equal(one, other) for one, other in zip(gradients, same_gradients, strict=True))
-
-
-def test_checkpointed_blocks_with_random_layers_take_an_empty_batch_that_the_model_refuses():
-    """The third update has one sample: three of four microbatches are empty, and one rank of two has none."""
-    flags = ["--data", "digits", "--model", "timm/test_vit", "--model_args", "{drop_path_rate: 0.3}"]
-    flags += ["--global_batch_size", "6", "--max_train_samples", "13", "--max_eval_samples", "8", "--max_steps", "4"]
-    flags += ["--lr", "0.01", "--threads", "1", "--microbatches", "4", "--image_size", "32"]
-    train_run(1, "plain", *flags)
-    for processes in (1, 2):
-        train_run(processes, f"on-{processes}", *flags, "--grad_checkpointing")
-        assert same_tensors(weights("plain"), weights(f"on-{processes}"))

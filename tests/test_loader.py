@@ -20,9 +20,9 @@ from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages
 from utils.data.decode import decode, resize
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
+from utils.data.workers import make_loader
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -51,7 +51,8 @@ def test_large_batches_are_normalised_like_single_images(channels_last):
     loader = make_loader(
         DecodedImages(pixels, np.arange(300)), [Microbatch(0, 0, 0, order)], config, CPU.threads, CPU.device
     )
-    images, _, indices, *_ = next(iter(Batches(loader, spec, config, CPU.device, training=False)))
+    (batch,) = Batches(loader, spec, config, CPU.device, training=False)
+    images, indices = batch.images, batch.indices
     expected = (torch.from_numpy(pixels[order]).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
     assert torch.allclose(images.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
     layout = torch.channels_last if channels_last else torch.contiguous_format

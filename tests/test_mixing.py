@@ -1,25 +1,21 @@
 """Mixup and CutMix: images and targets against formulas written anew in numpy, boxes against torchvision's."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from helpers.draws import plain_uniform
-from helpers.make_data import CPU, encoded, pictures
+from helpers.make_data import CPU, pictures
 from scipy import stats
 from torchvision.transforms import v2
 
 from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
-from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
-from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
+from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.mixing import Mixing
 from utils.data.order import Microbatch, Plan, UpdateSampler, fold_in
-from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
-from utils.data.splits import Split
+from utils.data.workers import make_loader
 from utils.tasks.classification import Classification
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
@@ -27,10 +23,9 @@ BOTH = {"mixup": 0.4, "cutmix": 0.8}
 LABELS = np.arange(40) % 7
 
 
-def microbatch(indices, occurrences=None, epoch=2, places=None):
+def microbatch(indices, occurrences=None, epoch=2):
     indices = np.asarray(indices, np.int64)
-    places = np.arange(len(indices)) if places is None else np.asarray(places)
-    return Microbatch(0, epoch, 0, indices, None if occurrences is None else np.asarray(occurrences), places)
+    return Microbatch(0, epoch, 0, indices, None if occurrences is None else np.asarray(occurrences))
 
 
 class Emitted(list):
@@ -211,48 +206,6 @@ def test_rows_of_several_labels_are_mixed_like_classes():
     assert 0 < share < 1 and mix.targets(rows, 3).tolist() == [pytest.approx(row) for row in expected]
     one_output = mix.targets(torch.tensor([1, 0, 1]), 1)
     assert one_output.tolist() == [pytest.approx([value]) for value in (1 - share, share, 1)]
-
-
-NINE = [microbatch(range(9))]
-
-
-@pytest.mark.parametrize("bad", [0, 3, 8])
-def test_an_unreadable_small_image_leaves_its_partner_unmixed_and_moves_no_pair(bad):
-    pixels, labels = pictures(9, (10, 12)), LABELS[:9]
-    (whole,) = read(DecodedImages(pixels, labels), NINE, **BOTH)
-    (plain,) = read(DecodedImages(pixels, labels), NINE)
-    (known,) = read(DecodedImages(pixels, labels, np.arange(9) != bad), NINE, **BOTH)
-    check_without(bad, whole, plain, known)
-
-
-@pytest.mark.parametrize("bad", [0, 3, 8])
-def test_an_unreadable_photograph_leaves_its_partner_unmixed_and_moves_no_pair(bad):
-    files = [encoded(image, "png") for image in pictures(9, (10, 12))]
-    spec = InputSpec(100, 100, 3, SPEC.mean, SPEC.std)
-    readable = Split("train", files, LABELS[:9], np.arange(9), "")
-    damaged = replace(readable, images=[*files[:bad], b"no image", *files[bad + 1 :]])
-
-    def read_split(split, **settings):
-        augmentation = make_augmentation(TrainConfig(seed=5, **settings), spec, True)
-        dataset = EncodedImages(split, spec, augmentation)
-        return read(dataset, NINE, spec, **settings)[0]
-
-    whole, plain = read_split(readable, **BOTH), read_split(readable)
-    check_without(bad, whole, plain, read_split(replace(damaged, bad={bad: "no image"}), **BOTH))
-
-
-def check_without(bad, whole, plain, batch):
-    """All but the bad image are mixed as in `whole`, and its partner as in `plain`, where nothing is mixed."""
-    partner = bad + 1 - 2 * (bad % 2) if bad < 8 else None
-    kept = [i for i in range(9) if i != bad]
-    assert batch.indices.tolist() == kept
-    for place, sample in enumerate(kept):
-        if sample == partner:
-            assert torch.equal(batch.images[place], plain.images[sample])
-            assert batch.labels[place].tolist() == np.eye(7)[LABELS[sample]].tolist()
-        else:
-            assert torch.equal(batch.images[place], whole.images[sample])
-            assert torch.equal(batch.labels[place], whole.labels[sample])
 
 
 def test_training_accuracy_is_against_the_dominant_label():

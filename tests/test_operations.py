@@ -36,7 +36,7 @@ def uniform(operation, count, epoch=0):
 def results(operation, image, count):
     """What an operation makes of one image [H, W, C]: uint8 [count, H, W, C]."""
     pixels = torch.from_numpy(image)
-    return torch.stack([operation.image(pixels, random) for random in uniform(operation, count)]).numpy()
+    return operation.change(pixels.repeat(count, 1, 1, 1), uniform(operation, count)).numpy()
 
 
 def torchvision_results(transform, image, count):
@@ -84,7 +84,8 @@ def test_images_of_any_size_keep_their_shape_and_type(name):
             operation = OPERATIONS[name](spec_of(height, width, channels))
             images = torch.from_numpy(pictures(40, (height, width))[..., :channels].copy())
             before, random = images.clone(), uniform(operation, 40)
-            single = torch.stack([operation.image(*pair) for pair in zip(images, random, strict=True)])
+            pairs = zip(images.clone(), random, strict=True)
+            single = torch.cat([operation.change(pixels[None], numbers[None]) for pixels, numbers in pairs])
             assert single.dtype == torch.uint8 and single.shape == images.shape
             assert torch.equal(images, before)
             if operation.batched:
@@ -301,10 +302,10 @@ def choices():
     found = {}
     for operation in operations:
         random = Draws(1, 2, np.arange(4), np.array([0, 0, 0, 1])).uniform(*operation.streams)
-        changed = torch.stack([operation.image(image, row) for row in random]).double()
+        changed = operation.change(image.repeat(4, 1, 1, 1), random).double()
         found[type(operation).__name__] = (changed * torch.arange(30)[:, None] / 14.5).mean((1, 2, 3)).tolist()
     mixing = Mixing(TrainConfig(seed=1, mixup=0.4, cutmix=1.0), spec, 5)
-    mix = mixing.draw(Microbatch(0, 2, 0, np.arange(12), None, np.arange(12)))
+    mix = mixing.draw(Microbatch(0, 2, 0, np.arange(12)))
     found["Mixing"] = mix.box[::2].flatten().tolist()
     found["weighted"] = Plan(12, 4, 1, seed=1, weights=np.arange(12) / 11).draws(2)[0].tolist()
     found["repeats"] = Plan(8, 4, 1, seed=1, repeats=2).draws(2)[0].tolist()

@@ -159,16 +159,15 @@ def on_meta():
 
 
 def test_muon_leaves_the_stem_the_head_embeddings_and_grouped_kernels_to_adamw(on_meta):
-    names = hidden_matrices(torchvision.models.vit_b_32()) | hidden_matrices(timm.create_model("vit_tiny_patch16_224"))
-    assert not names & {"conv_proj.weight", "patch_embed.proj.weight", "heads.head.weight", "head.weight", "pos_embed"}
-    assert {"encoder.layers.encoder_layer_0.self_attention.in_proj_weight", "blocks.0.attn.qkv.weight"} <= names
+    names = hidden_matrices(torchvision.models.vit_b_32())
+    assert not names & {"conv_proj.weight", "heads.head.weight", "encoder.pos_embedding"}
+    assert "encoder.layers.encoder_layer_0.self_attention.in_proj_weight" in names
     model = torchvision.models.mobilenet_v3_small()
     depthwise = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.groups > 1}
     matrices = {name for name, p in model.named_parameters() if p.ndim > 1}
-    outer = {"features.0.0.weight", "classifier.3.weight"}
-    assert depthwise and hidden_matrices(model) == matrices - depthwise - outer
+    assert hidden_matrices(model) == matrices - depthwise - {"features.0.0.weight", "classifier.3.weight"} < matrices
     two_heads = hidden_matrices(timm.create_model("deit_tiny_distilled_patch16_224"))
-    assert two_heads and not two_heads & {"head.weight", "head_dist.weight"}
+    assert two_heads and not two_heads & {"patch_embed.proj.weight", "head.weight", "head_dist.weight", "pos_embed"}
 
 
 # Parameter groups
@@ -194,10 +193,9 @@ def test_timms_models_have_the_decay_and_the_layer_decay_of_timm(name, on_meta):
 
 def test_other_models_have_a_layer_for_each_block_in_their_order(on_meta):
     numbers = layer_numbers(torchvision.models.vit_b_32())
-    assert {numbers[name] for name in ("class_token", "encoder.pos_embedding", "conv_proj.weight")} == {0}
-    blocks = {name: number for name, number in numbers.items() if "encoder_layer_" in name}
-    assert all(number == 1 + int(name.split("encoder_layer_")[1].split(".")[0]) for name, number in blocks.items())
-    assert numbers["encoder.ln.weight"] == 12 and numbers["heads.head.bias"] == 13
+    blocks = [f"encoder.layers.encoder_layer_{block}.ln_1.weight" for block in range(12)]
+    names = ["class_token", "encoder.pos_embedding", "conv_proj.weight", *blocks, "heads.head.bias"]
+    assert [numbers[name] for name in names] == [0, 0, 0, *range(1, 13), 13]
     ours, theirs = layer_numbers(torchvision.models.resnet18()), layer_numbers(timm.create_model("resnet18"))
     assert ours == theirs and max(ours.values()) == 9
     found = layer_scales(MnistCNN(InputSpec(28, 28, 1, [0.5], [0.5]), 10), 0.5)
@@ -207,21 +205,12 @@ def test_other_models_have_a_layer_for_each_block_in_their_order(on_meta):
 def test_embeddings_tokens_and_scales_of_torchvision_have_no_weight_decay(on_meta):
     for name, expected in (
         ("vit_b_32", {"class_token", "encoder.pos_embedding"}),
-        ("swin_t", {"features.1.0.attn.relative_position_bias_table"}),
+        ("swin_t", {name for name, _ in torchvision.models.swin_t().named_parameters() if "bias_table" in name}),
         ("resnet18", set()),
     ):
-        parameters = dict(torchvision.models.get_model(name).named_parameters())
-        undecayed = names_without_decay(torchvision.models.get_model(name))
-        assert undecayed >= expected | {key for key, parameter in parameters.items() if parameter.ndim < 2}
-        more = {key for key in undecayed if parameters[key].ndim > 1}
-        assert more == expected or (name == "swin_t" and all(key.endswith("bias_table") for key in more))
-
-
-def test_frozen_parameters_are_in_no_group():
-    model = tiny_vit()
-    model.blocks[0].requires_grad_(False)
-    assert not any(name.startswith("blocks.0") for name in scales_and_decays(model, "--layer_decay", "0.5"))
-    assert scales_and_decays(model, "--layer_decay", "0.5")["pos_embed"] == (0.125, 0.0)
+        model = torchvision.models.get_model(name)
+        flat = {key for key, parameter in model.named_parameters() if parameter.ndim < 2}
+        assert names_without_decay(model) == expected | flat
 
 
 # Clipping
@@ -298,9 +287,3 @@ def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_wi
 def test_a_model_without_hidden_matrices_cannot_use_muon_and_names_are_found_in_any_case():
     error = refused(train.main, "--model", "mlp", "--optimizer", "Muon", "--max_steps", "1")
     assert "--optimizer muon: this model has no hidden matrices to train; use adamw" in error
-
-
-def test_a_momentum_without_effect_is_reported():
-    flags = ["--model", "mlp", "--max_steps", "1", "--momentum", "0.5", "--optimizer", "NAdam"]
-    (outcome,) = run_ranks(1, train.main, flags)
-    assert "--momentum has no effect: nadam does not use it\n" in outcome.out

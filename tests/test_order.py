@@ -1,19 +1,16 @@
 """Which sample is next: the same global batches on every topology, each sample once an epoch."""
 
-import threading
 from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers.ranks import returned
-from helpers.waiting import SOON
 
 import train
-import utils.data.order
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
-from utils.data.order import BlockSampler, Microbatch, Plan, UpdateSampler, fold_in, permutation
+from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in, permutation
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 
@@ -98,33 +95,6 @@ def test_another_number_of_pieces_continues_at_the_next_sample():
     whole = [microbatch.indices.tolist() for microbatch in UpdateSampler(before, 1, 5)]
     rest = [microbatch.indices.tolist() for microbatch in UpdateSampler(after, 3, 3, (2, 0, 48))]
     assert sum(whole[:4], []) + sum(rest, []) == permutation(103, 5, 0).tolist()
-
-
-def test_a_thread_computes_the_next_order_during_an_epoch_and_none_after_the_last(monkeypatch):
-    computed, begun = [], threading.Event()
-
-    def watched(samples, seed, epoch):
-        computed.append((epoch, threading.current_thread() is threading.main_thread()))
-        if epoch == 1:
-            begun.set()
-        return permutation(samples, seed, epoch)
-
-    monkeypatch.setattr(utils.data.order, "permutation", watched)
-    sampler = iter(UpdateSampler(Plan(103, 24, 1, seed=5), 1, 13, (2, 0, 48)))  # 3 updates, then 5 and 5
-    read = [next(sampler)]
-    assert begun.wait(SOON)  # the epoch has two more updates
-    read += sampler
-    assert computed == [(0, False), (1, False), (2, False)]
-    expected = [*permutation(103, 5, 0)[48:], *permutation(103, 5, 1), *permutation(103, 5, 2)]
-    assert [index for microbatch in read for index in microbatch.indices] == expected
-
-
-def test_samples_that_are_left_out_of_a_microbatch_take_their_occurrences_along():
-    microbatch = Microbatch(3, 1, 2, np.array([7, 5, 7]), np.array([0, 0, 1]))
-    for chosen in ([1, 2], np.array([False, True, True])):
-        taken = microbatch.take(chosen)
-        assert taken[:3] == (3, 1, 2) and taken.indices.tolist() == [5, 7] and taken.occurrences.tolist() == [0, 1]
-    assert microbatch._replace(occurrences=None).take([0]).occurrences is None
 
 
 def test_pieces_of_an_update_differ_by_at_most_one_sample():

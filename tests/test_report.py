@@ -26,14 +26,13 @@ from utils.config.settings import TrainConfig, to_yaml
 from utils.data.selection import load_data
 from utils.data.splits import Files, Split
 from utils.report.__main__ import main
-from utils.report.analysis import BINS, MATRIX, _Curve, analyse, calibration, intervals
+from utils.report.analysis import BINS, MATRIX, analyse, calibration, intervals
 from utils.report.folder import read_run
 from utils.report.page import Series, line_chart, settings_rows, write_page
-from utils.report.pictures import thumbnail
 from utils.report.writing import Evaluated, report_evaluation, write_report
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
-from utils.tasks.multilabel import MultiLabel
+from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.task import Predictions
 
 NAMES = [f"class {number}" for number in range(1000)]
@@ -47,49 +46,51 @@ def predictions(classes: int, samples: int = 500, seed: int = 0) -> Predictions:
     scores[np.arange(samples), labels] += 2
     probabilities = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
     top = np.argsort(-probabilities, axis=1)[:, :5]
-    losses = -np.log(probabilities[np.arange(samples), labels])
+    hits = top == labels[:, None]
+    values = np.stack([-np.log(probabilities[np.arange(samples), labels]), hits[:, 0], hits.any(1)], 1)
     indices = np.arange(samples) * 3  # some samples could not be read
-    return Predictions(indices, labels, top, np.take_along_axis(probabilities, top, 1).astype(np.float32), losses)
+    return Predictions(indices, labels, top, np.take_along_axis(probabilities, top, 1).astype(np.float32), values)
+
+
+def task_of(classes: int, names: list[str] = NAMES) -> Classification:
+    return Classification(TrainConfig(), names[:classes])
+
+
+def outputs_of(kind: type[MultiLabel], names: list[str], labels: np.ndarray, logits: np.ndarray, **settings):
+    """The predictions of a task with these logits, and the task."""
+    task = kind(TrainConfig(**settings), names)
+    values = task.sample_values(torch.tensor(logits), torch.tensor(labels)).numpy()
+    found = Predictions(np.arange(len(labels)), labels, np.zeros((len(labels), 0), int), logits, values)
+    return found, task
 
 
 # -- the numbers ------------------------------------------------------------------------------------------------------
 
 
-def test_confusions_and_classes_are_those_of_scikit_learn():
-    found = predictions(12)
-    analysis = analyse(found, NAMES[:12], None, 0)
-    expected = confusion_matrix(found.labels, found.top[:, 0], labels=range(12))
-    assert analysis["matrix"] == expected.tolist() and analysis["count"] == 500
+@pytest.mark.parametrize("classes", [12, MATRIX + 1])
+def test_confusions_and_classes_are_those_of_scikit_learn(classes):
+    found = predictions(classes, 3000)
+    analysis = analyse(found, task_of(classes), 0)
+    expected = confusion_matrix(found.labels, found.top[:, 0], labels=range(classes))
+    assert analysis["matrix"] == (expected.tolist() if classes == 12 else None) and analysis["count"] == 3000
     recalls = dict(zip(NAMES, recall_score(found.labels, found.top[:, 0], average=None), strict=False))
     assert {row["name"]: row["score"] for row in analysis["classes"]} == pytest.approx(recalls)
+    totals = dict(zip(NAMES, expected.sum(1), strict=False))
     np.fill_diagonal(expected, 0)
     for row, after in itertools.pairwise(analysis["classes"]):
         own = expected[NAMES.index(row["name"])]
         assert row["score"] <= after["score"] and own[NAMES.index(row["mistaken_for"])] == own.max()
-
-
-def test_with_many_classes_the_most_frequent_confusions_are_listed():
-    classes = MATRIX + 1
-    found = predictions(classes, 3000)
-    analysis = analyse(found, NAMES[:classes], None, 0)
-    wrong = confusion_matrix(found.labels, found.top[:, 0], labels=range(classes))
-    totals = wrong.sum(1)
-    np.fill_diagonal(wrong, 0)
-    assert analysis["matrix"] is None
-    assert [row["count"] for row in analysis["confusions"]] == sorted(wrong.ravel().tolist(), reverse=True)[:20]
-    row = analysis["confusions"][0]
-    true, predicted = NAMES.index(row["true"]), NAMES.index(row["predicted"])
-    assert row["count"] == wrong[true, predicted] and row["share"] == row["count"] / totals[true]
+    most = analysis["confusions"]
+    assert [row["count"] for row in most] == sorted(expected.ravel().tolist(), reverse=True)[:20]
+    assert all(row["share"] == row["count"] / totals[row["true"]] for row in most)
 
 
 def test_the_calibration_error_is_that_of_a_loop_over_bins():
     random = np.random.default_rng(0)
     confidence = np.append(random.random(700), [0.0, 1.0])
     correct = random.random(702) < confidence**2
-    error = 0.0
-    for low in np.arange(BINS) / BINS:
-        inside = (confidence >= low) & ((confidence < low + 1 / BINS) | ((confidence == 1) & (low > 0.93)))
-        error += abs(sum(correct[inside]) - sum(confidence[inside])) / 702
+    places = np.minimum(confidence * BINS, BINS - 1).astype(int)
+    error = sum(abs((correct[places == n] - confidence[places == n]).sum()) for n in range(BINS)) / 702
     found = calibration([(confidence[:300], correct[:300]), (confidence[300:], correct[300:])])
     assert found["error"] == pytest.approx(error, rel=1e-9) and error > 0.1
     assert sum(entry["count"] for entry in found["bins"]) == 702
@@ -97,100 +98,101 @@ def test_the_calibration_error_is_that_of_a_loop_over_bins():
 
 def test_errors_are_the_most_confident_ones_with_their_place_in_the_split():
     found = predictions(10)
-    errors = analyse(found, NAMES[:10], None, 0)["errors"]
-    wrong = found.top[:, 0] != found.labels
-    confidences = sorted(found.scores[wrong, 0].tolist(), reverse=True)
-    assert [error["text"].split()[-1] for error in errors] == [f"{value:.1%}" for value in confidences[:24]]
-    for error in errors:
-        row = found.indices.tolist().index(error["index"])
-        assert wrong[row] and error["true"] == NAMES[found.labels[row]]
+    errors = analyse(found, task_of(10), 0)["errors"]
+    wrong = np.flatnonzero(found.top[:, 0] != found.labels)
+    rows = wrong[np.argsort(-found.scores[wrong, 0])][:24]
+    assert [error["index"] for error in errors] == found.indices[rows].tolist()
+    assert [error["true"] for error in errors] == [NAMES[label] for label in found.labels[rows]]
 
 
 def test_a_bootstrap_interval_contains_the_true_value_as_often_as_it_says():
     random, truth, covered = np.random.default_rng(1), 0.7, 0
-    for seed in range(200):
+    for seed in range(100):
         values = random.random(80) < truth
-        low, high = intervals(lambda counts, v=values: {"mean": v @ counts / 80}, 80, 4000, seed)["mean"]
+        low, high = intervals(lambda rows, v=values: {"mean": float(v[rows].mean())}, 80, 1000, seed)["mean"]
         covered += low <= truth <= high
-    assert 0.88 < covered / 200 < 0.99  # 0.93 to 0.95 is usual for 80 samples; the seeds are fixed
+    assert 0.88 < covered / 100 < 0.99  # 0.93 to 0.95 is usual for 80 samples; the seeds are fixed
 
 
 def test_intervals_are_the_same_each_time_and_hold_the_metrics():
     found = predictions(10)
-    first, again, other = (analyse(found, NAMES[:10], None, seed)["intervals"] for seed in (0, 0, 1))
+    first, again, other = (analyse(found, task_of(10), seed)["intervals"] for seed in (0, 0, 1))
     assert first == again != other
     values = {
         "accuracy": (found.top[:, 0] == found.labels).mean(),
         "top5": (found.top == found.labels[:, None]).any(1).mean(),
-        "macro_f1": f1_score(found.labels, found.top[:, 0], average="macro"),
-        "loss": found.losses.mean(),
+        "loss": found.values[:, 0].mean(),
     }
     assert first.keys() == values.keys()
     assert all(first[name][0] < value < first[name][1] for name, value in values.items())
 
 
-def test_ranking_metrics_are_those_of_scikit_learn_with_ties_and_weights():
-    random = np.random.default_rng(0)
-    scores, truth = random.integers(20, size=300) / 20, random.random(300) < 0.3
-    for counts in (np.ones(300), random.integers(4, size=300).astype(float)):
-        precision, area = _Curve(scores, truth).areas(counts)
-        assert precision == pytest.approx(average_precision_score(truth, scores, sample_weight=counts))
-        assert area == pytest.approx(roc_auc_score(truth, scores, sample_weight=counts))
-    assert np.isnan(_Curve(scores, np.zeros(300, bool)).areas(np.ones(300))).all()
-
-
-def test_multilabel_and_binary_have_scores_of_each_class_and_the_calibration_of_all_probabilities():
+def test_multilabel_has_the_precision_of_each_class_and_the_calibration_of_all_probabilities():
     random = np.random.default_rng(0)
     truth = (random.random((200, 4)) < 0.4).astype(np.uint8)
     # Of many of these logits the probability is 0 or 1 in float32.
     scores = (100 * (truth * 0.3 + random.random((200, 4)) * 0.7 - 0.5)).astype(np.float32)
-    found = Predictions(np.arange(200), truth, np.zeros((200, 0), int), scores, scores.sum(1))
-    analysis = analyse(found, NAMES[:4], -3.0, 0)
-    for row in analysis["classes"]:
-        own, values = truth[:, NAMES.index(row["name"])], scores[:, NAMES.index(row["name"])]
-        assert row["score"] == pytest.approx(average_precision_score(own, values)) and row["count"] == own.sum()
-        assert row["auc"] == pytest.approx(roc_auc_score(own, values))
-    assert analysis["intervals"].keys() == {"mAP", "micro_f1", "exact_match", "loss"}
-    low, high = analysis["intervals"]["micro_f1"]
-    assert low < f1_score(truth, scores > -3, average="micro") < high
-    chances = expit(scores.astype(float))
-    error = calibration([(chances.ravel(), truth.ravel())])["error"]
-    assert analysis["calibration"]["error"] == pytest.approx(error)
-    most = (np.abs(chances - truth) * ((scores > -3) != truth)).max(1)
+    found, task = outputs_of(MultiLabel, NAMES[:4], truth, scores, threshold=0.05)
+    analysis = analyse(found, task, 0)
+    assert {row["name"]: (row["score"], row["count"]) for row in analysis["classes"]} == {
+        NAMES[c]: (pytest.approx(average_precision_score(truth[:, c], scores[:, c])), truth[:, c].sum())
+        for c in range(4)
+    }
+    assert analysis["intervals"].keys() == {"mAP", "macro_f1", "micro_f1", "exact_match", "loss"}
+    predicted = scores > task.cut
+    for name, value in (
+        ("mAP", average_precision_score(truth, scores)),
+        ("micro_f1", f1_score(truth, predicted, average="micro")),
+        ("exact_match", (predicted == truth).all(1).mean()),
+    ):
+        low, high = analysis["intervals"][name]
+        assert low < value < high
+    probabilities = expit(scores.astype(float))
+    assert analysis["calibration"]["error"] == pytest.approx(
+        calibration([(probabilities.ravel(), truth.ravel())])["error"]
+    )
+    most = (np.abs(probabilities - truth) * (predicted != truth)).max(1)
     assert most[analysis["errors"][0]["index"]] == most.max()
-    binary = Predictions(np.arange(200), truth[:, 0].astype(int), found.top[:, :1], scores[:, :1], scores[:, 0])
-    analysis = analyse(binary, ["no", "yes"], 0.0, 0)
-    assert [row["name"] for row in analysis["classes"]] == ["yes"]
+
+
+def test_binary_is_shown_as_a_classification_of_two_classes_with_an_interval_of_its_auc():
+    random = np.random.default_rng(0)
+    truth = (random.random(200) < 0.4).astype(int)
+    logits = (2 * truth + random.normal(size=200) - 1)[:, None].astype(np.float32)
+    found, task = outputs_of(Binary, ["no", "yes"], truth, logits, threshold=0.7)
+    analysis, predicted = analyse(found, task, 0), logits[:, 0] > task.cut
+    assert analysis["matrix"] == confusion_matrix(truth, predicted).tolist()
+    assert {row["name"]: row["score"] for row in analysis["classes"]} == pytest.approx(
+        dict(zip(["no", "yes"], recall_score(truth, predicted, average=None), strict=True))
+    )
     assert analysis["intervals"].keys() == {"auc", "accuracy", "f1", "loss"}
     low, high = analysis["intervals"]["auc"]
-    assert low < roc_auc_score(truth[:, 0], scores[:, 0]) < high
+    assert low < roc_auc_score(truth, logits[:, 0]) < high
 
 
 @pytest.mark.filterwarnings("error")
 def test_nan_infinite_losses_and_undefined_metrics_make_an_analysis_in_json():
     found = predictions(10)
-    found.scores[7], found.losses[8], found.losses[9] = np.nan, np.inf, np.nan
-    analysis = analyse(found, NAMES[:10], None, 0)
-    assert analysis["intervals"].keys() == {"accuracy", "top5", "macro_f1"}
+    found.scores[7], found.values[:, 0] = np.nan, np.inf
+    analysis = analyse(found, task_of(10), 0)
+    assert analysis["intervals"].keys() == {"accuracy", "top5"}
     assert sum(entry["count"] for entry in analysis["calibration"]["bins"]) == 499
-    always = np.array([[1, 0], [1, 1], [1, 0]], np.uint8)  # no image is without the first class
     logits = np.array([[0.5, np.nan], [-0.5, np.inf], [0.1, -np.inf]], np.float32)
-    others = analyse(Predictions(np.arange(3), always, np.zeros((3, 0), int), logits, np.ones(3)), ["a", "b"], 0.0, 0)
-    assert {row["name"]: row["auc"] for row in others["classes"]} == {"a": None, "b": 1.0}
-    json.dumps([analysis, others], allow_nan=False)
+    labels = np.array([[1, 0], [1, 1], [1, 0]], np.uint8)
+    others = analyse(*outputs_of(MultiLabel, ["a", "b"], labels, logits), 0)
+    assert others["classes"] == [] and "mAP" not in others["intervals"]
+    only = analyse(*outputs_of(Binary, ["no", "yes"], np.ones(3, int), logits[:, :1]), 0)
+    assert "auc" not in only["intervals"]
+    json.dumps([analysis, others, only], allow_nan=False)
 
 
 @pytest.mark.parametrize("loss", list(LOSSES))
-def test_predictions_have_the_loss_and_the_most_likely_classes_of_each_sample(loss):
+def test_predictions_have_the_loss_of_each_sample(loss):
     task = Classification(TrainConfig(loss=loss), NAMES[:7])
-    outputs, labels = torch.randn(9, 7, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 7
-    expected, order = outputs.double().softmax(1).sort(descending=True)
-    top, probabilities = task.most_likely(outputs, 5)
-    assert torch.equal(top, order[:, :5])
-    assert probabilities.tolist() == [pytest.approx(row, rel=1e-5) for row in expected[:, :5].tolist()]
+    outputs, labels = torch.randn(9, 7), torch.arange(9) % 7
     each = [LOSSES[loss](outputs[n : n + 1], labels[n : n + 1], 0.0, None).item() for n in range(9)]
-    assert task.losses(outputs, labels).tolist() == pytest.approx(each, rel=1e-5)
-    assert [len(part) for part in (*task.most_likely(outputs[:0], 5), task.losses(outputs[:0], labels[:0]))] == [0] * 3
+    assert task.sample_values(outputs, labels)[:, 0].tolist() == pytest.approx(each, rel=1e-5)
+    assert task.sample_values(outputs[:0], labels[:0]).shape == (0, 3)
 
 
 def test_a_loss_that_cannot_be_vectorised_is_computed_row_by_row():
@@ -199,21 +201,23 @@ def test_a_loss_that_cannot_be_vectorised_is_computed_row_by_row():
             return torch.stack([outputs.sum() if outputs.sum() > 0 else -outputs.sum()]), outputs
 
     outputs = torch.tensor([[1.0, 2.0], [-1.0, -3.0]])
-    assert Branching(TrainConfig(task="multilabel"), ["a", "b"]).losses(outputs, outputs).tolist() == [3, 4]
+    assert Branching(TrainConfig(task="multilabel"), ["a", "b"]).sample_values(outputs, outputs).tolist() == [[3], [4]]
 
 
 def test_a_chart_has_each_point_at_its_place_and_leaves_infinite_ones_out():
-    chart = line_chart("accuracy", [Series("a", "c0 eval", [(0, 0.0), (50, float("inf")), (100, 1.0)])], [50])
+    def chart_of(title, *points, marks=()):
+        return line_chart(title, [Series("a", "c0 eval", points)], marks)
+
+    chart = chart_of("accuracy", (0, 0.0), (50, math.inf), (100, 1.0), marks=[50])
     assert chart["lines"][0]["path"] == "M52.0 224.0L468.0 10.0"
     assert chart["marks"] == [(260.0, 50)] and chart["lines"][0]["last"] == "1"
     assert [text for _, text in chart["rows"]] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
-    assert line_chart("loss", [Series("a", "c0", [])]) == {}
-    many = line_chart("loss", [Series("a", "c0", [(x, x) for x in range(25_000)])])["lines"][0]
+    assert chart_of("loss") == {} and chart_of("loss", (0, 1.0), (1, 0.1))["title"] == "loss"
+    assert chart_of("loss", (0, 1.0), (1, 0.01))["title"] == "loss (logarithmic)"
+    many = chart_of("loss", *((x, x) for x in range(25_000)))["lines"][0]
     assert many["path"].count("L") <= 1001 and many["last"] == "24,999"
-    for last, title in ((0.1, "loss"), (0.01, "loss (logarithmic)")):
-        assert line_chart("loss", [Series("a", "c0 eval", [(0, 1.0), (1, last)])])["title"] == title
     for title, lowest in (("images/s", "0"), ("accuracy", "0.8")):  # rates start at 0
-        assert line_chart(title, [Series("a", "c0", [(0, 0.8), (1, 0.9)])])["rows"][0][1] == lowest
+        assert chart_of(title, (0, 0.8), (1, 0.9))["rows"][0][1] == lowest
 
 
 # -- the page of a run ----------------------------------------------------------------------------------------------
@@ -258,14 +262,11 @@ def test_the_page_has_the_last_evaluation_of_the_log_with_intervals(inside):
 
 def test_an_evaluation_writes_the_page_again_with_the_same_numbers_on_two_processes(inside):
     one, two = (json.loads(Path(f"report{processes}.json").read_text()) for processes in (1, 2))
-    result = json.loads(Path("eval1.json").read_text())
+    result, page = json.loads(Path("eval1.json").read_text()), (inside / "report.html").read_text()
     assert one["matrix"] == two["matrix"] and one["record"]["accuracy"] == result["accuracy"]
     scores = {row["name"]: row["score"] for row in one["classes"]}
     assert [scores[str(number)] for number in range(10)] == pytest.approx(result["per_class_accuracy"])
-    for name, bounds in one["intervals"].items():
-        assert two["intervals"][name] == pytest.approx(bounds, rel=1e-5)
-    assert one["calibration"]["error"] == pytest.approx(two["calibration"]["error"], abs=1e-5)
-    page = (inside / "report.html").read_text()
+    assert all(two["intervals"][name] == pytest.approx(bounds, rel=1e-5) for name, bounds in one["intervals"].items())
     assert f"{result['accuracy']:.4f}" in page and f"{result['macro_f1']:.4f}" in page
 
 
@@ -328,7 +329,7 @@ def made_up(folder: Path, classes: int = 10, names: list[str] | None = None, sam
         for weights, accuracy in (("raw", 0.5), ("ema", 0.75)):
             log.append(own | {"kind": "eval", "weights": weights, "accuracy": accuracy, "split": "test", "count": 5})
     (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log) + '{"kind": "tra')
-    analysis = analyse(predictions(classes, samples), names or NAMES[:classes], None, 0)
+    analysis = analyse(predictions(classes, samples), task_of(classes, names or NAMES), 0)
     for error in analysis["errors"]:
         error |= {"image": PIXEL, "small": True, "file": "a/b.png"}
     (folder / "report.json").write_text(json.dumps({"record": {"accuracy": 0.5, "loss": 1.0, "step": 100}, **analysis}))
@@ -358,28 +359,16 @@ def test_the_analysis_of_a_training_that_went_on_is_not_shown_and_that_of_eval_p
 
 def test_the_page_says_which_weights_and_views_were_evaluated_and_shows_a_dash_for_an_infinite_loss(tmp_path):
     folder = made_up(tmp_path / "run")
-    (folder / "report.json").unlink()
-    record = {"step": 100, "accuracy": 0.5, "loss": math.inf, "averaged": [80, 100], "tta": "flip"}
-    split = Split("val", np.zeros((507, 4, 4), np.uint8), predictions(10).labels, np.arange(500) + 7, "")
+    record = {"step": 100, "accuracy": 0.5, "loss": math.inf, "tta": "flip"}
+    images = Files([str(tmp_path / f"{n}.png") for n in range(507)], str(tmp_path))  # they are gone
+    split = Split("val", images, predictions(10).labels, np.arange(500) + 7, "")
     found = predictions(10)._replace(indices=np.arange(500))
-    task = Classification(TrainConfig(), NAMES[:10])
     said = []
-    write_report(folder, Evaluated(task, split, found, record, 0), said.append)
+    write_report(folder, Evaluated(Classification(TrainConfig(), NAMES[:10]), split, found, record, 0), said.append)
     page, analysis = (folder / "report.html").read_text(), json.loads((folder / "report.json").read_text())
-    assert not said and "update 100, mean of 2 checkpoints, views flip</td>" in page
-    assert '<th>loss</th><td class="number">–</td>' in page
-    assert all(error["file"] == f"image {error['index'] + 7} of split 'val'" for error in analysis["errors"])
-
-
-def test_an_image_that_is_gone_costs_only_its_picture(tmp_path):
-    folder = made_up(tmp_path / "run")
-    split = Split("val", Files([str(tmp_path / "gone.png")], str(tmp_path)), np.zeros(1), np.zeros(1, int), "")
-    analysis = json.loads((folder / "report.json").read_text())
-    analysis["errors"][0] |= thumbnail(split, 0)
-    (folder / "report.json").write_text(json.dumps(analysis))
-    write_page([folder], folder / "report.html")
-    page = (folder / "report.html").read_text()
-    assert page.count("<img") == len(analysis["errors"]) and "gone.png" in page  # one is the first batch
+    assert not said and "update 100, views flip</td>" in page
+    assert '<th>loss</th><td class="number">–</td>' in page and page.count("<img") == 1  # of the first batch
+    assert all(error["file"] == f"{error['index'] + 7}.png" for error in analysis["errors"])
 
 
 def test_report_true_says_so_if_the_checkpoint_is_in_no_run_folder(tmp_path):
@@ -440,9 +429,9 @@ def test_a_run_without_an_analysis_has_a_page_with_curves(tmp_path):
 
 
 def test_a_thousand_classes_make_a_small_page(tmp_path):
-    write_page([made_up(tmp_path / "run", classes=1000, samples=10_000)], tmp_path / "page.html")
+    write_page([made_up(tmp_path / "run", classes=1000, samples=2000)], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert len(page) < 1_000_000 and "980 more classes" in page
+    assert len(page) < 1_000_000 and re.search(r"\d{3} more classes", page)
 
 
 @pytest.mark.parametrize(
@@ -450,19 +439,17 @@ def test_a_thousand_classes_make_a_small_page(tmp_path):
     [
         (["nowhere"], "nowhere: is not a run folder"),
         (["a", "a"], "--out is missing"),
-        (["a", "--out", "no/page.html"], "/no does not exist"),
         (["old"], r"unknown contents \(UndefinedError: .*'threads'\)"),
     ],
 )
 def test_mistakes_in_the_command_are_one_line(words, error, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    made_up(Path("a"))
-    log = made_up(Path("old")) / "log.jsonl"
+    for name in ("a", "old"):
+        log = made_up(Path(name)) / "log.jsonl"
     log.write_text(log.read_text().replace("threads", "workers"))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         main(words)
-    lines = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and re.search(f"^python -m utils.report: error: .*{error}", lines[-1])
+    assert re.search(f"^python -m utils.report: error: .*{error}", capsys.readouterr().err.splitlines()[-1])
 
 
 @pytest.mark.browser

@@ -8,17 +8,17 @@ from helpers.ranks import returned
 from helpers.training_runs import records, same_tensors, train_run, weights
 
 import eval
-import utils.data.augment as augment
 import utils.data.datasets as resident
 from utils.config.defaults import advice
 from utils.config.settings import TrainConfig
+from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
-from utils.data.cache import SharedImages
+from utils.data.cache import make_dataset
 from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages, describe_place, keep_on_device
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_dataset, make_loader
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
+from utils.data.workers import make_loader
 from utils.errors import UserError
 
 SPEC = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
@@ -34,6 +34,7 @@ MICROBATCHES = [
 
 def read(dataset, microbatches=MICROBATCHES, training=True, device=CPU.device, **settings):
     config = TrainConfig(seed=5, **(CHANGES | settings))
+    dataset.augmentation = make_augmentation(config, SPEC, training)
     loader = make_loader(dataset, microbatches, config, CPU.threads, CPU.device)
     batches = Batches(loader, SPEC, config, device, training)
     return list(batches), batches
@@ -45,8 +46,9 @@ def assert_same(dataset, **settings):
     found, _ = read(ResidentImages(dataset, CPU.device), **settings)
     assert len(found) == len(expected) == len(MICROBATCHES)
     for one, other in zip(found, expected, strict=True):
-        assert one[3:] == other[3:]
-        for mine, theirs in zip(one[:3], other[:3], strict=True):
+        assert (one.update, one.number, one.error) == (other.update, other.number, other.error)
+        for name in ("images", "labels", "indices"):
+            mine, theirs = getattr(one, name), getattr(other, name)
             assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
         assert one.images.is_contiguous(memory_format=torch.channels_last)
     return expected
@@ -57,10 +59,10 @@ def images():
     return DecodedImages(pictures(60, (10, 12)), np.arange(60) % 7)
 
 
-def test_rows_of_several_labels_are_drawn_on_the_device_too():
+def test_rows_of_several_labels_and_arrays_with_the_channels_first_are_drawn_on_the_device_too():
     rows = np.random.default_rng(0).integers(0, 2, (60, 4), np.uint8)
-    several = DecodedImages(pictures(60, (10, 12)), rows)
-    for batch in assert_same(several):
+    first = np.ascontiguousarray(pictures(60, (10, 12)).transpose(0, 3, 1, 2))
+    for batch in assert_same(DecodedImages(first.transpose(0, 2, 3, 1), rows)):
         assert batch.labels.dtype == torch.float32
         assert np.array_equal(batch.labels.numpy(), rows[batch.indices.numpy()])
 
@@ -70,38 +72,19 @@ def test_rows_of_several_labels_are_drawn_on_the_device_too():
 def test_microbatches_are_the_same_in_groups_of_any_size(training, most, images, monkeypatch):
     monkeypatch.setattr(resident, "_GROUP", most * 10 * 12 * 3)
     batches = assert_same(images, training=training)
-    assert [len(batch.images) for batch in batches] == [len(each.indices) for each in MICROBATCHES]
     assert [batch.labels.tolist() for batch in batches] == [(each.indices % 7).tolist() for each in MICROBATCHES]
     first = read(images, MICROBATCHES[:1], training=False)[0][0].images
     assert torch.equal(batches[0].images, first) == (not training)
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """How many images are drawn at a time."""
+@pytest.mark.parametrize(("most", "expected"), [(10**6, [60, 69]), (31 * 10 * 12 * 3 - 1, [30, 30, 41, 28])])
+def test_microbatches_of_one_epoch_are_drawn_together_up_to_so_many_bytes(most, expected, images, monkeypatch):
     counts, draw = [], ResidentImages.draw
     count = lambda self, indices: counts.append(len(indices)) or draw(self, indices)  # noqa: E731
     monkeypatch.setattr(ResidentImages, "draw", count)
-    return counts
-
-
-def test_microbatches_of_one_epoch_are_drawn_together_and_those_of_two_are_not(images, drawn):
+    monkeypatch.setattr(resident, "_GROUP", most)
     read(ResidentImages(images, CPU.device))
-    assert drawn == [60, 69]
-
-
-def test_a_group_has_at_most_so_many_bytes_unless_it_is_one_microbatch(images, drawn, monkeypatch):
-    monkeypatch.setattr(resident, "_GROUP", 31 * 10 * 12 * 3 - 1)
-    read(ResidentImages(images, CPU.device))
-    assert drawn == [30, 30, 41, 28]
-
-
-def test_random_numbers_are_computed_on_the_device_once_for_a_group(images, monkeypatch):
-    made, draws = [], augment.Draws
-    count = lambda *arguments: made.append(type(arguments[2])) or draws(*arguments)  # noqa: E731
-    monkeypatch.setattr(augment, "Draws", count)
-    read(ResidentImages(images, CPU.device))
-    assert made == [torch.Tensor, torch.Tensor]
+    assert counts == expected
 
 
 def test_images_that_loader_processes_augment_stay_with_them(images):
@@ -111,25 +94,8 @@ def test_images_that_loader_processes_augment_stay_with_them(images):
     kept, drawn = keep_on_device(sets, config, CPU.device)
     assert kept is sets[0] and isinstance(drawn, ResidentImages)
     assert describe_place([kept, drawn]).endswith(" in host memory and on cpu, augmented by loader processes")
-    line = "--data_on_device applies to evaluation only: loader processes augment the training images"
-    assert advice(config, (True, True), by_loader=True, has_columns=True, processes=1) == [line]
-
-
-def test_images_that_several_samples_share_and_unreadable_samples_are_found():
-    stored, rows = pictures(9, (10, 12)), np.arange(60) * 5 % 9
-    shared = SharedImages(SharedImages(stored, np.arange(9)[::-1].copy()), rows)
-    readable = np.arange(60) % 4 != 1
-    batches = assert_same(DecodedImages(shared, np.arange(60), readable), training=False)
-    assert sum(len(batch.images) for batch in batches) < sum(len(each.indices) for each in MICROBATCHES)
-    kept = MICROBATCHES[0].indices[readable[MICROBATCHES[0].indices]]
-    assert batches[0].indices.tolist() == kept.tolist()
-    expected = (torch.from_numpy(stored[8 - rows[kept]]) / 255 - torch.tensor(SPEC.mean)) / torch.tensor(SPEC.std)
-    assert torch.allclose(batches[0].images, expected.permute(0, 3, 1, 2), atol=1e-5)
-
-
-def test_arrays_with_the_channels_first_are_read():
-    first = np.ascontiguousarray(pictures(60, (10, 12)).transpose(0, 3, 1, 2))
-    assert_same(DecodedImages(first.transpose(0, 2, 3, 1), np.arange(60)))
+    (line,) = advice(config, (True, True), by_loader=True, has_columns=True, processes=1)
+    assert "--data_on_device applies to evaluation only" in line
 
 
 def test_no_value_is_read_from_the_device(images):
@@ -138,8 +104,6 @@ def test_no_value_is_read_from_the_device(images):
     batches, _ = read(ResidentImages(images, meta), device=meta)
     assert [tuple(batch.images.shape) for batch in batches] == [(len(each.indices), 3, 10, 12) for each in MICROBATCHES]
     assert all(batch.images.device == batch.labels.device == meta for batch in batches)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        batches[0].labels.sum().item()
 
 
 @pytest.mark.parametrize(
@@ -178,8 +142,8 @@ def test_photographs_stay_with_their_loader_and_the_setting_is_said_to_have_no_e
     config = TrainConfig(data_on_device="yes", model="resnet18")
     assert keep_on_device([photographs], config, torch.device("cuda", 0)) == [photographs]
     assert describe_place([photographs]) == "photographs, decoded for each batch"
-    line = "--data_on_device has no effect: only small images are decoded before training"
-    assert advice(config, (False, False), by_loader=False, has_columns=True, processes=1) == [line]
+    (line,) = advice(config, (False, False), by_loader=False, has_columns=True, processes=1)
+    assert line.startswith("--data_on_device has no effect")
     assert advice(config, (True, True), by_loader=False, has_columns=True, processes=1) == []
 
 
@@ -192,19 +156,15 @@ FLAGS += ["--crop_padding", "1", "--eval_batch_size", "10", "--keep", "9"]
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_ends_with_the_same_weights_and_metrics_and_is_resumed_either_way(processes):
+    timed, logs = ("seconds", "images_per_second", "data_wait", "time"), []
     for name in ("yes", "no"):
         train_run(processes, name, *FLAGS, "--data_on_device", name)
-    kinds = ("train", "eval")
-    timed = ("seconds", "images_per_second", "data_wait", "time")
-    logs = [
-        [{k: v for k, v in record.items() if k not in timed} for record in records(name) if record["kind"] in kinds]
-        for name in ("yes", "no")
-    ]
-    assert logs[0] == logs[1] and {record["kind"] for record in logs[0]} == set(kinds)
-    assert same_tensors(weights("yes"), weights("no"))
+        own = [*records(name, "train"), *records(name, "eval")]
+        logs.append([{k: v for k, v in record.items() if k not in timed} for record in own])
+    assert logs[0] == logs[1] and same_tensors(weights("yes"), weights("no"))
     for before, after in (("yes", "no"), ("no", "yes")):
         flags = [*FLAGS, "--resume", f"runs/{before}/checkpoints/step-00000004", "--data_on_device", after]
         train_run(processes, f"{before}-{after}", *flags)
         assert same_tensors(weights(f"{before}-{after}"), weights("no"))
-    (result, *_) = returned(processes, eval.main, ["--ckpt", "runs/yes/checkpoints/step-00000009"])
+    result = returned(processes, eval.main, ["--ckpt", "runs/yes/checkpoints/step-00000009"])[0]
     assert result["accuracy"] == logs[0][-1]["accuracy"]

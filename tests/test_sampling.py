@@ -6,16 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Value
-from helpers.make_data import image_folder, parquet, table
+from helpers.make_data import image_folder
 from helpers.training_runs import refused, train_run
 from torch.nn import functional as F
 
 import train
 from utils.config.settings import TrainConfig
-from utils.data.order import Microbatch, Plan, UpdateSampler, permutation
-from utils.data.sampling import class_weights, draw_weights, make_plan
-from utils.data.selection import load_data
+from utils.data.order import Plan, UpdateSampler, permutation
+from utils.data.sampling import class_weights, make_plan
 from utils.data.splits import whole_split
 from utils.models.checking import check_batch_norm
 from utils.tasks.classification import Classification
@@ -146,7 +144,6 @@ def test_pairs_are_dealt_whole_and_an_odd_last_sample_goes_to_the_last_microbatc
             assert sizes == dealt
         update = epoch_of(plan)[:microbatches]
         assert np.concatenate([m.indices for m in update]).tolist() == plan.draws(0)[0][:20].tolist()
-        assert all(m.places.tolist() == list(range(len(m.indices))) for m in update)
         assert UpdateSampler(plan, 1, 1).largest >= max(len(m.indices) for m in epoch_of(plan))
 
 
@@ -164,12 +161,6 @@ def test_batch_statistics_of_one_sample_are_refused_with_the_sizes_of_pairs():
     assert refused_sizes == [9, 11, 13, 15]  # the odd last sample, alone in the last microbatch
 
 
-def test_places_stay_with_their_samples():
-    microbatch = Microbatch(0, 0, 0, np.array([7, 5, 7, 2]), None, np.arange(4))
-    assert microbatch.take([0, 3]).places.tolist() == [0, 3]
-    assert microbatch.take(np.array([False, True, True, False])).places.tolist() == [1, 2]
-
-
 def test_settings_that_do_not_fit_are_one_line():
     labels = split_of(np.arange(50) % 5)
     with pytest.raises(ValueError, match=r"^--repeats 3 does not divide the global batch of 32; set --global_batch_s"):
@@ -177,83 +168,27 @@ def test_settings_that_do_not_fit_are_one_line():
     with pytest.raises(ValueError, match=r"^a global batch of 6 has fewer pairs than its 4 microbatches; "):
         make_plan(TrainConfig(cutmix=1.0), labels, 6, 4)
     make_plan(TrainConfig(cutmix=1.0), labels, 8, 4)
-    for given, text in (
-        ([1.0] * 49 + [-1], "the weight of image 49 of split 'train' is not a number of at least 0"),
-        ([1.0] * 49 + [np.nan], "the weight of image 49 of split 'train' is not a number"),
-        ([np.inf] + [1.0] * 49, "the weight of image 0 of split 'train' is not a number"),
-        ([0.0] * 50, "all weights are 0"),
-        (None, "split 'train' has no column 'w'"),
-    ):
-        with pytest.raises(ValueError, match=f"^--sampler weights:w: {text}"):
-            draw_weights(TrainConfig(sampler="weights:w"), split_of(labels.labels, given))
-    for value in ("random", "weights", "weights:", ""):
-        with pytest.raises(ValueError, match=f"^--sampler must be shuffle, balanced or weights:COLUMN, got {value}"):
-            TrainConfig(sampler=value)
     for flag, value in (("repeats", 0), ("mixup", -1.0), ("mix_prob", 1.5), ("mix_off_epoch", -1)):
         with pytest.raises(ValueError, match=f"^--{flag} must be at "):
             TrainConfig(**{flag: value})
 
 
-def test_the_weights_of_a_csv_file_and_of_a_table_follow_their_samples():
-    paths = image_folder("images", {"cat": 12, "dog": 9})
-    lines = [f"{path},{path.parent.name},{number / 4}" for number, path in enumerate(paths)]
-    Path("list.csv").write_text("\n".join(["path,label,rarity", *lines]))
-    by_path = {str(path.resolve()): number / 4 for number, path in enumerate(paths)}
-    config = TrainConfig(data="list.csv", sampler="weights:rarity", eval_fraction=0.3, max_train_samples=10)
-    data = load_data(config)
-    for loaded in (data, load_data(config, data.record)):  # also the samples of a checkpoint
-        train_split = loaded.train
-        expected = [by_path[str(Path(train_split.describe(i)).resolve())] for i in range(10)]
-        assert draw_weights(config, train_split).tolist() == expected
-    moved = ["path,label,rarity", *lines[::-1]]
-    Path("list.csv").write_text("\n".join(moved))
-    assert draw_weights(config, load_data(config, data.record).train).tolist() == expected
-    Path("list.csv").write_text("\n".join(["path,label,rarity", *(f"{line}x" for line in lines)]))
-    with pytest.raises(ValueError, match=r"the weight of \S+/images/\S+\.png is not a number of at least 0"):
-        draw_weights(config, load_data(config).train)
-
-    names = ClassLabel(names=["a", "b"])
-    for kind, values in (
-        ("float32", [0.5, 2.5, 0.25, 1.0]),
-        ("int64", [1, 0, 3, 4]),
-        ("string", ["1", "0.5", "3", "4"]),
-    ):
-        made = table([0, 1, 0, 1], names, weight=(values, Value(kind)))
-        folder = parquet(f"table-{kind}", train=made, validation=made)
-        config = TrainConfig(data=str(folder), sampler="weights:weight")
-        assert draw_weights(config, load_data(config).train).tolist() == [float(value) for value in values]
-
-
 def test_a_resumed_run_needs_the_weights_that_it_began_with():
-    paths = image_folder("images", {"cat": 12, "dog": 12})
-    lines = [f"{path},{path.parent.name},{1 + number % 3}" for number, path in enumerate(paths)]
-
-    def write(lines, cat=1):
-        Path("list.csv").write_text("\n".join(["path,label,Rarity", *lines]))
+    def write(cat):
         Path("weights.yaml").write_text(f"cat: {cat}\ndog: 2\n")
 
-    write(lines)
-    flags = ["--data", "list.csv", "--sampler", "weights:rarity", "--class_weights", "weights.yaml", *MLP]
+    image_folder("images", {"cat": 12, "dog": 12})
+    write(1)
+    flags = ["--data", "images", "--sampler", "balanced", "--class_weights", "weights.yaml", *MLP]
     train_run(1, "run", *flags)
     again = ["--run_name", "run", "--resume", "auto", *flags, "--max_steps", "3"]
-    record = "step-00000002"
-    write([*lines[:-1], f"{lines[-1]}5"])
-    changed = "have changed since training; restore them, or start a new run"
-    assert f"{record}: the weights of --sampler weights:rarity {changed}" in refused(train.main, *again)
-    write(lines, cat=3)
-    assert f"{record}: the weights of --class_weights weights.yaml {changed}" in refused(train.main, *again)
-    write(lines[:-1])
-    error = refused(train.main, *again, "--bad_images", "skip")
-    assert "--sampler weights:rarity: the weight of " in error and "restore" in error
-    write(lines)
-    train_run(1, "run", *again[2:])
-
-
-def test_a_run_with_a_weight_that_is_missing_ends_with_one_line():
-    error = refused(train.main, "--data", "digits", "--sampler", "weights:rarity", *MLP)
-    assert error.endswith(
-        "--sampler weights:rarity: split 'train' has no column 'rarity'; name a column of a table or CSV file"
+    write(3)
+    changed = (
+        "the weights of --class_weights weights.yaml have changed since training; restore them, or start a new run"
     )
+    assert f"step-00000002: {changed}" in refused(train.main, *again)
+    write(1)
+    train_run(1, "run", *again[2:])
 
 
 def labelled(counts, names="abc", **settings):
@@ -287,7 +222,7 @@ def test_class_weights_have_the_mean_one_over_the_training_samples():
         ("a: 1\nb: -2.5\nc: 1\n", "the weight of b must be a number above 0, got -2.5"),
         ("a: 1\nb: x\nc: 1\n", "the weight of b must be a number above 0, got x"),
         ("a: 1\nb: .nan\nc: 1\n", "the weight of b must be a number above 0, got nan"),
-        ("- 1\n- 2\n", "does not map class names to weights"),
+        ("- 1\n- 2\n", "no weight for "),
     ],
 )
 def test_a_file_of_class_weights_that_does_not_fit_is_one_line(text, error):

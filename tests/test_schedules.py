@@ -1,11 +1,8 @@
-"""Learning rate schedules are those of torch and timm, or their closed form, with any warm-up and cool-down."""
-
-import math
+"""Learning rate schedules are those of torch, or their closed form, with any warm-up and cool-down."""
 
 import pytest
 import torch
-from helpers.training_runs import records, refused, train_run
-from timm.scheduler.poly_lr import PolyLRScheduler
+from helpers.training_runs import records, train_run
 from torch.optim import lr_scheduler
 
 import train
@@ -44,36 +41,19 @@ def torchs(make, updates=100):
         ("polynomial", "{power: 0.5}", lambda o: lr_scheduler.PolynomialLR(o, 100, 0.5)),
         ("exponential", "{}", lambda o: lr_scheduler.ExponentialLR(o, 0.01 ** (1 / 100))),
         ("cosine", "{end: 0.1}", lambda o: lr_scheduler.CosineAnnealingLR(o, 100, 0.02)),
-        ("cosine_restarts", "{cycles: 5}", lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 20)),
-        # 12 + 24 + 48 updates, and 16 of the next cycle
-        ("cosine_restarts", "{multiplier: 2.0, end: 0.1}",
-         lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 12, 2, 0.02)),
     ],
-)  # fmt: skip
+)
 def test_schedules_are_those_of_torch(schedule, arguments, make):
-    updates = 84 if "multiplier" in arguments else 100
-    assert rates(schedule, arguments, updates=updates) == pytest.approx(torchs(make, updates), abs=1e-12)
-
-
-def test_the_polynomial_is_that_of_timm():
-    scheduler = PolyLRScheduler(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.2), 100, power=3.0, lr_min=0.02)
-    expected = [scheduler._get_lr(update)[0] for update in range(100)]
-    assert rates("polynomial", "{power: 3.0, end: 0.1}") == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("cycles", [3, 7, 49])
-def test_each_restart_begins_at_the_full_learning_rate(cycles):
-    found = rates("cosine_restarts", f"{{cycles: {cycles}}}", updates=10 * cycles)
-    assert found == pytest.approx([0.2 * math.cos(math.pi * (u % 10) / 20) ** 2 for u in range(10 * cycles)], abs=1e-9)
+    assert rates(schedule, arguments) == pytest.approx(torchs(make), abs=1e-12)
 
 
 @pytest.mark.parametrize("warmup", ["10", "0.1"])
 def test_every_schedule_rises_linearly_over_the_warm_up(warmup):
-    for schedule in set(SCHEDULES) - {"onecycle"}:
+    for schedule in SCHEDULES:
         found = rates(schedule, "{}", "--warmup_steps", warmup)
-        assert found[:10] == pytest.approx([0.02 * (update + 1) for update in range(10)]), schedule
+        if schedule != "onecycle":
+            assert found[:10] == pytest.approx([0.02 * (update + 1) for update in range(10)]), schedule
         assert found[10] == pytest.approx(0.2), schedule
-    assert rates("onecycle", "{}", "--warmup_steps", warmup)[10] == pytest.approx(0.2)
     # Steps are counted from the start of the run.
     assert rates("multistep", "{}", "--warmup_steps", warmup)[49:51] == pytest.approx([0.2, 0.02])
 
@@ -81,42 +61,27 @@ def test_every_schedule_rises_linearly_over_the_warm_up(warmup):
 @pytest.mark.parametrize("cooldown", ["20", "0.2"])
 def test_every_schedule_falls_linearly_to_0_over_the_cool_down(cooldown):
     for schedule in SCHEDULES:
-        arguments = "{end: 0.5}" if schedule in ("linear", "cosine", "cosine_restarts", "polynomial") else "{}"
+        arguments = "{end: 0.5}" if schedule in ("linear", "cosine", "polynomial") else "{}"
         found = rates(schedule, arguments, "--warmup_steps", "10", "--cooldown_steps", cooldown)
         whole = rates(schedule, arguments, "--warmup_steps", "10", updates=80)
         assert found[:80] == pytest.approx(whole, abs=1e-12), schedule
         end = found[80]
         assert found[80:] == pytest.approx([end * (20 - n) / 20 for n in range(20)], abs=1e-12), schedule
         assert arguments == "{}" or end == pytest.approx(0.1), schedule
-    assert rates("constant", "{}", "--cooldown_steps", cooldown)[79:83] == pytest.approx([0.2, 0.2, 0.19, 0.18])
-
-
-def test_the_learning_rate_is_a_python_float_in_every_schedule():
-    for schedule in SCHEDULES:
-        found = rates(schedule, "{}", "--warmup_steps", "5")
-        assert all(type(lr) is float and 0 <= lr <= 0.2 for lr in found)  # others would make a checkpoint unreadable
+        assert all(type(lr) is float for lr in found)  # others would make a checkpoint unreadable
 
 
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (["--cooldown_steps", "5"], "--cooldown_steps has no effect: cosine ends with 0 times --lr; use"),
-        (
-            ["--cooldown_steps", "5", "--lr_schedule", "onecycle"],
-            "--cooldown_steps has no effect: onecycle ends with 4e-06 times --lr; use --lr_schedule constant$",
-        ),
-        (
-            ["--cooldown_steps", "60", "--warmup_steps", "0.5"],
-            "--warmup_steps 50 and --cooldown_steps 60 exceed the 100",
-        ),
+        (["--cooldown_steps", "5"], "--cooldown_steps has no effect: cosine ends with 0 times --lr"),
+        (["--cooldown_steps", "60", "--warmup_steps", "0.5"], "--warmup_steps 50 and --cooldown_steps 60 exceed"),
     ],
 )
 def test_a_cool_down_that_cannot_be_is_refused(flags, error):
-    config = parse_args(
-        TrainConfig, "train.py", ["--lr_schedule", "cosine", "--max_steps", "100", *flags], train.TABLES
-    )
+    given = ["--lr_schedule", "cosine", "--max_steps", "100", *flags]
     with pytest.raises(ValueError, match=error):
-        total_updates(config, Plan(1000, 10, 1, 0))
+        total_updates(parse_args(TrainConfig, "train.py", given, train.TABLES), Plan(1000, 10, 1, 0))
 
 
 def test_a_run_ends_with_its_cool_down():
@@ -124,5 +89,3 @@ def test_a_run_ends_with_its_cool_down():
     train_run(1, "run", *flags, "--lr_schedule", "constant", "--warmup_steps", "2", "--cooldown_steps", "4")
     expected = [0.1, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2, 0.15, 0.1, 0.05]
     assert [record["lr"] for record in records("run", "train")] == pytest.approx(expected)
-    error = refused(train.main, *flags, "--warmup_steps", "1.5", processes=2)
-    assert "--warmup_steps must be an integer, or below 1 for a fraction of the run, got 1.5" in error

@@ -180,9 +180,9 @@ def test_a_bus_error_of_a_worker_is_explained_by_shared_memory(photos):
 
 def _one_dead_worker_after_the_other(flags):
     """While the death of the training loader's is explained, that of the evaluation's dies."""
-    from utils.ranks import failure
+    from utils.ranks import session
 
-    with_known_fix = failure.with_known_fix
+    with_known_fix = session.with_known_fix
 
     def interrupted(error):
         others = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
@@ -192,7 +192,7 @@ def _one_dead_worker_after_the_other(flags):
         until(lambda: all(worker.status() == psutil.STATUS_ZOMBIE for worker in others))
         return with_known_fix(error)
 
-    failure.with_known_fix = interrupted
+    session.with_known_fix = interrupted
     update = train.train_update
 
     def killing(run, batches):
@@ -236,7 +236,7 @@ def test_eval_lowers_the_workers_of_a_run_on_a_larger_machine(photos):
 
 
 def _evaluate_a_run_of_a_larger_machine():
-    from utils.data import pipeline as loader
+    from utils.data import workers as loader
 
     settings, started = eval.settings_of, []
     os.cpu_count = lambda: 1

@@ -16,7 +16,6 @@ from helpers.training_runs import MLP, records, returned, slow_train
 from helpers.waiting import SOON, has_logged, records_so_far, until
 
 from utils.config.settings import TrainConfig
-from utils.console import clock
 from utils.launch.exits import exit_with_error
 from utils.runs.log import SINKS, ProgressBar, RunLog, is_kept
 from utils.runs.state import TrainState
@@ -211,14 +210,13 @@ def train_record(step: int, seconds: float) -> dict:
 
 
 def test_the_time_left_is_that_of_the_updates_or_of_max_seconds_whichever_is_less(tmp_path, capsys):
-    for limit, expected in (({}, ["16:30", "0:00"]), ({"max_seconds": 60.0}, ["0:50", "0:00"])):
+    for limit, expected in (({}, ["16:30", "00:00"]), ({"max_seconds": 60.0}, ["00:50", "00:00"])):
         log = RunLog(tmp_path, True, TrainState(), 1000, TASK)
         log.write("start", step=0, **limit)
         log.write("train", **train_record(10, 10.0))
         log.write("train", **train_record(990, 62.0))  # beyond the limit
         log.close()
         assert re.findall(r"eta (\S+)", capsys.readouterr().out) == expected
-    assert [clock(seconds) for seconds in (59.9, 3600, 90_061)] == ["0:59", "1:00:00", "25:01:01"]
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_seconds": 60.0}])
@@ -231,7 +229,7 @@ def test_a_bar_shows_its_rate_and_one_estimate_of_the_time_left(monkeypatch, lim
     bar.bar.refresh()
     line = screen.lines()[-1]
     bar.close()
-    assert " update/s" in line and ("eta=0:50" in line, "<" in line) == (bool(limit), not limit)
+    assert " update/s" in line and f"eta={'00:50' if limit else '16:30'}" in line and "<" not in line
 
 
 def test_an_error_is_printed_even_if_the_lock_of_the_bars_is_never_released(capfd):

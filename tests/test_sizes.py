@@ -47,19 +47,18 @@ def plain_loss(name: str, height: int, width: int) -> float:
 @pytest.mark.full
 def test_runs_and_eval_py_evaluate_images_of_the_evaluation_size():
     image_folder("pictures", {"cat": 6, "dog": 6}, size=(64, 80))
-    (outcome,) = run_ranks(
-        1, train.main, ["--run_name", "run", *FLAGS, "--image_size", "32", "48", "--eval_size", "[64, 80]"]
-    )
+    flags = [*FLAGS, "--image_size", "32", "48"]
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "run", *flags, "--eval_size", "[64, 80]"])
     assert "32x48 colour images, evaluated at 64x80\n" in outcome.out
-    expected = plain_loss("run", 64, 80)
-    assert records("run", "eval")[-1]["loss"] == pytest.approx(expected, rel=1e-5)
-    results = returned(2, eval.main, ["--ckpt", "runs/run"])
-    assert [result["loss"] for result in results] == pytest.approx([expected] * 2, rel=1e-5)
-    train_run(1, "usual", *FLAGS, "--image_size", "32", "48")
-    assert abs(records("usual", "eval")[-1]["loss"] - expected) > 1e-3
+    expected = pytest.approx(plain_loss("run", 64, 80), rel=1e-5)
+    assert records("run", "eval")[-1]["loss"] == expected
+    train_run(1, "usual", *flags)
+    assert abs(records("usual", "eval")[-1]["loss"] - records("run", "eval")[-1]["loss"]) > 1e-3
     assert same_tensors(weights("usual"), weights("run"))
-    (result,) = returned(1, eval.main, ["--ckpt", "runs/usual", "--eval_size", "64", "80"])
-    assert result["loss"] == pytest.approx(expected, rel=1e-5)
+    for name, more in (("run", []), ("usual", ["--eval_size", "64", "80"])):
+        assert [result["loss"] for result in returned(2, eval.main, ["--ckpt", f"runs/{name}", *more])] == [
+            expected
+        ] * 2
 
 
 @pytest.mark.full
@@ -76,11 +75,8 @@ def test_a_run_of_small_images_can_be_evaluated_on_photographs_and_resumed():
     train_run(1, "run", *flags, "--resume", "auto", "--max_steps", "2")
     (result,) = returned(1, eval.main, ["--ckpt", "runs/run/checkpoints/step-00000002"])
     assert result["loss"] == pytest.approx(records("run", "eval")[-1]["loss"], rel=1e-6)
-    images = load_data(saved.settings).train
-    assert resolve_input(saved.settings, saved, images)[-1] is saved.spec
-    changed = resolve_input(replace(saved.settings, eval_size=64), saved, images)[-1]
+    changed = resolve_input(replace(saved.settings, eval_size=64), saved, load_data(saved.settings).train)[-1]
     assert (changed.size, changed.for_evaluation().size) == ((32, 32), (64, 64))
-    assert resolve_input(replace(saved.settings, eval_size=None), saved, images)[-1].evaluation is None
 
 
 @pytest.mark.parametrize("squash", [False, True])
@@ -90,15 +86,12 @@ def test_a_run_of_small_images_can_be_evaluated_on_photographs_and_resumed():
 def test_the_centre_of_a_photograph_fills_a_rectangle(size, whole, squash):
     spec = InputSpec(*size, 3, [0.5] * 3, [0.5] * 3, squash=squash).cropped(0.875)
     assert spec.resize == 128
-    pixels = torch.from_numpy(smooth(*whole))
-    resized = v2.functional.resize(pixels.permute(2, 0, 1), [side * 128 // 112 for side in size], antialias=True)
-    expected = v2.functional.center_crop(resized, list(size))
-    assert torch.equal(center_of_photograph(pixels, spec), expected.permute(1, 2, 0))
-    square = torch.from_numpy(smooth(300, 300))
-    resize = [side * 128 // 112 for side in size] if squash else [max(size) * 128 // 112] * 2
-    resized = v2.functional.resize(square.permute(2, 0, 1), resize, antialias=True)
-    expected = v2.functional.center_crop(resized, list(size))
-    assert torch.equal(center_of_photograph(square, spec), expected.permute(1, 2, 0))
+    same_shape = [side * 128 // 112 for side in size]
+    for shape, sides in ((whole, same_shape), ((300, 300), same_shape if squash else [max(same_shape)] * 2)):
+        pixels = torch.from_numpy(smooth(*shape))
+        resized = v2.functional.resize(pixels.permute(2, 0, 1), sides, antialias=True)
+        expected = v2.functional.center_crop(resized, list(size))
+        assert torch.equal(center_of_photograph(pixels, spec), expected.permute(1, 2, 0))
 
 
 def test_the_resizing_of_evaluation_is_that_of_its_own_size():
@@ -116,35 +109,27 @@ def test_the_input_of_a_checkpoint_has_one_of_evaluation_or_none():
     both = replace(spec, evaluation=replace(spec, height=64))
     assert InputSpec.from_dict(asdict(both)) == both
     assert InputSpec.from_dict(asdict(spec)) == spec == spec.for_evaluation()
-    for wrong in ({}, 5, asdict(both), asdict(spec) | {"channels": 1, "mean": [0.5], "std": [0.5]}):
+    for wrong in ({}, asdict(both), asdict(spec) | {"channels": 1, "mean": [0.5], "std": [0.5]}):
         with pytest.raises(ValueError, match="is missing or malformed"):
             InputSpec.from_dict(asdict(spec) | {"evaluation": wrong})
 
 
 @pytest.mark.parametrize(("model", "settings", "text"), [
-    ("mnist_cnn", {"eval_size": 40}, "--eval_size: mnist_cnn only takes images of the training size"),
-    ("mlp", {"eval_size": [28, 30]}, "--eval_size: mlp only takes"),
+    ("mlp", {"eval_size": [28, 30]}, "--eval_size: mlp only takes images of the training size; leave out --eval_size"),
     ("timm/vit_tiny_patch16_224", {"image_size": 224, "eval_size": 256}, "256x256x3 images, the size of evaluation"),
     ("timm/vit_tiny_patch16_224", {"image_size": [224, 256]}, r"224x256x3 images .*; try --image_size 224"),
+    ("vit_b_16", {"pretrained": True, "image_size": [224, 256]}, "the weights of vit_b_16 are for 224x224"),
 ])  # fmt: skip
 def test_a_model_that_does_not_take_the_size_is_refused_with_the_fix(model, settings, text):
     config = TrainConfig(model=model, **settings)
-    with pytest.raises(ValueError, match=text) as error:
+    with pytest.raises(ValueError, match=text):
         build_model(config, input_spec(config, 3, (28, 28)), 2)
-    if "eval_size" in settings:
-        assert str(error.value).endswith("leave out --eval_size, or use a model that takes images of any size, "
-                                         "such as resnet18")  # fmt: skip
 
 
 def test_eval_py_refuses_a_size_that_the_model_does_not_take_in_one_line():
     train_run(1, "run", "--data", "synthetic/3x8x24", "--model", "mlp", "--max_steps", "1", "--threads", "1")
     line = refused(eval.main, "--ckpt", "runs/run", "--eval_size", "16")
     assert "--eval_size: mlp only takes images of the training size; leave out --eval_size" in line
-
-
-def test_pretrained_vision_transformers_are_refused_another_width_too():
-    with pytest.raises(ValueError, match=r"--image_size \[224, 256\]: the weights of vit_b_16 are for 224x224"):
-        input_spec(TrainConfig(model="vit_b_16", pretrained=True, image_size=[224, 256]), 3, None)
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
@@ -161,39 +146,36 @@ def test_a_size_is_one_number_or_two_and_survives_saving(flags, expected):
 
 
 @pytest.mark.parametrize(("value", "text"), [
-    ("[64]", "must be one number, or height and width, such as 160 224, got [64]"),
-    ("[64, 65, 66]", "got [64, 65, 66]"),
+    ("[64, 65, 66]", "must be one number, or height and width"),
     ("[64, 0]", "must be at least 1, got [64, 0]"),
-    ("[64, 65536]", "must be at most 65535, got [64, 65536]"),
-    ("big", "must be an integer or integers such as 160 224, got big"),
+    ("big", "must be an integer or integers"),
 ])  # fmt: skip
 def test_other_sizes_are_refused(value, text, capsys):
     with pytest.raises(SystemExit):
         parse_args(TrainConfig, "train.py", ["--image_size", value])
-    error = capsys.readouterr().err
-    assert text in error and "--image_size" in error
+    assert f"--image_size {text}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sizes", [(224, None), (224, 32), (32, 224)])
 def test_bad_images_are_found_before_training_at_any_size(sizes):
-    paths = image_folder("pictures", {"cat": 6, "dog": 6}, size=(128, 128))
-    data = bytearray(paths[0].read_bytes())
-    data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)  # a check of both ends does not find it
-    paths[0].write_bytes(bytes(data))
+    path = image_folder("pictures", {"cat": 6, "dog": 6}, size=(128, 128))[0]
+    data = path.read_bytes()
+    half = len(data) // 2  # a check of both ends does not find it
+    path.write_bytes(data[:half] + bytes(400) + data[half + 400 :])
     config = TrainConfig(data="pictures", image_size=sizes[0], eval_size=sizes[1], bad_images="skip")
     assert len(load_data(config).bad_images) == 1
 
 
 def test_few_photographs_and_a_new_model_are_a_line_about_pretrained():
-    assert "--pretrained is usually far more accurate" in hint_for_few(TrainConfig(model="resnet18"), 999)[0]
-    assert hint_for_few(TrainConfig(model="resnet18"), 1000) == []
-    assert hint_for_few(TrainConfig(model="resnet18", pretrained=True), 9) == []
+    config = TrainConfig(model="resnet18")
+    assert "--pretrained is usually far more accurate" in hint_for_few(config, 999)[0]
+    assert hint_for_few(config, 1000) == hint_for_few(replace(config, pretrained=True), 9) == []
 
 
-def test_only_settings_without_effect_at_either_size_are_reported():
-    config = TrainConfig(num_workers=1, data_on_device="yes", eval_crop=0.9, model="resnet18")
-    names, found = ("num_workers", "data_on_device", "eval_crop"), {}
-    for small in ((True, True), (True, False), (False, True)):
-        text = " ".join(advice(config, small, False, False, 2))
-        found[small] = [name for name in names if name in text]
-    assert found == {(True, True): ["num_workers", "eval_crop"], (True, False): [], (False, True): ["eval_crop"]}
+@pytest.mark.parametrize(("small", "expected"), [
+    ((True, True), ["num_workers", "eval_crop"]), ((True, False), []), ((False, True), ["eval_crop"]),
+])  # fmt: skip
+def test_only_settings_without_effect_at_either_size_are_reported(small, expected):
+    settings = {"num_workers": 1, "data_on_device": "yes", "eval_crop": 0.9}
+    text = " ".join(advice(TrainConfig(model="resnet18", **settings), small, False, False, 2))
+    assert [name for name in settings if name in text] == expected

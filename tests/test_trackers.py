@@ -1,13 +1,9 @@
 """--report_to: trackers have the points of log.jsonl, each once, also after a kill and a resume."""
 
-import json
 import os
 import signal
-import subprocess
 import sys
-import urllib.request
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from accelerate.tracking import GeneralTracker
-from helpers.launched_runs import begin, end_commands
-from helpers.ranks import free_port, returned, start_ranks
-from helpers.training_runs import BIN, records, refused, slow_train
+from helpers.ranks import returned, start_ranks
+from helpers.training_runs import records, refused, slow_train
 from helpers.waiting import has_logged, records_so_far, until
 
 import replay
 import train
 from utils.config.settings import TrainConfig
-from utils.errors import UserError
 from utils.runs.log import SINKS, RunLog
 from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS, Tracker, settings_to_send
@@ -144,23 +138,19 @@ def test_a_tracker_gets_the_settings_the_finite_numbers_and_after_a_resume_the_k
     odd = {"list": [1.0], "flag": True, "text": "a", "none": None}
     for step in (1, 2, 3):
         log.write("train", step=step, **TRAIN, bad=float("inf"), **odd)
+    shared = {"epoch": 1, "split": "test", "count": 4, "accuracy": 0.5, "top5": 1.0, "loss": 1.0, "seconds": 1.0}
+    for kind in ("raw", "ema"):
+        log.write("eval", step=3, weights=kind, **shared)
     log.write("end", step=3, reason="max_seconds", number=2)
     log.close()
-    assert Fake.made == {"one": [SETTINGS, (1, SENT), (2, SENT), (3, SENT), "finished"]}
+    *sent, (_, raw), (_, averaged), end = Fake.made["one"]
+    assert sent == [SETTINGS, (1, SENT), (2, SENT), (3, SENT)] and end == "finished"
+    assert raw["eval/accuracy"] == averaged["eval_ema/accuracy"] == 0.5 and not raw.keys() & averaged.keys()
     Fake.made.clear()
     log = opened("one", state=TrainState(step=2))
     write_start(log, 2)
     log.write("train", step=3, **TRAIN)
     assert Fake.made == {"one": [SETTINGS, (1, SENT), (2, SENT), (3, SENT)]}
-
-
-def test_evaluations_of_the_weights_and_of_their_average_have_different_names(opened):
-    log = opened("one")
-    shared = {"epoch": 1, "split": "test", "count": 4, "seconds": 1.0, "top5": 1.0, "loss": 1.0}
-    for step, weights, accuracy in ((5, {"weights": "raw"}, 0.5), (5, {"weights": "ema"}, 0.75), (6, {}, 0.25)):
-        log.write("eval", step=step, accuracy=accuracy, **weights, **shared)
-    found = [(step, *item) for step, sent in Fake.made["one"] for item in sent.items() if item[0].endswith("accuracy")]
-    assert found == [(5, "eval/accuracy", 0.5), (5, "eval_ema/accuracy", 0.75), (6, "eval/accuracy", 0.25)]
 
 
 def test_a_tracker_that_fails_stops_neither_the_run_nor_another_tracker(opened, capsys):
@@ -240,68 +230,7 @@ def test_a_run_of_trackio_is_deleted_on_its_own_machine_and_missed_on_another(op
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(Api=Api))
     for _ in range(2):
-        (tmp_path / "trackers.json").write_text('{"trackio": "mine", "wandb": "kept"}')
+        (tmp_path / "trackio.id").write_text("mine")
         opened("trackio").close()
-        assert json.loads((tmp_path / "trackers.json").read_text()) == {"trackio": "new", "wandb": "kept"}
+        assert (tmp_path / "trackio.id").read_text() == "new"
         assert runs.pop("trackio", ["other"]) == ["other"]  # then the project is on another machine
-
-
-def test_files_of_tensorboard_that_cannot_be_deleted_are_not_mixed_with_new_ones(tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "events.out.tfevents.1").touch()
-    (tmp_path / "tensorboard").symlink_to(elsewhere)  # which shutil.rmtree refuses to delete
-    with pytest.raises(UserError, match=r"tensorboard/events.out.tfevents.1 cannot be deleted"):
-        RunLog(tmp_path, True, TrainState(), 9, TASK, TRACKERS.sinks(TrainConfig(report_to="tensorboard")))
-
-
-@pytest.mark.slow
-def test_tensorboard_and_trackio_serve_the_points_of_the_log_of_a_run_that_was_killed_and_resumed(monkeypatch):
-    pytest.importorskip("trackio", reason="python -m pip install trackio")
-    monkeypatch.setenv("TRACKIO_DIR", str(Path("trackio").absolute()))
-    servers: list[subprocess.Popen] = []
-    ports = [free_port(), free_port()]
-
-    def serve(command: list[str], **environment: str) -> None:
-        with Path(f"server-{len(servers)}.txt").open("w") as out:
-            environment = os.environ | environment
-            servers.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment))
-
-    def tensorboard_of(tag: str) -> list:
-        address = f"http://127.0.0.1:{ports[0]}/data/plugin/scalars/scalars?run=run/tensorboard&tag={tag}"
-        with suppress(OSError), urllib.request.urlopen(address, timeout=60) as answer:
-            return [(step, np.float32(value)) for _, step, value in json.load(answer)]
-        return []
-
-    def trackio_of(api: str, **arguments: str) -> list:
-        body, header = json.dumps(arguments).encode(), {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{ports[1]}/api/{api}", body, header)
-        with suppress(OSError), urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["data"]
-        return []
-
-    flags = ["--max_steps", "400", "--eval_every", "100", "--report_to", "tensorboard,trackio"]
-    try:
-        serve([str(BIN / "tensorboard"), "--logdir", "runs", "--host", "127.0.0.1", "--port", str(ports[0])])
-        run = begin("accelerate launch, 2 processes", *flags)
-        until(lambda: run.poll() is not None or has_logged(30)())
-        assert run.poll() is None, Path("out.txt").read_text()
-        end_commands([run])
-        # Both servers have points of the first start.
-        serve([str(BIN / "trackio"), "show", "--host", "127.0.0.1"], GRADIO_SERVER_PORT=str(ports[1]))
-        until(lambda: tensorboard_of("train/loss") and trackio_of("get_logs", project="lockstep", run="run"), every=0.5)
-        run = begin("accelerate launch, 2 processes", *flags, "--resume", "auto")
-        run.wait(300)
-        assert run.returncode == 0, Path("out.txt").read_text()
-        expected = points_of_log("run")
-        assert len(expected["train/loss"]) == 400 and len([r for r in records("run") if r["kind"] == "start"]) == 2
-        for tag, points in expected.items():
-            until(lambda tag=tag, points=points: tensorboard_of(tag) == points, 60, every=0.5)
-        found = defaultdict(list)
-        for entry in trackio_of("get_logs", project="lockstep", run="run"):
-            for name in entry.keys() & expected.keys():
-                found[name].append((entry["step"], np.float32(entry[name])))
-        assert {name: sorted(points) for name, points in found.items()} == expected
-        assert len(trackio_of("get_runs_for_project", project="lockstep")) == 1
-    finally:
-        end_commands(servers)

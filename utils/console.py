@@ -33,13 +33,6 @@ def table(title: str, rows: list[tuple[str, Any]]) -> str:
     return "\n".join([title, rule, *lines, rule])
 
 
-def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def join_names(names: Iterable, most: int = 12) -> str:
     """The first `most` names on one line, and the total number if there are more. Names with a comma are quoted."""
     texts = [repr(text) if "," in text else text for text in (printable(str(name)) for name in names)]

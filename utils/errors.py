@@ -29,6 +29,11 @@ class LostRank(UserError):
     """A collective failed because another process of the run has exited or does not answer."""
 
 
+def shorten(text: str, most: int = 60) -> str:
+    """The text, without its middle if it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 3 :]}"
+
+
 def one_line(error: BaseException) -> str:
     """The error's text on one line; for an OSError the name of the file comes first."""
     if isinstance(error, OSError) and error.filename and error.strerror:

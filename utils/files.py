@@ -9,12 +9,14 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
 from utils.errors import UserError, one_line
 
 LOCK = ".lock"  # in a locked folder
+_LACKS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)  # of a file system that lacks an operation
 _MAX_JSON = 2**23  # bytes; the names of a hundred thousand classes need four million
 
 
@@ -103,7 +105,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 def put_in_place(partial: Path, final: Path) -> None:
     """Flush a finished folder to the disk and rename it to `final`, which may exist.
 
-    After a kill between the two renames the older folder has the name .NAME.old.
+    After a kill between the two renames the older folder has the name .NAME.old. Raises OSError if the file system
+    cannot rename folders.
     """
     for path in [*partial.rglob("*"), partial]:
         sync(path)
@@ -114,6 +117,11 @@ def put_in_place(partial: Path, final: Path) -> None:
     try:
         partial.rename(final)
         sync(final.parent)
+    except OSError as error:
+        if error.errno not in _LACKS:
+            raise
+        problem = f"this file system cannot rename folders ({error.strerror}); choose a folder on another one"
+        raise OSError(error.errno, problem, str(partial)) from error
     finally:
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -130,12 +138,22 @@ def size_of(folder: Path) -> int:
     return size
 
 
+@cache
+def report_once(error: int, what: str) -> None:
+    """Print once that the file system has refused something, as `error` says, without which the run can go on."""
+    print(f"this file system {what} ({os.strerror(error)})")
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the list of names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming_file(path):
             os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _LACKS or not path.is_dir():
+            raise
+        report_once(error.errno, "cannot flush folders: if the machine fails, the newest files may be lost")
     finally:
         os.close(descriptor)
 
@@ -183,15 +201,22 @@ def expand(path: str) -> Path:
     return Path(os.path.expandvars(path)).expanduser()
 
 
+def check_output_folder(flag: str, folder: Path) -> Path:
+    """Raise UserError, which names the flag, if `folder` cannot be created or written.
+
+    Returns its innermost part that exists.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{flag} {folder}: {existing} is not a folder where this user can write"
+        raise UserError(problem, f"set {flag} to one")
+    return existing
+
+
 def check_output_file(flag: str, path: Path) -> None:
     """Raise UserError, which names the flag, if no file can be written at `path`."""
     path = path.resolve()
-    folder = path.parent
-    if path.is_dir():
-        raise UserError(f"{flag} {path}: is a folder", "give the path of a file")
     if path.exists() and not path.is_file():
-        raise UserError(f"{flag} {path}: is not a regular file", "give another path")
-    if not folder.is_dir():
-        raise UserError(f"{flag} {path}: the folder {folder} does not exist", "create it, or give another path")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{flag} {path}: {folder} is not writable", "give another path")
+        raise UserError(f"{flag} {path}: is not a regular file", "give the path of a file")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{flag} {path}: {path.parent} does not exist or is not writable", "give another path")

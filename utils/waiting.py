@@ -18,13 +18,19 @@ _SECONDS_TO_END = 2.0  # after this time, a worker that lost its connection has 
 
 @dataclass(eq=False)
 class DataWait:
-    """A wait of the main thread for data: `what` names it, and `current` is the wait of this moment, if any."""
+    """A wait of the main thread for data: `what` names it, and `current` is the wait of this moment, if any.
+
+    The watchdog counts the seconds so far, and those after a request to stop, and whether it has reported the wait.
+    """
 
     what: str
+    seconds: float = 0.0
+    asked: float = 0.0
+    reported: bool = False
     current: ClassVar["DataWait | None"] = None
 
 
-def awaited(items: Iterable[Item], what: str) -> Iterator[Item]:
+def wait_for_items(items: Iterable[Item], what: str) -> Iterator[Item]:
     """Yield the items while the watchdog measures how long each takes to arrive. `what` names an item."""
     iterator = None
     while True:
@@ -55,8 +61,11 @@ def _start(items: Iterable[Item]) -> Iterator[Item]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def in_background(action: Callable[[], Result]) -> "Future[Result]":
-    """Run `action` in a thread that does not keep the process alive: a store may let it wait forever."""
+def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
+    """Return the result of `action`, or raise RuntimeError after `seconds`.
+
+    It runs in a thread that does not keep the process alive: a store may let it wait forever.
+    """
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -66,12 +75,7 @@ def in_background(action: Callable[[], Result]) -> "Future[Result]":
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def call_with_timeout(action: Callable[[], Result], seconds: float) -> Result:
-    """Return the result of `action`, or raise RuntimeError after `seconds`."""
     try:
-        return in_background(action).result(seconds)
+        return future.result(seconds)
     except TimeoutError:
         raise RuntimeError(f"no answer within {seconds:.0f} s") from None

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from utils.config.settings import TrainConfig
+from utils.data.augment import make_augmentation
 from utils.data.batches import Batches
 from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.order import Microbatch
-from utils.data.pipeline import make_loader
 from utils.data.spec import InputSpec
+from utils.data.workers import make_loader
 
 config = TrainConfig(crop_padding=4, flip="alternate", random_erasing=0.5, cutout=8)
 spec, device = InputSpec(32, 32, 3, [0.5] * 3, [0.25] * 3), torch.device(sys.argv[1])
@@ -29,7 +30,7 @@ microbatches.append(Microbatch(1, 0, 0, order[:0]))
 
 def read(place: torch.device, resident: bool) -> list[list[torch.Tensor]]:
     """The images and labels of all batches, on the CPU."""
-    decoded = DecodedImages(pixels, np.arange(4000))
+    decoded = DecodedImages(pixels, np.arange(4000), make_augmentation(config, spec, training=True))
     dataset = ResidentImages(decoded, place) if resident else decoded
     batches = Batches(make_loader(dataset, microbatches, config, 1, place), spec, config, place, training=True)
     return [[batch.images.cpu(), batch.labels.cpu()] for batch in batches]

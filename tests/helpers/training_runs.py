@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import train
 from helpers.ranks import returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
-from utils.report.page import template
+from utils.report.html import template
 from utils.runs.manifest import write_manifest
 
 template("page.html")  # compiled once, before ranks are forked

@@ -10,7 +10,7 @@ from utils.console import table
 from utils.errors import fix_of, problem_of
 from utils.ranks.ranks import Ranks
 
-_WIDTH = 100
+_WIDTH = 84  # of a value
 _MARKS = {True: "✓", False: "✗", None: " "}
 
 
@@ -38,40 +38,31 @@ class Finding:
         return cls(name, problem_of(error), False, fix_of(error))
 
 
-def red(findings: Sequence[Finding]) -> bool:
+def any_red(findings: Sequence[Finding]) -> bool:
     """Whether any finding is red."""
     return any(finding.red for finding in findings)
 
 
-def merged(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
-    """The main process's findings, and the red findings of other ranks that it lacks; collective."""
-    result: list[Finding] = []
-    known: set[tuple[str, str, str]] = set()
-    for rank, (host, found) in enumerate(ranks.gather((socket.gethostname(), findings))):
-        for finding in found:
-            if rank and (not finding.red or (host, finding.name, finding.value) in known):
-                continue
-            known.add((host, finding.name, finding.value))
-            if rank:
-                finding = replace(finding, value=f"rank {rank} on {host}: {finding.value}")
-            result.append(finding)
+def merge(ranks: Ranks, findings: Sequence[Finding]) -> list[Finding]:
+    """The main process's findings, and the red findings of other ranks; collective."""
+    (_, result), *others = ranks.gather((socket.gethostname(), list(findings)))
+    for rank, (host, found) in enumerate(others, 1):
+        result += [replace(each, value=f"rank {rank} on {host}: {each.value}") for each in found if each.red]
     return result
 
 
 def show(title: str, findings: Sequence[Finding]) -> str:
     """The findings as a table. Each red one is followed by its fix."""
-    rows = []
+    rows: list[tuple[str, str]] = []
     for finding in findings:
-        lines = [part for line in finding.value.split("\n") for part in textwrap.wrap(line, _WIDTH - 18) or [""]]
-        rows.append((finding.name, f"{_MARKS[finding.ok]} {lines[0]}"))
-        rows += [("", f"  {line}") for line in lines[1:]]
-        if finding.red and finding.fix:
-            arrow = textwrap.wrap(finding.fix, _WIDTH - 18, initial_indent="→ ", subsequent_indent="  ")
-            rows += [("", f"  {line}") for line in arrow]
+        text = f"{_MARKS[finding.ok]} {finding.value}" + f"\n→ {finding.fix}" * (finding.red and finding.fix != "")
+        paragraphs = text.replace("\n", "\n  ").split("\n")
+        lines = [line for each in paragraphs for line in textwrap.wrap(each, _WIDTH, subsequent_indent="    ")]
+        rows += zip([finding.name, *[""] * len(lines)], lines, strict=False)
     return "\n".join(line.rstrip() for line in table(title, rows).splitlines())
 
 
 def as_json(findings: Sequence[Finding]) -> str:
     """The findings as JSON, for programs."""
     entries = [asdict(finding) | {"fix": finding.fix if finding.red else ""} for finding in findings]
-    return json.dumps({"healthy": not red(findings), "findings": entries}, indent=1) + "\n"
+    return json.dumps({"healthy": not any_red(findings), "findings": entries}, indent=1) + "\n"

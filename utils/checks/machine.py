@@ -10,8 +10,7 @@ import psutil
 
 from utils.checks.findings import Finding
 from utils.config.scripts import DoctorConfig
-from utils.files import expand
-from utils.launch.devices import nvidia_smi
+from utils.files import check_output_folder, expand
 from utils.launch.environment import Topology, is_launched, read_topology
 from utils.memory import free_memory
 from utils.ranks.ranks import Ranks
@@ -20,17 +19,17 @@ GB = 1e9
 _SCRIPTS = ("train.py", "eval.py", "predict.py", "replay.py", "export.py")
 
 
-def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None, bool]:
-    """Check this machine; returns (findings, the topology if it is valid, whether the processes may try to connect).
+def check_machine(config: DoctorConfig) -> tuple[list[Finding], Topology | None]:
+    """Check this machine; returns (findings, of which the launch is the first, and the topology if it is valid).
 
     Resources that the ranks of a machine share are checked by its first rank only.
     """
     launch, topology = check_launch(config)
     processes = topology.local_world_size if topology else 1
-    others: list[Finding] = []
+    findings = [launch]
     if topology is None or topology.local_rank == 0:
-        others = [check_leftovers(), check_memory(processes), check_disk(config)]
-    return [launch, *others], topology, topology is not None and not launch.red
+        findings += check_leftovers(), check_memory(processes), check_disk(config)
+    return findings, topology
 
 
 def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
@@ -52,37 +51,23 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
 
 
 def check_leftovers() -> Finding:
-    """Find processes of Lockstep of this user whose launcher has exited, or that use GPU memory. Stops none of them."""
-    memory, found = _gpu_memory(), {}
+    """Find processes of Lockstep of this user whose launcher has exited. Stops none of them."""
+    found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.uids().real != os.getuid() or process.status() == psutil.STATUS_ZOMBIE:
-                continue
             words = process.cmdline()
             script = next((Path(word).name for word in words[1:] if not word.startswith("-")), "")
             if script not in _SCRIPTS or not Path(words[0]).name.startswith("python"):
                 continue
             parent = process.parent()
             waits = parent is not None and any(Path(word).name == script for word in parent.cmdline())
-            signs = ["its launcher is gone"] * (is_launched(process.environ()) and not waits)
-            signs += [f"{memory.get(process.pid, 0) / GB:.1f} GB of GPU memory"] * (process.pid in memory)
-            if signs:
+            if process.uids().real == os.getuid() and is_launched(process.environ()) and not waits:
                 age = (time.time() - process.create_time()) / 60
-                found[process.pid] = f"process {process.pid} ({script}, {age:.0f} min old): {', '.join(signs)}"
+                found[process.pid] = f"process {process.pid} ({script}, {age:.0f} min old): its launcher is gone"
     if not found:
         return Finding("leftovers", "no process of an earlier run", True)
     fix = f"they slow this run down or use its memory; unless they should continue, kill {' '.join(map(str, found))}"
     return Finding("leftovers", "\n".join(found.values()), False, fix, {"processes": list(found)})
-
-
-def _gpu_memory() -> dict[int, int]:
-    """Bytes of GPU memory of each process that nvidia-smi reports."""
-    memory = {}
-    for line in nvidia_smi("--query-compute-apps=pid,used_memory"):
-        pid, _, mebibytes = line.partition(",")
-        if pid.strip().isdigit():
-            memory[int(pid)] = (int(mebibytes) if mebibytes.strip().isdigit() else 0) * 2**20
-    return memory
 
 
 def check_memory(processes: int) -> Finding:
@@ -95,10 +80,9 @@ def check_memory(processes: int) -> Finding:
 def check_disk(config: DoctorConfig) -> Finding:
     """Check that run folders can be created, and have space for checkpoints."""
     folder = expand(config.output_dir)
-    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        value = f"{existing} is not a folder where this user can write"
-        return Finding("disk", value, False, "set --output_dir to a folder where you can write")
-    free = shutil.disk_usage(existing).free
+    try:
+        free = shutil.disk_usage(check_output_folder("--output_dir", folder)).free
+    except ValueError as error:
+        return Finding.of("disk", error)
     fix = "a run ends if a checkpoint cannot be written; delete old runs, or set another --output_dir"
     return Finding("disk", f"{free / GB:.1f} GB free for {folder}", free >= GB, fix)

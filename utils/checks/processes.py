@@ -10,7 +10,7 @@ import platform
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -24,8 +24,7 @@ from utils.checks.findings import Finding
 from utils.checks.machine import GB
 from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig
-from utils.errors import one_line
-from utils.files import expand
+from utils.files import check_output_folder, expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.network import address_of
 from utils.memory import free_memory
@@ -33,20 +32,6 @@ from utils.ranks.accelerator import compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 
 _PATIENCE = 5.0  # seconds until a new file must be visible; NFS caches the list of a folder for a few seconds
-
-
-def named_ranks(texts: Sequence[str]) -> str:
-    """The texts that are not empty, each with its rank."""
-    parts = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-    return "; ".join(parts[:4]) + f"; and {len(parts) - 4} more" * (len(parts) > 4)
-
-
-def different(texts: Sequence[str]) -> str:
-    """A line for each different text, with its ranks; empty if all ranks have the same text."""
-    kinds = {text: [rank for rank, other in enumerate(texts) if other == text] for text in dict.fromkeys(texts)}
-    if len(kinds) < 2:
-        return ""
-    return "\n".join(f"{text} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for text, r in kinds.items())
 
 
 def facts_of_all(ranks: Ranks) -> list[dict]:
@@ -64,16 +49,14 @@ def facts_of_all(ranks: Ranks) -> list[dict]:
         "kind": torch.cuda.get_device_name(device) if gpu else "cpu",
         "gpu_memory": torch.cuda.mem_get_info(device) if gpu else None,
         "memory": free_memory(),
-        "interface": ranks.interface,
-        "address": address_of(ranks.interface) if ranks.interface else "",
-        "versions": versions,
-        "code": code_hash(),
+        "network": f"{ranks.interface} ({address_of(ranks.interface)})" if ranks.interface else "",
+        "versions": versions | {"code": code_hash()},
     }
     return ranks.gather(facts)
 
 
 def code_hash() -> str:
-    """A short hash of train.py and everything in utils/."""
+    """A short hash of train.py and utils/."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in [root / "train.py", *sorted((root / "utils").rglob("*.py"))]:
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -83,129 +66,95 @@ def code_hash() -> str:
 def machines(facts: Sequence[dict]) -> list[Finding]:
     """A line for each machine, with its ranks, devices and free memory."""
     findings = []
-    for host, members in _hosts(facts).items():
+    for host, members in _ranks_by(fact["host"] for fact in facts).items():
         mine = [facts[rank] for rank in members]
-        span = f"rank{'s' * (len(members) > 1)} {members[0]}" + f" to {members[-1]}" * (len(members) > 1)
-        text = f"{host}: {span}, {_free([mine[0]['memory']])} memory free"
+        text = f"{host}: {_name_ranks(members)}, {_free(mine[0]['memory'])} memory free"
         if mine[0]["gpu_memory"]:
             kinds = " and ".join(dict.fromkeys(fact["kind"] for fact in mine))
             devices = " to ".join(dict.fromkeys((mine[0]["device"], mine[-1]["device"])))
-            text += f"\n{len(mine)} x {kinds} ({devices}), {_free([fact['gpu_memory'] for fact in mine])} free"
+            least = min(fact["gpu_memory"] for fact in mine)
+            text += f"\n{len(mine)} x {kinds} ({devices}), at least {_free(least)} free"
         else:
             text += ", on the CPU"
         findings.append(Finding("machine", text, numbers={"host": host, "ranks": members}))
     return findings
 
 
-def _hosts(facts: Sequence[dict]) -> dict[str, list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for rank, fact in enumerate(facts):
-        hosts.setdefault(fact["host"], []).append(rank)
-    return hosts
+def _ranks_by(texts: Iterable[str]) -> dict[str, list[int]]:
+    """The ranks that have each text."""
+    found: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        found.setdefault(text, []).append(rank)
+    return found
 
 
-def _free(pairs: Sequence[tuple[int, int]]) -> str:
-    least, most = (f"{pick(free for free, _ in pairs) / GB:.1f}" for pick in (min, max))
-    return f"{least if least == most else f'{least} to {most}'} of {pairs[0][1] / GB:.1f} GB"
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _free(pair: tuple[int, int]) -> str:
+    return f"{pair[0] / GB:.1f} of {pair[1] / GB:.1f} GB"
 
 
 def versions(facts: Sequence[dict]) -> Finding:
-    """Check that all ranks have the same torch and accelerate. Other differences are listed, but not red."""
-    texts = [", ".join(f"{name} {version}" for name, version in fact["versions"].items()) for fact in facts]
-    differ = {name for name in ("torch", "accelerate") if len({fact["versions"][name] for fact in facts}) > 1}
-    install = "pip install -r requirements.txt -c constraints.txt"
-    fix = f"the ranks may compute different numbers; run `{install}` on every machine"
-    return Finding("versions", different(texts) or texts[0], not differ, fix, facts[0]["versions"])
+    """Check that all ranks have the same torch, accelerate and code. Other differences are listed, but not red."""
+    differ = any(len({fact["versions"][name] for fact in facts}) > 1 for name in ("torch", "accelerate", "code"))
+    texts = _ranks_by(", ".join(f"{name} {version}" for name, version in fact["versions"].items()) for fact in facts)
+    value = "\n".join(text + f" on {_name_ranks(ranks)}" * (len(texts) > 1) for text, ranks in texts.items())
+    fix = "the ranks may compute different numbers; on every machine, copy the same code (train.py and utils/) and run "
+    fix += "`pip install -r requirements.txt -c constraints.txt`"
+    return Finding("versions", value, not differ, fix, facts[0]["versions"])
 
 
-def code(facts: Sequence[dict]) -> Finding:
-    """Check that all ranks have the same train.py and utils/."""
-    hashes = [fact["code"] for fact in facts]
-    value = different(hashes) or f"train.py and utils/ have the hash {hashes[0]}" + " on all ranks" * (len(hashes) > 1)
-    fix = "the ranks would run different programs; copy the same code to all machines, or run `git pull` on each"
-    return Finding("code", value, len(set(hashes)) == 1, fix)
-
-
-def folder(ranks: Ranks, config: DoctorConfig) -> Finding:
-    """Check that every rank can write to the output folder and sees the files of the other ranks there."""
-    token, path = ranks.gather(uuid.uuid4().hex)[0], expand(config.output_dir)
-    made = [place for place in (path, *path.absolute().parents) if not os.path.exists(place)]
-    own = path / f".doctor-{token}-{ranks.topology.rank}"
-    try:
-        errors = ranks.gather(_write(own))
-        writers = [rank for rank, error in enumerate(errors) if not error]
-        unseen = ranks.gather(_unseen(path, token, writers) if all(not error for error in errors) else "")
-    finally:
-        with suppress(OSError):
-            own.unlink(missing_ok=True)
-        ranks.gather("")  # after this, all ranks have deleted their files
-        for place in made:
-            with suppress(OSError):
-                place.rmdir()
-    if text := named_ranks(errors):
-        return Finding("folder", text, False, "set --output_dir to a folder where every rank can write")
-    fix = "all machines must use the same run folder; set --output_dir to a folder on a disk that they share"
-    text = named_ranks(unseen)
-    seen = " and sees the files of the others" if ranks.topology.world_size > 1 else ""
-    return Finding("folder", text or f"every rank can write to {path}{seen}", not text, fix)
-
-
-def _write(file: Path) -> str:
-    """Write a file in a folder, which is created if it does not exist; returns the error, if any."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
-    except OSError as error:
-        return one_line(error)
-    return ""
-
-
-def _unseen(path: Path, token: str, writers: Sequence[int]) -> str:
+def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
+    """Check that the ranks see the files that rank 0 writes to the output folder, if there are several."""
+    names = ranks.gather(f".doctor-{uuid.uuid4().hex}")
+    if len(names) == 1:
+        return []
+    with ranks.agree():
+        file = check_output_folder("--output_dir", expand(config.output_dir)) / names[0]
+        if ranks.is_main:
+            file.touch()
     deadline = time.monotonic() + _PATIENCE
-    while missing := [str(rank) for rank in writers if not (path / f".doctor-{token}-{rank}").exists()]:
-        if time.monotonic() > deadline:
-            plural = "s" * (len(missing) > 1)
-            return f"does not see the file{plural} of rank{plural} {', '.join(missing)} in {path}"
+    while not os.path.exists(file) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return ""
+    unseen = [rank for rank, seen in enumerate(ranks.gather(os.path.exists(file))) if not seen]
+    if ranks.is_main:
+        file.unlink(missing_ok=True)
+    value = f"no files of rank 0 on {_name_ranks(unseen)}" if unseen else "all ranks see the files of rank 0"
+    fix = "all machines must use the same run folder; set --output_dir to a folder on a disk that they share"
+    return Finding("folder", f"{value} in {config.output_dir}", not unseen, fix)
 
 
 _SIZES = {"4 KB": 2**12, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24, "64 MB": 2**26}  # bytes that are summed
 _SECONDS = 1.5  # for all sizes together
 
 
-def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding:
-    """Measure how fast gradients of several sizes are summed, in GB/s over each connection."""
-    interfaces = ", ".join(dict.fromkeys(f"{fact['interface']} ({fact['address']})" for fact in facts))
-    count, left = ranks.topology.world_size, _SECONDS
+def bandwidth(ranks: Ranks, config: DoctorConfig, facts: Sequence[dict]) -> Finding | list[Finding]:
+    """Measure how fast gradients of several sizes are summed, in GB/s over each connection, if there are any."""
+    if len(facts) == 1:
+        return []
+    interfaces = ", ".join(dict.fromkeys(fact["network"] for fact in facts))
+    count, left = len(facts), _SECONDS
     numbers: dict[str, float] = {}
     for name, size in _SIZES.items():
         values = torch.zeros(size // 4, device=ranks.device)
         rounds = 3 if size > 2**20 else 10
         begun = _now(ranks)
         dist.all_reduce(values)  # the first call creates buffers and connections
-        first = _now(ranks) - begun
-        begun = _now(ranks)
+        second = _now(ranks)
         for _ in range(rounds):
             dist.all_reduce(values)
-        took = (_now(ranks) - begun) / rounds
-        seconds, spent = ranks.gather((took, first + took * rounds))[0]
-        numbers[name] = 2 * (count - 1) / count * size / seconds / GB
+        end = _now(ranks)
+        seconds, spent = ranks.gather((end - second, end - begun))[0]
+        numbers[name] = 2 * (count - 1) / count * size * rounds / seconds / GB
         left -= spent
         if left < 4 * spent:  # the next size may take that long; all ranks use the time of the main process
             break
-    value = ", ".join(f"{rate:.2g} at {name}" for name, rate in numbers.items())
-    fix = (
-        f"below --slow {config.slow} GB/s, training waits for gradients; check --interface and the switch port, or try "
-    )
-    fix += "--comm_hook bf16"
-    return Finding(
-        "all-reduce",
-        f"{ranks.backend} over {interfaces}, GB/s: {value}",
-        max(numbers.values()) >= config.slow,
-        fix,
-        numbers,
-    )
+    rates = ", ".join(f"{rate:.2g} at {name}" for name, rate in numbers.items())
+    value, healthy = f"{ranks.backend} over {interfaces}, GB/s: {rates}", max(numbers.values()) >= config.slow
+    fix = f"below --slow {config.slow} GB/s, training waits for gradients; check --interface and the switch port, "
+    return Finding("all-reduce", value, healthy, fix + "or try --comm_hook bf16", numbers)
 
 
 def _now(ranks: Ranks) -> float:
@@ -232,7 +181,7 @@ def gradients(ranks: Ranks) -> Finding:
     error = ((expected - found).norm() / expected.norm()).item()
     worst = max(ranks.gather(error if math.isfinite(error) else math.inf))
     fix = "training would differ from that on one process; try another --backend, or another version of torch or "
-    fix += f"{ranks.backend}; check the lines `versions` and `code`"
+    fix += f"{ranks.backend}; check the line `versions`"
     value = f"differ from those of one process by {worst:.0e}"
     if worst < 1e-9:
         value = f"equal those of one process to within {worst:.0e}"

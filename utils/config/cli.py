@@ -50,9 +50,9 @@ def read_config(path: Path) -> TrainConfig:
 def _fill(cls: type[Config], prog: str, argv: list[str], tables: Sequence[Table]) -> Config:
     names = [setting.name for setting in fields(cls)]
     end = argv.index("--") if "--" in argv else len(argv)  # the words after it are paths, also if they begin with -
-    found, strays = _parser(cls, prog, tables).parse_known_args(argv[:end])
+    found, words = _parser(cls, prog, tables).parse_known_args(argv[:end])
     vars(found).pop("local_rank", None)
-    unknown = dict.fromkeys(word.split("=")[0] for word in strays if word.startswith("-"))
+    unknown = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("-"))
     answers = [f"unknown flag {flag}; {fix_for_unknown(flag.lstrip('-'), names, '--')}" for flag in unknown]
     require(not answers, "; ".join(answers))
     values: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def _fill(cls: type[Config], prog: str, argv: list[str], tables: Sequence[Table]
         values |= _read_file(Path(path), cls)
     for name, value in vars(found).items():
         values[name] = value[0] if isinstance(value, list) and len(value) == 1 else value
-    paths = strays + argv[end + 1 :]
+    paths = words + argv[end + 1 :]
     if PATHS in names:
         values[PATHS] = paths
     elif paths:

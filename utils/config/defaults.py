@@ -147,10 +147,6 @@ def _largest_microbatch(microbatches: int, processes: int, total: int) -> tuple[
     return -(-total // microbatches), -(-microbatches // processes), total
 
 
-_BUSY = 400_000  # pixels of the images in a pass. With fewer, launching the kernels takes longer than computing them
-_LARGE = 30_000_000  # parameters of a model to which this does not apply
-
-
 def advice(
     config: TrainConfig,
     small: tuple[bool, bool],
@@ -188,23 +184,11 @@ def advice(
     return lines
 
 
-def hint_for_few(config: TrainConfig, photographs: int) -> list[str]:
-    """A line about --pretrained for a new model and few training photographs."""
-    if config.pretrained or config.init_from or photographs >= 1000:
+def hint_for_few(config: TrainConfig, images: int) -> list[str]:
+    """A line about --pretrained for a new model that has published weights, and few training images."""
+    if config.pretrained or config.init_from or images >= 1000:
         return []
-    return [f"{photographs} photographs are few for a new model; --pretrained is usually far more accurate"]
-
-
-def hint_for_gpus(device: str, processes: int, images: int, size: tuple[int, int], parameters: int) -> list[str]:
-    """A line if several GPUs compute passes of so few `images`, of [height, width], that fewer GPUs are as fast.
-
-    Models with many `parameters` keep a GPU busy with a few images.
-    """
-    height, width = size
-    if device != "cuda" or processes == 1 or images * height * width >= _BUSY or parameters >= _LARGE:
-        return []
-    fix = "raise --global_batch_size, or use fewer GPUs; they may be as fast"
-    return [f"{images} images of {height}x{width} per GPU are few to keep it busy: {fix}"]
+    return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
 
 
 def changed(config: TrainConfig, group: type) -> list[str]:

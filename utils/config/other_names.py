@@ -73,7 +73,7 @@ ADVICE = {
     "push_to_hub hub_model_id": "use export.py --ckpt RUN --to timm --out DIR, then hf upload USER/NAME DIR",
     "test_only evaluate do_eval": "use python eval.py --ckpt RUN, or --model NAME --pretrained for published weights",
     "tta test_time_augmentation": "use python eval.py --ckpt RUN --tta flip,shift",
-    "throughput benchmark": "use python eval.py --ckpt RUN --throughput",
+    "throughput benchmark": "use --dry_run, which counts the model's operations and times an update",
     "gpus devices num_gpus nproc_per_node num_processes num_nodes": "the launcher starts the processes: accelerate "
     "launch --num_processes N train.py",
     "num_classes nb_classes": "leave it out: the classes are those of the data",

@@ -41,9 +41,6 @@ class CheckpointConfig(LaunchConfig):
 class InferenceConfig(CheckpointConfig):
     """Inference."""
 
-    average: PositiveInt | None = None
-    """Use the mean of the weights of this many checkpoints: the last ones of the run, or, if --ckpt is a checkpoint,
-    those up to it."""
     tta: Literal["flip", "shift", "flip,shift"] | None = None
     """Average the logits of several views of each image (test-time augmentation). The views of flip are the image and
     its mirror image, those of shift are the image and two copies shifted by one pixel, and flip,shift has the views of
@@ -88,8 +85,6 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: as in the run)."""
     eval_crop: Fraction | None = None
     """Fraction of a photograph's shorter side to use (default: as in the run)."""
-    throughput: bool = False
-    """Measure the images per second of the model alone and of the evaluation, and count parameters and operations."""
     json: str | None = None
     """File to write the results to, as JSON."""
     predictions: str | None = None
@@ -105,7 +100,7 @@ class EvalConfig(LoadingConfig, InferenceConfig):
             fix = "give a run folder or a checkpoint, or --model NAME --pretrained for published weights"
             require(self.ckpt != "", "--ckpt is missing", fix)
             return
-        exclude(self, "model", "ckpt", "weights", "average")
+        exclude(self, "model", "ckpt", "weights")
         require(self.pretrained, "--model needs --pretrained: other weights are random", "add --pretrained")
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
 
@@ -135,10 +130,9 @@ class PredictConfig(InferenceConfig):
 class ExportConfig(CheckpointConfig):
     """Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model card."""
 
-    to: Literal["safetensors", "torch", "onnx", "timm"]
-    """Form of the model: safetensors has weights for the class of torchvision, timm is a folder that
-    timm.create_model loads, torch is a program of torch.export, and onnx is a file for ONNX Runtime. torch and onnx
-    take uint8 images and return probabilities."""
+    to: Literal["torch", "onnx", "timm"]
+    """Form of the model: timm is a folder that timm.create_model loads, torch is a program of torch.export, and onnx is
+    a file for ONNX Runtime. torch and onnx take uint8 images and return probabilities."""
     out: str
     """Folder to write; it must not exist."""
 

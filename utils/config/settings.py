@@ -49,7 +49,6 @@ Steps = NonNegativeInt | Annotated[NonNegativeFloat, _WHOLE]
 _CHANNELS = Bound("1 or 3", (1, 3).__contains__)
 _PER_CHANNEL = Bound("one value, or one for each channel", len)
 _POWER_OF_2 = Bound("a power of two", lambda number: number.bit_count() == 1)
-_SAMPLER = Bound("shuffle, balanced or weights:COLUMN", re.compile("shuffle|balanced|weights:.+").fullmatch)
 
 
 def _can_name_a_folder(name: str) -> bool:
@@ -123,7 +122,7 @@ class DataSettings:
     """Data."""
 
     data_subset: str | None = None
-    """Configuration of a Hub data set that has several, or the character set of torchvision/EMNIST."""
+    """Configuration of a Hub data set that has several."""
     train_split: str | None = None
     """Split to train on (default: train, or the only one)."""
     eval_split: str | None = None
@@ -218,9 +217,6 @@ class ModelSettings:
     """Start from other weights: a run (its best checkpoint), a checkpoint, a safetensors file, or hf://OWNER/NAME on
     the Hugging Face Hub. Rows of the head are kept for classes of the same name, other tensors if their shape fits.
     Model, input size, mean and std are those of the weights unless they are given."""
-    grad_checkpointing: bool = False
-    """Compute the activations inside blocks again in the backward pass instead of keeping them. This saves memory, is
-    slower, and gives the same results."""
     stem: Fixed[Literal["auto", "small", "standard"]] = "auto"
     """First layers of a torchvision model: standard keeps them; small replaces them with a 3x3 convolution of stride
     1, which is slower but more accurate on small images and does not fit torchvision's weights; auto is small for
@@ -291,10 +287,9 @@ class OptimizerSettings:
 class LossSettings:
     """Samples, targets and loss."""
 
-    sampler: Annotated[str, _SAMPLER] = "shuffle"
+    sampler: Literal["shuffle", "balanced"] = "shuffle"
     """How the samples of an epoch are drawn: shuffle draws each one once; balanced draws with replacement, all classes
-    equally often; weights:COLUMN draws with replacement in proportion to the numbers in a column of a table or CSV
-    file. An epoch always has as many draws as samples."""
+    equally often. An epoch always has as many draws as samples."""
     repeats: PositiveInt = 1
     """Copies of each sample in an update, each augmented differently (repeated augmentation); an epoch is still as many
     draws as samples."""
@@ -402,7 +397,6 @@ class TrainConfig(
         super().__post_init__()
         exclude(self, "eval_split", "eval_fraction")
         exclude(self, "pretrained", "init_from")
-        exclude(self, "sync_batchnorm", "grad_checkpointing")
         # These change the bits of the microbatches.
         exclude(self, "microbatches", "batch_size", "grad_accum", "sync_batchnorm", "comm_hook")
         self.optimizer = self.optimizer.lower()  # upper and lower case are the same

@@ -5,18 +5,17 @@ To add an augmentation, write an `Operation` and add it to AUGMENTATIONS. Mixup 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from utils.config.settings import TrainConfig
 from utils.data.auto_augment import AUTO_AUGMENTS, ColorJitter
-from utils.data.decode import EVAL_CROP, Shrink, center_factor, center_of_photograph, resize
+from utils.data.decode import EVAL_CROP, Shrink, center, center_factor, center_of_photograph, resize
 from utils.data.draws import ALTERNATING, Array, Draws, Operation, namespace
 from utils.data.erasing import Cutout, RandomErasing
 from utils.data.order import Microbatch
@@ -24,16 +23,18 @@ from utils.data.spec import InputSpec
 
 
 class Center(Operation):
-    """The centre of a photograph, as in evaluation."""
+    """The centre of an image of any size, as in evaluation."""
 
     def __init__(self, spec: InputSpec):
         self.spec = spec
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
-        return center_of_photograph(pixels, self.spec)
+        return center(pixels, *self.spec.size) if self.spec.small else center_of_photograph(pixels, self.spec)
 
     def shrink(self, random: np.ndarray, height: int, width: int) -> float:
-        share = min(self.spec.size) / self.spec.resize if self.spec.resize else EVAL_CROP
+        share = 1.0 if self.spec.small else EVAL_CROP
+        if self.spec.resize and not self.spec.small:
+            share = min(self.spec.size) / self.spec.resize
         return share * center_factor(height, width, *self.spec.size)
 
 
@@ -74,12 +75,6 @@ class ShiftAndFlip(Operation):
         xp = namespace(random)
         starts = xp.asarray(random * (2 * self.padding + 1), dtype=xp.int64)  # without padding, 0
         return starts[:, 0], starts[:, 1 if self.padding else 0], random[:, -1] < 0.5 * self.flip
-
-    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
-        (top,), (left,), (flipped,) = self._choices(random[None])
-        if self.padding:
-            pixels = pad(pixels, (0, 0) + (self.padding,) * 4)[top : top + self.height, left : left + self.width]
-        return pixels.flip(1) if flipped else pixels
 
     def prepare(self, random: Array) -> dict[str, Tensor]:
         """The samples to flip, int64 [m], and where each row of the result starts, int64 [n * H].
@@ -158,14 +153,14 @@ AUGMENTATIONS = {
 
 
 class Augmentation:
-    """The operations of a run, in order, for single images and for batches."""
+    """The operations of a run, in order."""
 
     def __init__(self, seed: int, operations: dict[str, Operation]):
         self.seed, self.operations = seed, operations
 
     @property
     def batched(self) -> bool:
-        """Whether all operations can change a batch on the device; else images are changed in loader processes."""
+        """Whether all operations can run on the device; else all of them run in loader processes."""
         return all(operation.batched for operation in self.operations.values())
 
     def draw(self, microbatch: Microbatch) -> dict[str, Any]:
@@ -173,16 +168,16 @@ class Augmentation:
         draws = Draws(self.seed, microbatch.epoch, microbatch.indices, microbatch.occurrences)
         return {name: draws.uniform(*operation.streams) for name, operation in self.operations.items()}
 
-    def shrink(self, random: dict[str, np.ndarray], place: int) -> Shrink:
-        """`Operation.shrink` of the first operation, for the photograph at this place of its microbatch."""
+    def crop(self, random: dict[str, np.ndarray], place: int) -> tuple[Shrink, Callable[[Tensor], Tensor]]:
+        """`shrink` and `image` of the first operation, for the photograph at this place of its microbatch."""
         name, first = next(iter(self.operations.items()))
-        return partial(first.shrink, random[name][place])
+        return partial(first.shrink, random[name][place]), partial(first.image, random=random[name][place])
 
-    def image(self, pixels: Tensor, random: dict[str, np.ndarray], place: int) -> Tensor:
-        """Change the image at this place of its microbatch, [H, W, C]."""
-        for name, operation in self.operations.items():
-            pixels = operation.image(pixels, random[name][place])
-        return pixels
+    def change(self, images: Tensor, random: dict[str, np.ndarray], first: int = 0) -> Tensor:
+        """Change the images of a microbatch, [n, H, W, C], from this operation on, in a loader process."""
+        for name, operation in list(self.operations.items())[first:]:
+            images = operation.change(images, random[name])
+        return images
 
     def prepare(self, microbatch: Microbatch) -> dict[str, Any]:
         """What `batch` needs for the samples of a microbatch; its tensors must be copied to the device.

@@ -1,5 +1,8 @@
-"""The cache of small images. A data set is decoded once, into a memory map that all ranks of a machine share."""
+"""The data set of a split, and the cache of small images: decoded once, into a memory map that all ranks of a machine
+share.
+"""
 
+import errno
 import fcntl
 import hashlib
 import math
@@ -7,33 +10,39 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from utils.data.decode import BAD_IMAGE_FIX, VERSION, center, center_factor, decode
-from utils.data.spec import SMALL
-from utils.data.splits import Split, whole_split
+from utils.config.settings import TrainConfig
+from utils.data.augment import Augmentation, Center, make_augmentation
+from utils.data.datasets import DecodedImages, EncodedImages, ImageDataset
+from utils.data.decode import VERSION
+from utils.data.order import BlockSampler
+from utils.data.spec import SMALL, InputSpec
+from utils.data.splits import Split
 from utils.data.workers import choose_workers, move_to_shared_memory, worker_processes
 from utils.errors import UserError, one_line
 from utils.files import expand, naming_file
 from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import bytes_text, free_memory, usable_cores
-from utils.waiting import awaited
+from utils.waiting import wait_for_items
 
-_BLOCK = 2**24  # bytes that one thread hashes at once
+_BLOCK = 2**24  # bytes that are hashed at once
 
 
 def open_pixels(path: Path) -> np.memmap:
     """Map the file into memory; `damage` checks it."""
-    return np.lib.format.open_memmap(path, mode="r")
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except OSError as error:
+        if error.errno != errno.ENODEV:
+            raise
+        raise OSError(error.errno, "its file system cannot map files into memory", str(path)) from error
 
 
 def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
@@ -49,26 +58,34 @@ def damage(path: Path, shape: tuple[int, ...], thorough: bool) -> str:
         return f"not an array: {one_line(error)[:100]}"
     if mapped.shape != shape or mapped.dtype != np.uint8 or not mapped.flags.c_contiguous:
         return f"{mapped.dtype} {list(mapped.shape)} instead of uint8 {list(shape)}"
-    start = mapped.offset
+    end = mapped.offset + mapped.nbytes
     with naming_file(path), path.open("rb", buffering=0) as file:
-        footer = os.pread(file.fileno(), 1000, start + mapped.nbytes)
+        footer = os.pread(file.fileno(), 1000, end)
         if not re.fullmatch(rb"\ncontent [0-9a-f]{64}\n", footer):
-            return "truncated, or written by an older version without a checksum"
-        if thorough and footer != _footer(file, start, shape):  # not mapped: a bad disk would raise SIGBUS
+            return "truncated, or written without a checksum"
+        if thorough and footer != _footer(file, end):  # not mapped: a bad disk would raise SIGBUS
             return "its pixels have changed since they were written"
     return ""
 
 
 def write_pixels(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
     """Write chunks of images to the file, in order, completely or not at all. An OSError names the file."""
-    with _whole_or_not_at_all(path) as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
-        file.flush()  # a file that is not empty has a lock, see `remove_leftovers`
-        start = file.tell()
-        for pixels in chunks:
-            file.write(pixels.data)  # not to a memory map, because a full disk would raise SIGBUS
-        file.flush()
-        file.write(_footer(file, start, shape))
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+    try:
+        with naming_file(path), partial.open("x+b") as file:
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
+            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+            file.flush()  # a file that is not empty has a lock, see `remove_leftovers`
+            for pixels in chunks:
+                file.write(pixels.data)  # not to a memory map, because a full disk would raise SIGBUS
+            file.flush()
+            file.write(_footer(file, file.tell()))
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -83,80 +100,31 @@ def remove_leftovers(folder: Path) -> None:
                 path.unlink()
 
 
-def _footer(file: BinaryIO, start: int, shape: Sequence[int]) -> bytes:
-    """What follows the pixels: SHA-256 of the SHA-256s of blocks of images, computed on all cores."""
-    image = math.prod(shape[1:])
-    rows = max(1, _BLOCK // max(1, image))
-
-    def digest(row: int) -> bytes:
-        block = os.pread(file.fileno(), min(rows, shape[0] - row) * image, start + row * image)
-        return hashlib.sha256(block).digest()
-
-    with ThreadPoolExecutor(len(usable_cores())) as pool:
-        blocks = b"".join(pool.map(digest, range(0, shape[0], rows)))
-    return b"\ncontent %s\n" % hashlib.sha256(repr(tuple(shape)).encode() + blocks).hexdigest().encode()
+def _footer(file: BinaryIO, end: int) -> bytes:
+    """What follows the pixels: the SHA-256 of all before it."""
+    digest, fileno = hashlib.sha256(), file.fileno()
+    for start in range(0, end, _BLOCK):
+        digest.update(os.pread(fileno, min(_BLOCK, end - start), start))
+    return b"\ncontent %s\n" % digest.hexdigest().encode()
 
 
-@contextmanager
-def _whole_or_not_at_all(path: Path) -> Iterator[BinaryIO]:
-    """A file that becomes `path` at the end of the block, and is deleted if the block raises an error."""
-    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
-    try:
-        with naming_file(path), partial.open("x+b") as file:
-            with suppress(OSError):  # some network file systems have no locks
-                fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-_CHUNK, _CHUNK_BYTES = 256, 2**19  # most images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several
+# Images and bytes of a chunk; /dev/shm, sometimes only 64 MB, holds several.
+_CHUNK, _CHUNK_BYTES = 256, 2**19
 _LEAST, _MOST = 2000, 32  # fewest images per worker process, and most worker processes
 
 
-class SharedImages:
-    """An array-like of images, indexed by sample; several samples can share one image."""
-
-    def __init__(self, images: "np.ndarray | SharedImages", rows: np.ndarray):
-        self.images, self.rows = images, rows
-
-    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        return self.images[self.rows[positions]]
-
-
-class _Chunks(Dataset):
-    """Chunks of consecutive samples: {"images": uint8 [n, H, W, C]}, and "error" if one of them cannot be read."""
-
-    def __init__(self, split: Split, shape: tuple[int, int, int]):
-        self.split, self.shape, self.size = split, shape, max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape)))
-
-    def __len__(self) -> int:
-        return -(-len(self.split) // self.size)
-
-    def __getitem__(self, number: int) -> dict:
-        height, width, channels = self.shape
-        positions = range(number * self.size, min((number + 1) * self.size, len(self.split)))
-        pixels, shrink = (
-            np.zeros((len(positions), *self.shape), np.uint8),
-            partial(center_factor, height=height, width=width),
-        )
-        try:
-            encoded = self.split.read_ahead(positions)
-            for row, position in enumerate(positions):
-                if self.split.readable[position]:  # the pixels of others are never used
-                    image = decode(self.split, position, channels, encoded[row], shrink)
-                    pixels[row] = center(image, height, width).numpy()
-        except (ValueError, OSError) as error:  # returned: a worker's exception would include its traceback
-            return {"images": torch.empty(0), "error": UserError(one_line(error), BAD_IMAGE_FIX)}
-        return {"images": torch.from_numpy(pixels)}
+def make_dataset(
+    split: Split, spec: InputSpec, config: TrainConfig, training: bool, progress: Callable
+) -> ImageDataset:
+    """Decode small images now, or load them from the cache. Photographs are decoded batch by batch."""
+    augmentation = make_augmentation(config, spec, training)
+    if spec.small:
+        pixels = decode_all(split, spec.height, spec.width, spec.channels, config.cache_dir, progress)
+        return DecodedImages(pixels, split.labels, augmentation)
+    return EncodedImages(split, spec, augmentation)
 
 
-def decode_all(
-    split: Split, height: int, width: int, channels: int, cache_dir: str, progress: Callable
-) -> np.ndarray | SharedImages:
+def decode_all(split: Split, height: int, width: int, channels: int, cache_dir: str, progress: Callable) -> np.ndarray:
     """All samples as uint8 [N, H, W, C]: the split's own array if it has one, else a memory-mapped file in the cache.
 
     The name of the file contains the fingerprint of the data. For image files, the fingerprint includes their paths,
@@ -166,9 +134,6 @@ def decode_all(
     be deleted.
     """
     shape = (height, width, channels)
-    if len(split) > len(split.images):  # several samples share an image
-        whole = whole_split(split.name, split.images, np.zeros(len(split.images)), split.fingerprint)
-        return SharedImages(decode_all(whole, *shape, cache_dir, progress), split.rows)
     if isinstance(split.images, np.ndarray) and _shape(split.images) == shape:
         is_whole = np.array_equal(split.rows, np.arange(len(split.images)))
         images = split.images if is_whole else split.images[split.rows]
@@ -212,31 +177,30 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     # Processes, because threads would wait for each other's Python code. They are forked, because starting new ones
     # takes longer than decoding MNIST. They return tensors, because arrays would be sent through a pipe, which would
     # block a process forever if its rank has exited.
+    spec = InputSpec(*shape, mean=[], std=[])
+    images = EncodedImages(split, spec, Augmentation(0, {"center": Center(spec)}))
+    chunks = BlockSampler(len(split), max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape))))
     workers = min(len(usable_cores()), _MOST, len(split) // _LEAST)
-    chunks = _Chunks(split, shape)
-    workers, ahead = choose_workers([chunks.size * math.prod(shape)], workers)
+    workers, ahead = choose_workers([chunks.block_size * math.prod(shape)], workers)
     processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
-    loader = DataLoader(chunks, batch_size=None, collate_fn=move_to_shared_memory, **processes)
-    for chunk in awaited(progress(loader), "a decoded image"):
-        if "error" in chunk:
-            raise chunk["error"]
-        yield chunk["images"].numpy()
+    loader = DataLoader(images, batch_sampler=chunks, collate_fn=move_to_shared_memory, **processes)
+    for batch in wait_for_items(progress(loader), "a decoded image"):
+        if batch.error is not None:
+            raise batch.error
+        yield batch.images.numpy()
 
 
 def _decode_in_memory(split: Split, shape: tuple[int, int, int], progress: Callable, reason: str) -> np.ndarray:
     """Decode images into memory if it is large enough; `reason` is why they could not be cached."""
     (number, processes), size, (free, _) = local_rank_and_size(), len(split) * math.prod(shape), free_memory()
     need = bytes_text(size) + f" in each of {processes} processes" * (processes > 1)
-    available = bytes_text(free)
+    problem = f"decoded images cannot be cached ({reason})"
     if size * processes > free / 2 if number == 0 else size > free:  # the first process checks for all
         raise UserError(
-            f"decoded images cannot be cached ({reason}) and do not fit in memory: {need} needed, {available} free",
+            f"{problem} and do not fit in memory: {need} needed, {bytes_text(free)} free",
             f"choose another --cache_dir, or an --image_size above {SMALL}, which decodes each image when it is needed",
         )
-    print_for_machine(
-        f"decoded images cannot be cached ({reason}) and are kept in memory, {need}; "
-        "choose another --cache_dir to cache them"
-    )
+    print_for_machine(f"{problem} and are kept in memory, {need}; choose another --cache_dir to cache them")
     pixels, filled = np.empty((len(split), *shape), np.uint8), 0
     for chunk in _decoded(split, shape, progress):
         pixels[filled : filled + len(chunk)] = chunk

@@ -12,17 +12,17 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from utils.data.decode import why_unreadable
+from utils.data.order import BlockSampler, Microbatch
 from utils.data.splits import Files, Split, fingerprint_of, stamp_of
 from utils.data.workers import worker_processes
-from utils.errors import UserError, one_line
+from utils.errors import one_line
 from utils.files import expand, write_file
 from utils.memory import usable_cores
-from utils.waiting import awaited
+from utils.waiting import wait_for_items
 
 _VERSION = 1  # of the cached results; increase it when their meaning changes, so that old ones are not used
 _CHUNK, _LEAST, _MOST = 256, 4000, 32  # images per chunk, fewest images per worker, most workers
 _HEAD, _TAIL = 1024, 4096  # bytes that are read at each end
-_SHOWN = 8  # images named in an error
 
 
 def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = iter) -> Split:
@@ -48,18 +48,6 @@ def check_images(split: Split, full: bool, cache_dir: str, progress: Callable = 
     return replace(split, ends=ends, bad=bad | {int(rows[int(n)]): reason for n, reason in found["bad"].items()})
 
 
-def refuse_bad(split: Split) -> None:
-    """Raise ValueError, with the number and the names of the unreadable images, if a split has any."""
-    shown = [f"{name} ({reason})" for name, reason in split.unreadable().items()]
-    if shown:
-        more = f" and {len(shown) - _SHOWN} more" * (len(shown) > _SHOWN)
-        count = f"{len(shown)} of {len(split)} images of split {split.name!r}"
-        raise UserError(
-            f"{count} cannot be read: {', '.join(shown[:_SHOWN])}{more}",
-            "fix these files, or leave them out with --bad_images skip",
-        )
-
-
 def _stamps(split: Split) -> tuple[list, dict[int, str]]:
     """Return values to hash, which change when an image changes, and {row: error} for missing and special files.
 
@@ -78,10 +66,9 @@ def _stamps(split: Split) -> tuple[list, dict[int, str]]:
 
 def _cached_result(path: Path, count: int) -> dict | None:
     """The result of an earlier check of the same files; None if it does not exist or its file is damaged."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         found = json.loads(path.read_text())
-        ends, bad = np.asarray(found["ends"], np.int64), found["bad"]
-        if ends.shape == (count,) and all(0 <= int(n) < count and isinstance(why, str) for n, why in bad.items()):
+        if len(np.asarray(found["ends"], np.int64)) == count and all(int(row) < count for row in found["bad"]):
             return found
     return None
 
@@ -92,42 +79,37 @@ def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -
     Returns {"ends": a checksum of each image, "bad": {its index among them, as text: error}}.
     """
     workers = min(len(usable_cores()), _MOST, len(rows) * (10 if full else 1) // _LEAST)
-    chunks = _Chunks(split, rows, full)
-    loader = DataLoader(chunks, batch_size=None, **worker_processes(workers if workers > 1 else 0))
-    ends: list[int] = []
-    bad: dict[str, str] = {}
-    for sums, errors in awaited(progress(loader), "the result of an image check"):
-        bad |= {str(len(ends) + number): reason for number, reason in errors.items()}
-        ends += sums
-    return {"ends": ends, "bad": bad}
+    loader = DataLoader(
+        _Checks(split, rows, full),
+        batch_sampler=BlockSampler(len(rows), _CHUNK),
+        collate_fn=_unchanged,
+        **worker_processes(workers if workers > 1 else 0),
+    )
+    checks = [check for chunk in wait_for_items(progress(loader), "the result of an image check") for check in chunk]
+    return {"ends": [end for end, _ in checks], "bad": {str(n): why for n, (_, why) in enumerate(checks) if why}}
 
 
-class _Chunks(Dataset):
-    """Chunks of images: (a checksum of each image, {index in the chunk: error}).
+class _Checks(Dataset):
+    """The checksum and the error, or "", of the images in these rows.
 
-    These are lists and not tensors, because tensors would need space in /dev/shm.
+    They are not tensors, because those would need space in /dev/shm.
     """
 
     def __init__(self, split: Split, rows: np.ndarray, full: bool):
         self.split, self.rows, self.full = split, rows, full
 
-    def __len__(self) -> int:
-        return -(-len(self.rows) // _CHUNK)
+    def __getitems__(self, block: Microbatch) -> list[tuple[int, str]]:
+        rows = self.rows[block.indices].tolist()
+        return [self._check(*pair) for pair in zip(rows, self.split.read_ahead(rows), strict=True)]
 
-    def __getitem__(self, number: int) -> tuple[list[int], dict[int, str]]:
-        rows = self.rows[number * _CHUNK : (number + 1) * _CHUNK].tolist()
-        sums, bad = [0] * len(rows), dict[int, str]()
-        for place, (row, raw) in enumerate(zip(rows, self.split.read_ahead(rows), strict=True)):
-            try:
-                size, head, tail = self._ends(row, raw)
-            except (OSError, ValueError) as error:
-                bad[place] = getattr(error, "strerror", None) or one_line(error)
-                continue
-            sums[place] = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
-            if self.full or not _looks_whole(size, head, tail):
-                reason = why_unreadable(self.split, row)
-                bad |= {place: reason} if reason else {}
-        return sums, bad
+    def _check(self, row: int, raw: bytes | None) -> tuple[int, str]:
+        try:
+            size, head, tail = self._ends(row, raw)
+        except (OSError, ValueError) as error:
+            return 0, getattr(error, "strerror", None) or one_line(error)
+        end = (size & 0x7FFFFFFF) << 32 | zlib.crc32(tail, zlib.crc32(head))
+        is_sound = not self.full and _looks_whole(size, head, tail)
+        return end, "" if is_sound else why_unreadable(self.split, row) or ""
 
     def _ends(self, row: int, raw: bytes | None) -> tuple[int, bytes, bytes]:
         """The size, the first bytes and the last bytes of an image. Raises OSError or ValueError if it has none."""
@@ -138,6 +120,10 @@ class _Chunks(Dataset):
         if raw is None:
             raise ValueError("there is no image")
         return len(raw), raw[:_HEAD], raw[-_TAIL:]
+
+
+def _unchanged(chunk: list) -> list:
+    return chunk
 
 
 def _ends_of_file(path: str) -> tuple[int, bytes, bytes]:

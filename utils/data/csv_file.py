@@ -7,21 +7,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names, printable
 from utils.data.folders import split_word
-from utils.data.labels import multi_hot
-from utils.data.sampling import to_weights, weight_column
 from utils.data.splits import (
     EVAL_NAMES,
     Files,
     Source,
     Split,
     fingerprint_of,
+    indices_in,
+    multi_hot,
     split_that_defines_classes,
     whole_split,
 )
@@ -30,95 +28,77 @@ from utils.errors import UserError, one_line
 SEPARATOR = "|"  # between the labels of an image
 
 
-class _Row(NamedTuple):
-    """An image: the number of its line, and its values in the columns that are used."""
-
-    line: int
-    path: str
-    label: str
-    split: str = "train"
-    weight: str | None = None
-
-    def labels(self, several: bool) -> list[str]:
-        """The label, or with `several` those that the separator divides."""
-        if not several:
-            return [self.label]
-        return [name.strip() for name in self.label.split(SEPARATOR) if name.strip()]
-
-
 def open_csv(path: str, config: TrainConfig) -> Source:
     """A text file with the columns path and label, and optionally split, named in its first line."""
     file = Path(os.path.abspath(path))  # names in checkpoints must not depend on the working directory
     rows = _read(file, config)
-    names = _split_names(file, dict.fromkeys(row.split for row in rows))
-    splits: dict[str, list[_Row]] = {}
-    for row in rows:
-        splits.setdefault(names[row.split], []).append(row)
-    several = config.task == "multilabel" or (config.task == "auto" and any(SEPARATOR in row.label for row in rows))
-    empty = next((row for row in rows if not (row.label or several)), None)
-    if empty:
-        raise _error(file, empty.line, "the label is empty", "fill it in, or remove the line")
-    asked = {names.get(name, name) for name in (config.train_split, config.eval_split) if name}
-    train = split_that_defines_classes(splits, config.train_split and names.get(config.train_split, config.train_split))
-    class_names = _sorted({name for row in splits[train] for name in row.labels(several)})
-    notes = _notes(file, splits, asked)
-    openers = {name: partial(_make, name, own, file, class_names, several, notes) for name, own in splits.items()}
-    return Source(openers, class_names, {alias: name for alias, name in names.items() if alias not in splits})
-
-
-def _notes(file: Path, splits: dict[str, list[_Row]], asked: set[str]) -> tuple[str, ...]:
-    """A line about the rows of splits that have neither a usual name nor one of these names, if there are any."""
-    usual = {"train", *EVAL_NAMES, *asked}
-    others = [f"{name} ({len(rows)})" for name, rows in splits.items() if name not in usual]
-    fix = "--train_split and --eval_split select others"
-    return (f"{file}: rows of other splits are left out: {join_names(others)}; {fix}",) if others else ()
-
-
-def _make(
-    name: str, rows: list[_Row], file: Path, class_names: list[str], several: bool, notes: tuple[str, ...]
-) -> Split:
-    number = {class_name: index for index, class_name in enumerate(class_names)}
-    found: list[int] = []
-    for row in rows:
-        for label in row.labels(several):
-            if label not in number:
-                problem = f"the training split has no class {label!r}, only {join_names(class_names)}"
-                raise _error(file, row.line, problem, "fix the label")
-            found.append(number[label])
-    labels = np.asarray(found, np.int64)
+    names = _split_names(file, rows["split"].unique())
+    rows["split"], labels = rows["split"].map(names), rows["label"]
+    has_several = labels.str.contains(SEPARATOR, regex=False).any()
+    several = config.task == "multilabel" or (config.task == "auto" and has_several)
     if several:
-        counts = np.asarray([len(row.labels(several)) for row in rows])
-        labels = multi_hot(name, counts, labels, len(class_names))
-    folder = os.path.join(file.parent, "")
-    images = Files([row.path if row.path[0] == "/" else folder + row.path for row in rows], str(file.parent))
-    weights = None if rows[0].weight is None else to_weights([row.weight for row in rows])
-    return replace(whole_split(name, images, labels, fingerprint_of(file.resolve())), notes=notes, weights=weights)
+        labels = labels.str.split(SEPARATOR).explode().str.strip()
+        labels = labels[labels != ""]
+    _refuse_empty(file, labels)
+    asked = [names.get(name, name) for name in (config.train_split, config.eval_split) if name]
+    counts = rows["split"].value_counts(sort=False).to_dict()
+    others = [f"{name} ({count})" for name, count in counts.items() if name not in ("train", *EVAL_NAMES, *asked)]
+    fix = "--train_split and --eval_split select others"
+    notes = (f"{file}: rows of other splits are left out: {join_names(others)}; {fix}",) if others else ()
+    train = split_that_defines_classes(counts, config.train_split and names.get(config.train_split, config.train_split))
+    class_names = _sorted(set(labels[rows["split"].loc[labels.index] == train]))
+
+    def make(name: str) -> Split:
+        own = rows[rows["split"] == name]
+        found = labels[labels.index.isin(own.index)]
+        numbers = indices_in(class_names, found)
+        for line, label in found[numbers < 0].items():
+            problem = f"the training split has no class {label!r}, only {join_names(class_names)}"
+            raise _error(file, line, problem, "fix the label")
+        if several:
+            lengths = found.groupby(level=0).size().reindex(own.index, fill_value=0)
+            numbers = multi_hot(name, lengths.to_numpy(), numbers, len(class_names))
+        images = Files([os.path.join(file.parent, path) for path in own["path"]], str(file.parent))
+        return replace(whole_split(name, images, numbers, fingerprint_of(file.resolve())), notes=notes)
+
+    aliases = {alias: name for alias, name in names.items() if alias not in counts}
+    return Source({name: partial(make, name) for name in counts}, class_names, aliases)
 
 
-def _read(file: Path, config: TrainConfig) -> list[_Row]:
-    """The rows in order; without a column `split`, all of them are of the split train."""
+def _read(file: Path, config: TrainConfig) -> Any:
+    """A table of the columns path, label and split, by line. Without a column `split`, all are of the split train."""
+    import pandas
+
     lines = _lines(file)
     _, header = next(lines, (1, []))
     columns = _columns(file, header, config)
-    rows: list[_Row] = []
-    first: dict[str, int] = {}  # the line of each image, by a path that does not depend on the spelling
-    real_folder = cache(lambda folder: os.path.realpath(os.path.join(file.parent, folder)))
+    numbers: list[int] = []
+    values: dict[str, list[str]] = {name: [] for name in columns}
     for line, cells in lines:
         if len(cells) != len(header):
             problem = f"{len(cells)} columns, but the first line has {len(header)}"
             raise _error(file, line, problem, "put a value that contains a comma in double quotes")
-        row = _Row(line, **{name: cells[place] for name, place in columns.items()})
-        if not (row.path and row.split):
-            empty = "split" if row.path else "path"
-            raise _error(file, line, f"the {empty} is empty", "fill it in, or remove the line")
-        name_at = row.path.rfind("/") + 1
-        earlier = first.setdefault(f"{real_folder(row.path[:name_at])}/{row.path[name_at:]}", line)
-        if earlier != line:
-            raise _error(file, line, f"{printable(row.path)} is also on line {earlier}", "list each image once")
-        rows.append(row)
-    if not rows:
+        numbers.append(line)
+        for name, place in columns.items():
+            values[name].append(cells[place])
+    if not numbers:
         raise UserError(f"{file}: no rows below the first line", "list one image on each line")
+    rows = pandas.DataFrame({"split": "train"} | values, index=numbers)
+    _refuse_empty(file, rows["path"])
+    _refuse_empty(file, rows["split"])
+    # Two spellings of one path are equal when the links in its folder are resolved.
+    parts = rows["path"].str.rpartition("/")
+    real_folder = cache(lambda folder: os.path.realpath(os.path.join(file.parent, folder)))
+    real = (parts[0] + parts[1]).map(real_folder) + "/" + parts[2]
+    for line in rows.index[real.duplicated()]:
+        problem = f"{printable(rows['path'][line])} is also on line {real.index[real == real[line]][0]}"
+        raise _error(file, line, problem, "list each image once")
     return rows
+
+
+def _refuse_empty(file: Path, column: Any) -> None:
+    for line in column.index[column == ""]:
+        raise _error(file, line, f"the {column.name} is empty", "fill it in, or remove the line")
 
 
 def _columns(file: Path, header: list[str], config: TrainConfig) -> dict[str, int]:
@@ -129,8 +109,6 @@ def _columns(file: Path, header: list[str], config: TrainConfig) -> dict[str, in
         if lower.count(name.lower()) != 1:
             problem = f"{file}: the first line must name one column {name!r}, but has {join_names(header) or 'nothing'}"
             raise UserError(problem, "add a first line such as path,label, or set --image_column and --label_column")
-    if weight := weight_column(config):
-        wanted["weight"] = weight
     return {field: lower.index(name.lower()) for field, name in wanted.items() if name.lower() in lower}
 
 

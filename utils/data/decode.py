@@ -22,8 +22,9 @@ from utils.errors import UserError, one_line
 
 EVAL_CROP = 0.875  # fraction of a photograph's shorter side that evaluation uses, as is common since AlexNet
 LARGE = 200_000  # bytes; for a larger file, reading the image's size first saves time
-BAD_IMAGE_FIX = "fix it, or leave it out with --bad_images skip"
-VERSION = 3  # of the decoded pixels; raise it when they change, so that old caches are not used
+_FIX = "fix or remove it (train.py and eval.py leave it out with --bad_images skip)"
+_IO_FIX = "check the disk or the network, then run it again, or resume"
+VERSION = 4  # of the decoded pixels; raise it when they change, so that old caches are not used
 Shrink = Callable[[int, int], float]  # from an image's (height, width): how many times smaller it will become
 
 with warnings.catch_warnings():  # PyTorch warns not to write to such a tensor, and this code does not
@@ -32,7 +33,7 @@ with warnings.catch_warnings():  # PyTorch warns not to write to such a tensor, 
 
 
 def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink | None = None) -> Tensor:
-    """Decode sample `position` to uint8 [H, W, C]. Raises ValueError, which names it, if it cannot be read.
+    """Decode sample `position` to uint8 [H, W, C]. Raises UserError, which names it, if it cannot be read.
 
     `raw` is its encoded image, if that has already been read. The orientation in its EXIF or XMP data is applied, and
     transparency is dropped. If `shrink` returns at least 2, a large JPEG is decoded at 1/2, 1/4 or 1/8 of its sides,
@@ -41,7 +42,9 @@ def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink 
     try:
         return _pixels(split.images[int(split.rows[position])] if raw is None else raw, channels, shrink)
     except Exception as error:  # decoders raise any type of error for damaged bytes
-        raise ValueError(f"{split.describe(position)}: not a readable image ({_reason(error)})") from error
+        if isinstance(error, OSError) and error.errno:  # those of Pillow have no number
+            raise UserError(f"{split.describe(position)}: {error.strerror}", _IO_FIX) from error
+        raise UserError(f"{split.describe(position)}: not a readable image ({_reason(error)})", _FIX) from error
 
 
 def why_unreadable(split: Split, position: int) -> str | None:
@@ -128,15 +131,12 @@ def _eight_bit(image: Image.Image, file_format: str | None) -> Image.Image:
 def peek(split: Split, count: int = 64) -> tuple[int, tuple[int, int] | None]:
     """Decode some images; returns (1 if all are grey, else 3; their (height, width), or None if they differ).
 
-    Raises ValueError for an image that cannot be read.
+    Raises UserError for an image that cannot be read.
     """
     sizes: set[tuple[int, int]] = set()
-    grey, readable = True, np.flatnonzero(split.readable)
-    for position in readable[np.unique(np.linspace(0, len(readable) - 1, count).astype(int))]:
-        try:
-            pixels = decode(split, position, 3)
-        except ValueError as error:
-            raise UserError(str(error), BAD_IMAGE_FIX) from error
+    grey = True
+    for position in np.unique(np.linspace(0, len(split) - 1, count).astype(int)).tolist():
+        pixels = decode(split, position, 3)
         sizes.add((pixels.shape[0], pixels.shape[1]))
         grey = grey and bool((pixels[..., :1] == pixels).all())
     return (1 if grey else 3), (sizes.pop() if len(sizes) == 1 else None)

@@ -91,13 +91,21 @@ class Operation:
     """
 
     streams: tuple[str, ...] = ()
-    # Whether it has `prepare` and `batch`. If one operation of a run lacks them, all images of the run are changed one
-    # by one, in loader processes.
+    # Whether it has `prepare` and `batch`, else it has `image`. If one operation of a run has only `image`, all of them
+    # run in loader processes.
     batched = False
 
     def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
         """The changed image [H, W, C], not in place."""
         raise NotImplementedError
+
+    def change(self, images: Tensor, random: np.ndarray) -> Tensor:
+        """The changed images [n, H, W, C], possibly in place, from their random numbers, on the host."""
+        if self.batched:
+            return self.batch(images, self.prepare(random))
+        for place, pixels in enumerate(images):
+            images[place] = self.image(pixels, random[place])
+        return images
 
     def prepare(self, random: Array) -> Any:
         """Compute the input of `batch` from the random numbers [n, len(streams)], which are on the host or the device.
@@ -107,10 +115,7 @@ class Operation:
         raise NotImplementedError
 
     def batch(self, images: Tensor, prepared: Any) -> Tensor:
-        """The changed images [n, H, W, C] on the device: those of `image`, bit for bit on a CPU.
-
-        It must not wait for a GPU.
-        """
+        """The changed images [n, H, W, C] on the device. It must not wait for a GPU."""
         raise NotImplementedError
 
     def shrink(self, random: np.ndarray, height: int, width: int) -> float:

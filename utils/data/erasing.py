@@ -3,7 +3,6 @@
 import math
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,43 +30,23 @@ class FillBox(Operation):
         """
         raise NotImplementedError
 
-    def may_change(self, random: Tensor) -> Tensor:
-        """Whether each image may change, bool [n]; it need not, if its box has no pixels."""
-        return torch.ones(len(random), dtype=torch.bool)
-
-    def image(self, pixels: Tensor, random: np.ndarray) -> Tensor:
-        top, left, bottom, right = (max(0, int(edge)) for edge in self.boxes(torch.from_numpy(random[None])))
-        pixels = pixels.clone()
-        pixels[top:bottom, left:right] = torch.tensor(self.fill, dtype=torch.uint8)
-        return pixels
-
     def prepare(self, random: Array) -> dict[str, Tensor]:
-        """Masks of the rows [m, H] and of the values in a row [m, W * C]: uint8, 255 inside the box, else 0.
-
-        They are those of the m images that may change, `chosen` int64 [m]. On the device it is absent, because the host
-        would have to wait for m: there they are those of all images.
-        """
-        chosen = {}
-        if isinstance(random, np.ndarray):
-            random = torch.from_numpy(random)
-            chosen = {"chosen": self.may_change(random).nonzero()[:, 0]}
-            random = random[chosen["chosen"]]
+        """Masks of the rows [n, H] and of the values in a row [n, W * C]: uint8, 255 inside the box, else 0."""
+        random = torch.as_tensor(random)
         top, left, bottom, right = (edge[:, None] for edge in self.boxes(random))
         row = torch.arange(self.height, device=random.device)
         column = torch.arange(self.width, device=random.device).repeat_interleave(self.channels)
         rows, columns = (row >= top) & (row < bottom), (column >= left) & (column < right)
-        return {"rows": -rows.byte(), "columns": -columns.byte()} | chosen
+        return {"rows": -rows.byte(), "columns": -columns.byte()}
 
     def batch(self, images: Tensor, prepared: dict[str, Tensor]) -> Tensor:
         # Inside the box, `images ^ (images ^ fill)` is `fill`. On a CPU, bitwise operations on whole rows take an
         # eighth of the time of torch.where.
-        chosen = prepared.get("chosen")
-        pixels = (images if chosen is None else images.index_select(0, chosen)).flatten(2)
+        pixels = images.flatten(2)
         changes = pixels ^ _fill_row(self.fill, self.width, images.device)
         changes &= prepared["columns"][:, None]
         changes &= prepared["rows"][:, :, None]
-        changed = changes.bitwise_xor_(pixels).view(-1, *images.shape[1:])
-        return changed if chosen is None else images.index_copy(0, chosen, changed)
+        return changes.bitwise_xor_(pixels).view(images.shape)
 
 
 class RandomErasing(FillBox):
@@ -81,9 +60,6 @@ class RandomErasing(FillBox):
     def __init__(self, spec: InputSpec, probability: float):
         super().__init__(spec)
         self.probability = probability
-
-    def may_change(self, random: Tensor) -> Tensor:
-        return random[:, 0] < self.probability
 
     def boxes(self, random: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         random = random.double()  # so that rounding is the same on any device

@@ -140,6 +140,12 @@ def _class_layout(path: Path, children: dict[str, Path], others: list[str]) -> _
                 f"{path}: {join_names(others)} may be splits or classes, as each holds {join_names(classes_in[0])}",
                 "name the splits with --train_split and --eval_split, or use all as classes with --train_split .",
             )
+    for name in others:
+        inner = [child.name for child in folders_in(children[name]) if class_names_in(Path(child))]
+        splits = [text for text in inner if split_word(text)]
+        if {"train"} < {split_word(text) for text in splits}:
+            problem = f"{path}: {name} is not a class, as it holds the splits {join_names(splits)}"
+            raise UserError(problem, f"give --data {path / name}, or use it as a class with --train_split .")
     return _Layout({"train": path}, {})
 
 

@@ -31,19 +31,17 @@ class Mix(NamedTuple):
     share: Tensor
     box: Tensor | None = None
 
-    def images(self, values: Tensor, channels: int, start: int = 0) -> None:
-        """Mix float images [m, H, W * C] in place: those from position `start` on, which contain all partners."""
-        part = slice(start, start + len(values))
-        weight = self.weight[part, None, None]
+    def images(self, values: Tensor, channels: int) -> None:
+        """Mix float images [n, H, W * C] in place."""
+        weight = self.weight[:, None, None]
         if self.box is not None:
-            top, bottom, left, right = self.box[part, :, None].unbind(1)
+            top, bottom, left, right = self.box[:, :, None].unbind(1)
             rows = torch.arange(values.shape[1], device=values.device)
             columns = torch.arange(values.shape[2], device=values.device)
             inner_columns = (columns >= left * channels) & (columns < right * channels)
             inner_rows = (rows >= top) & (rows < bottom)
             weight = (weight * inner_rows[:, :, None]) * inner_columns[:, None].float()
-        partners = values.index_select(0, self.partner[part] - start)
-        torch.lerp(values, partners, weight, out=values)
+        torch.lerp(values, values.index_select(0, self.partner), weight, out=values)
 
     def targets(self, labels: Tensor, outputs: int) -> Tensor:
         """The mixed targets, float32 [n, outputs], of classes, int64 [n], or of rows, [n, outputs]."""
@@ -64,14 +62,13 @@ class Mixing:
     def draw(self, microbatch: Microbatch) -> Mix | None:
         """How to mix a microbatch, on the host; None if nothing is mixed in its epoch.
 
-        A sample is not mixed if its partner is missing or is the same sample.
+        The samples 2k and 2k + 1 are a pair. A sample without a partner, or with itself as its partner, is not mixed.
         """
         if self.off_epoch is not None and microbatch.epoch >= self.off_epoch:
             return None
-        places, indices, occurrences = microbatch.places, microbatch.indices, microbatch.occurrences
-        assert places is not None, "the plan is not in pairs"
-        is_pair = (places[:-1] % 2 == 0) & (np.diff(places) == 1) & (np.diff(indices) != 0)
-        first = np.flatnonzero(is_pair)  # its draws are those of the pair
+        indices, occurrences = microbatch.indices, microbatch.occurrences
+        first = np.arange(0, len(indices) - 1, 2)  # its draws are those of the pair
+        first = first[indices[first] != indices[first + 1]]
         draws = Draws(self.seed, microbatch.epoch, indices[first], None if occurrences is None else occurrences[first])
         streams = ("mix", "mix_which", "mix_share", "mix_row", "mix_column")
         random = draws.uniform(*streams).astype(np.float64)

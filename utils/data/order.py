@@ -8,7 +8,6 @@ in accumulation step a.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sized
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -57,9 +56,7 @@ class Microbatch(NamedTuple):
     A rank with fewer microbatches than others gets an empty one in their place, with the number -1.
 
     `indices` is int64 [n], n >= 0. `occurrences`, int64 [n], counts how often a sample was drawn before in its epoch;
-    None stands for zeros. `places`, int64 [n], are the samples' places in the microbatch before unreadable ones were
-    left out: 2k and 2k + 1 are a pair to mix. None if nothing is mixed. In an evaluation, `update` is 0 and `number`
-    counts the blocks of the split.
+    None stands for zeros. In an evaluation, `update` is 0 and `number` counts the blocks of the split.
     """
 
     update: int
@@ -67,13 +64,6 @@ class Microbatch(NamedTuple):
     number: int
     indices: np.ndarray
     occurrences: np.ndarray | None = None
-    places: np.ndarray | None = None
-
-    def take(self, chosen: np.ndarray | list[int]) -> "Microbatch":
-        """The microbatch with only these of its samples, given by their positions in it or as a mask."""
-        occurrences = None if self.occurrences is None else self.occurrences[chosen]
-        places = None if self.places is None else self.places[chosen]
-        return self._replace(indices=self.indices[chosen], occurrences=occurrences, places=places)
 
 
 @dataclass(frozen=True)
@@ -187,30 +177,15 @@ class UpdateSampler(MicrobatchSampler):
 
     def __iter__(self) -> Iterator:  # of Microbatch; PyTorch's type hints ask for lists
         plan, draws, (first, epoch, position) = self.plan, None, self.start
-        orders = self._orders()
         for update in range(first, first + self.updates):
-            if draws is None:
-                draws = next(orders)
+            draws = draws or plan.draws(epoch)
             ends = list(accumulate(plan.microbatch_sizes(position), initial=position))
             for number in self.numbers:
                 begin, end = ends[number : number + 2] if number >= 0 else (0, 0)
                 occurrences = None if draws[1] is None else draws[1][begin:end]
-                places = np.arange(end - begin) if plan.in_pairs else None
-                yield Microbatch(update, epoch, number, draws[0][begin:end], occurrences, places)
+                yield Microbatch(update, epoch, number, draws[0][begin:end], occurrences)
             next_epoch, position = plan.advance(epoch, position)
             draws, epoch = draws if next_epoch == epoch else None, next_epoch
-
-    def _orders(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """The draws of one epoch after the other. A thread computes those of the next one during an epoch."""
-        _, epoch, position = self.start
-        last = epoch + (position // self.plan.global_batch_size + self.updates - 1) // self.plan.updates_per_epoch
-        with ThreadPoolExecutor(1) as thread:
-            upcoming = thread.submit(self.plan.draws, epoch)
-            while epoch < last:
-                epoch += 1
-                draws, upcoming = upcoming.result(), thread.submit(self.plan.draws, epoch)
-                yield draws
-            yield upcoming.result()
 
 
 class BlockSampler(MicrobatchSampler):

@@ -19,8 +19,7 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.labels import multi_hot
-from utils.data.splits import Files, Split
+from utils.data.splits import Files, Split, multi_hot
 from utils.errors import UserError
 
 FILE = "samples.json.gz"
@@ -151,8 +150,8 @@ def match_files(
 ) -> MatchedFiles:
     """Find the files of a recorded split in `whole`, the current state of the split that they were taken from.
 
-    Labels are indices into `class_names`, the classes of `whole`. Missing files keep their positions and are marked
-    unreadable. So are changed images with `skip_changed`, which are then no changes to report.
+    Labels are indices into `class_names`, the classes of `whole`. Missing files are marked as unreadable. So are
+    changed images with `skip_changed`, which are then no changes to report.
     """
     recorded, files = _recorded_labels(record, part, class_names), whole.images
     if not isinstance(files, Files) or recorded.ndim != whole.labels.ndim:
@@ -168,9 +167,8 @@ def match_files(
     paths = [*files.paths, *(os.path.join(files.root, names[position]) for position in gone)]
     bad = {**whole.bad, **dict.fromkeys(rows[gone].tolist(), "no longer in the data set")}
     ends = np.append(whole.ends, np.zeros_like(gone))
-    weights = None if whole.weights is None else np.append(whole.weights, np.full(len(gone), np.nan))[rows]
     images = Files(paths, files.root)
-    split = replace(whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad, weights=weights)
+    split = replace(whole, name=part.name, images=images, labels=labels, rows=rows, ends=ends, bad=bad)
 
     is_changed = (ends[rows] != part.ends) & split.readable
     is_relabelled = (labels != recorded).reshape(len(labels), -1).any(1)

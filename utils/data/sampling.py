@@ -1,7 +1,5 @@
 """How often each sample is drawn (--sampler), and how much each class counts in the loss (--class_weights)."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from utils.config.settings import TrainConfig
@@ -13,42 +11,13 @@ from utils.errors import UserError, one_line
 from utils.files import expand
 
 
-def weight_column(config: TrainConfig) -> str | None:
-    """The column of --sampler weights:COLUMN."""
-    return config.sampler.partition(":")[2] or None
-
-
-def to_weights(values: Sequence) -> np.ndarray:
-    """Numbers, or texts from a file, as float64 [N]; NaN for a text that is not a number."""
-    return np.array([_number(value) for value in values], np.float64)
-
-
-def _number(value) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return np.nan
-
-
 def draw_weights(config: TrainConfig, train: Split) -> np.ndarray | None:
-    """The weight of each training sample, float64 [N]; None to draw each once. Raises ValueError if one is invalid."""
+    """The weight of each training sample, float64 [N]; None to draw each once. Raises ValueError for several labels."""
     if config.sampler == "shuffle":
         return None
-    if config.sampler == "balanced":
-        if train.labels.ndim != 1:
-            raise UserError("--sampler balanced needs one class per image", "use --sampler weights:COLUMN")
-        return 1 / np.bincount(train.labels)[train.labels]
-    weights, flag = train.weights, f"--sampler {config.sampler}"
-    if weights is None:
-        problem = f"{flag}: split {train.name!r} has no column {weight_column(config)!r}"
-        raise UserError(problem, "name a column of a table or CSV file")
-    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-    if len(wrong):
-        problem = f"{flag}: the weight of {train.describe(wrong[0])} is not a number of at least 0"
-        raise UserError(problem, "correct it" if train.readable[wrong[0]] else "restore the line of this image")
-    if not weights.any():
-        raise UserError(f"{flag}: all weights are 0", "give at least one sample a weight above 0")
-    return weights
+    if train.labels.ndim != 1:
+        raise UserError("--sampler balanced needs one class per image", "leave it out")
+    return 1 / np.bincount(train.labels)[train.labels]
 
 
 def make_plan(config: TrainConfig, train: Split, global_batch_size: int, microbatches: int) -> Plan:
@@ -96,9 +65,7 @@ def _read_weights(file: str, names: list[str]) -> list[float]:
         values = read_yaml(expand(file), most_bytes=2**23)
     except (OSError, ValueError) as error:
         raise UserError(f"--class_weights: {one_line(error)}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{flag}: does not map class names to weights", "write one 'NAME: WEIGHT' on each line")
-    given = {str(name): value for name, value in values.items()}
+    given = {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
     if set(given) != set(names):
         missing, unknown = [n for n in names if n not in given], [n for n in given if n not in names]
         problem = f"no weight for {join_names(missing, 3)}" if missing else f"no class {join_names(unknown, 3)}"

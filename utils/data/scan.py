@@ -19,8 +19,6 @@ class Scan:
 
     def __init__(self, folder: Path, children: list[os.DirEntry]):
         self.folder = folder
-        self.hidden_folders: Counter[str] = Counter()  # by name, such as .ipynb_checkpoints
-        self.hidden_files = 0
         self.not_images: Counter[str] = Counter()  # other files by their extension, such as .heic
         self.empty_classes: list[str] = []
         self.loose = 0  # images next to the class folders, which have no class
@@ -42,19 +40,15 @@ class Scan:
             elif _looks_like_image(entry.name):
                 found.append(entry.path)
             else:
-                self._leave_out(entry.name)
+                self._count_other(entry.name)
         return found
 
     def count_beside_classes(self) -> None:
-        """Count the hidden folders and the files next to the class folders."""
+        """Count the files next to the class folders."""
         for entry in os.scandir(self.folder):
-            if is_folder(entry):
-                if _is_hidden(entry.name):
-                    self.hidden_folders[entry.name] += 1
-            elif _looks_like_image(entry.name):
-                self.loose += 1
-            else:
-                self._leave_out(entry.name)
+            if not is_folder(entry):
+                self.loose += _looks_like_image(entry.name)
+                self._count_other(entry.name)
 
     def kinds(self) -> str:
         """The types of the files that are not images, and how many files each has."""
@@ -62,12 +56,9 @@ class Scan:
 
     def notes(self) -> tuple[str, ...]:
         """Lines to print about everything that a user may have meant as samples."""
-        hidden = [f"files ({self.hidden_files})"] if self.hidden_files else []
-        hidden += [f"{name}/ ({count})" for name, count in self.hidden_folders.most_common()]
         lines = {
             "class folders without readable images are left out: ": join_names(self.empty_classes),
             "files of unsupported types are left out: ": self.kinds(),
-            "hidden files and folders are left out: ": join_names(hidden, 6),
             "images next to the class folders have no class and are left out: ": str(self.loose or ""),
             "links to folders that are already included are left out: ": join_names(self.linked, 3),
         }
@@ -76,7 +67,6 @@ class Scan:
     def _enters(self, entry: os.DirEntry, class_name: str) -> bool:
         """Whether to enter a folder; False for hidden folders and links to folders that are already included."""
         if _is_hidden(entry.name):
-            self.hidden_folders[entry.name] += 1
             return False
         key = os.path.realpath(entry.path)
         if key not in self.class_of:
@@ -87,10 +77,8 @@ class Scan:
         self.linked.append(entry.path)
         return False
 
-    def _leave_out(self, name: str) -> None:
-        if _is_hidden(name):
-            self.hidden_files += 1
-        else:
+    def _count_other(self, name: str) -> None:
+        if not (_is_hidden(name) or _looks_like_image(name)):
             self.not_images[os.path.splitext(name)[1].lower()] += 1
 
 

@@ -1,14 +1,13 @@
 """Select the samples that a run trains and evaluates on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names
-from utils.data.check import check_images, refuse_bad
-from utils.data.labels import check_kind, renumber
+from utils.data.check import check_images
 from utils.data.record import Record, is_same, make_record, match_files, table_changes
 from utils.data.sampling import class_weights
 from utils.data.sources import open_source
@@ -16,6 +15,7 @@ from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_
 from utils.errors import UserError
 
 SILENT = Terminal(False)
+_SHOWN = 8  # images named in an error
 
 
 def load_data(config: TrainConfig, record: Record | None = None, terminal: Terminal = SILENT) -> Data:
@@ -28,14 +28,15 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
         record.check_choices(config)
     source = _open_checked(config, terminal)
     if record is not None and record.train.names is not None:
-        train, evaluation = _recorded_splits(record, source, config, terminal)
-        bad = _report_left_out((train, evaluation), terminal)
+        opened = _recorded_splits(record, source, terminal, config.bad_images == "skip")
+        train = _drop_unreadable(opened[0], config, terminal, keep_order=True)
+        evaluation = _drop_unreadable(opened[1], config, terminal)
     else:
-        (train, train_whole), (evaluation, eval_whole) = _choose_splits(source, config)
+        (train, train_whole), (evaluation, eval_whole) = chosen = _choose_splits(source, config, terminal)
         if record is not None:
             _check_same_tables(record, train_whole, eval_whole)
-        record = make_record(config, source.class_names, (train, train_whole), (evaluation, eval_whole))
-        bad = _report_left_out(source.opened, terminal)
+        record, opened = make_record(config, source.class_names, *chosen), source.opened
+    bad = {name: reason for split in opened for name, reason in split.unreadable().items()}
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
     for split in (train, evaluation):
@@ -74,9 +75,7 @@ def load_split(
         split = source.split(_existing(source, asked or _train_name(source, None), "--split"))
         _report_trained_on(record, split, terminal)
         shown = split.name if asked or len(source.openers) > 1 else "all images"
-    if config.bad_images == "skip":
-        _report_left_out([split], terminal)
-    split = random_subset(_readable_part(split, config), config.max_eval_samples, config.seed)
+    split = random_subset(_drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed)
     check_kind(split, config)
     wanted = class_names(source.class_names) if callable(class_names) else class_names
     return replace(renumber(split, source.class_names, wanted), name=shown)
@@ -90,11 +89,13 @@ def _open_checked(config: TrainConfig, terminal: Terminal) -> Source:
     return source
 
 
-def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
+def _choose_splits(
+    source: Source, config: TrainConfig, terminal: Terminal
+) -> tuple[tuple[Split, Split], tuple[Split, Split]]:
     """The samples to train on and to evaluate on, each with the whole split that they were taken from."""
     train_name = _train_name(source, config.train_split)
     whole = source.split(train_name)
-    train = _readable_part(whole, config)
+    train = _drop_unreadable(whole, config, terminal)
     eval_name = None if config.eval_fraction else _eval_name(source, train_name, config.eval_split)
     if eval_name is None:
         train, evaluation = hold_out(train, config.eval_fraction or 0.1, config.seed)
@@ -102,7 +103,7 @@ def _choose_splits(source: Source, config: TrainConfig) -> tuple[tuple[Split, Sp
     eval_whole = source.split(eval_name)
     if eval_whole is not whole:
         _check_apart(whole, eval_whole)
-    return (train, whole), (_readable_part(eval_whole, config), eval_whole)
+    return (train, whole), (_drop_unreadable(eval_whole, config, terminal), eval_whole)
 
 
 def _check_apart(train: Split, evaluation: Split) -> None:
@@ -118,26 +119,32 @@ def _check_apart(train: Split, evaluation: Split) -> None:
             )
 
 
-def _readable_part(split: Split, config: TrainConfig) -> Split:
-    """The split without unreadable images. With --bad_images error, raises ValueError, which names them."""
-    _check_readable(split, config)
-    return split if split.readable.all() else split.select(np.flatnonzero(split.readable))
+def _drop_unreadable(split: Split, config: TrainConfig, terminal: Terminal, keep_order: bool = False) -> Split:
+    """The split without unreadable images, or with others in their places to `keep_order`.
 
-
-def _check_readable(split: Split, config: TrainConfig) -> None:
+    With --bad_images error, raises UserError, which names them.
+    """
+    bad = [f"{name} ({reason})" for name, reason in split.unreadable().items()]
+    if not bad:
+        return split
+    count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
     if config.bad_images == "error":
-        refuse_bad(split)
+        more = f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
+        fix = "fix these files, or leave them out with --bad_images skip"
+        raise UserError(f"{count} cannot be read: {', '.join(bad[:_SHOWN])}{more}", fix)
     if not split.readable.any():
         raise UserError(f"no image of split {split.name!r} can be used ({len(split)} checked)", "give another --data")
+    action = "other images of their classes replace them" if keep_order else "will be left out"
+    terminal.print(f"{count} cannot be used and {action}; the first is {bad[0]}")
+    return split.replace_unreadable() if keep_order else split.select(np.flatnonzero(split.readable))
 
 
-def _recorded_splits(record: Record, source: Source, config: TrainConfig, terminal: Terminal) -> tuple[Split, Split]:
-    """The two original splits of a run. Unreadable images keep their positions."""
+def _recorded_splits(record: Record, source: Source, terminal: Terminal, skip: bool) -> list[Split]:
+    """The two original splits of a run. With `skip`, changed images are marked as unreadable."""
     wholes = [source.split(_existing(source, part.source, "the run used split")) for part in record.parts]
     if source.class_names != record.class_names:
         problem = _class_changes(record.class_names, source.class_names)
         raise UserError(problem, "a resumed run needs the same classes: restore them, or start a new run")
-    skip = config.bad_images == "skip"
     found = [
         match_files(record, part, whole, source.class_names, skip)
         for part, whole in zip(record.parts, wholes, strict=True)
@@ -146,15 +153,12 @@ def _recorded_splits(record: Record, source: Source, config: TrainConfig, termin
     if changes:
         raise UserError(
             "; ".join(changes),
-            "a resumed run needs the same images and labels: restore them, leave out changed images "
+            "a resumed run needs the same images and labels: restore them, replace changed images "
             "with --bad_images skip, or start a new run",
         )
     for text in dict.fromkeys(text for one in found for text in one.new_files):
         terminal.print(text)
-    train, evaluation = (one.split for one in found)
-    for split in (train, evaluation):
-        _check_readable(split, config)
-    return train, evaluation
+    return [one.split for one in found]
 
 
 def _class_changes(before: list[str], now: list[str]) -> str:
@@ -168,18 +172,6 @@ def _check_same_tables(record: Record, *wholes: Split) -> None:
     changes = [text for part, whole in zip(record.parts, wholes, strict=True) for text in table_changes(part, whole)]
     if changes:
         raise UserError("; ".join(dict.fromkeys(changes)), "a resumed run needs the same data: restore it")
-
-
-def _report_left_out(splits: Sequence[Split], terminal: Terminal) -> dict[str, str]:
-    """Report the unreadable images, which are left out; returns them with the reasons."""
-    images: dict[str, str] = {}
-    for split in splits:
-        bad = split.unreadable()
-        for name, reason in list(bad.items())[:1]:
-            count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
-            terminal.print(f"{count} cannot be used and will be left out; the first is {name} ({reason})")
-        images |= bad
-    return images
 
 
 def _holds_all(source: Source, record: Record) -> bool:
@@ -199,7 +191,7 @@ def _own_split(source: Source, config: TrainConfig, training: bool, record: Reco
         for text in (*found.changes, *found.new_files):
             terminal.print(text)
         return found.split
-    train, evaluation = _choose_splits(source, config)
+    train, evaluation = _choose_splits(source, config, terminal)
     split, whole = train if training else evaluation
     changes = table_changes(part, whole) if part else []
     if changes and train[1] is evaluation[1]:
@@ -242,3 +234,40 @@ def _existing(source: Source, name: str, flag: str) -> str:
     if name not in source.openers:
         raise UserError(f"{flag} {name}: no such split", f"use one of {join_names(source.openers)}")
     return name
+
+
+def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
+    """Map labels, indices into `class_names`, to indices into `wanted`.
+
+    Raises ValueError if `wanted` lacks a class of the split.
+    """
+    if class_names == wanted:
+        return split
+    number = {name: index for index, name in enumerate(wanted)}
+    table = np.asarray([number.get(name, -1) for name in class_names])
+    is_multi = split.labels.ndim == 2
+    present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
+    unknown = sorted({class_names[label] for label in present if table[label] < 0})
+    if unknown:
+        raise UserError(
+            f"the checkpoint does not have the class {unknown[0]!r}, only {join_names(wanted)}",
+            "evaluate data with these classes",
+        )
+    if not is_multi:
+        return replace(split, labels=table[split.labels])
+    labels = np.zeros((len(split), len(wanted)), np.uint8)
+    labels[:, table[present]] = split.labels[:, present]
+    return replace(split, labels=labels)
+
+
+def check_kind(split: Split, config: TrainConfig) -> None:
+    """Raise ValueError if the labels of a split do not suit --task, or if none of its images has one."""
+    if split.labels.ndim == 1:
+        if config.task == "multilabel":
+            problem = f"--task multilabel: each image of --data {config.data} has one label"
+            raise UserError(problem, "use lists of labels, or train with --task classification")
+    elif config.task not in ("auto", "multilabel"):
+        problem = f"--task {config.task}: an image of --data {config.data} may have several labels"
+        raise UserError(problem, "use other data, or train with --task multilabel")
+    elif not split.labels.any():
+        raise UserError(f"no image of split {split.name!r} has a label", "fix the labels")

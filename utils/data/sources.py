@@ -9,9 +9,10 @@ import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import psutil
+import torchvision
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
@@ -22,11 +23,11 @@ from utils.data.order import fold_in
 from utils.data.splits import Source, Split, fingerprint_of, whole_split
 from utils.data.table_files import has_tables, read_table_files
 from utils.data.tables import load_hub, table_source
-from utils.data.vision import open_torchvision, torchvision_class
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 from utils.files import expand
 
 SYNTHETIC_IMAGES = 1024  # distinct images of a synthetic data set; samples above this number share them
+TORCHVISION = ("MNIST", "FashionMNIST", "KMNIST", "CIFAR10", "CIFAR100")  # torchvision keeps these in memory
 
 
 def open_digits(_rest: str, _config: TrainConfig) -> Source:
@@ -50,17 +51,14 @@ def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
             "for example synthetic/10x32x10000",
         )
     classes, size, count = map(int, found.groups())
-    # Of the pixels; of the row, label and order of each sample; and of the names of the classes.
-    needs = 3 * size * size * min(count, SYNTHETIC_IMAGES) + 40 * count + 100 * classes
-    has = psutil.virtual_memory().total
-    if needs > has:
-        gigabytes = f"needs {needs / 1e9:.0f} GB of memory, and this machine has {has / 1e9:.0f} GB"
-        raise UserError(f"--data synthetic/{numbers}: {gigabytes}", "lower these numbers")
 
     def make(name: str, count: int) -> Split:
         random = np.random.Generator(np.random.Philox(fold_in("synthetic", name)))
         distinct = min(count, SYNTHETIC_IMAGES)
-        pixels = random.integers(0, 128, (distinct, 3, size, size), np.uint8)
+        try:
+            pixels = random.integers(0, 128, (distinct, 3, size, size), np.uint8)
+        except MemoryError as error:
+            raise UserError(f"--data synthetic/{numbers}: {one_line(error)}", "lower these numbers") from error
         # Each class has a brighter band at a different height, so that a network can learn the classes.
         for row in range(distinct):
             band = row % classes * size // classes
@@ -70,6 +68,38 @@ def open_synthetic(numbers: str, _config: TrainConfig) -> Source:
 
     openers = {"train": partial(make, "train", count), "test": partial(make, "test", max(1, count // 10))}
     return Source(openers, [str(i) for i in range(classes)])
+
+
+def open_torchvision(name: str, config: TrainConfig) -> Source:
+    """MNIST, FashionMNIST, KMNIST, CIFAR10 or CIFAR100 of torchvision, downloaded to --data_dir if it is missing."""
+    _check_torchvision(name)
+    cls: Any = getattr(torchvision.datasets, name)
+    root = str(expand(config.data_dir or str(Path(config.cache_dir) / "torchvision")))
+    class_names: list[str] = []
+
+    def make(split: str) -> Split:
+        try:
+            try:
+                dataset = cls(root, train=split == "train")
+            except Exception:  # of any class, for files that are missing, damaged or partly extracted
+                dataset = cls(root, train=split == "train", download=True)
+        except Exception as error:
+            problem = f"--data torchvision/{name}: not in {root}, and the download failed ({one_line(error)[:200]})"
+            raise UserError(problem, "put it there, or choose another --data_dir") from error
+        class_names[:] = map(str, dataset.classes)
+        pixels = np.asarray(dataset.data)
+        planes = pixels if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
+        return whole_split(
+            split, planes, dataset.targets, fingerprint_of(name, split, np.ascontiguousarray(pixels).data)
+        )
+
+    return Source({split: partial(make, split) for split in ("train", "test")}, class_names)
+
+
+def _check_torchvision(name: str) -> None:
+    if name not in TORCHVISION:
+        fix = f"use {', '.join(TORCHVISION)} (others are on the Hugging Face Hub)"
+        raise UserError(f"--data torchvision/{name}: no such data set", suggestion(name, TORCHVISION, fix))
 
 
 SOURCES = Table(
@@ -116,20 +146,22 @@ def has_columns(data: str) -> bool:
 def check_source(config: TrainConfig) -> None:
     """Raise ValueError if what --data names does not exist. Does not open it."""
     _check_names(config)
-    if config.task == "multilabel" and not has_columns(config.data):
-        problem = f"--task multilabel: each image of --data {config.data} has one label"
-        raise UserError(problem, "use a table or a CSV file with lists of labels")
     (key, rest), path = _find(config.data), expand(config.data)
     if key == "torchvision/":
-        torchvision_class(rest)
+        _check_torchvision(rest)
     elif key:
         return
     elif not path.exists() and (config.data.startswith((".", "/", "~")) or config.data.count("/") != 1):
         names = [key for key in SOURCES if not key.startswith(".")]
-        fix = suggestion(config.data, names, f"use {SOURCES.listed()}")
+        fix = suggestion(config.data, names, f"use {', '.join(map(_shown, SOURCES))}, {SOURCES.others}")
         raise UserError(f"--data {config.data}: no such file, folder or data set", fix)  # else it may be a Hub id
     elif not path.is_dir() or has_tables(path):
         import datasets  # noqa: F401  takes half a second; load_data would import it on one rank after the other
+
+
+def _shown(key: str) -> str:
+    """A key of SOURCES as part of a list of valid values."""
+    return f"{key}..." if key.endswith("/") else f"a {key} file" if key.startswith(".") else key
 
 
 def _check_names(config: TrainConfig) -> None:

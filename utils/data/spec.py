@@ -7,6 +7,7 @@ from typing import Any, Literal
 from utils.config.bounds import Number, PositiveFloat, read_fields, require
 from utils.config.settings import Pixels
 
+_LARGEST = 2**27  # numbers of an image; a model for more would fill the memory, and end with an allocator's message
 SMALL = 96  # pixels; images with sides up to this are decoded once and cached
 
 
@@ -39,6 +40,7 @@ class InputSpec:
             spec = replace(spec, evaluation=cls.from_dict(other))
         one, two = spec, spec.for_evaluation()
         fits = two.evaluation is None and len(one.mean) == len(one.std) == one.channels == two.channels
+        fits = fits and max(math.prod((*each.size, each.channels)) for each in (one, two)) <= _LARGEST
         require(fits, "'input' is missing or malformed")
         return spec
 

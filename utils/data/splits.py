@@ -36,8 +36,7 @@ class Split:
     `labels` and `rows` are int64 [N]; several samples may share a row. If samples may have several
     classes or none, `labels` is multi-hot, uint8 [N, classes]. `fingerprint` changes if an image may have
     changed; image files have a stamp each instead. A check of the images adds two fields, both by row: `ends`, a
-    checksum of each image (int64 [len(images)]), and `bad`, the errors of unreadable images. `weights`, float64 [N],
-    are those of --sampler, NaN where they cannot be read.
+    checksum of each image (int64 [len(images)]), and `bad`, the errors of unreadable images.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Split:
     ends: Any = None
     bad: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # lines to print about how the data set was read
-    weights: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -63,10 +61,24 @@ class Split:
         positions = np.flatnonzero(~self.readable).tolist()
         return {self.describe(position): self.bad[int(self.rows[position])] for position in positions}
 
+    def replace_unreadable(self) -> "Split":
+        """The split with another image of the same classes in the place of each unreadable one.
+
+        So the order of the other samples does not change. Raises UserError if there is no such image.
+        """
+        _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
+        usable, rows = np.flatnonzero(self.readable), self.rows.copy()
+        for position in np.flatnonzero(~self.readable).tolist():
+            same = usable[kinds[usable] == kinds[position]]
+            if not len(same):
+                problem = f"{self.describe(position)}: no other image of its class can be used ({len(self)} checked)"
+                raise UserError(problem, "restore it, or start a new run")
+            rows[position] = self.rows[same[position % len(same)]]
+        return replace(self, rows=rows)
+
     def select(self, positions: np.ndarray) -> "Split":
         """A split of the samples at these positions, in this order."""
-        weights = None if self.weights is None else self.weights[positions]
-        return replace(self, labels=self.labels[positions], rows=self.rows[positions], weights=weights)
+        return replace(self, labels=self.labels[positions], rows=self.rows[positions])
 
     @property
     def cache_key(self) -> str:
@@ -125,10 +137,8 @@ class Data:
     def fingerprint(self) -> str:
         """A hash of the samples of both splits, which does not change if the data set moves."""
         splits = (self.train, self.evaluation)
-        weights: list[Any] = [] if self.train.weights is None else [self.train.weights.tobytes()]
-        weights += [] if self.class_weights is None else [self.class_weights]
         texts = (text for split in splits for text in (split.label_fingerprint, split.content))
-        return fingerprint_of(*texts, *weights)
+        return fingerprint_of(*texts, self.class_weights)
 
 
 class Files:
@@ -200,6 +210,28 @@ def whole_split(name: str, images: Images, labels, fingerprint: str) -> Split:
     return Split(name, images, labels, np.arange(len(labels)), fingerprint)
 
 
+def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) -> np.ndarray:
+    """The multi-hot rows of samples with `counts` [N] classes each, listed one after the other in `flat`.
+
+    Raises ValueError if one is outside 0 .. classes - 1.
+    """
+    samples = np.repeat(np.arange(len(counts)), counts)
+    wrong = np.flatnonzero((flat < 0) | (flat >= classes))
+    if len(wrong):
+        problem = f"has the label {flat[wrong[0]]}, outside 0..{classes - 1}"
+        raise UserError(f"image {samples[wrong[0]]} of split {split!r} {problem}", "fix the labels")
+    rows = np.zeros((len(counts), classes), np.uint8)
+    rows[samples, flat] = 1
+    return rows
+
+
+def indices_in(names: list, labels: Any) -> np.ndarray:
+    """The index in `names` of each label, int64 [n]; -1 for one that is not there."""
+    import pandas  # takes a third of a second
+
+    return pandas.Index(names).get_indexer(labels)
+
+
 def check_labels(split: Split, classes: int) -> None:
     """Raise ValueError if the split is empty or a label is outside 0 .. classes - 1."""
     if not len(split):
@@ -229,6 +261,9 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     is_held = np.zeros(len(split), bool)
     is_held[order] = np.diff(steps) > 0
     is_held &= (counts[labels] > 1) | is_multi
+    if not is_multi and counts.max(initial=0) == 1:
+        problem = f"split {split.name!r} has one sample of each class, so none can be held out for evaluation"
+        raise UserError(problem, "add samples, or name an --eval_split")
     if not is_held.any() or is_held.all():
         raise UserError(
             f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of them",

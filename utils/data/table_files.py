@@ -111,12 +111,18 @@ def _check_shards(files: list[Path]) -> None:
 
 
 def _unreadable_file(path: Path) -> Path:
-    """The first parquet file in `path` with a damaged footer or without rows; `path` itself if there is none."""
+    """The first parquet file in `path` that is damaged, has no rows, or has other columns than the first one.
+
+    `path` itself if there is none.
+    """
     from pyarrow.parquet import read_metadata
 
+    columns = None
     for file in sorted(path.glob("*.parquet")):
         with suppress(ValueError, OSError):
-            if read_metadata(file).num_rows:
+            found = read_metadata(file)
+            columns = columns or found.schema.to_arrow_schema()
+            if found.num_rows and found.schema.to_arrow_schema().equals(columns):
                 continue
         return file
     return path

@@ -10,12 +10,12 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.labels import multi_hot
-from utils.data.sampling import to_weights, weight_column
 from utils.data.splits import (
     Source,
     Split,
     fingerprint_of,
+    indices_in,
+    multi_hot,
     split_that_defines_classes,
     stamp_of,
     whole_split,
@@ -97,9 +97,7 @@ def table_source(splits, config: TrainConfig) -> Source:
         images = Table(dataset, image_column)
         stamps = [stamp_of(file) for file in images.files() if Path(file).is_file()]
         split = whole_split(name, images, labels, fingerprint_of(dataset._fingerprint, *stamps))
-        weight = weight_column(config)
-        weights = to_weights(dataset[weight][:]) if weight in dataset.features else None
-        return replace(split, notes=notes, weights=weights)
+        return replace(split, notes=notes)
 
     return Source({name: partial(make, name) for name in splits}, class_names)
 
@@ -194,29 +192,20 @@ def _labels(split: str, values, counts, label_values: list | None, classes: int)
 
     `label_values` are the values of class 0, 1, ... Raises ValueError for a null label.
     """
-    import pyarrow as pa
-    from pyarrow import compute
-
     rows = np.arange(len(values if counts is None else counts))
     if counts is not None:
         _refuse_null(split, counts, rows)
         counts = counts.to_numpy()
         rows = np.repeat(rows, counts)
     _refuse_null(split, values, rows)
+    labels = values.to_numpy()
     if label_values is not None:
-        is_text = isinstance(label_values[0], str)
-        values = values if is_text else values.cast(pa.int64())
-        indices = compute.index_in(values, value_set=pa.array(label_values, values.type))
-        labelled = values.is_valid() if is_text else compute.greater_equal(values, 0)
-        unknown = values.filter(compute.and_(indices.is_null(), labelled))
+        found, labels = labels, indices_in(label_values, labels)
+        unknown = found[(labels < 0) & (True if isinstance(label_values[0], str) else found >= 0)]
         if len(unknown):
-            first = unknown[0].as_buffer().to_pybytes().decode("utf-8", "replace") if is_text else unknown[0].as_py()
-            raise UserError(
-                f"split {split!r} has the class {first!r}, but the training split has only {join_names(label_values)}",
-                "fix the labels, or choose another split",
-            )
-        values = indices
-    labels = values.cast(pa.int64()).fill_null(-1).to_numpy()
+            problem = f"split {split!r} has the class {unknown[0]!r}, but the training split has only"
+            raise UserError(f"{problem} {join_names(label_values)}", "fix the labels, or choose another split")
+    labels = labels.astype(np.int64)
     return labels if counts is None else multi_hot(split, counts, labels, classes)
 
 

@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
+from utils.config.settings import TrainConfig
+from utils.data.datasets import Batch, ImageDataset, ResidentImages
+from utils.data.order import MicrobatchSampler
 from utils.errors import UserError, one_line
 from utils.launch.environment import local_rank_and_size, print_for_machine
 from utils.memory import MB, SHM, SHM_FIX, describe_shm, shm_space, usable_physical_cores
@@ -25,7 +28,6 @@ AHEAD = 4  # batches that each worker prepares in advance
 _IN_USE = 2  # batches that the rank holds: the current one, and the next one, which Accelerate reads ahead
 _SMALL = 2**16  # bytes of a batch besides its images: labels, indices, and rounding to pages
 _USABLE = 0.9  # fraction of the free space to use; other programs need some too
-_PER_CORE = 8  # most loader processes per core of a machine, far more than is useful
 
 
 def default_workers(threads: int, processes: int) -> int:
@@ -57,14 +59,9 @@ def choose_workers(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
 
 def workers_that_fit(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
     """`choose_workers`. The machine's first rank prints a line if there are fewer than `wanted`."""
-    processes, cores = local_rank_and_size()[1], os.cpu_count() or 1
-    most = max(1, _PER_CORE * cores // processes)
-    if wanted > most:
-        print_for_machine(f"--num_workers {wanted}: too many for {cores} processor cores; using {most} instead")
-        wanted = most
     workers, ahead = choose_workers(sizes, wanted)
     if (workers, ahead) != (wanted, AHEAD):
-        need = processes * bytes_needed(sizes, wanted, AHEAD) / MB
+        need = local_rank_and_size()[1] * bytes_needed(sizes, wanted, AHEAD) / MB
         problem = f"{SHM}: {describe_shm()}, {need:.0f} MB needed for --num_workers {wanted}"
         print_for_machine(f"{problem}; using {workers} instead, which is slower; {SHM_FIX}")
     return workers, ahead
@@ -74,21 +71,19 @@ class ShmFull(UserError):
     """A loader process could not write a batch to /dev/shm."""
 
 
-def move_to_shared_memory(batch: Any) -> dict:
-    """A `collate_fn` that moves the tensors of a batch, a dict, to shared memory if this is a loader process.
+def move_to_shared_memory(batch: Any) -> Batch:
+    """A `collate_fn` that moves the tensors of a Batch to shared memory if this is a loader process.
 
-    If there is no space, the tensors are returned empty, with a ShmFull under "error". PyTorch would move them later,
-    in a thread that only prints the error, and the rank would wait for this batch forever.
+    If there is no space, the batch is empty, with a ShmFull as its error. PyTorch would move them later, in a thread
+    that only prints the error, and the rank would wait for this batch forever.
     """
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     try:
-        for tensor in tensors.values() if get_worker_info() is not None else ():
+        for tensor in (batch.images, batch.labels) if get_worker_info() is not None else ():
             if tensor.numel():  # an empty tensor takes no shared memory
                 _share(tensor)
     except ShmFull as error:
-        tensors, batch = {name: value[:0] for name, value in tensors.items()}, batch | {"error": error}
-    # PyTorch would send the whole memory of an empty view; an empty copy has none.
-    return batch | {name: value if value.numel() else value.clone() for name, value in tensors.items()}
+        return batch.failed(error)
+    return batch
 
 
 def _share(tensor: Tensor) -> None:
@@ -143,3 +138,35 @@ def _await_parents_sigterm(parent: int) -> None:
         if received is not None and received.si_pid == parent:
             break
     os._exit(0)
+
+
+def make_loader(
+    dataset: ImageDataset, sampler: MicrobatchSampler, config: TrainConfig, threads: int, device: torch.device
+) -> DataLoader:
+    """`make_loaders` for a single loader."""
+    return make_loaders([(dataset, sampler)], config, threads, device)[0]
+
+
+def make_loaders(
+    parts: Sequence[tuple[ImageDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
+) -> list[DataLoader]:
+    """The loaders of a rank, for `Accelerator.prepare`. They are created together, because they share /dev/shm."""
+    wanted = config.num_workers
+    if wanted is None:
+        wanted = default_workers(threads, local_rank_and_size()[1])
+    # Otherwise a batch is one copy of small images, which is faster than passing it between processes.
+    sizes = [each.largest * dataset.image_bytes for dataset, each in parts if dataset.in_loader]
+    workers_each, ahead = workers_that_fit(sizes, wanted)
+    loaders = []
+    for dataset, sampler in parts:
+        workers = workers_each if dataset.in_loader else 0
+        loader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=move_to_shared_memory,
+            **worker_processes(workers, ahead),
+            persistent_workers=workers > 0,
+            pin_memory=device.type == "cuda" and not isinstance(dataset, ResidentImages),
+        )
+        loaders.append(loader)
+    return loaders

@@ -1,9 +1,11 @@
-"""config.json and the model card of an exported folder."""
+"""config.json and the model card of an exported folder, with Python code that uses it without Lockstep."""
 
 from typing import Any
 
 from utils.console import join_names, printable
-from utils.export.code import Code, card_code
+from utils.data.decode import EVAL_CROP
+from utils.data.spec import InputSpec
+from utils.export.forms import Code
 from utils.export.loaded import Loaded
 from utils.files import expand
 from utils.tasks.task import score_rows
@@ -61,11 +63,11 @@ after update {saved.state.step}, in epoch {saved.state.epochs_begun}.
 ## Use
 
 ```bash
-pip install {" ".join(code.install)}
+pip install {code.install} numpy pillow
 ```
 
 ```python
-{card_code(loaded, code)}```
+{_python(loaded, code)}```
 
 On the same pixels (random ones), the probabilities are those of the checkpoint in float32;
 the largest difference found was {difference:.1e}.
@@ -74,6 +76,66 @@ the largest difference found was {difference:.1e}.
 
 The author has not stated a licence. To state one, add a line such as `license: mit` to the first lines of this file.
 """
+
+
+def _python(loaded: Loaded, code: Code) -> str:
+    """The code that defines `preprocess` and `predict`, and classifies a photograph with them."""
+    spec, outputs = loaded.spec, loaded.task.outputs
+    shown = """for index in probabilities.argsort()[::-1][:5]:
+    print(f"{probabilities[index]:.4f}  {labels[index]}")
+"""
+    if loaded.task.cut is not None:
+        shown = f"""for label, probability in zip(labels[-{outputs}:], probabilities):
+    mark = "  (predicted)" if probability > {loaded.saved.settings.threshold} else ""
+    print(f"{{probability:.4f}}  {{label}}{{mark}}")
+"""
+    return f'''import json
+
+import numpy as np
+{code.imports}
+from PIL import Image, ImageOps
+
+folder = "."  # with the files of this model
+labels = json.load(open(f"{{folder}}/config.json"))["labels"]
+{code.loading}
+
+
+{preprocessing(spec)}
+
+def predict(images):
+    """Probabilities [n, {outputs}] of uint8 images [n, {spec.height}, {spec.width}, {spec.channels}]."""
+    {code.predicting}
+
+
+probabilities = predict(preprocess("photo.jpg")[None])[0]
+{shown}'''
+
+
+def preprocessing(spec: InputSpec) -> str:
+    """The source of `preprocess`, which uses Pillow and NumPy. Its pixels are those of evaluation, up to rounding.
+
+    See `center` and `center_of_photograph` of utils/data/decode.py.
+    """
+    height, width, shorter = spec.height, spec.width, min(spec.height, spec.width)
+    resized = shorter if spec.small else spec.resize or shorter / EVAL_CROP
+    rows, columns = (f"{side * resized / shorter:.17g}" for side in (height, width))
+    round_down = spec.resize is not None and not spec.small
+    if spec.squash and round_down:
+        sides = f"width, height = {round(float(columns))}, {round(float(rows))}"
+    else:
+        rounded = "int(image.{} * scale + 1e-6)" if round_down else "round(image.{} * scale)"
+        sides = f"""scale = max({columns} / image.width, {rows} / image.height)
+    width, height = {rounded.format("width")}, {rounded.format("height")}"""
+    kind = "BICUBIC" if spec.interpolation == "bicubic" and not spec.small else "BILINEAR"
+    return f'''def preprocess(file):
+    """An image file as the model's input, uint8 [{height}, {width}, {spec.channels}]."""
+    image = ImageOps.exif_transpose(Image.open(file)).convert("{"L" if spec.channels == 1 else "RGB"}")
+    {sides}
+    left, top = round((width - {width}) / 2), round((height - {height}) / 2)
+    image = image.resize((width, height), Image.Resampling.{kind})
+    box = left, top, left + {width}, top + {height}
+    return np.array(image.crop(box)).reshape({height}, {width}, {spec.channels})
+'''
 
 
 def data_name(loaded: Loaded) -> str:

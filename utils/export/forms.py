@@ -6,56 +6,42 @@ To add a form, write such a function and add it to `FORMS` and to ExportConfig.
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torchvision
-from safetensors.torch import load_file, save_file
 
 from utils.data.spec import InputSpec
 from utils.errors import UserError
-from utils.export.code import Code
 from utils.export.loaded import Loaded, Probabilities, probabilities
 
-_STEM = "or train a model of that library with --stem standard"
 NEEDED = {"timm": ["timm"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 """The packages that a form needs besides those of training."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """How to use a form in Python: packages to install, imports, lines that load the model, and the body of `predict`.
+
+    `predict` does the same as these lines: from uint8 images [n, H, W, C] to probabilities, float32 [n, outputs].
+    """
+
+    install: str
+    imports: str
+    loading: str
+    predicting: str
+    predict: Callable[[np.ndarray], np.ndarray]
 
 
 def check_packages(form: str) -> None:
     """Raise ValueError if a package that the form needs is missing."""
     for name in NEEDED.get(form, []):
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"--to {form}: {name} is not installed", f"pip install {' '.join(NEEDED[form])}")
-
-
-def write_safetensors(loaded: Loaded, folder: Path) -> Code:
-    """The weights for torchvision's own class, `model.safetensors`."""
-    change: str = getattr(loaded.model, "stem_change", "")
-    if loaded.library != "torchvision" or change:
-        problem = f"--to safetensors: {loaded.name} does not have the layers of a torchvision model"
-        raise UserError(problem, f"use --to {'timm, ' * (loaded.library == 'timm')}torch or onnx, {_STEM}")
-    tensors = {name: tensor.contiguous() for name, tensor in loaded.model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
-    arguments = {"num_classes": loaded.task.outputs} | _of_torchvision(loaded)
-    arguments |= {name: value for name, value in loaded.saved.settings.model_args.items() if name.isidentifier()}
-    model = torchvision.models.get_model(loaded.name, **arguments)
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    texts = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return Code(
-        install=["torch", "torchvision", "safetensors", "numpy", "pillow"],
-        imports=["import torch", "import torchvision", "from safetensors.torch import load_file"],
-        loading=[
-            f"model = torchvision.models.get_model({loaded.name!r}, {texts})",
-            'model.load_state_dict(load_file(f"{folder}/model.safetensors"))',
-            "model.eval()",
-        ],
-        predicting=_in_pytorch(loaded),
-        predict=partial(probabilities, replace(loaded, model=model.eval())),
-    )
+            fix = f"pip install -c constraints.txt {' '.join(NEEDED[form])}"
+            raise UserError(f"--to {form}: {name} is not installed", fix)
 
 
 def write_timm(loaded: Loaded, folder: Path) -> Code:
@@ -71,8 +57,7 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
             model.load_state_dict(loaded.model.state_dict())
         except Exception as error:  # of any class, by the model's arguments
             problem = f"--to timm: {loaded.name} does not have the layers of a timm model"
-            fix = f"use --to torch or onnx, {_STEM}"
-            raise UserError(problem, fix) from error
+            raise UserError(problem, "use --to torch or onnx, or train a timm model with --stem standard") from error
     shown = {
         "input_size": (spec.channels, spec.height, spec.width),
         "mean": spec.mean,
@@ -85,12 +70,16 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     }
     more = {"label_names": loaded.saved.class_names, "pretrained_cfg": shown}
     timm.models.save_for_hf(model, str(folder), more, model_args=arguments, safe_serialization=True)
+    activation = "softmax(1)" if loaded.task.activation == "softmax" else "sigmoid()"
     written = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     return Code(
-        install=["timm", "numpy", "pillow"],
-        imports=["import torch", "import timm"],
-        loading=['model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()'],
-        predicting=_in_pytorch(loaded),
+        install="timm",
+        imports="import timm\nimport torch",
+        loading='model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()',
+        predicting=f"""mean, std = torch.tensor({spec.mean}), torch.tensor({spec.std})
+    values = ((torch.from_numpy(images) / 255 - mean) / std).permute(0, 3, 1, 2)
+    with torch.inference_mode():
+        return model(values.contiguous()).{activation}.numpy()""",
         predict=partial(probabilities, replace(loaded, model=written)),
     )
 
@@ -100,10 +89,10 @@ def write_torch(loaded: Loaded, folder: Path) -> Code:
     torch.export.save(_program(loaded), folder / "model.pt2")
     model = torch.export.load(folder / "model.pt2").module()
     return Code(
-        install=[f"'torch>={torch.__version__.partition('+')[0]}'", "numpy", "pillow"],
-        imports=["import torch"],
-        loading=['model = torch.export.load(f"{folder}/model.pt2").module()'],
-        predicting=["return model(torch.from_numpy(images)).numpy()"],
+        install=f"'torch>={torch.__version__.partition('+')[0]}'",
+        imports="import torch",
+        loading='model = torch.export.load(f"{folder}/model.pt2").module()',
+        predicting="return model(torch.from_numpy(images)).numpy()",
         predict=lambda images: model(torch.from_numpy(images)).numpy(),
     )
 
@@ -118,16 +107,15 @@ def write_onnx(loaded: Loaded, folder: Path) -> Code:
     program.save(folder / "model.onnx", external_data=False)
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     return Code(
-        install=["onnxruntime", "numpy", "pillow"],
-        imports=["import onnxruntime"],
-        loading=['session = onnxruntime.InferenceSession(f"{folder}/model.onnx", providers=["CPUExecutionProvider"])'],
-        predicting=['return session.run(None, {"images": images})[0]'],
+        install="onnxruntime",
+        imports="import onnxruntime",
+        loading='session = onnxruntime.InferenceSession(f"{folder}/model.onnx", providers=["CPUExecutionProvider"])',
+        predicting='return session.run(None, {"images": images})[0]',
         predict=lambda images: session.run(None, {"images": images})[0],
     )
 
 
 FORMS: dict[str, Callable[[Loaded, Path], Code]] = {
-    "safetensors": write_safetensors,
     "torch": write_torch,
     "onnx": write_onnx,
     "timm": write_timm,
@@ -139,26 +127,6 @@ def _program(loaded: Loaded) -> torch.export.ExportedProgram:
     example = torch.zeros(2, spec.height, spec.width, spec.channels, dtype=torch.uint8)
     sizes = ({0: torch.export.Dim("n")},)
     return torch.export.export(Probabilities(loaded).eval(), (example,), dynamic_shapes=sizes)
-
-
-def _in_pytorch(loaded: Loaded) -> list[str]:
-    """The body of `predict` for a module that takes normalised images."""
-    activation = "softmax(1)" if loaded.task.activation == "softmax" else "sigmoid()"
-    return [
-        f"mean, std = torch.tensor({loaded.spec.mean}), torch.tensor({loaded.spec.std})",
-        "values = ((torch.from_numpy(images) / 255 - mean) / std).permute(0, 3, 1, 2)",
-        "with torch.inference_mode():",
-        f"    return model(values.contiguous()).{activation}.numpy()",
-    ]
-
-
-def _of_torchvision(loaded: Loaded) -> dict[str, Any]:
-    """The arguments that `build_model` gives besides --model_args, without the extra heads of training."""
-    name = loaded.name
-    if name in ("googlenet", "inception_v3"):
-        inside = loaded.saved.settings.pretrained
-        return {"aux_logits": False, "transform_input": inside, "init_weights": False}
-    return {"image_size": loaded.saved.spec.height} if name.startswith("vit_") else {}
 
 
 def _crop_share(spec: InputSpec) -> float:

@@ -12,8 +12,8 @@ from utils.errors import UserError
 from utils.models.zoo import OWN_MODELS
 from utils.ranks.ranks import Ranks
 from utils.runs.inference import load_for_inference
+from utils.runs.loading import EMA
 from utils.runs.metadata import SavedRun
-from utils.runs.parts import EMA
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
 

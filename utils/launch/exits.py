@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from utils.errors import LostRank, UserError, fix_of, one_line, problem_of
+from utils.errors import LostRank, UserError, fix_of, one_line, problem_of, shorten
 from utils.files import write_file
 from utils.launch.environment import claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
@@ -48,6 +48,7 @@ def print_line(prog: str, text: str) -> None:
 
 def print_last_line(prog: str, text: str, is_cause: bool = True) -> None:
     """Print the line with which this process exits, also in the launcher's table (see `inform_launcher`)."""
+    text = shorten(text, 1500)
     print_line(prog, text)
     inform_launcher(f"{prog}: {text}", is_cause)
 
@@ -55,7 +56,7 @@ def print_last_line(prog: str, text: str, is_cause: bool = True) -> None:
 def exit_with_error(error: BaseException, prog: str, prints: bool = True, show_traceback: bool = False) -> NoReturn:
     """Exit with code 2. If `prints`, print the error as one line first, after its traceback if `show_traceback`."""
     if not prints:
-        let_others_print()
+        delay_exit()
     else:
         if show_traceback:
             traceback.print_exception(error)
@@ -80,7 +81,7 @@ def how_to_resume(prog: str) -> str:
     return "; resume from the last checkpoint with --run_name NAME --resume auto" * (prog == "train.py")
 
 
-def let_others_print() -> None:
+def delay_exit() -> None:
     """Wait before this process exits: a launcher then ends the others, one of which prints the error."""
     time.sleep(5 if is_launched() else 0.5)
 

@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
 from utils.errors import UserError, one_line
-from utils.models.layers import keep_activations
-from utils.models.published import published_input
+from utils.models.published import timm_weights
 
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28}  # smaller images are enlarged to it; 32 for other models
 ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
@@ -39,10 +38,9 @@ def check_output(
         fix = f"change --model_args, or {fix}" if config.model_args else fix
         what = f"{spec.height}x{spec.width}x{spec.channels} images" + ", the size of evaluation" * in_evaluation
         raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
-    if not isinstance(logits, torch.Tensor) or logits.shape != (1, classes):
-        is_tensor = isinstance(logits, torch.Tensor)
-        shape = f"of shape {list(logits.shape)}" if is_tensor else f"of type {type(logits).__name__}"
-        problem = f"{name} has an output {shape}, not one score per class"
+    found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if found != [1, classes]:
+        problem = f"{name} returns {found} for an image, not one score per class, [1, {classes}]"
         raise UserError(problem, "leave out --model_args, or use another model")
     try:
         with torch.no_grad():
@@ -65,8 +63,7 @@ def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
 def accept_empty_batches(model: nn.Module) -> None:
     """Let the model compute an image of zeros instead of an empty batch, and return no row of its output.
 
-    All gradients are then zero. The model is in evaluation mode meanwhile, so batch statistics do not change. Blocks
-    keep their activations, because --grad_checkpointing would run them again later, in training mode.
+    All gradients are then zero. The model is in evaluation mode meanwhile, so batch statistics do not change.
     """
     forward = model.forward
 
@@ -76,8 +73,7 @@ def accept_empty_batches(model: nn.Module) -> None:
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            with keep_activations(model):
-                return forward(images.new_zeros(1, *images.shape[1:]))[:0]
+            return forward(images.new_zeros(1, *images.shape[1:]))[:0]
         finally:
             for module, training in modes:
                 module.training = training
@@ -87,38 +83,27 @@ def accept_empty_batches(model: nn.Module) -> None:
 
 def _usual_size(name: str) -> int:
     """A side length in pixels that the model accepts."""
-    if name.startswith("timm/"):
-        return published_input(name).get("size", 224)
-    return MINIMUM_SIZE.get(name, 224)
+    cfg = timm_weights(name)
+    return cfg.input_size[1] if cfg else MINIMUM_SIZE.get(name, 224)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether a layer of a model in training mode uses batch statistics. Frozen ones stay in evaluation mode."""
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    return any(layer.training for layer in layers)
+    return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())
 
 
 def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
-    """Raise ValueError, with batch sizes that work, if batch statistics would be those of a single sample.
+    """Raise ValueError if batch statistics would be those of a single sample.
 
     With synchronised batch normalisation, `together` processes share their statistics.
     """
-    sizes = partial(_sample_sizes, updates=updates, together=together)
-    if 1 not in sizes(plan):
+    if 1 not in _sample_sizes(plan, updates, together):
         return
-    near = sorted(
-        range(plan.microbatches * 2, 2 * plan.global_batch_size + 1, plan.microbatches),
-        key=lambda size: abs(size - plan.global_batch_size),
-    )
-    fits = [size for size in near if size % plan.repeats == 0]
-    works = [size for size in fits if 1 not in sizes(replace(plan, global_batch_size=size))][:2]
-    fixes = [f"--global_batch_size {size}" for size in sorted(works)]
-    if 1 not in sizes(replace(plan, drop_last=True)):
-        fixes.insert(0, "--drop_last")
+    helps = 1 not in _sample_sizes(replace(plan, drop_last=True), updates, together)
+    size = f"{plan.samples} samples, global batches of {plan.global_batch_size} in {plan.microbatches} microbatches"
     raise UserError(
-        f"batch normalisation needs more than one sample, but one batch has only one ({plan.samples} samples, global "
-        f"batches of {plan.global_batch_size} in {plan.microbatches} microbatches)",
-        f"use {' or '.join(fixes) or 'fewer processes or microbatches'}",
+        f"batch normalisation needs more than one sample, but one batch has only one ({size})",
+        "use --drop_last" if helps else "use another --global_batch_size, or fewer processes or microbatches",
     )
 
 

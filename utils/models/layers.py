@@ -1,17 +1,13 @@
-"""What flags change in a model: --drop_path, --freeze, --grad_checkpointing and --tta."""
+"""What flags change in a model: --drop_path, --freeze and --tta."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils.checkpoint import checkpoint
+from torch.nn.modules.batchnorm import _NormBase
 from torchvision.ops import StochasticDepth
 
 from utils.config.bounds import require
@@ -20,10 +16,6 @@ from utils.errors import UserError
 from utils.models.matching import heads_of
 
 FAMILIES = "timm models such as timm/vit_* and timm/convnext_*; convnext_*, efficientnet_*, maxvit_t and swin_*"
-
-
-def has_drop_path(model: nn.Module) -> bool:
-    return any(type(layer).__name__ in ("DropPath", "StochasticDepth") for layer in model.modules())
 
 
 def unsupported(name: str) -> UserError:
@@ -72,9 +64,12 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(f"--freeze {' '.join(patterns)}: no parameter is left to train", f"try {BACKBONE}")
-    for layer in _frozen_statistics(model):
-        layer.eval()
-        layer.__dict__["train"] = _keep_mode  # called by `train` of the model, also after an evaluation
+    for module in model.modules():
+        trained = [parameter.requires_grad for parameter in module.parameters()]
+        if trained and not any(trained):
+            for layer in filter(lambda layer: isinstance(layer, _NormBase), module.modules()):
+                layer.eval()
+                layer.__dict__["train"] = _keep_mode  # called by `train` of the model, also after an evaluation
 
 
 def _matches(model: nn.Module, name: str, pattern: str) -> bool:
@@ -83,83 +78,8 @@ def _matches(model: nn.Module, name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def _frozen_statistics(model: nn.Module) -> list[nn.Module]:
-    """The layers with running statistics in modules that have parameters, all of them frozen."""
-    found: list[nn.Module] = []
-    for module in model.modules():
-        parameters = list(module.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
-            found += [layer for layer in module.modules() if isinstance(layer, _NormBase)]
-    return found
-
-
 def _keep_mode(mode: bool = True) -> None:
     """Replaces a layer's method `train`, and changes nothing."""
-
-
-def checkpoint_blocks(model: Any, name: str) -> None:
-    """Let the model's blocks compute their activations twice; the results are the same, bit for bit.
-
-    timm's models choose their blocks. In others, a block is a layer in an nn.Sequential that has layers of its own.
-    Raises UserError for a model without blocks.
-    """
-    if hasattr(model, "set_grad_checkpointing"):
-        try:
-            model.set_grad_checkpointing(True)
-            blocks, model.switch_checkpointing = [model], model.set_grad_checkpointing
-        except AssertionError:  # the model does not support it
-            blocks = []
-    else:
-        blocks, switch = _blocks(model), SimpleNamespace(on=True)
-        for block in blocks:
-            block.forward = partial(_run, switch, block.forward)
-        model.switch_checkpointing = partial(setattr, switch, "on")
-    if not blocks:
-        fix = "use a model with blocks, such as resnet50, convnext_tiny or timm/vit_small_patch16_224"
-        raise UserError(f"--grad_checkpointing: {name} does not support it", fix)
-    for layer in model.modules():
-        if isinstance(layer, _BatchNorm):
-            layer.register_forward_pre_hook(_use_copies)
-            layer.register_forward_hook(_use_own, always_call=True)  # PyTorch ends the second pass by an exception
-
-
-@contextmanager
-def keep_activations(model: Any) -> Iterator[None]:
-    """Let the blocks of `checkpoint_blocks`, if any, keep their activations for a forward pass."""
-    switch = getattr(model, "switch_checkpointing", lambda on: None)
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
-
-
-def _run(switch: SimpleNamespace, forward: Callable, *inputs: Any) -> Any:
-    # The second pass has the same dropout masks. Without gradients, there is no second pass.
-    return checkpoint(forward, *inputs, use_reentrant=False) if switch.on else forward(*inputs)
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    found = []
-    for child in module.children():
-        is_block = isinstance(module, nn.Sequential | nn.ModuleList) and any(child.children())
-        if is_block and not isinstance(child, nn.Sequential | nn.ModuleList):
-            found.append(child)
-        else:
-            found += _blocks(child)
-    return found
-
-
-def _use_copies(layer: _BatchNorm, inputs: Any) -> None:
-    """In the second pass, which is part of the backward pass, update copies of the running statistics."""
-    if torch._C._current_graph_task_id() != -1:
-        layer.__dict__["own_buffers"] = dict(layer._buffers)
-        copies = {name: buffer.clone() for name, buffer in layer._buffers.items() if buffer is not None}
-        layer._buffers.update(copies)
-
-
-def _use_own(layer: _BatchNorm, inputs: Any, outputs: Any) -> None:
-    layer._buffers.update(layer.__dict__.pop("own_buffers", {}))
 
 
 class Views(nn.Module):

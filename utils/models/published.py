@@ -3,9 +3,7 @@
 import importlib.util
 import pickle
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,23 +19,32 @@ from utils.errors import UserError, one_line
 from utils.models.matching import copy_matching, heads_of
 
 
+def timm_weights(name: str) -> Any:
+    """timm's description of the published weights of timm/NAME; None if it has none, and for torchvision's models."""
+    if not name.startswith("timm/"):
+        return None
+    import timm
+
+    return timm.get_pretrained_cfg(name[5:])
+
+
+def torchvision_weights(name: str) -> Any:
+    """torchvision's description of the published weights of a model."""
+    return torchvision.models.get_model_weights(name).DEFAULT
+
+
 def published_input(name: str) -> dict:
     """The input of the published weights: channels, size, mean, std, and how evaluation crops photographs."""
-    if name.startswith("timm/"):
-        import timm
-
-        cfg = timm.get_pretrained_cfg(name[5:])
-        if cfg is None:
-            return {}
+    if cfg := timm_weights(name):
         interpolation = "bicubic" if cfg.interpolation == "bicubic" else "bilinear"
         crop = {"crop": cfg.crop_pct, "interpolation": interpolation, "squash": cfg.crop_mode == "squash"}
         return {"channels": cfg.input_size[0], "size": cfg.input_size[1], "mean": cfg.mean, "std": cfg.std, **crop}
-    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    preset = torchvision_weights(name).transforms()
     crop = {"crop": preset.crop_size[0] / preset.resize_size[0], "interpolation": preset.interpolation.value}
     return {"channels": 3, "size": preset.crop_size[0], "mean": preset.mean, "std": preset.std, **crop}
 
 
-def sized(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) -> InputSpec:
+def resize_input(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) -> InputSpec:
     """The input with this height and width, and with the resizing of photographs that it needs."""
     weights = published_input(config.model) if config.pretrained else {}
     spec = InputSpec(*size, spec.channels, spec.mean, spec.std)
@@ -46,49 +53,32 @@ def sized(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) -> InputS
     return spec.cropped(config.eval_crop or weights.get("crop") or EVAL_CROP)
 
 
-@contextmanager
-def loading_weights(config: TrainConfig) -> Iterator[None]:
-    """Turn any error of downloading or loading weights into one UserError."""
-    try:
-        yield
-    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        problem = f"--pretrained: the weights of {config.model} cannot be loaded ({one_line(error)[:200]})"
-        raise UserError(problem, _fix_of_weights(config)) from error
-
-
 def _fix_of_weights(config: TrainConfig) -> str:
     """What to do if published weights cannot be loaded."""
     fixes = ["leave out --model_args"] * bool(config.model_args)
-    if config.model.startswith("timm/"):
-        import timm
+    if cfg := timm_weights(config.model):
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        cfg = timm.get_pretrained_cfg(config.model[5:])
-        get = f"download {cfg.url if cfg else 'them'}"
-        get = f"run `hf download {cfg.hf_hub_id}`" if cfg and cfg.hf_hub_id else get
+        get = f"run `hf download {cfg.hf_hub_id}`" if cfg.hf_hub_id else f"download {cfg.url}"
         return ", or ".join([*fixes, f"without a network, {get} elsewhere and copy the files to {HF_HUB_CACHE}"])
-    url = torchvision.models.get_model_weights(config.model).DEFAULT.url
+    url = torchvision_weights(config.model).url
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name
     fixes.append(f"delete {path} if it is damaged" if path.exists() else f"without a network, save {url} as {path}")
     return ", or ".join(fixes)
 
 
-CLASSES: list[str] = torchvision.models.get_model_weights("resnet18").DEFAULT.meta["categories"]
+CLASSES: list[str] = torchvision_weights("resnet18").meta["categories"]
 """Names of the 1,000 classes of ImageNet-1k, in the order of the outputs of all torchvision models."""
 _ENDS = ["n01440764", "n15075141"]  # the first and the last synset
 
 
 def check_classes(config: TrainConfig) -> None:
     """Raise UserError unless the published weights of this model have ImageNet's 1,000 classes."""
-    if config.model.startswith("timm/"):
-        import timm
-
-        cfg = timm.get_pretrained_cfg(config.model[5:])
-        classes = cfg.num_classes if cfg else 0
-        if classes != len(CLASSES):
-            counts = f"{classes or 'no'} classes, not ImageNet's {len(CLASSES)}"
-            fix = "use weights whose tag ends in in1k, or train a model on your classes"
-            raise UserError(f"--model {config.model}: its weights have {counts}", fix)
+    cfg = timm_weights(config.model)
+    if cfg and cfg.num_classes != len(CLASSES):
+        counts = f"{cfg.num_classes or 'no'} classes, not ImageNet's {len(CLASSES)}"
+        fix = "use weights whose tag ends in in1k, or train a model on your classes"
+        raise UserError(f"--model {config.model}: its weights have {counts}", fix)
 
 
 def names_as_in(names: Sequence[str]) -> list[str]:
@@ -127,13 +117,16 @@ def _from_timm() -> Any:
 
 
 def published_model(config: TrainConfig, **arguments: Any) -> nn.Module:
-    """The network of --model with its published weights and their head."""
-    with loading_weights(config):
+    """The network of --model with its published weights and their head. Raises UserError if they cannot be loaded."""
+    try:
         if config.model.startswith("timm/"):
             import timm
 
             return timm.create_model(config.model[5:], pretrained=True, **arguments)
         return torchvision.models.get_model(config.model, weights="DEFAULT", **arguments)
+    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        problem = f"--pretrained: the weights of {config.model} cannot be loaded ({one_line(error)[:200]})"
+        raise UserError(problem, _fix_of_weights(config)) from error
 
 
 def load_published(config: TrainConfig, model: nn.Module) -> None:
@@ -144,18 +137,19 @@ def load_published(config: TrainConfig, model: nn.Module) -> None:
 
 def version_of(config: TrainConfig) -> str:
     """The tag of the published weights, such as IMAGENET1K_V1."""
-    if config.model.startswith("timm/"):
-        import timm
-
-        cfg = timm.get_pretrained_cfg(config.model[5:])
-        return (cfg and cfg.tag) or ""
-    return torchvision.models.get_model_weights(config.model).DEFAULT.name
+    cfg = timm_weights(config.model)
+    return cfg.tag or "" if cfg else torchvision_weights(config.model).name
 
 
 def keep_head(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
-    """Copy the rows of the published head by class name if the published weights know all of the classes `names`."""
-    there = _classes_of_weights(config.model, names) if names else []
-    if not there:
+    """Copy the rows of the published head by class name if all of the classes `names` are classes of ImageNet.
+
+    Does nothing for published weights with other classes.
+    """
+    try:
+        check_classes(config)
+        there = names_as_in(names)
+    except UserError:
         return
     arguments: dict[str, Any] = {key: value for key, value in config.model_args.items() if key != "num_classes"}
     published = published_model(config, **arguments)
@@ -163,27 +157,3 @@ def keep_head(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
     tensors = {name: tensor for name, tensor in published.state_dict().items() if name.startswith(heads)}
     copy_matching(model, tensors, there, names)
     model.head_change = f"head of the published weights for all {len(names)} classes"
-
-
-def _classes_of_weights(name: str, wanted: Sequence[str]) -> list[str]:
-    """The classes of the published weights, by the names that the data uses; empty if not all `wanted` are known."""
-    if name.startswith("timm/"):
-        import timm
-        from timm.data import ImageNetInfo, infer_imagenet_subset
-
-        cfg = timm.get_pretrained_cfg(name[5:])
-        number = cfg.num_classes if cfg else 0
-        namings: list[Any] = [cfg.label_names] if cfg and cfg.label_names else []
-        if number != len(CLASSES) and (subset := infer_imagenet_subset({"num_classes": number})):
-            info = ImageNetInfo(subset)
-            namings += [info.label_names(), info.label_descriptions()]
-        for names in namings:
-            counts = Counter(names)
-            if all(counts[each] == 1 for each in wanted):
-                return list(names)
-        if number != len(CLASSES):
-            return []
-    try:
-        return names_as_in(wanted)
-    except UserError:
-        return []

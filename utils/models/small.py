@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from utils.data.datasets import DecodedImages
-from utils.data.pipeline import ImageDataset
+from utils.data.datasets import DecodedImages, ImageDataset
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 
@@ -127,5 +126,4 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 def some_images(dataset: ImageDataset) -> np.ndarray:
     """Evenly spaced training images to initialise the network with, uint8 [n, H, W, C]; the same on every rank."""
     assert isinstance(dataset, DecodedImages)  # the network takes small images only
-    samples = np.flatnonzero(dataset.readable)
-    return dataset.pixels[samples[:: -(-len(samples) // _IMAGES)]]
+    return dataset.pixels[np.arange(0, len(dataset), -(-len(dataset) // _IMAGES))]

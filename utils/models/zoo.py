@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +11,19 @@ from torch import nn
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table, suggestion
+from utils.data.datasets import ImageDataset
 from utils.data.order import fold_in
-from utils.data.pipeline import ImageDataset
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output
-from utils.models.layers import has_drop_path, set_drop_path, unsupported
-from utils.models.published import keep_head, loading_weights, published_input, sized
+from utils.models.layers import set_drop_path, unsupported
+from utils.models.matching import heads_of
+from utils.models.published import keep_head, published_input, published_model, resize_input
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
-STEM_POOLS = ("maxpool", "maxpool1", "features.pool0")  # the pooling after the stem of ResNet, GoogLeNet, DenseNet
+STEM_POOLS = ("maxpool", "features.pool0")  # the pooling after the stem of ResNet and DenseNet
+_SEVERAL_HEADS = {"googlenet", "inception_v3"}  # they have three outputs in training
+_NOT_ARGUMENTS = {"weights", "pretrained", "checkpoint_path"}  # timm would unpickle the file of the last one
 _FIX_ARGUMENTS = "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'"
 OWN_MODELS = Table(
     "model",
@@ -47,19 +49,18 @@ def check_model(config: TrainConfig) -> None:
         if not timm.is_model(bare):
             fix = suggestion(bare, timm.list_models(), f"use {OWN_MODELS.listed()}", "timm/")
             raise UserError(f"--model {name}: timm has no such model", fix)
-        if tag and not timm.is_model_pretrained(name[5:]):
+        has_weights = timm.is_model_pretrained(name[5:])
+        if tag and not has_weights:
             fix = suggestion(f"{bare}.", timm.list_models(f"{bare}.*", pretrained=True), f"use timm/{bare}", "timm/")
             raise UserError(f"--model {name}: timm has no such weights", fix)
-        if config.pretrained and not timm.is_model_pretrained(name[5:]):
+        if config.pretrained and not has_weights:
             raise UserError(f"--pretrained: timm has no weights for {bare}", "leave it out or use another model")
     elif name not in torchvision_models():
         raise UserError(f"--model {name}: no such model", _similar_model(name))
-    if name not in OWN_MODELS and (given := {"weights", "pretrained"} & config.model_args.keys()):
+    if name not in OWN_MODELS and (given := _NOT_ARGUMENTS & config.model_args.keys()):
         raise UserError(f"--model_args {min(given)}: cannot be set here", "leave it out, or use --pretrained")
-    if config.stem == "small" and (name in OWN_MODELS or name.startswith("timm/")):
-        raise UserError(f"--stem small: {name} is not a torchvision model", "leave it out")
-    if config.stem == "small" and config.pretrained:
-        raise UserError("--stem small: published weights have the standard stem", "leave out --stem or --pretrained")
+    if config.stem == "small" and (name in OWN_MODELS or name.startswith("timm/") or config.pretrained):
+        raise UserError("--stem small: only for models of torchvision without --pretrained", "leave it out")
 
 
 def _similar_model(name: str) -> str:
@@ -73,8 +74,8 @@ def _similar_model(name: str) -> str:
 
 
 def torchvision_models() -> list[str]:
-    """Names of torchvision's classification models."""
-    return torchvision.models.list_models(module=torchvision.models)
+    """Names of torchvision's classification models with one output."""
+    return sorted({*torchvision.models.list_models(module=torchvision.models)} - _SEVERAL_HEADS)
 
 
 def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, int] | None) -> InputSpec:
@@ -98,12 +99,11 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
     given = {"mean": config.mean, "std": config.std}
     for flag, values in given.items():
         if values and len(values) not in (1, channels):
-            raise UserError(
-                f"--{flag} has {len(values)} values for {channels} channels", "give one value, or one for each channel"
-            )
+            problem = f"--{flag} has {len(values)} values for {channels} channels"
+            raise UserError(problem, "give one value, or one for each channel")
     mean, std = (_per_channel(given[key] or weights.get(key) or [0.5], channels) for key in given)
-    spec = sized(InputSpec(height, width, channels, mean, std), config, (height, width))
-    other = sized(spec, config, sides(config.eval_size)) if config.eval_size else spec
+    spec = resize_input(InputSpec(height, width, channels, mean, std), config, (height, width))
+    other = resize_input(spec, config, sides(config.eval_size)) if config.eval_size else spec
     return spec if other == spec else replace(spec, evaluation=other)
 
 
@@ -131,17 +131,16 @@ def build_model(
     torch.manual_seed(fold_in(config.seed, "weights"))
     name = config.model
     try:
-        if name in OWN_MODELS:
-            model = OWN_MODELS[name](spec, classes, **config.model_args)
-            if config.drop_path is not None:
-                set_drop_path(model, name, config.drop_path)
-            if images is not None and isinstance(model, FastNet):
-                model.initialise(some_images(images))
-        elif name.startswith("timm/"):
+        if name.startswith("timm/"):
             model = _timm(config, spec, classes, load)
         else:
-            model = _torchvision(config, spec, classes, load)
-        if config.pretrained and load:
+            own = OWN_MODELS.get(name)
+            model = own(spec, classes, **config.model_args) if own else _torchvision(config, spec, classes, load)
+            if config.drop_path is not None:
+                set_drop_path(model, name, config.drop_path)
+        if images is not None and isinstance(model, FastNet):
+            model.initialise(some_images(images))
+        if config.pretrained and load and names:
             keep_head(model, config, names)
         check_output(model, config, spec, classes)
         if (other := spec.for_evaluation()).size != spec.size:
@@ -152,79 +151,55 @@ def build_model(
         if not config.model_args and not isinstance(error, TypeError | RuntimeError):
             raise
         what, fix = ("--model_args for", _FIX_ARGUMENTS) if config.model_args else ("--model", "")
-        raise UserError(_problem(f"{what} {name}", error), fix) from error
+        # The text of a KeyError and others means nothing without the class.
+        kind = "" if isinstance(error, TypeError | ValueError | RuntimeError) else f"{type(error).__name__} "
+        raise UserError(f"{what} {name}: {kind}{one_line(error)[:200]}", fix) from error
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
-
-
-def seed_layers(device: torch.device, seed: int) -> None:
-    """Seed the random numbers of layers (dropout), so that a resumed run does not need the state of the generators."""
-    # torch.manual_seed does the same in 100 us; a CPU generator uses only the low 32 bits.
-    if device.type == "cuda":
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed % 2**32)
-
-
-def _problem(what: str, error: Exception) -> str:
-    """`what` and the error, on one line. The text of a KeyError and others means nothing without the class."""
-    plain = isinstance(error, TypeError | ValueError | RuntimeError)
-    return f"{what}: {'' if plain else type(error).__name__ + ' '}{one_line(error)[:200]}"
 
 
 def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
     import timm
 
-    if "checkpoint_path" in config.model_args:
-        raise UserError("--model_args checkpoint_path: timm would unpickle that file", "use --pretrained")
     arguments: dict[str, Any] = {"num_classes": classes, "in_chans": spec.channels, **config.model_args}
     if config.drop_path is not None:
         arguments["drop_path_rate"] = config.drop_path
     try:
-        with loading_weights(config) if config.pretrained and load else nullcontext():
-            model = timm.create_model(config.model[5:], pretrained=config.pretrained and load, **arguments)
+        if config.pretrained and load:
+            model = published_model(config, **arguments)
+        else:
+            model = timm.create_model(config.model[5:], **arguments)
     except TypeError as error:
         if "'drop_path_rate'" not in str(error):
             raise
         raise unsupported(config.model) from error
-    if config.drop_path and not has_drop_path(model):
+    if config.drop_path and all(type(layer).__name__ != "DropPath" for layer in model.modules()):
         raise unsupported(config.model)
     return model
 
 
 def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
     name, arguments = config.model, dict(config.model_args)
-    if name in ("googlenet", "inception_v3"):
-        if "aux_logits" in arguments:
-            raise UserError(f"--model_args aux_logits: the extra heads of {name} are not trained", "leave it out")
-        # Loading weights sets these arguments. Set them in any case, so that the network is the same.
-        arguments = {"transform_input": config.pretrained, "init_weights": not config.pretrained, **arguments}
     if name.startswith("vit_"):
         arguments = {"image_size": spec.height, **arguments}
     if config.pretrained:
         if spec.channels != 3:
             raise UserError("--pretrained weights of torchvision take colour images", "leave out --channels 1")
-        with loading_weights(config) if load else nullcontext():
-            model = torchvision.models.get_model(name, weights="DEFAULT" if load else None, **arguments)
+        model = published_model(config, **arguments) if load else torchvision.models.get_model(name, **arguments)
         _replace_head(model, classes)
     else:
         model = torchvision.models.get_model(name, num_classes=classes, **arguments)
         model.stem_change = _fit_stem(model, spec, config)
-    if name in ("googlenet", "inception_v3"):
-        model.aux_logits = False  # in training, the extra heads would give three outputs
-        model.aux1 = model.aux2 = model.AuxLogits = None
-    if config.drop_path is not None:
-        set_drop_path(model, name, config.drop_path)
     return model
 
 
 def _replace_head(model: nn.Module, classes: int) -> None:
     """Replace the last linear layer (or 1x1 convolution) with a new one with `classes` outputs."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    name, head = layers[-1]
+    (name,) = heads_of(model)
+    head: Any = model.get_submodule(name)
     bias = head.bias is not None
-    if isinstance(head, nn.Linear):
-        model.set_submodule(name, nn.Linear(head.in_features, classes, bias))
-    else:
-        model.set_submodule(name, nn.Conv2d(head.in_channels, classes, kernel_size=1, bias=bias))
+    linear = isinstance(head, nn.Linear)
+    new = nn.Linear(head.in_features, classes, bias) if linear else nn.Conv2d(head.in_channels, classes, 1, bias=bias)
+    model.set_submodule(name, new)
 
 
 def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:

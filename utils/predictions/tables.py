@@ -38,7 +38,9 @@ def find_images(given: Sequence[str]) -> Split:
         else:
             found.append(path)
     if not found:
-        raise UserError(f"{join_names(given)}: no images", "name image files, or folders with images in them")
+        left_out = f" ({'; '.join(notes)})" * bool(notes)
+        fix = "convert them to JPEG or PNG" if notes else "name image files, or folders with images in them"
+        raise UserError(f"{join_names(given)}: no images{left_out}", fix)
     paths = list(dict.fromkeys(found))
     split = whole_split("images", Files(paths), np.zeros(len(paths)), fingerprint_of(*map(os.fsencode, paths)))
     return replace(split, notes=tuple(notes))
@@ -65,22 +67,28 @@ def _matches(given: Sequence[str]) -> list[str]:
     return matches
 
 
-Columns = dict[str, list]
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?([eE][-+]?\d+)?")
 SHOWN = 20  # images in the table on the terminal
 
 
 class Row(NamedTuple):
-    """The prediction for one image, as JSON stores it; `error` is why there is none.
+    """The prediction for one image; `error` is why there is none.
 
-    `predicted` is a class, or in multilabel the list of classes above --threshold. `classes` are the most likely ones,
-    the most likely first.
+    `predicted` is a class, or in multilabel the list of classes above --threshold. `likely` has the most likely classes
+    and their probabilities, the most likely first.
     """
 
     predicted: str | list[str] | None
-    classes: list[str]
-    probabilities: list[float]
+    likely: list[tuple[str, float]]
     error: str | None = None
+
+    def cells(self, count: int) -> dict[str, Any]:
+        """The columns predicted, class_1, probability_1, class_2, ... of `count` classes."""
+        cells: dict[str, Any] = {"predicted": self.predicted}
+        for place in range(count):
+            name, probability = self.likely[place] if self.likely else (None, None)
+            cells |= {f"class_{place + 1}": name, f"probability_{place + 1}": probability}
+        return cells
 
 
 def rounded(number: float) -> float:
@@ -91,35 +99,28 @@ def rounded(number: float) -> float:
 def make_rows(task: Task, top: np.ndarray, scores: np.ndarray, count: int) -> list[Row]:
     """The rows of n images with `count` classes each; `top` and `scores` [n, k] are as in `Predictions`."""
     predicted, top, probabilities = task.name_classes(top, scores, count)
-    parts = zip(predicted, top, probabilities.tolist(), strict=True)
-    return [Row(own, [task.class_names[n] for n in best], list(map(rounded, values))) for own, best, values in parts]
+    names = [[task.class_names[n] for n in best] for best in top]
+    values = [list(map(rounded, own)) for own in probabilities.tolist()]
+    parts = zip(predicted, names, values, strict=True)
+    return [Row(own, list(zip(best, p, strict=True))) for own, best, p in parts]
 
 
-def columns_of(rows: Sequence[Row], count: int) -> Columns:
-    """The predictions as columns: predicted, class_1, probability_1, class_2, ... of `count` classes."""
-    columns: Columns = {"predicted": [row.predicted for row in rows]}
-    for place in range(count):
-        columns[f"class_{place + 1}"] = [row.classes[place] if row.classes else None for row in rows]
-        columns[f"probability_{place + 1}"] = [row.probabilities[place] if row.classes else None for row in rows]
-    return columns
-
-
-def columns_of_split(task: Task, split: Split, found: Predictions) -> Columns:
-    """The predictions of a split as columns, with the path or index, the label and the loss of each sample."""
-    names, places = task.class_names, split.rows[found.indices].tolist()
-    images: Columns = {"index": places}
-    if isinstance(split.images, Files):
-        images = {"path": [split.images.names[row] for row in places]}
-    labels = [[names[n] for n in np.flatnonzero(row)] if np.ndim(row) else names[row] for row in found.labels]
-    columns = columns_of(make_rows(task, found.top, found.scores, TOP), min(TOP, len(names)))
-    return {**images, "label": labels, **columns, "loss": list(map(rounded, found.losses.tolist()))}
+def rows_of_split(task: Task, split: Split, found: Predictions) -> list[dict[str, Any]]:
+    """The rows of the file of a split: path or index, label, prediction and loss of each sample."""
+    names, places, rows = task.class_names, split.rows[found.indices].tolist(), []
+    parts = zip(places, found.labels, make_rows(task, found.top, found.scores, TOP), found.values[:, 0], strict=True)
+    for place, label, row, loss in parts:
+        image = {"path": split.images.names[place]} if isinstance(split.images, Files) else {"index": place}
+        own = [names[n] for n in np.flatnonzero(label)] if np.ndim(label) else names[label]
+        rows.append({**image, "label": own, **row.cells(min(TOP, len(names))), "loss": rounded(loss)})
+    return rows
 
 
 def result_rows(rows: Sequence[Row], split: Split) -> list[tuple[str, Any]]:
     """The rows of a table on the terminal: the first images, and the number of unreadable ones."""
     lines: list[tuple[str, Any]] = []
     for position, row in enumerate(rows[:SHOWN]):
-        words = (f"{name} {value}" for name, value in zip(row.classes, row.probabilities, strict=True))
+        words = (f"{name} {value}" for name, value in row.likely)
         found = ", ".join(words) if row.error is None else row.error
         lines.append((printable(split.describe(position)), printable(found)))
     bad = sum(row.error is not None for row in rows)
@@ -134,13 +135,12 @@ def check_table_file(flag: str, path: Path) -> None:
     check_output_file(flag, path)
 
 
-def encode(columns: Columns, path: Path) -> bytes:
-    """The contents of the file `path` with these columns; its ending selects the format.
+def encode(rows: Sequence[dict[str, Any]], path: Path) -> bytes:
+    """The contents of the file `path` with these rows, at least one; its ending selects the format.
 
     A cell is a string, a number, None, or a list of strings. Characters that are not UTF-8 are escaped.
     """
-    clean = {name: [_clean(cell) for cell in cells] for name, cells in columns.items()}
-    return _FORMS[path.suffix.lower()](clean)
+    return _FORMS[path.suffix.lower()]([{name: _clean(cell) for name, cell in row.items()} for row in rows])
 
 
 def _clean(cell: Any) -> Any:
@@ -149,15 +149,15 @@ def _clean(cell: Any) -> Any:
     return cell.encode(errors="backslashreplace").decode() if isinstance(cell, str) else cell
 
 
-def _csv(columns: Columns) -> bytes:
+def _csv(rows: list[dict[str, Any]]) -> bytes:
     """Comma-separated, with a header. A list of texts is written as JSON.
 
     All texts are quoted. Otherwise, before Python 3.13, a carriage return in a text would end the row.
     """
     file = io.StringIO()
-    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(map(_csv_cell, row) for row in zip(*columns.values(), strict=True))
+    writer = csv.DictWriter(file, rows[0], quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _csv_cell(cell) for name, cell in row.items()} for row in rows)
     return file.getvalue().encode()
 
 
@@ -169,28 +169,25 @@ def _csv_cell(cell: Any) -> Any:
     return f"'{cell}" if is_formula and not _NUMBER.fullmatch(cell) else cell
 
 
-def _json(columns: Columns) -> bytes:
+def _json(rows: list[dict[str, Any]]) -> bytes:
     """A list with an object for each row, one on each line."""
-    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
     return ("[\n" + ",\n".join(lines) + "\n]\n").encode()
 
 
-def _parquet(columns: Columns) -> bytes:
+def _parquet(rows: list[dict[str, Any]]) -> bytes:
     import pyarrow
     from pyarrow import parquet
 
-    def type_of(name: str, cells: list) -> Any:
-        if name == "index":
-            return pyarrow.int64()
-        if name == "loss" or name.startswith("probability_"):
-            return pyarrow.float64()
-        is_list = any(isinstance(cell, list) for cell in cells)
-        return pyarrow.list_(pyarrow.string()) if is_list else pyarrow.string()
+    def type_of(name: str) -> Any:
+        cells = [row[name] for row in rows]
+        if any(isinstance(cell, list) for cell in cells):
+            return pyarrow.list_(pyarrow.string())
+        return pyarrow.string() if set(cells) <= {None} else pyarrow.infer_type(cells)
 
-    arrays = {name: pyarrow.array(cells, type_of(name, cells)) for name, cells in columns.items()}
     file = io.BytesIO()
-    parquet.write_table(pyarrow.table(arrays), file)
+    schema = pyarrow.schema([(name, type_of(name)) for name in rows[0]])
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), file)
     return file.getvalue()
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,7 +18,7 @@ from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, fix_
 from utils.launch.command import launcher
 from utils.launch.devices import choose_backend, choose_device, cpu_is_requested, gpu_id, why_cpu
 from utils.launch.environment import Topology, is_launched, threads_per_process
-from utils.launch.exits import exit_now, let_others_print, print_last_line
+from utils.launch.exits import delay_exit, exit_now, print_last_line
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import (
     Member,
@@ -93,8 +94,8 @@ class Ranks:
     def join(self, give_up: Callable[[UserError], None] | None = None) -> None:
         """Create the process group, which Accelerate then uses, if there are several processes.
 
-        If the ranks find each other but cannot connect in time, the watchdog calls `give_up` with the error, because
-        gloo may block the main thread for longer. `give_up` must exit (default: print the error, exit with code 2).
+        If the ranks find each other but cannot connect in time, a thread calls `give_up` with the error, which must
+        exit (default: print the error, exit with code 2).
         """
         topology, launch = self.topology, self.launch
         if self.is_main and self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
@@ -113,18 +114,21 @@ class Ranks:
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)
         self.watch.mark_waiting("connecting")
-        no_answer = self._unconnected("no answer")
-        self.watch.connecting = 1 + 3 * self._time_to_connect, lambda: (give_up or self._give_up)(no_answer)
+        no_answer = self._connection_error("no answer")
+        # gloo may block this thread for much longer than it was given.
+        timer = threading.Timer(1 + 3 * self._time_to_connect, give_up or self._give_up, [no_answer])
+        timer.daemon = True
+        timer.start()
         try:
-            self.connect(store)
+            self._connect(store)
             self.watch.mark()
         except (RuntimeError, ValueError) as error:
             reason = re.sub(r"\[/\S+\] ", "", one_line(error))  # gloo names its source files
-            raise self._unconnected(reason[:160]) from error
+            raise self._connection_error(reason[:160]) from error
         finally:
-            self.watch.connecting = None
+            timer.cancel()
 
-    def connect(self, store: dist.Store) -> None:
+    def _connect(self, store: dist.Store) -> None:
         """Create the groups of all ranks. Raises RuntimeError or ValueError if they cannot connect."""
         limit = timedelta(seconds=self.launch.timeout)
         main_limit = limit + _NCCL_LATER if self.backend == "nccl" else limit
@@ -146,7 +150,7 @@ class Ranks:
         """The seconds that a group may take. All ranks are running, so they connect immediately, or one has died."""
         return min(self.launch.timeout, _CONNECT * max(1.0, self.topology.world_size / 32))
 
-    def _unconnected(self, reason: str) -> UserError:
+    def _connection_error(self, reason: str) -> UserError:
         place = f"from {address_of(self.interface)} on interface {self.interface} of {socket.gethostname()}"
         return UserError(
             f"the processes found each other but could not connect over {self.backend}, {place} ({reason})",
@@ -157,7 +161,7 @@ class Ranks:
         if self.topology.local_rank == 0 or not is_launched():  # or local rank 0 may be the lost one
             print_last_line(self.prog, f"error: {error}")
         else:
-            let_others_print()
+            delay_exit()
         exit_now(2)
 
     @contextmanager

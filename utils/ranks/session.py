@@ -1,16 +1,48 @@
-"""How a script joins the processes of its launch, and leaves them."""
+"""How a script joins the processes of its launch, and how the ranks end after an error.
+
+    Error                                     Printed by                                          Exit code
+    ----------------------------------------  --------------------------------------------------  ------------------
+    flags, settings, launch, and until the    the first rank of each machine; each rank if they   2
+      ranks are connected                       were started by hand and may not see each other
+    of all ranks (AgreedError)                rank 0                                              2
+    of one rank                               the first rank with this error                      2
+    a lost rank (LostRank)                    rank 0; another one if rank 0 does not in time      2
+    any of these three, if the store is lost  each rank                                           2
+    any other exception, a bug                each rank that has it, as a traceback               1
+    a signal before training begins           rank 0                                              75; SIGINT: 130
+    a wait that the watchdog ends             the first rank that ends                            2; asked to stop: 75
+    blocked, while another rank has ended     this rank; asked to stop: only the other one        2; asked to stop: 75
+
+Errors of PyTorch with a known cause, such as out of memory, become UserErrors with a fix first (`with_known_fix`).
+
+After an error, a rank first writes to the store that it ends, and why (`Watch.end`). The rank that prints then prints
+the line, and writes it to the error file of torchrun or accelerate, which they repeat at the end. A bug is written
+there by each rank that has it. Ranks that do not print exit last (`delay_exit`), because a launcher ends all
+ranks when one has exited. `ranks/watch.py` ends waits, in a thread, and `launch/exits.py` prints and exits.
+"""
 
 import atexit
 import os
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
 from utils.config.settings import LaunchConfig
-from utils.launch.environment import Topology, read_topology
-from utils.ranks.failure import end_session
+from utils.errors import USER_ERRORS, AgreedError, is_lost_rank, one_line
+from utils.launch.environment import Topology, is_launched, read_topology
+from utils.launch.exits import (
+    exit_with_error,
+    how_to_resume,
+    inform_launcher,
+    print_last_line,
+    reports_for_machine,
+    with_known_fix,
+    with_rank,
+)
+from utils.launch.rendezvous import wait_for_keys
 from utils.ranks.ranks import Ranks
 
 
@@ -26,7 +58,7 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
         yield ranks
         ranks.finish()
     except (Exception, KeyboardInterrupt) as error:
-        end_session(error, prog, launch, topology, ranks)
+        _end(error, prog, launch, topology, ranks)
         raise  # a bug, which needs a traceback
     finally:
         if ranks is not None:
@@ -53,3 +85,50 @@ def _exit_without_cleanup(code: int) -> None:
     sys.stdout.flush()  # at this point, Python cannot start the thread of `exit_now`
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end(
+    error: Exception | KeyboardInterrupt,
+    prog: str,
+    launch: LaunchConfig,
+    topology: Topology | None,
+    ranks: Ranks | None,
+) -> None:
+    """Exit after an error. Returns if it is a bug, which the caller raises again."""
+    if isinstance(error, KeyboardInterrupt):
+        if ranks is None or ranks.is_main:
+            print_last_line(prog, f"{str(error) or 'interrupted'}{how_to_resume(prog)}")
+        if ranks is not None:
+            ranks.record_end(error)
+        raise SystemExit(getattr(error, "code", 130)) from None
+    with suppress(ValueError):  # only the main thread can set a handler
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise for the next dead worker
+    error = with_known_fix(error)
+    if ranks is not None and isinstance(error, AgreedError):
+        ranks.finish()
+    prints = _should_print(error, topology, ranks)
+    final = ranks.record_end(error) if ranks else error
+    if isinstance(final, USER_ERRORS):
+        names_ranks = ranks is not None and ranks.expects_peers
+        exit_with_error(final if names_ranks else with_rank(final), prog, prints, launch.traceback)
+    inform_launcher(f"{prog}: {type(final).__name__}: {one_line(final)}")
+
+
+def _should_print(error: Exception, topology: Topology | None, ranks: Ranks | None) -> bool:
+    """Whether this rank prints the error that it exits with."""
+    if ranks is None or ranks.store is None:  # not connected
+        # Variables that were exported by hand may be wrong only in this shell, and rank 0 may be missing.
+        may_be_alone = ranks.expects_peers if ranks else topology is None and "RANK" in os.environ
+        return reports_for_machine() or (may_be_alone and not is_launched())
+    if ranks.watch.store_lost:  # the ranks cannot agree on which of them prints
+        return True
+    with suppress(RuntimeError):
+        if ranks.is_main:
+            ranks.store.set("main-prints", "")
+        elif isinstance(error, AgreedError):
+            return False
+        elif is_lost_rank(error):  # rank 0 may be the lost one
+            return not wait_for_keys(ranks.store, ["main-prints"], seconds=3)
+        rank = str(ranks.topology.rank)
+        return ranks.store.compare_set(f"error {one_line(error)}", "", rank).decode() == rank
+    return True

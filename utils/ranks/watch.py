@@ -1,15 +1,14 @@
 """The watchdog: report waits for other ranks and for data that last long, and end those that last too long."""
 
 import json
+import math
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from utils.launch.exits import exit_now, how_to_resume, inform_launcher, print_last_line, print_line
 from utils.launch.rendezvous import Member
 from utils.ranks.stopping import EXIT_RESUME, Stopping
-from utils.waiting import DataWait, call_with_timeout, in_background
+from utils.waiting import DataWait, call_with_timeout
 
 PATIENCE = 10.0  # seconds in which data must arrive after a request to stop
 _TICK = 0.5  # seconds between two looks
@@ -27,18 +26,6 @@ _SILENT = 5.0  # seconds without a heartbeat after which a rank is reported as s
 _LATER = 3.0  # seconds after the timeout, because at the timeout gloo raises an error in the main thread
 _GRACE = 5.0  # seconds that the main thread has to notice that another rank has ended
 _STOPPED = "stopped: "  # the start of the message of a rank that was asked to stop and exited without the others
-
-
-class _Stretch:
-    """For how long a value has been the same, and whether this has been reported."""
-
-    def __init__(self) -> None:
-        self._value, self._began, self.reported = None, 0.0, False
-
-    def seconds(self, value: Any, now: float) -> float:
-        if value != self._value:
-            self._value, self._began, self.reported = value, now, False
-        return now - self._began
 
 
 class Watch:
@@ -58,19 +45,16 @@ class Watch:
     def __init__(self, rank: int, timeout: float, prog: str, is_orphan: Callable[[], bool]):
         self.rank, self.timeout, self.prog, self._is_orphan = rank, timeout, prog, is_orphan
         self.entered, self.place, self.waiting, self.patient = 0, "", False, False
-        # While the ranks connect: the seconds that this may take, and what is called if it takes longer.
-        self.connecting: tuple[float, Callable[[], None]] | None = None
-        self.store_lost = False  # whether the store cannot be reached
         self._patience = min(60.0, max(2.0, timeout / 10))
         self._store: dist.Store | None = None
         self._members: list[Member] = []
-        self._answer: Future | None = None  # of the store
-        self._written = 0.0  # when the last heartbeat was written
-        # Each rank's last heartbeat, and when it arrived: the collectives it has entered, its place, a growing number.
+        self._answered = math.inf  # when the store last answered
+        # Each rank's last heartbeat, and when it arrived: the collectives it has entered, its place, its seconds.
+        # Empty unless this rank needs them: otherwise N ranks would each read N heartbeats from one store.
         self._heard: dict[int, tuple[list, float]] = {}
         self._ended: tuple[float, str] | None = None  # when another rank exited, and why
-        self._now, self._ticks = 0.0, 0  # the seconds that this process has run, without pauses
-        self._connecting, self._data, self._asked, self._ranks = (_Stretch() for _ in range(4))
+        self._now = 0.0  # the seconds that this process has run, without pauses
+        self._began, self._reported = 0.0, False  # when this rank has entered the last collective; see `_look_at_ranks`
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -80,9 +64,14 @@ class Watch:
 
     def connect(self, store: dist.Store, members: list[Member]) -> None:
         """From now on, exchange heartbeats with the other ranks."""
-        own = store.clone()
-        own.set_timeout(timedelta(seconds=_ANSWER))
-        self._members, self._store = members, own
+        self._members, self._store, self._answered = members, store.clone(), self._now
+        self._store.set_timeout(timedelta(seconds=_ANSWER))
+        threading.Thread(target=self._run_exchange, args=[self._store], daemon=True).start()
+
+    @property
+    def store_lost(self) -> bool:
+        """Whether the store cannot be reached."""
+        return self._now - self._answered > _ANSWER + _TICK
 
     def mark(self, place: str = "") -> None:
         """Record that this rank is working, and on what; the default is what it did before."""
@@ -91,6 +80,7 @@ class Watch:
     def mark_waiting(self, place: str = "", patient: bool = False) -> None:
         """Record that this rank waits for the others in a collective. A `patient` wait has no time limit."""
         self.place, self.patient, self.waiting = place or self.place, patient, True
+        self._began, self._reported = self._now, False
         self.entered += 1
 
     def end(self, text: str = "") -> None:
@@ -125,36 +115,29 @@ class Watch:
         last = time.monotonic()
         while not self._stop.wait(_TICK):
             # If all ranks are paused (SIGSTOP, a suspended job), this does not count as waiting for each other.
-            self._now += min(time.monotonic() - last, _TICK + _LATE)
+            elapsed = min(time.monotonic() - last, _TICK + _LATE)
             last = time.monotonic()
-            self._look_at_connecting()
-            self._look_at_data()
-            if self._store is not None:
-                self._look_at_ranks(self._store)
+            self._now += elapsed
+            self._look_at_data(elapsed)
+            self._look_at_ranks()
 
-    def _look_at_connecting(self) -> None:
-        connecting = self.connecting
-        if connecting is not None and self._connecting.seconds(connecting, self._now) > connecting[0]:
-            connecting[1]()
-
-    def _look_at_data(self) -> None:
+    def _look_at_data(self, elapsed: float) -> None:
         """End a wait for data that does not arrive."""
-        wait = DataWait.current
-        waited, reason = self._data.seconds(wait, self._now), self._reason_to_stop()
-        asked = self._asked.seconds(wait if reason else None, self._now)
+        wait, reason = DataWait.current, self._reason_to_stop()
         if wait is None:
             return
-        if reason and asked >= PATIENCE:
-            text = f"stopped ({reason}): {_describe_wait(wait, waited)}{how_to_resume(self.prog)}"
-            self._exit(text, EXIT_RESUME)
-        if waited > self.timeout:
-            self._exit(
-                f"error: {_describe_wait(wait, waited)}; check that the disk with the data responds, or raise --timeout"
-            )
-        if waited >= self._patience and not self._data.reported:
-            self._data.reported = True
+        wait.seconds += elapsed
+        wait.asked += elapsed * bool(reason)
+        text = f"{wait.what} has not arrived for {wait.seconds:.0f} s"
+        if wait.asked > PATIENCE:
+            self._exit(f"stopped ({reason}): {text}{_describe_workers()}{how_to_resume(self.prog)}", EXIT_RESUME)
+        if wait.seconds > self.timeout:
+            fix = "check that the disk with the data responds, or raise --timeout"
+            self._exit(f"error: {text}{_describe_workers()}; {fix}")
+        if wait.seconds >= self._patience and not wait.reported:
+            wait.reported = True
             if self.rank == 0:
-                print_line(self.prog, f"has waited {waited:.0f} s for {wait.what}{_describe_workers()}")
+                print_line(self.prog, f"has waited {wait.seconds:.0f} s for {wait.what}{_describe_workers()}")
 
     def _reason_to_stop(self) -> str:
         """Why this process should stop; empty if it should continue."""
@@ -162,20 +145,22 @@ class Watch:
             return Stopping.current.reason if Stopping.current.requested else ""
         return "the launcher has exited" if self._is_orphan() else ""
 
-    def _look_at_ranks(self, store: dist.Store) -> None:
-        """Exchange heartbeats with the other ranks, and end a wait for ranks that are late."""
-        waited = self._ranks.seconds(self.entered, self._now)
+    def _look_at_ranks(self) -> None:
+        """End a wait for ranks that are late."""
+        waited = self._now - self._began
         if self._ended is not None:  # the store may have gone with that rank
             self._follow(*self._ended)
             return
-        # Listen only if necessary: N ranks each read N heartbeats from one store.
-        self._exchange(store, listen=self.waiting and waited > max(_TICK, self._patience - 2 * _SILENT))
-        late = self.describe_late() if self.waiting and waited >= self._patience else ""
+        if not self.waiting or waited <= max(_TICK, self._patience - 2 * _SILENT):
+            self._heard = {}
+        elif not self._heard:
+            self._heard = {member.rank: ([0, "", 0], self._now) for member in self._members}
+        late = self.describe_late() if waited >= self._patience else ""
         if not late:
             return
         text = f"rank {self.rank} has waited {waited:.0f} s for {late}; rank {self.rank} is at: {self.place}"
-        if not self._ranks.reported and self._is_first():
-            self._ranks.reported = True
+        if not self._reported and self._is_first():
+            self._reported = True
             print_line(self.prog, text)
         still_late = self.describe_late(max(_SILENT, self.timeout / 2))
         if waited > self.timeout + _LATER and still_late and not self.patient:
@@ -189,43 +174,35 @@ class Watch:
             print_last_line(self.prog, f"error: {text}", is_cause=False)
             exit_now(2)
 
-    def _exchange(self, store: dist.Store, listen: bool) -> None:
-        """Read the store's answer and ask it again: write this rank's heartbeat, read the others' if `listen`."""
-        if not listen:
-            self._heard.clear()
-        elif not self._heard:
-            self._heard = {member.rank: ([0, "", 0], self._now) for member in self._members}
-        if self._answer is not None:
-            if not self._answer.done() or self._answer.exception() is not None:  # PyTorch logs each failure: ask once
-                self.store_lost = self._answer.done() or self._now - self._written > _ANSWER
-                return
-            self._read(*self._answer.result())
-        self.store_lost, self._written, self._ticks = False, self._now, self._ticks + 1
-        beat = json.dumps([self.entered, self.place, self._ticks])
-        self._answer = in_background(partial(self._ask, store, beat, listen))
+    def _run_exchange(self, store: dist.Store) -> None:
+        """Exchange heartbeats, in a thread of its own, because the store may never answer."""
+        try:
+            while not self._stop.wait(_TICK):
+                self._exchange(store)
+                self._answered = self._now
+        except RuntimeError:  # not tried again, because PyTorch logs each failure
+            self._answered = -math.inf
 
-    def _ask(self, store: dist.Store, beat: str, listen: bool) -> tuple[list[bytes], str]:
-        """The heartbeats of all ranks, and why a rank has exited, if any."""
-        store.set(f"beat-{self.rank}", beat)
-        keys = [f"beat-{member.rank}" for member in self._members]
-        beats = store.multi_get(keys) if listen and store.check(keys) else []
-        return beats, store.get("ended").decode() if store.check(["ended"]) else ""
-
-    def _read(self, beats: list[bytes], ended: str) -> None:
-        if ended:
-            self._ended = self._now, ended
-        for rank, beat in enumerate(map(json.loads, beats)):
-            if rank in self._heard and self._heard[rank][0] != beat:
-                self._heard[rank] = beat, self._now
+    def _exchange(self, store: dist.Store) -> None:
+        """Write this rank's heartbeat, and read why a rank has exited, if any, and the heartbeats that are needed."""
+        store.set(f"beat-{self.rank}", json.dumps([self.entered, self.place, self._now]))
+        if self._ended is None and store.check(["ended"]):
+            self._ended = self._now, store.get("ended").decode()
+        heard = self._heard
+        keys = [f"beat-{rank}" for rank in heard]
+        if keys and store.check(keys):
+            for rank, beat in zip(heard, map(json.loads, store.multi_get(keys)), strict=True):
+                if heard[rank][0] != beat:
+                    heard[rank] = beat, self._now
 
     def describe_late(self, silence: float = _SILENT) -> str:
         """The ranks that keep this rank waiting, and what they are doing; empty if there are none.
 
         These are the ranks that have entered fewer collectives or have been silent for `silence` seconds.
         """
-        parts, heard = [], dict(self._heard)
-        for member in self._members:
-            (entered, place, _), since = heard.get(member.rank, ([self.entered, "", 0], self._now))
+        parts, heard = [], self._heard
+        for member in self._members if heard else ():
+            (entered, place, _), since = heard[member.rank]
             seconds = self._now - since
             if member.rank != self.rank and (seconds > silence or entered < self.entered):
                 signs = [f"silent for {seconds:.0f} s"] if seconds > silence or not place else []
@@ -237,10 +214,6 @@ class Watch:
         """Whether this rank is the lowest of those that wait."""
         lower = [heard for rank, heard in self._heard.items() if rank < self.rank]
         return not any(entered >= self.entered and self._now - since < _SILENT for (entered, *_), since in lower)
-
-
-def _describe_wait(wait: DataWait, seconds: float) -> str:
-    return f"{wait.what} has not arrived for {seconds:.0f} s{_describe_workers()}"
 
 
 def _describe_workers() -> str:

@@ -1,41 +1,65 @@
 """The numbers of the run page: confidence intervals, calibration, scores of the classes, confusions, worst errors."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from sklearn.metrics import confusion_matrix
 
 from utils.data.order import fold_in
-from utils.tasks.task import Predictions, sigmoid
+from utils.tasks.task import Predictions, Task, sigmoid
 
 BINS = 15  # of the confidence, equally wide
 MATRIX = 30  # classes; with more, the page lists the most frequent confusions instead of a matrix
 PAIRS, ERRORS = 20, 24  # confusions in that list, and images in the gallery
 _RESAMPLES, _FEWEST = 1000, 100
-_WORK = 10**8  # numbers to add up for all resamples
-_MOST_SCORES = 2 * 10**6  # with more, mAP and AUC have no intervals
-
-Metrics = Callable[[np.ndarray], dict[str, float]]  # takes the weights of the samples, float64 [n]
-Interval = tuple[float, float]
+_WORK = 10**7  # numbers to add up for all resamples
+_MOST_SCORES = 2 * 10**5  # with more, mAP and AUC have no intervals
 
 
-def intervals(metrics: Metrics, samples: int, columns: int, seed: int) -> dict[str, Interval]:
-    """The 95 % bootstrap interval of each metric, by percentiles over resamples of the samples.
+def analyse(found: Predictions, task: Task, seed: int) -> dict[str, Any]:
+    """All numbers of an evaluation as JSON values."""
+    parts = _of_classes(found, task) if found.labels.ndim == 1 else _of_sets(found, task)
+    return {"count": len(found.indices), "intervals": intervals_of(found, task, seed), **parts}
 
-    `columns` is the number of values of a sample. The more samples and columns, the fewer resamples. These depend only
-    on the seed, `samples` and `columns`. A metric that is NaN or infinite in all resamples has no interval.
+
+def intervals_of(found: Predictions, task: Task, seed: int) -> dict[str, tuple[float, float]]:
+    """The intervals of the metrics that follow from sums over samples, and, for few scores, of mAP and AUC."""
+    samples = len(found.indices)
+
+    def measure(rows: np.ndarray) -> dict[str, Any]:
+        sums = found.values[rows].sum(0, dtype=np.float64)
+        return task.summary(dict(zip(task.evaluation, sums.tolist(), strict=True)), samples)
+
+    def rank(rows: np.ndarray) -> dict[str, Any]:
+        return task.metrics(found.scores[rows], found.labels[rows])
+
+    # The more samples and sums, the fewer resamples.
+    count = max(_FEWEST, min(_RESAMPLES, _WORK // found.values.size))
+    bounds = intervals(measure, samples, count, seed)
+    if task.cut is not None and found.scores.size <= _MOST_SCORES:
+        bounds |= intervals(rank, samples, _FEWEST, seed)
+    return bounds
+
+
+def intervals(
+    measure: Callable[[np.ndarray], dict[str, Any]], samples: int, count: int, seed: int
+) -> dict[str, tuple[float, float]]:
+    """The 95 % bootstrap interval of each metric, by percentiles over `count` resamples, which depend on the seed.
+
+    `measure` takes the rows of a resample, int64 [samples]. What is not a float has no interval; nor has a metric that
+    is NaN or infinite in all resamples.
     """
     random = np.random.Generator(np.random.Philox(key=fold_in(seed, "bootstrap")))
-    count = max(_FEWEST, min(_RESAMPLES, _WORK // (samples * columns)))
-    drawn = (np.bincount(random.integers(samples, size=samples), minlength=samples) for _ in range(count))
-    with np.errstate(invalid="ignore"):  # an infinite loss that counts zero times
-        found = [metrics(counts.astype(np.float64)) for counts in drawn]
-    bounds: dict[str, Interval] = {}
-    for name in found[0]:
-        values = np.array([each[name] for each in found])
-        finite = values[np.isfinite(values)]
-        if len(finite):
-            low, high = np.percentile(finite, (2.5, 97.5)).tolist()
+    found = [measure(random.integers(samples, size=samples)) for _ in range(count)]
+    bounds = {}
+    for name in dict.fromkeys(name for each in found for name in each):
+        drawn = (each.get(name) for each in found)
+        values = [value for value in drawn if isinstance(value, float) and math.isfinite(value)]
+        if values:
+            low, high = np.percentile(values, (2.5, 97.5)).tolist()
             bounds[name] = low, high
     return bounds
 
@@ -61,149 +85,62 @@ def calibration(parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any
     return {"error": error, "bins": [{"confidence": c, "accuracy": a, "count": n} for c, a, n in rows]}
 
 
-def analyse(found: Predictions, names: list[str], cut: float | None, seed: int) -> dict[str, Any]:
-    """All numbers of an evaluation as JSON values.
-
-    `cut`: the logit above which an output is predicted, in multilabel and binary. None in classification, where each
-    sample has one class of several.
-    """
-    analysis = _of_classification(found, names, seed) if cut is None else _of_outputs(found, names, cut, seed)
-    return {"count": len(found.indices), "matrix": None, "names": [], "confusions": [], **analysis}
-
-
-def _of_classification(found: Predictions, names: list[str], seed: int) -> dict[str, Any]:
-    labels, predicted, classes = found.labels, found.top[:, 0], len(names)
-    correct, confidence = predicted == labels, found.scores[:, 0]
-    pairs, times = np.unique(labels[~correct] * classes + predicted[~correct], return_counts=True)
-    order = np.argsort(-times, kind="stable")
-    confused = [(*divmod(int(pairs[i]), classes), int(times[i])) for i in order]
-    mistaken_for = {true: names[guessed] for true, guessed, _ in reversed(confused)}  # the most frequent one counts
-    totals, right = np.bincount(labels, minlength=classes), np.bincount(labels, correct, classes)
+def _of_classes(found: Predictions, task: Task) -> dict[str, Any]:
+    """The analysis of images with one class each."""
+    names, labels, (predicted, confidence) = task.class_names, found.labels, task.decide(found.top, found.scores)
+    wrong = np.flatnonzero(predicted != labels)
+    pairs = Counter(zip(labels[wrong].tolist(), predicted[wrong].tolist(), strict=True)).most_common()
+    mistaken_for = {true: names[guessed] for (true, guessed), _ in reversed(pairs)}  # the most frequent one counts
+    totals, errors = np.bincount(labels, minlength=len(names)), np.bincount(labels[wrong], minlength=len(names))
     rows = [
         {
             "name": names[c],
             "count": int(totals[c]),
-            "score": float(right[c] / totals[c]),
+            "score": float((totals[c] - errors[c]) / totals[c]),
             "mistaken_for": mistaken_for.get(c, ""),
         }
         for c in np.flatnonzero(totals).tolist()
     ]
-    matrix = {}
-    if classes <= MATRIX:
-        counts = np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
-        matrix = {"matrix": counts.tolist(), "names": names}
-    worst = np.flatnonzero(~correct)
-    worst = worst[np.argsort(-confidence[worst], kind="stable")][:ERRORS]
+    few = len(names) <= MATRIX
     return {
-        "intervals": intervals(_metrics_of_classes(found, classes), len(labels), 8, seed),
-        "calibration": calibration([(confidence, correct)]),
+        "calibration": calibration([(confidence, predicted == labels)]),
         "score": "accuracy",
         "classes": sorted(rows, key=lambda row: row["score"]),
-        **matrix,
+        "names": names if few else [],
+        "matrix": confusion_matrix(labels, predicted, labels=range(len(names))).tolist() if few else None,
         "confusions": [
-            {"true": names[t], "predicted": names[p], "count": n, "share": n / int(totals[t])}
-            for t, p, n in confused[:PAIRS]
+            {"true": names[true], "predicted": names[guessed], "count": count, "share": count / int(totals[true])}
+            for (true, guessed), count in pairs[:PAIRS]
         ],
-        "errors": [_error(found, i, names[predicted[i]], confidence[i], names[labels[i]]) for i in worst.tolist()],
+        "errors": [
+            {"index": int(found.indices[i]), "text": f"{names[predicted[i]]} {confidence[i]:.1%}", "true": names[label]}
+            for i, label in ((i, labels[i]) for i in wrong[np.argsort(-confidence[wrong], kind="stable")][:ERRORS])
+        ],
     }
 
 
-def _error(found: Predictions, row: int, name: str, probability: float, true: str) -> dict[str, Any]:
-    return {"index": int(found.indices[row]), "text": f"{name} {probability:.1%}", "true": true}
-
-
-def _metrics_of_classes(found: Predictions, classes: int) -> Metrics:
-    labels, predicted = found.labels, found.top[:, 0]
-    correct, hits = predicted == labels, (found.top == labels[:, None]).any(1)
-    columns = np.stack([found.losses.astype(np.float64), correct, hits])
-
-    def metrics(counts: np.ndarray) -> dict[str, float]:
-        loss, accuracy, top5 = columns @ counts / counts.sum()
-        true, guessed = np.bincount(labels, counts, classes), np.bincount(predicted, counts, classes)
-        both, either = np.bincount(labels, counts * correct, classes), true + guessed
-        f1 = (2 * both[either > 0] / either[either > 0]).mean()
-        return {"accuracy": accuracy, "top5": top5, "macro_f1": f1, "loss": loss}
-
-    return metrics
-
-
-def _of_outputs(found: Predictions, names: list[str], cut: float, seed: int) -> dict[str, Any]:
-    """The analysis of multilabel, or of binary, whose only output is the logit of the second class."""
-    logits, (samples, outputs) = found.scores, found.scores.shape
-    binary = found.labels.ndim == 1
-    truth = (found.labels[:, None] if binary else found.labels).astype(bool)
-    predicted, shown = logits > cut, names[1:] if binary else names
-    rows, curves, errors = [], [], []
-    # The largest error of each sample, and its output. One output after the other: there may be a million samples.
-    distance, column = np.zeros(samples), np.zeros(samples, np.int64)
-    for c in range(outputs):
-        own = np.abs(sigmoid(logits[:, c]) - truth[:, c]) * (predicted[:, c] != truth[:, c])
-        further = own > distance
-        distance[further], column[further] = own[further], c
-        curve = _Curve(logits[:, c], truth[:, c])
-        curves += [curve] * (logits.size <= _MOST_SCORES)
-        precision, area = curve.areas(np.ones(samples))
-        if not np.isnan(precision):
-            row = {"name": shown[c], "count": int(truth[:, c].sum()), "score": precision}
-            rows.append({**row, "auc": None if np.isnan(area) else area})
+def _of_sets(found: Predictions, task: Task) -> dict[str, Any]:
+    """The analysis of images with any number of classes. One class after the other: there may be a million images."""
+    names, logits, truth = task.class_names, found.scores, found.labels.astype(bool)
+    distance, column = np.zeros(len(logits)), np.zeros(len(logits), np.int64)  # of each image's largest error
+    for c, (own, true) in enumerate(zip(logits.T, truth.T, strict=True)):
+        away = np.abs(sigmoid(own) - true) * ((own > task.cut) != true)
+        column[away > distance] = c
+        distance = np.fmax(distance, away)  # NaN is left out
+    scores = task.metrics(logits, found.labels)
+    classes = zip(names, scores.get("per_class_ap", []), scores.get("per_class_count", []), strict=False)
+    errors = []
     for i in np.argsort(-distance, kind="stable")[:ERRORS]:
         if distance[i]:
-            own = [names[n] for n in (found.labels[[i]] if binary else np.flatnonzero(truth[i]))]
-            probability = float(sigmoid(logits[i, column[i]]))
-            errors.append(_error(found, i, shown[column[i]], probability, ", ".join(own) or "no class"))
-    metrics = _metrics_of_outputs(found, truth, predicted, curves)
+            text = f"{names[column[i]]} {float(sigmoid(logits[i, column[i]])):.1%}"
+            own = ", ".join(names[n] for n in np.flatnonzero(truth[i])) or "no class"
+            errors.append({"index": int(found.indices[i]), "text": text, "true": own})
+    rows = [{"name": name, "count": count, "score": score} for name, score, count in classes if score is not None]
     return {
-        "intervals": intervals(metrics, samples, 8 * outputs, seed),
-        "calibration": calibration((sigmoid(logits[:, c]), truth[:, c]) for c in range(outputs)),
+        "calibration": calibration((sigmoid(own), true) for own, true in zip(logits.T, truth.T, strict=True)),
         "score": "average precision",
         "classes": sorted(rows, key=lambda row: row["score"]),
+        "matrix": None,
+        "confusions": [],
         "errors": errors,
     }
-
-
-def _metrics_of_outputs(
-    found: Predictions, truth: np.ndarray, predicted: np.ndarray, curves: Sequence["_Curve"]
-) -> Metrics:
-    losses, exact = found.losses.astype(np.float64), (predicted == truth).all(1)
-    columns = np.stack([losses, exact, (predicted & truth).sum(1), predicted.sum(1) + truth.sum(1)])
-    exact_name, f1_name = ("accuracy", "f1") if found.labels.ndim == 1 else ("exact_match", "micro_f1")
-
-    def metrics(counts: np.ndarray) -> dict[str, float]:
-        loss, right, both, either = columns @ counts
-        f1 = 2 * both / either if either else 0.0
-        values = {"loss": loss / counts.sum(), exact_name: right / counts.sum(), f1_name: f1}
-        if not curves:
-            return values
-        precisions, areas = np.array([curve.areas(counts) for curve in curves]).T
-        if found.labels.ndim == 1:
-            return values | {"auc": areas[0]}
-        known = precisions[~np.isnan(precisions)]
-        return values | {"mAP": known.mean() if len(known) else np.nan}
-
-    return metrics
-
-
-class _Curve:
-    """The samples ranked by the score of one output, for metrics with any weights of the samples.
-
-    `scores` is float [n], `truth` bool [n]. Samples with equal scores are counted together.
-    """
-
-    def __init__(self, scores: np.ndarray, truth: np.ndarray):
-        self.order = np.argsort(-scores, kind="stable")
-        self.truth = truth[self.order]
-        ranked = scores[self.order]
-        self.ends = np.append(np.flatnonzero(ranked[1:] != ranked[:-1]), len(scores) - 1)
-
-    def areas(self, counts: np.ndarray) -> tuple[float, float]:
-        """Average precision and the area under the ROC curve; NaN if they are undefined."""
-        weights = counts[self.order]
-        hits, total = np.cumsum(weights * self.truth)[self.ends], np.cumsum(weights)[self.ends]
-        misses = total - hits
-        if not hits[-1]:
-            return np.nan, np.nan
-        precision = float((np.diff(hits, prepend=0) * hits / np.maximum(total, 1)).sum() / hits[-1])
-        if not misses[-1]:
-            return precision, np.nan
-        steps = np.diff(misses, prepend=0) * (hits + np.append(0, hits[:-1])) / 2
-        return precision, float(steps.sum() / hits[-1] / misses[-1])

@@ -6,12 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from utils.config.settings import OF_THIS_MACHINE, TrainConfig
 from utils.config.yaml_text import read_yaml
-from utils.console import clock
 from utils.errors import UserError
 from utils.files import read_json
-from utils.report.pictures import sheet
+from utils.report.html import sheet
 
 ANALYSIS = "report.json"
 _LIKE_DEFAULT = {"task": "classification", "grad_accum": 1}  # saved in place of the default, which means the same
@@ -35,7 +36,7 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
         "settings": changed_settings(read_yaml(folder / "config.yaml")),
         **kinds,
         "last": last,
-        "time": clock(last.get("seconds", 0)),
+        "time": tqdm.format_interval(last.get("seconds", 0)),
         "evaluation": analysis.get("record") or evaluation,
         "analysis": analysis,
         "errors": analysis.get("errors", []) if images else [],

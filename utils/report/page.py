@@ -5,16 +5,13 @@ the last evaluation (analysis.py).
 """
 
 import math
-import time
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-
 from utils.files import write_output
 from utils.report.folder import read_run
+from utils.report.html import render
 from utils.tasks.table import TASKS
 
 WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
@@ -118,20 +115,6 @@ def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
             run["name"] += f" ({number})"
     rows = {"settings": settings_rows(runs), "metrics": metrics_rows(runs)}
     write_output(out, render("page.html", runs=runs, charts=charts(runs), **rows))
-
-
-@cache
-def template(name: str) -> Template:
-    """A template of this folder, compiled; it escapes all values."""
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["date"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-    return environment.get_template(name)
-
-
-def render(name: str, **values: Any) -> str:
-    """The text of a template with these values. Characters of names that are not UTF-8 are escaped."""
-    return template(name).render(values).encode(errors="backslashreplace").decode()
 
 
 def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """Write report.html at the end of a training run or an evaluation. If that fails, the run only prints a warning."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,9 @@ from utils.errors import one_line
 from utils.files import write_file
 from utils.report.analysis import analyse
 from utils.report.folder import ANALYSIS, without_places
+from utils.report.html import thumbnail
 from utils.report.page import PAGE, write_page
-from utils.report.pictures import thumbnail
+from utils.runs.log import finite
 from utils.tasks.task import Predictions, Task
 from utils.training.run import Run
 
@@ -58,24 +58,11 @@ def write_report(folder: Path, evaluated: Evaluated, say: Callable[[str], None])
     """Store the analysis of an evaluation in report.json, then write the page; an error is printed with `say`."""
     try:
         if evaluated.predictions is not None:
-            analysis = analysis_of(evaluated, evaluated.predictions)
+            analysis = analyse(evaluated.predictions, evaluated.task, evaluated.seed)
+            for error in analysis["errors"]:
+                error |= thumbnail(evaluated.split, error["index"])
+            analysis["record"] = without_places(finite(evaluated.record))
             write_file(folder / ANALYSIS, json.dumps(analysis, allow_nan=False))
         write_page([folder], folder / PAGE)
     except Exception as error:  # of any class: the run itself has succeeded
         say(f"{PAGE} could not be written ({one_line(error)}); all other results are complete")
-
-
-def analysis_of(evaluated: Evaluated, found: Predictions) -> dict[str, Any]:
-    """The numbers and images of an evaluation that the page shows."""
-    analysis = analyse(found, evaluated.task.class_names, evaluated.task.cut, evaluated.seed)
-    for error in analysis["errors"]:
-        error |= thumbnail(evaluated.split, error["index"])
-    return {"record": _values(evaluated.record), **analysis}
-
-
-def _values(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The single values of a record without folders, and None for NaN and infinity, which JSON lacks."""
-    kept = {name: value for name, value in record.items() if not isinstance(value, list | dict)}
-    kept |= {"averaged": len(record["averaged"])} if "averaged" in record else {}
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in kept.items()}
-    return without_places(finite)

@@ -1,14 +1,24 @@
 """Find, save, load and delete the checkpoints of a run. A checkpoint is a folder that is complete or does not exist.
 
 RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin                      (Accelerate's save_state)
-                                 NAME.safetensors of each part                         (parts.py)
+                                 NAME.safetensors of each part                         (loading.py)
                                  state.json, config.yaml, labels.json, samples.json.gz (metadata.py)
                                  manifest.json                                         (size and SHA-256 of each)
 RUN/checkpoints/latest, best     one line each: the name of such a folder
+
+What a start resumes from (`CheckpointManager.newest`):
+1. after a restart by the launcher, the newest good checkpoint of this run's folder, if it has one;
+2. with --resume auto, the newest good checkpoint of the folder --run_name, if it has one;
+3. with --resume PATH, that checkpoint, or the newest good one of that run;
+4. else nothing: a new run, whose folder must not exist.
 """
 
+import os
+import re
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -17,17 +27,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.config.settings import TrainConfig
-from utils.console import Terminal
 from utils.errors import UserError
-from utils.files import expand, holder_text
+from utils.files import LOCK, check_output_folder, expand, holder_text, lock
+from utils.launch.environment import can_be_restarted
 from utils.ranks.ranks import Ranks
-from utils.runs.folder import check_own, check_run_folder, check_shared, create_folder, lock_folder, named_folder
-from utils.runs.loading import load_tensors
+from utils.runs.loading import Part, load_tensors
 from utils.runs.manifest import find_checkpoint, newest_good, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
-from utils.runs.parts import Part
 from utils.runs.state import TrainState
 from utils.runs.writing import clean_up, delete_after, publish, update_pointers, write_partial
+
+_ORPHANS_EXIT_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
 
 
 class CheckpointManager:
@@ -62,46 +72,35 @@ class CheckpointManager:
         module: nn.Module,
         optimizer: Optimizer,
         parts: Mapping[str, Part],
-        lines: list[str],
-    ) -> Path:
-        """Open the folder of the run, load the tensors of `saved`, if it is given, and print `lines` about it.
+    ) -> tuple[Path, list[str]]:
+        """Open the folder of the run, and load the tensors of `saved`, if it is given; deletes later checkpoints.
 
-        `config` has the resolved settings, of which the model is part of the name of a new folder. Returns the folder.
+        `config` has the resolved settings, of which the model is part of the name of a new folder. Returns the folder,
+        and a line for each part that only the checkpoint or only the run has. Raises ValueError, before any file is
+        changed, if the tensors do not fit.
         """
         self.config = config
-        folder = self.open_folder()
+        folder, lines = self._open_folder(), list[str]()
         if saved is not None:
-            self.load(saved, module, optimizer, parts, lines)
+            with self.ranks.agree():
+                lines = load_tensors(saved.path, module, optimizer, parts)
+            with self.ranks.agree():
+                if self.ranks.is_main:
+                    delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
         self.ranks.store_set("started", "yes")  # after a restart, its own checkpoints come before that of --resume
-        return folder
+        return folder, lines
 
-    def open_folder(self) -> Path:
-        """The folder of the run, which is created if the run is new."""
+    def _open_folder(self) -> Path:
+        """The folder of the run, which is created if the run is new; collective."""
 
         def create() -> tuple[Path, str]:
-            return self.folder or self._lock(create_folder(self.config)), holder_text()
+            return self.folder or self._lock(_create_folder(self.config)), holder_text()
 
         self.folder, holder = self.ranks.from_main(create)
         with self.ranks.agree():
             if not self.ranks.is_main:  # closing the file would release the lock that the main process has on it
-                check_shared(self.folder, holder)
+                _check_shared(self.folder, holder)
         return self.folder
-
-    def load(
-        self, saved: SavedRun, module: nn.Module, optimizer: Optimizer, parts: Mapping[str, Part], lines: list[str]
-    ) -> None:
-        """Load the tensors, print `lines`, and delete later checkpoints.
-
-        Also prints a line for each part that only the checkpoint or only the run has.
-
-        Raises ValueError, before any file is changed, if the tensors do not fit.
-        """
-        with self.ranks.agree():
-            lines = lines + load_tensors(saved.path, module, optimizer, parts)
-        Terminal(self.ranks.is_main).print("\n".join(lines))
-        with self.ranks.agree():
-            if self.ranks.is_main and self.folder is not None:
-                delete_after(self.folder / "checkpoints", saved.state.step, saved.state.best_step)
 
     def save(
         self, accelerator: Accelerator, parts: Mapping[str, Part], files: Mapping[str, bytes], state: TrainState
@@ -116,7 +115,7 @@ class CheckpointManager:
         with self.ranks.agree():
             if self.ranks.is_main:
                 assert self._locked is not None
-                check_own(self.folder, self._locked)
+                _check_own(self.folder, self._locked)
                 write_partial(self.folder / "checkpoints", state.step, accelerator, parts, files)
                 self._saving = self._thread.submit(self._complete, state.step, state.best_step)
 
@@ -146,8 +145,8 @@ class CheckpointManager:
         path = Path(before) if before else None
         if path is None:
             check_run_folder(config, connected=True)
-            if config.run_name and (config.resume == "auto" or (config.resume and named_folder(config).exists())):
-                path = named_folder(config)
+            if config.run_name and (config.resume == "auto" or (config.resume and _named_folder(config).exists())):
+                path = _named_folder(config)
         if path is not None:
             if not path.exists():
                 print(f"{path} does not exist; starting a new run")
@@ -156,14 +155,16 @@ class CheckpointManager:
                 checkpoint = _newest_of(path)
         if checkpoint is None and config.resume not in (None, "auto"):
             named = expand(config.resume)
-            newest = _newest_of(named) if (named / "checkpoints").is_dir() else None
-            checkpoint = find_checkpoint(newest or named, prefer=("latest",))
-            verify(checkpoint)
+            checkpoint = _newest_of(named) if (named / "checkpoints").is_dir() else None
+            if checkpoint is None:
+                checkpoint = find_checkpoint(named, prefer=("latest",))
+                verify(checkpoint)
         return path, checkpoint
 
     def _lock(self, path: Path) -> Path:
-        """Lock the folder, and store its path for a restart by the launcher."""
-        self._locked = lock_folder(path)
+        """Lock the folder, which is created if it is missing, and store its path for a restart by the launcher."""
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self._locked = lock(path, _ORPHANS_EXIT_WITHIN)
         clean_up(path / "checkpoints")
         clean_up(path)
         self.ranks.store_set("run-folder", str(path.absolute()))
@@ -180,3 +181,61 @@ def _newest_of(folder: Path) -> Path | None:
     if checkpoint is None and (folder / "log.jsonl").exists():
         print(f"{folder} has no checkpoint; starting from the beginning")
     return checkpoint
+
+
+def _check_own(folder: Path, locked: TextIO) -> None:
+    """Raise OSError if the folder was deleted, or now belongs to another run."""
+    if not (folder / "checkpoints").is_dir():  # not created again: its disk may be unmounted for a while
+        raise FileNotFoundError(f"{folder / 'checkpoints'} no longer exists")
+    with suppress(FileNotFoundError):
+        if (folder / LOCK).stat().st_ino != os.fstat(locked.fileno()).st_ino:
+            raise OSError(f"{folder} was deleted and now belongs to another run")
+
+
+def check_run_folder(config: TrainConfig, connected: bool = False) -> None:
+    """Raise ValueError or OSError if the run folder is taken or cannot be created, or the checkpoint does not exist.
+
+    After a restart by the launcher, an existing folder may be that of this run, so the check waits until the processes
+    have connected (`connected`). A launcher does not count restarts that the launcher of another machine began.
+    """
+    if can_be_restarted() and not connected:
+        return
+    folder, parent = _named_folder(config), expand(config.output_dir)
+    if config.resume not in (None, "auto"):
+        path = expand(config.resume)
+        find_checkpoint(path, prefer=("latest",))
+        if config.run_name and folder.exists() and folder.resolve() not in (path.resolve(), *path.resolve().parents):
+            raise UserError(f"{folder} exists and is not the run of {config.resume}", "choose another --run_name")
+    if config.run_name and config.resume is None and folder.exists():
+        raise UserError(f"{folder} exists", "continue it with --resume auto, or choose another --run_name")
+    check_output_folder("--output_dir", parent)
+
+
+def _named_folder(config: TrainConfig) -> Path:
+    """The folder of --run_name; without a name, the folder of all runs."""
+    return expand(config.output_dir) / (config.run_name or "")
+
+
+def _create_folder(config: TrainConfig) -> Path:
+    """Create a new folder for the run and return its path."""
+    about = re.sub(r"[^\w.]+", "-", f"{Path(config.data).name}-{config.model}").lstrip(".-")
+    while True:
+        path = expand(config.output_dir) / (config.run_name or f"{about[:50]}-{time.strftime('%Y%m%d-%H%M%S')}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:  # another run started in the same second, or created this name after the check
+            if config.run_name:
+                raise
+            time.sleep(0.2)
+
+
+def _check_shared(folder: Path, holder: str) -> None:
+    """Raise ValueError if this rank does not see the folder that the main process, `holder`, has locked."""
+    for _ in range(20):  # a network file system may show a new file with a delay
+        with suppress(OSError):
+            if (folder / LOCK).read_text() == holder:
+                return
+        time.sleep(0.25)
+    problem = f"{folder} is not the folder that rank 0 has created"
+    raise UserError(problem, "choose an --output_dir that all machines share")

@@ -1,7 +1,6 @@
 """Load a checkpoint for eval.py, predict.py and export.py, the same on all ranks."""
 
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -16,35 +15,27 @@ from utils.models.published import load_published
 from utils.models.zoo import build_model
 from utils.ranks.accelerator import compile_model
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import choose_weights, find_checkpoints
-from utils.runs.manifest import FOR_EVALUATION, verify
+from utils.runs.loading import choose_weights
+from utils.runs.manifest import FOR_EVALUATION, find_checkpoint, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.tasks.task import Task
 
 
-def find_saved(ckpt: str, average: int | None, kind: str | None, ranks: Ranks, tries: int = 10) -> SavedRun:
-    """The verified checkpoint of --ckpt, with the weights that --average and --weights `kind` name; collective.
+def find_saved(ckpt: str, kind: str | None, ranks: Ranks, tries: int = 10) -> SavedRun:
+    """The verified checkpoint of --ckpt, with the weights that --weights `kind` names; collective.
 
     Everything is read here. If a training run deletes the checkpoint meanwhile, the search begins anew.
     """
-
-    def find() -> list[str]:
-        return [str(checkpoint) for checkpoint in find_checkpoints(expand(ckpt), average)]
-
-    def check() -> None:
-        for path in paths:
-            verify(path, FOR_EVALUATION)
-
     # Only the main process searches: a training run could move `best` between two searches.
-    paths = [Path(path) for path in ranks.from_main(find)]
+    path = ranks.from_main(lambda: find_checkpoint(expand(ckpt)))
     try:
-        ranks.from_main(check, patient=True)
+        ranks.from_main(lambda: verify(path, FOR_EVALUATION), patient=True)
         with ranks.agree():
-            return replace(read_checkpoint(paths[-1]), weights=choose_weights(paths, kind))
+            return replace(read_checkpoint(path), weights=choose_weights(path, kind))
     except (ValueError, OSError):
-        if tries == 1 or not ranks.any_rank(not all(path.is_dir() for path in paths)):
+        if tries == 1 or not ranks.any_rank(not path.is_dir()):
             raise
-    return find_saved(ckpt, average, kind, ranks, tries - 1)
+    return find_saved(ckpt, kind, ranks, tries - 1)
 
 
 def load_for_inference(saved: SavedRun, config: TrainConfig, task: Task, ranks: Ranks) -> nn.Module:
@@ -81,7 +72,7 @@ def given_settings(flags: LaunchConfig) -> dict[str, Any]:
     return {name: value for name, value in vars(flags).items() if name in own and value is not None}
 
 
-def remarks(flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec) -> list[str]:
+def warn_about_flags(flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec) -> list[str]:
     """Lines about given settings that have no effect or do not suit the run; `spec` is that of the evaluation."""
     lines, published = [], isinstance(flags, EvalConfig) and flags.model is not None
     if flags.threshold is not None and config.task == "classification":

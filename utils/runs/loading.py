@@ -1,11 +1,18 @@
-"""Load the tensors of verified checkpoints: all parts of a run, or the weights of an evaluation."""
+"""Load the tensors of verified checkpoints: all parts of a run, or the weights of an evaluation.
 
-from collections.abc import Mapping, Sequence
+A part of a run besides model and optimizer is a safetensors file NAME.safetensors in its checkpoints. To add one, add
+an object with the methods of `Part` to `make_parts`.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -13,8 +20,49 @@ from torch import Tensor, nn
 from utils.console import join_names
 from utils.errors import UserError, one_line
 from utils.models.checking import bad_tensors
-from utils.runs.manifest import checkpoints_of, files_of, find_checkpoint, is_checkpoint_name, step_of
-from utils.runs.parts import EMA, Part
+from utils.models.weight_average import WeightAverage
+from utils.runs.manifest import files_of
+
+LOSS_SCALE = "loss_scale"
+EMA = "ema"
+
+
+class Part(Protocol):
+    """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes during the whole run.
+
+    Only the main process calls `state_dict`; all ranks call `load_state_dict` with the same state, or `restart`.
+    """
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> object: ...
+
+    def restart(self) -> str:
+        """Called if the checkpoint lacks this part, when the weights are loaded; returns what the part then does."""
+        ...
+
+
+class LossScale:
+    """The loss scale of fp16 as float64 scalars. A new one would overflow at first, and updates would be skipped."""
+
+    def __init__(self, scaler: torch.amp.GradScaler):
+        self.scaler = scaler
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in self.scaler.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        kinds = {name: type(value) for name, value in self.scaler.state_dict().items()}
+        self.scaler.load_state_dict({name: kind(state_dict[name].item()) for name, kind in kinds.items()})
+
+    def restart(self) -> str:
+        return "keeps its initial state"
+
+
+def make_parts(accelerator: Accelerator, module: nn.Module, ema_decay: float | None) -> dict[str, Part]:
+    """The parts of a run, by their names."""
+    parts: dict[str, Part] = {LOSS_SCALE: LossScale(accelerator.scaler)} if accelerator.scaler else {}
+    return parts | ({EMA: WeightAverage(module, ema_decay)} if ema_decay else {})
 
 
 def load_tensors(
@@ -40,7 +88,7 @@ def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, T
 
 def check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise ValueError if the weights of the checkpoint do not fit the model."""
-    difference = _difference(_shapes(tensors), _shapes(model.state_dict()))
+    difference = _difference(tensors, model.state_dict())
     if difference:
         problem = f"{checkpoint}: holds a different model ({difference} in this model)"
         raise UserError(problem, "use the same --model and --model_args")
@@ -49,22 +97,45 @@ def check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module)
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
-    Takes one step with zero gradients to learn the names and shapes of the state. It can change the weights, so load
-    them afterwards. Parameters are matched by name, so their groups may differ. Settings such as the weight decay stay
-    as in this run. Raises ValueError if the state does not fit.
+    Takes one step with zero gradients, which creates the state, and copies the saved values into it. The step can
+    change the weights, so load them afterwards. Parameters are matched by name, so their groups may differ. Settings
+    such as the weight decay stay as in this run. Raises ValueError if the state does not fit.
     """
     path, optimizer = checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        expected = _state_after_a_step(optimizer)
-        optimizer.load_state_dict(_regroup(saved, optimizer.state_dict()["param_groups"]))
-        for parameter, values in optimizer.state.items():
-            if difference := _difference(_shapes(values), expected[parameter]):
+        there, here = _by_name(saved["param_groups"]), _by_name(optimizer.param_groups)
+        if unknown := sorted(there.keys() ^ here.keys()):
+            raise ValueError(f"only one of both has {unknown[0]}")
+        _step_with_zeros(optimizer, list(here.values()))
+        for name, parameter in here.items():
+            values, own = saved["state"].get(there[name]), optimizer.state.pop(parameter, {})
+            if values is None:  # the parameter had no gradient so far
+                continue
+            if difference := _difference(values, own):
                 raise ValueError(f"{difference} in this optimizer")
-        _lay_out(optimizer)
-    except Exception as error:  # torch.load raises errors of many classes, such as those of struct and pickle
+            tensors = {key: own[key].copy_(value) for key, value in values.items() if isinstance(value, Tensor)}
+            optimizer.state[parameter] = values | tensors
+    except UnpicklingError as error:
+        problem = f"{path}: is refused, because it contains objects whose loading would execute code"
+        raise UserError(problem, "use another checkpoint") from error
+    except Exception as error:  # torch.load raises errors of many classes, such as those of struct and zipfile
         problem = f"{path}: not this run's optimizer ({one_line(error)[:160]})"
         raise UserError(problem, "use the same --optimizer, with the same arguments, and the same --model") from error
+
+
+def _by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parameters of an optimizer, or their numbers in a saved state, by name."""
+    pairs = [zip(group["param_names"], group["params"], strict=True) for group in groups]
+    return dict(chain.from_iterable(pairs))
+
+
+def _step_with_zeros(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
@@ -82,7 +153,7 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
             continue
         try:
             tensors = load_file(path)
-            if difference := _difference(_shapes(tensors), _shapes(part.state_dict())):
+            if difference := _difference(tensors, part.state_dict()):
                 raise ValueError(f"{difference} in this run")
             part.load_state_dict(tensors)
         except Exception as error:  # of any class, if a value is malformed
@@ -93,73 +164,37 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of an evaluation, from verified checkpoints, oldest first.
+    """The weights of an evaluation, from a verified checkpoint.
 
-    They are read at once, because a training run may delete the checkpoints. `part` is "model" or "ema". If
-    `is_choice`, the newest checkpoint has both. `tensors` has the weights, or their mean over several checkpoints.
+    They are read at once, because a training run may delete the checkpoint. `part` is "model" or "ema". If `is_choice`,
+    the checkpoint has both.
     """
 
-    checkpoints: Sequence[Path]
+    checkpoint: Path
     part: str
     is_choice: bool
     tensors: Mapping[str, Tensor]
 
     def load(self, model: nn.Module) -> None:
         """Copy the weights into the model. Raises ValueError if they do not fit, or if one is NaN or infinite."""
-        newest = self.checkpoints[-1]
-        check_fit(newest, self.tensors, model)
+        check_fit(self.checkpoint, self.tensors, model)
         if bad := bad_tensors(self.tensors):
-            raise UserError(f"{newest}: weights are NaN or infinite ({join_names(bad, 3)})", "use another checkpoint")
+            problem = f"{self.checkpoint}: weights are NaN or infinite ({join_names(bad, 3)})"
+            raise UserError(problem, "use another checkpoint")
         model.load_state_dict(self.tensors)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, str]:
         """What the record of the evaluation says about them."""
-        kind: dict[str, Any] = {"weights": "ema" if self.part == EMA else "raw"} if self.is_choice else {}
-        if len(self.checkpoints) > 1:
-            kind["averaged"] = [step_of(path) for path in self.checkpoints]
-        return kind
+        return {"weights": "ema" if self.part == EMA else "raw"} if self.is_choice else {}
 
 
-def find_checkpoints(path: Path, average: int | None) -> list[Path]:
-    """The checkpoint to evaluate or, with `average`, that many, oldest first.
-
-    `path` is a run folder or a checkpoint. The last checkpoint is the newest of the run, or `path` if that is a
-    checkpoint. Raises ValueError if there are fewer.
-    """
-    if average is None:
-        return [find_checkpoint(path)]
-    last = find_checkpoint(path, prefer=("latest",))
-    found = [last]
-    if is_checkpoint_name(last.name):
-        found = [other for other in checkpoints_of(last.absolute().parent) if step_of(other) <= step_of(last)]
-    if len(found) < average:
-        problem = f"--average {average}: {last.parent} has {len(found)} checkpoints up to {last.name}"
-        raise UserError(problem, "lower it, or train with a higher --keep")
-    return found[-average:]
-
-
-def choose_weights(checkpoints: Sequence[Path], kind: str | None) -> Weights:
-    """Read the weights that --weights names, by default the average if the newest checkpoint has one."""
-    has_average = [f"{EMA}.safetensors" in files_of(path) for path in checkpoints]
-    kind = kind or ("ema" if has_average[-1] else "raw")
-    if kind == "ema" and not all(has_average):
-        lacking = checkpoints[has_average.index(False)]
-        raise UserError(f"{lacking}: has no average of the weights", "use --weights raw, or train with --ema_decay")
-    part = EMA if kind == "ema" else "model"
-    return Weights(checkpoints, part, has_average[-1], _mean_of(checkpoints, part))
-
-
-def _mean_of(checkpoints: Sequence[Path], part: str) -> dict[str, Tensor]:
-    """The mean of the weights of these checkpoints; integers are those of the last one."""
-    sums: dict[str, Tensor] = {}
-    for path in checkpoints:
-        newest = read_weights(path / f"{part}.safetensors")
-        for name, tensor in newest.items():
-            sums[name] = sums[name] + tensor.double() if name in sums else tensor.double()
-    return {
-        name: (sums[name] / len(checkpoints)).to(tensor.dtype) if tensor.is_floating_point() else tensor.clone()
-        for name, tensor in newest.items()
-    }
+def choose_weights(checkpoint: Path, kind: str | None) -> Weights:
+    """Read the weights that --weights names, by default the average if the checkpoint has one."""
+    has_average = f"{EMA}.safetensors" in files_of(checkpoint)
+    if kind == "ema" and not has_average:
+        raise UserError(f"{checkpoint}: has no average of the weights", "use --weights raw, or train with --ema_decay")
+    part = EMA if has_average and kind != "raw" else "model"
+    return Weights(checkpoint, part, has_average, read_weights(checkpoint / f"{part}.safetensors"))
 
 
 def _shapes(values: Mapping[str, Any]) -> dict[str, str]:
@@ -171,42 +206,10 @@ def _shapes(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _difference(there: dict[str, str], here: dict[str, str]) -> str:
+def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """The first name whose shapes differ, in words; empty if none does."""
+    there, here = _shapes(saved), _shapes(own)
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
             return f"{name}: {there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')}"
     return ""
-
-
-def _regroup(saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """A saved state of the optimizer, with the parameters in the order of `groups`, and their settings."""
-    there, here = (
-        {name: number for group in each for name, number in zip(group["param_names"], group["params"], strict=True)}
-        for each in (saved["param_groups"], groups)
-    )
-    if unknown := sorted(there.keys() ^ here.keys()):
-        raise ValueError(f"{unknown[0]} is only in {'the checkpoint' if unknown[0] in there else 'this run'}")
-    state = {here[name]: saved["state"][number] for name, number in there.items() if number in saved["state"]}
-    return {"state": state, "param_groups": groups}
-
-
-def _state_after_a_step(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, str]]:
-    """The `_shapes` of each parameter's state after one step with zero gradients. The state is discarded."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for parameter in parameters:
-        parameter.grad = None
-    shapes = {parameter: _shapes(optimizer.state[parameter]) for parameter in parameters}
-    optimizer.state.clear()
-    return shapes
-
-
-def _lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Give each tensor its parameter's strides, as fused kernels require; --channels_last may have changed them."""
-    for parameter, values in optimizer.state.items():
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

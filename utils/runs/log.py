@@ -8,14 +8,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from utils.console import clock
 from utils.errors import one_line
 from utils.files import naming_file, write_file
 from utils.runs.state import TrainState
@@ -64,9 +63,7 @@ class RunLog:
         """Append a record to log.jsonl, then pass it to the sinks. If it cannot be written, see `check`."""
         if not self.is_main or self.error is not None:
             return
-        # JSON has no infinity, and the loss of an evaluation can be infinite.
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        line = json.dumps({"kind": kind, **finite}, allow_nan=False).encode() + b"\n"
+        line = json.dumps({"kind": kind, **finite(values)}, allow_nan=False).encode() + b"\n"
         try:
             with naming_file(self.path):
                 while line:
@@ -111,6 +108,11 @@ class RunLog:
                     self.sinks.pop(name).close()
 
 
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with None for NaN and infinity, which JSON lacks; the loss of an evaluation can be infinite."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
 def _reopen(path: Path, state: TrainState) -> int:
     """Open the log to append, and drop the records of updates and evaluations that will be repeated."""
     if path.exists():
@@ -131,24 +133,26 @@ def is_kept(record: Any, state: TrainState) -> bool:
         return False
 
 
-# With --max_seconds, because tqdm's own estimate knows only the number of updates.
-_WITHOUT_ETA = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
+# tqdm's own estimate of the time left does not know of --max_seconds.
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
 
 
 class ProgressBar:
     """A progress bar and lines; without a terminal, lines only. The bar is removed at the end."""
 
     def __init__(self, _folder: Path, state: TrainState, updates: int, task: Task):
-        self.updates, self.max_seconds = updates, math.inf
+        self.updates = updates
         self.training = list(task.summary(dict.fromkeys(task.training, 1.0), 1.0))
         self.evaluation = {**task.shown, task.metric: task.shown.get(task.metric, task.metric)}
         # The bar is on stderr. If stdout is not the terminal, as with `| tee`, lines on stdout would break it.
         shown = sys.stderr.isatty() and sys.stdout.isatty()
-        self.bar = tqdm(total=updates, initial=state.step, unit=" update", leave=False, disable=not shown)
+        self.bar = tqdm(
+            total=updates, initial=state.step, unit=" update", leave=False, disable=not shown, bar_format=_BAR
+        )
 
     def write(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "start" and "max_seconds" in record:
-            self.max_seconds, self.bar.bar_format = record["max_seconds"], _WITHOUT_ETA
+        if record["kind"] == "start":
+            self.max_seconds = record.get("max_seconds", math.inf)
         elif record["kind"] == "train":
             self._show_training(record)
         elif record["kind"] == "eval":
@@ -170,19 +174,18 @@ class ProgressBar:
 
     def _show_training(self, record: dict[str, Any]) -> None:
         numbers = {name: f"{record[name]:.4f}" for name in self.training if name in record}
+        by_updates = (self.updates - record["step"]) * record["seconds"] / max(1, record["step"])
         numbers |= {
             "lr": f"{record['lr']:.2e}",
             "images/s": f"{record['images_per_second']:.0f}",
             "data": f"{record['data_wait']:.0%}",
+            "eta": tqdm.format_interval(max(0.0, min(by_updates, self.max_seconds - record["seconds"]))),
         }
-        by_updates = (self.updates - record["step"]) * record["seconds"] / max(1, record["step"])
-        eta = clock(max(0.0, min(by_updates, self.max_seconds - record["seconds"])))
         if self.bar.disable:  # no terminal: plain lines instead of a bar
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
-            self.say(f"update {record['step']}/{self.updates}  epoch {record['epoch']}  {shown}  eta {eta}")
+            self.say(f"update {record['step']}/{self.updates}  epoch {record['epoch']}  {shown}")
         else:
-            limited = {"eta": eta} if self.max_seconds < math.inf else {}
-            self.bar.set_postfix(limited | numbers, refresh=False)
+            self.bar.set_postfix(numbers, refresh=False)
 
     def _show_evaluation(self, record: dict[str, Any]) -> None:
         name = "hold-out" if record["split"].startswith("hold-out") else record["split"]

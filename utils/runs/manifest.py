@@ -9,11 +9,16 @@ from pathlib import Path
 
 from utils.data.record import FILE as SAMPLES
 from utils.errors import UserError, problem_of
-from utils.files import read_json, read_text, write_file
+from utils.files import read_json, read_text, report_once, write_file
 
 MANIFEST = "manifest.json"
 FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json", SAMPLES)
 FOR_RESUME = (*FOR_EVALUATION, "optimizer.bin")
+
+
+def checkpoint_of(folder: Path, step: int | None) -> Path:
+    """The path of the checkpoint of `step`; of step 0, which never has one, if `step` is None."""
+    return folder / f"step-{step or 0:08d}"
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -81,15 +86,11 @@ def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | Non
     """A description of the first file that differs from the manifest; None if there is none."""
     path = checkpoint / MANIFEST
     try:
-        if not path.is_file():
-            return f"{path}: missing"
         files = files_of(checkpoint)
         left_out = [name for name in needed if name not in files]
         if left_out:
             return f"{path}: does not name {', '.join(left_out)}"
         for name, entry in files.items():
-            if Path(name).name != name:
-                return f"{checkpoint / MANIFEST}: damaged"
             path = checkpoint / name
             if not path.is_file():
                 return f"{path}: missing"
@@ -105,7 +106,10 @@ def write_manifest(folder: Path) -> None:
     """Write the manifest of all files in `folder`, and give them the default mode."""
     mode, entries = folder.stat().st_mode & 0o666, {}  # the umask of the process could only be read by changing it
     for path in sorted(folder.iterdir()):
-        path.chmod(mode)  # safetensors makes its files readable by the owner only
+        try:
+            path.chmod(mode)  # safetensors makes its files readable by the owner only
+        except PermissionError as error:
+            report_once(error.errno, "refuses chmod: other users may be unable to read checkpoints")
         entries[path.name] = entry_of(path)
     write_file(folder / MANIFEST, manifest_text(entries))
 

@@ -58,16 +58,15 @@ class SavedState:
     def from_json(cls, path: Path) -> "SavedState":
         """Read the file of a verified checkpoint. Raises ValueError, which names it, if a value is malformed."""
         values = read_json(path)
-        found, wrote = (values.get(name) if isinstance(values, dict) else None for name in ("format", "versions"))
-        if type(found) is int and found > FORMAT:
-            version = wrote.get("lockstep") if isinstance(wrote, dict) else None
-            writer = f"Lockstep {str(version)[:40]}" if version else "a newer Lockstep"
-            problem = f"format {found}, written by {writer}, is newer than format {FORMAT}, which this version reads"
-            raise UserError(f"{path}: {problem}", "update Lockstep")
         try:
             return read_fields(cls, values)
         except ValueError as error:
-            raise UserError(f"{path}: {error}", _OTHER) from None
+            found, wrote = (values.get(name) if isinstance(values, dict) else None for name in ("format", "versions"))
+            if type(found) is not int or found <= FORMAT:
+                raise UserError(f"{path}: {error}", _OTHER) from None
+            version = str(wrote.get("lockstep"))[:40] if isinstance(wrote, dict) else "?"
+            problem = f"format {found}, written by Lockstep {version}, is newer than format {FORMAT}"
+            raise UserError(f"{path}: {problem}, which this version reads", "update Lockstep") from None
 
 
 @dataclass(frozen=True)

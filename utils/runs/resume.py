@@ -1,6 +1,6 @@
 """Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the earlier run."""
 
-import textwrap
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from utils.config.defaults import resolve_batch
 from utils.config.settings import FIXED, KEPT, OF_THIS_MACHINE, TrainConfig
 from utils.data.order import Plan
 from utils.data.splits import Data
-from utils.errors import UserError
+from utils.errors import UserError, shorten
 from utils.runs.metadata import SavedRun
 from utils.runs.state import TrainState
 
 
-def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> tuple[int, int, int]:
+def choose_batch(config: TrainConfig, saved: SavedRun | None, processes: int) -> tuple[int, int, int]:
     """(batch_size, grad_accum, global_batch_size) of this start; a resumed run keeps its global batch size.
 
     The batch size per process does not exceed --batch_size or, if it is not set, the largest one so far. Raises
@@ -25,15 +25,14 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
     if saved is None:
         return resolve_batch(config, processes)
     total = saved.values.global_batch_size
-    if config.global_batch_size not in (None, total):
-        problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
-        raise UserError(problem, "use the same settings")
-    if config.microbatches or config.batch_size or config.grad_accum:
-        try:
-            return resolve_batch(replace(config, global_batch_size=total), processes)
-        except ValueError:
-            if config.microbatches:
-                raise
+    problem = f"{saved.path}: was trained with a global batch size of {total}, not {config.global_batch_size}"
+    require(config.global_batch_size in (None, total), problem, "use the same settings")
+    given = replace(config, global_batch_size=total)
+    if config.microbatches:
+        return resolve_batch(given, processes)
+    with suppress(ValueError):  # these sizes do not fit
+        if config.batch_size or config.grad_accum:
+            return resolve_batch(given, processes)
     if total % processes:
         *works, most = [str(number) for number in range(1, 2 * processes) if total % number == 0]
         problem = f"{saved.path}: the global batch of {total} is not divisible by {processes} processes"
@@ -43,7 +42,7 @@ def batch_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) 
     return batch_size, share // batch_size, total
 
 
-def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: int) -> TrainConfig:
+def keep_settings(config: TrainConfig, saved: SavedRun | None, processes: int) -> TrainConfig:
     """The settings; those of `KEPT` that are not given are the checkpoint's, if there is one.
 
     Raises ValueError if the batch sizes do not fit, before the data is loaded.
@@ -51,7 +50,7 @@ def settings_of_start(config: TrainConfig, saved: SavedRun | None, processes: in
     if saved is not None:
         unset = [name for name in KEPT if getattr(config, name) == getattr(TrainConfig, name)]
         config = replace(config, **{name: getattr(saved.settings, name) for name in unset})
-    batch_of_start(config, saved, processes)
+    choose_batch(config, saved, processes)
     return config
 
 
@@ -67,7 +66,7 @@ def restore_state(
         return TrainState(batch_size=batch_size)
     check_same_run(saved, config, plan, data)
     first_repeated = saved.state.step + (not saved.state.owes_evaluation)
-    done = [evaluation for evaluation in saved.state.evaluations if (evaluation["step"] or 0) < first_repeated]
+    done = [each for each in saved.state.evaluations if (each["step"] or 0) < first_repeated]
     state = replace(saved.state, evaluations=done)
     problem = f"{saved.path / 'state.json'}: step {state.step} and the position in the data contradict each other"
     require(state.can_follow(plan), problem, "use another checkpoint")
@@ -95,21 +94,20 @@ def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data)
         ("the classes", saved.class_names, data.class_names),
         ("labels", there.labels, data.train.label_fingerprint),
     ):
-        if old != new:
-            old, new = (textwrap.shorten(str(value), 60, placeholder="...") for value in (old, new))
-            raise UserError(f"{saved.path}: was trained with {what} of {old}, not {new}", "use the same settings")
+        problem = f"{saved.path}: was trained with {what} of {shorten(str(old))}, not {shorten(str(new))}"
+        require(old == new, problem, "use the same settings")
     for setting, old, new in (
         ("sampler", there.weights, plan.weights_hash),
         ("class_weights", there.class_weights, data.class_weights_hash),
     ):
         value = getattr(config, setting)
-        same = old == new or value != getattr(saved.settings, setting)
         problem = f"{saved.path}: the weights of --{setting} {value} have changed since training"
+        same = old == new or value != getattr(saved.settings, setting)
         require(same, problem, "restore them, or start a new run")
     threads = torch.get_num_threads()
-    if config.microbatches and there.device == "cpu" and there.threads != threads:
-        kept = f"keeps its {there.threads} threads per process, not {threads}"
-        raise UserError(f"{saved.path}: a run with --microbatches {kept}", f"set --threads {there.threads}")
+    same = not config.microbatches or there.device != "cpu" or there.threads == threads
+    problem = f"{saved.path}: a run with --microbatches keeps its {there.threads} threads per process, not {threads}"
+    require(same, problem, f"set --threads {there.threads}")
 
 
 def resume_lines(saved: SavedRun, config: TrainConfig, resolved: TrainConfig, plan: Plan, processes: int) -> list[str]:
@@ -132,9 +130,9 @@ def resume_lines(saved: SavedRun, config: TrainConfig, resolved: TrainConfig, pl
             "the samples are the same; floating-point sums have a different order: losses agree to rounding; "
             "if processes x accumulation steps differs, dropout masks and batch statistics differ too"
         )
-    used = plan.sizes(processes)
-    kept = config.batch_size == used["batch_size"] and config.grad_accum in (None, used["grad_accum"])
-    if config.batch_size and not kept:
-        given = f"--batch_size {config.batch_size}" + f" --grad_accum {config.grad_accum}" * bool(config.grad_accum)
-        lines.append(f"{given} does not give the run's global batch of {plan.global_batch_size}; see the batch below")
+    for name in ("batch_size", "grad_accum"):
+        value, used = getattr(config, name), plan.sizes(processes)[name]
+        if value not in (None, used):
+            problem = f"--{name} {value} does not give the run's global batch of {plan.global_batch_size}"
+            lines.append(f"{problem}; using {used}")
     return lines

@@ -1,7 +1,6 @@
 """The weights that a new run starts from (--init_from): another run, a file, or a repository of the Hub."""
 
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,13 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.matching import Match
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import read_weights
+from utils.runs.loading import EMA, read_weights
 from utils.runs.manifest import (
     FOR_EVALUATION,
     MANIFEST,
@@ -27,10 +27,9 @@ from utils.runs.manifest import (
     verify,
 )
 from utils.runs.metadata import SavedRun, read_checkpoint
-from utils.runs.parts import EMA
 
 WEIGHTS = "model.safetensors"
-_HUB = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+?)(?:@(\w+))?")  # a commit may follow the name
+_HUB = "hf://"
 _SETTINGS = ("model", "model_args", "stem", "channels", "image_size", "mean", "std")
 """Settings that a run takes from its source unless they are given; the first three belong together."""
 
@@ -91,18 +90,16 @@ def _fill(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
 
 def _find(where: str) -> str:
     """The file or checkpoint that --init_from names, as an absolute path, or hf://OWNER/NAME@COMMIT."""
-    path, hub = expand(where), _HUB.fullmatch(where)
+    if where.startswith(_HUB):
+        return f"{where.partition('@')[0]}@{_download(where).parent.name}"  # snapshots/COMMIT/model.safetensors
+    path = expand(where)
+    fix = "give a run, a checkpoint, a safetensors file or hf://OWNER/NAME"
+    require(path.exists(), f"--init_from {where}: no such file or folder", fix)
     is_ours = (path / MANIFEST).exists() or is_checkpoint_name(path.name)
-    if path.is_file() or ((path / WEIGHTS).is_file() and not is_ours):
-        return os.path.abspath(path)
-    if path.exists():
-        checkpoint = find_checkpoint(path)
-        verify(checkpoint, FOR_EVALUATION)
-        return os.path.abspath(checkpoint)
-    if not hub or (not where.startswith("hf://") and path.parent.is_dir()):
-        fix = "give a run, a checkpoint, a safetensors file or hf://OWNER/NAME"
-        raise UserError(f"--init_from {where}: no such file or folder", fix)
-    return f"hf://{hub[1]}@{_download(where).parent.name}"  # snapshots/COMMIT/model.safetensors
+    if path.is_dir() and (is_ours or not (path / WEIGHTS).is_file()):
+        path = find_checkpoint(path)
+        verify(path, FOR_EVALUATION)
+    return os.path.abspath(path)
 
 
 def _download(where: str) -> Path:
@@ -113,16 +110,13 @@ def _download(where: str) -> Path:
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # it would print a line for each attempt
-    hub = _HUB.fullmatch(where)
-    assert hub is not None
-    repository, commit = hub.groups()
+    repository, _, commit = where.removeprefix(_HUB).partition("@")
     try:
-        path = hf_hub_download(repository, WEIGHTS, revision=commit)
+        path = hf_hub_download(repository, WEIGHTS, revision=commit or None)
     except Exception as error:  # of many classes
-        reason = f"no such file or folder, and {WEIGHTS} of {repository} cannot be downloaded"
+        problem = f"--init_from {where}: {WEIGHTS} of {repository} cannot be downloaded ({one_line(error)[:160]})"
         fix = f"correct the name, or, without a network, run `hf download {repository} {WEIGHTS} config.json` elsewhere"
-        fix = f"{fix} and copy the files to {HF_HUB_CACHE}"
-        raise UserError(f"--init_from {where}: {reason} ({one_line(error)[:160]})", fix) from error
+        raise UserError(problem, f"{fix} and copy the files to {HF_HUB_CACHE}") from error
     with suppress(EntryNotFoundError):
         hf_hub_download(repository, "config.json", revision=Path(path).parent.name)
     return Path(path)
@@ -130,51 +124,38 @@ def _download(where: str) -> Path:
 
 def _read(found: str) -> InitialWeights:
     """The source that `_find` has found, without its tensors. Nothing in it is executed."""
-    path = _download(found) if found.startswith("hf://") else Path(found)
+    path = _download(found) if found.startswith(_HUB) else Path(found)
     if (path / MANIFEST).exists():
         saved = read_checkpoint(path)
-        spec, settings = saved.spec, saved.settings
-        values: dict[str, Any] = {
-            **{name: getattr(settings, name) for name in ("model", "model_args", "stem")},
-            **{name: getattr(spec, name) for name in ("channels", "mean", "std")},
-            "image_size": list(spec.size),
-        }
-        if settings.pretrained:
+        values = {name: vars(saved.settings)[name] for name in ("model", "model_args", "stem")}
+        values |= {name: vars(saved.spec)[name] for name in ("channels", "mean", "std")}
+        values["image_size"] = list(saved.spec.size)
+        if saved.settings.pretrained:
             values["stem"] = "standard"
-        return InitialWeights(found, _weights_in(path), saved.class_names, values)
-    file = _weights_in(path) if path.is_dir() else path
-    return InitialWeights(found, file, *_describe_weights(file.parent))
+        average = path / f"{EMA}.safetensors"
+        return InitialWeights(found, average if average.is_file() else path / WEIGHTS, saved.class_names, values)
+    file = path / WEIGHTS if path.is_dir() else path
+    return InitialWeights(found, file, *_read_config(file.with_name("config.json")))
 
 
-def _weights_in(folder: Path) -> Path:
-    average = folder / f"{EMA}.safetensors"
-    return average if average.is_file() else folder / WEIGHTS
-
-
-def _describe_weights(folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """The class names and settings in labels.json of Lockstep, or in config.json of timm or transformers."""
-    labels, path = folder / "labels.json", folder / "config.json"
-    names, about = read_json(labels) if labels.is_file() else None, read_json(path) if path.is_file() else {}
+def _read_config(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """The class names and settings in config.json of timm or transformers, if it exists."""
+    about = read_json(path) if path.is_file() else {}
     try:
-        names = names or about.get("label_names")
-        if not names and (by_id := about.get("id2label")):
-            names = [by_id[str(number)] for number in range(len(by_id))]
-        cfg = about.get("pretrained_cfg", {})
+        by_id, cfg = about.get("id2label", {}), about.get("pretrained_cfg", {})
+        names = about.get("label_names") or [by_id[str(number)] for number in range(len(by_id))]
         values: dict[str, Any] = {name: [*map(float, cfg[name])] for name in ("mean", "std") if name in cfg}
         if "input_size" in cfg:
             values |= {"channels": cfg["input_size"][0], "image_size": list(cfg["input_size"][1:])}
         if "architecture" in about:
             values["model"] = f"timm/{about['architecture']}"
-        if not all(isinstance(name, str) for name in names or []):
+        if not all(isinstance(name, str) for name in names):
             raise ValueError("class names are not strings")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{labels if labels.is_file() else path}: malformed ({one_line(error)})", "delete it"
-        ) from error
-    return list(names or []), values
+        raise UserError(f"{path}: malformed ({one_line(error)})", "delete it") from error
+    return names, values
 
 
 def absolute_source(where: str | None) -> str | None:
-    """--init_from with an absolute path, if it is one and not on the Hub."""
-    is_path = where is not None and expand(where).parent.is_dir()
-    return str(expand(where).absolute()) if where is not None and is_path else where
+    """--init_from with an absolute path, unless it is on the Hub."""
+    return where if where is None or where.startswith(_HUB) else str(expand(where).absolute())

@@ -52,8 +52,6 @@ class TrainState:
     resume in a new run folder."""
     evaluations_since_best: Count = 0
     """Evaluations since `best_value`."""
-    lr_factor: NonNegativeFloat = 1.0
-    """The factor of the learning rate with --lr_schedule plateau."""
 
     @classmethod
     def from_dict(cls, values: Any) -> "TrainState":
@@ -96,10 +94,6 @@ class TrainState:
         if is_better_than(self.best_value):
             self.best_value, self.evaluations_since_best = value, 0
         self.owes_evaluation = False
-
-    def equal_bests(self, metric: str) -> int:
-        """How many evaluations are as good as the best one. Those of an earlier run, which precede it, do not count."""
-        return sum(e.get(metric) == self.best for e in self.evaluations if (e["step"] or 0) >= (self.best_step or 0))
 
     def can_follow(self, plan: Plan) -> bool:
         """Whether a run with this plan can reach this state, with or without --drop_last in any epoch."""

@@ -11,17 +11,17 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, LoggerType, get_available_trackers
 
+from utils.config.bounds import require
 from utils.config.settings import OF_ONE_START, TrainConfig
 from utils.config.table import Table, suggestion
 from utils.errors import UserError, one_line
-from utils.files import read_json, write_file
+from utils.files import write_file
 from utils.runs.log import Sink
 
 # Folders and addresses of this machine are private, and of no use elsewhere.
@@ -33,13 +33,12 @@ class Trackers(Table):
 
     def check(self, config: Any) -> None:
         """Raise UserError for an unknown tracker, or for one whose package is not installed."""
+        missing = {*map(str, LoggerType)} - {*map(str, get_available_trackers())}
         for name in self.names(config):
-            problem = f"--report_to {name}: no such tracker"
-            if name not in self:
-                raise UserError(problem, suggestion(name, self, f"use {self.listed()}"))
-            if name in map(str, LoggerType) and name not in map(str, get_available_trackers()):
-                fix = f"run: python -m pip install {name}"
-                raise UserError(f"--report_to {name}: its package is not installed", fix)
+            fix = suggestion(name, self, f"use {self.listed()}")
+            require(name in self, f"--report_to {name}: no such tracker", fix)
+            problem = f"--report_to {name}: its package is not installed"
+            require(name not in missing, problem, f"run: python -m pip install {name}")
 
     def helps(self) -> dict[str, str]:
         return {self.what: f": {self.listed()}"}
@@ -64,16 +63,11 @@ class Tracker(Sink):
     """
 
     def __init__(self, name: str, tracker_class: Any, config: TrainConfig, folder: Path, *_: object):
-        self.settings = settings_to_send(config)
-        lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        self.earlier = [json.loads(line) for line in lines]  # the records before a resume
+        self.log, self.settings = folder / "log.jsonl", settings_to_send(config)
         project = os.environ.get(f"{name.upper()}_PROJECT") or "lockstep"
-        kept = folder / "trackers.json"  # the ids of the runs in the trackers
-        ids = {}
-        with suppress(OSError, ValueError, TypeError):
-            ids = dict(read_json(kept))
+        kept = folder / f"{name}.id"  # the id of the run in the tracker
         try:
-            options = _options(name, folder, project, ids.get(name))
+            options = _options(name, folder, project, kept.read_text() if kept.exists() else None)
             # TensorBoard's project is the folder of its files.
             places = [folder] if tracker_class.requires_logging_directory else []
             self.tracker = tracker_class("tensorboard" if name == "tensorboard" else project, *places, **options)
@@ -82,17 +76,16 @@ class Tracker(Sink):
             problem = f"--report_to {name}: the tracker cannot be started ({one_line(error)[:200]})"
             raise UserError(problem, "correct its settings, log in to it, or leave it out") from error
         if name in ("trackio", "wandb"):
-            write_file(kept, json.dumps(ids | {name: self.tracker.tracker.id}))
+            write_file(kept, self.tracker.tracker.id)
         # W&B cannot delete points, and ignores steps that it already has.
-        self.first = getattr(self.tracker.tracker, "starting_step", 0) if name == "wandb" else 0
+        self.first = getattr(self.tracker.tracker, "starting_step", 0)
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "start":  # the first record of a start
             topology = {name: value for name, value in record.items() if name not in ("kind", "step", "time")}
             self.tracker.store_init_configuration(self.settings | flatten(topology))
-            for earlier in self.earlier:
-                self._send(earlier)
-            self.earlier = []
+            for line in self.log.read_text(encoding="utf-8").splitlines():  # the records before a resume
+                self._send(json.loads(line))
         else:
             self._send(record)
 
@@ -103,15 +96,15 @@ class Tracker(Sink):
         if record["kind"] in ("train", "eval") and record["step"] >= self.first:
             # With --ema_decay, an update has two evaluations.
             kind = "eval_ema" if record.get("weights") == "ema" else record["kind"]
-            numbers = {f"{kind}/{name}": v for name, v in record.items() if _is_finite(v) and name != "step"}
-            self.tracker.log(numbers, step=record["step"])
+            numbers = {name: value for name, value in record.items() if type(value) in (int, float) and name != "step"}
+            finite = {f"{kind}/{name}": value for name, value in numbers.items() if math.isfinite(value)}
+            self.tracker.log(finite, step=record["step"])
 
 
 def settings_to_send(config: TrainConfig) -> dict[str, bool | int | float | str]:
     """The settings that differ from their defaults, without folders and host names."""
-    default = asdict(TrainConfig())
-    given = {name: value for name, value in asdict(config).items() if value != default[name]}
-    return flatten({name: value for name, value in given.items() if name not in _NOT_SENT})
+    default = vars(TrainConfig())
+    return flatten({name: v for name, v in vars(config).items() if v != default[name] and name not in _NOT_SENT})
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
@@ -151,7 +144,3 @@ def _options(name: str, folder: Path, project: str, before: str | None) -> dict[
         settings = {"x_disable_meta": True, "disable_git": True, "disable_code": True, **more}
         return {"name": folder.name, "id": before or uuid.uuid4().hex, "resume": "allow", "settings": settings}
     return {}
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)

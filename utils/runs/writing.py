@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from utils.errors import one_line
 from utils.files import naming_file, put_in_place, write_file
-from utils.runs.manifest import checkpoints_of, damage_of, read_pointer, step_of, write_manifest
-from utils.runs.parts import Part
+from utils.runs.loading import Part
+from utils.runs.manifest import checkpoint_of, checkpoints_of, damage_of, read_pointer, step_of, write_manifest
 
 _KEPT = ("model.safetensors", "optimizer.bin")  # of the files that `save_state` writes
 
@@ -54,10 +54,8 @@ def publish(folder: Path, step: int) -> None:
     partial = _partial(folder, step)
     try:
         write_manifest(partial)
-        put_in_place(partial, folder / f"step-{step:08d}")
+        put_in_place(partial, checkpoint_of(folder, step))
     except OSError:
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} no longer exists") from None
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
@@ -68,19 +66,10 @@ def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -
     Raises OSError if the pointers cannot be updated. Even then the new checkpoint is kept, and old ones are deleted so
     that they do not fill the disk.
     """
-    best = folder / f"step-{best_step or 0:08d}"
-
-    def move_pointers() -> None:
-        write_file(folder / "latest", f"step-{step:08d}\n")
-        if best.is_dir() and read_pointer(folder, "best") != best:
-            write_file(folder / "best", best.name + "\n")
-
-    try:
-        move_pointers()
-    except OSError:
-        prune(folder, keep, best)  # makes room on a full disk
-        move_pointers()
-    prune(folder, keep, best)
+    best = checkpoint_of(folder, best_step)
+    prune(folder, keep, best)  # before the pointers move, because it makes room on a full disk
+    _move_pointers(folder, step, best)
+    prune(folder, keep, best)  # what the pointers named
 
 
 def prune(folder: Path, keep: int, best: Path | None = None) -> None:
@@ -97,14 +86,12 @@ def delete_after(folder: Path, step: int, best_step: int | None) -> None:
     Damaged ones are renamed to step-N.damaged, because the disk may be the cause. Does nothing if the checkpoint of
     `step` is not in this folder: then the run resumes from a checkpoint of another run.
     """
-    if not (folder / f"step-{step:08d}").is_dir():
+    if not checkpoint_of(folder, step).is_dir():
         return
-    best = folder / f"step-{best_step or 0:08d}"
-    if best.is_dir():
-        write_file(folder / "best", best.name + "\n")
-    else:
+    best = checkpoint_of(folder, best_step)
+    if not best.is_dir():
         (folder / "best").unlink(missing_ok=True)
-    write_file(folder / "latest", f"step-{step:08d}\n")
+    _move_pointers(folder, step, best)
     for path in reversed(checkpoints_of(folder)):  # newest first: if killed, no gap is left
         if step_of(path) <= step:
             break
@@ -115,6 +102,12 @@ def delete_after(folder: Path, step: int, best_step: int | None) -> None:
         else:
             _remove(path)
             print(f"{path} was deleted: its updates will be repeated")
+
+
+def _move_pointers(folder: Path, step: int, best: Path) -> None:
+    if best.is_dir() and read_pointer(folder, "best") != best:
+        write_file(folder / "best", best.name + "\n")
+    write_file(folder / "latest", f"{checkpoint_of(folder, step).name}\n")
 
 
 def clean_up(folder: Path) -> None:

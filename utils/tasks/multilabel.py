@@ -145,6 +145,11 @@ class Binary(MultiLabel):
     def _rows(self, targets: Tensor) -> Tensor:
         return targets[:, None] if targets.ndim == 1 else targets[:, -1:]
 
+    def decide(self, top: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        logits = scores[:, 0]
+        positive = logits > self.cut
+        return positive.astype(np.int64), sigmoid(np.where(positive, logits, -logits))
+
     def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
         _, top, probabilities = super().name_classes(top, np.concatenate([-scores, scores], 1), count)
         return [self.class_names[int(own)] for own in scores[:, 0] > self.cut], top, probabilities

@@ -25,7 +25,7 @@ class Predictions(NamedTuple):
     labels: np.ndarray  # int64 [n], or multi-hot uint8 [n, classes]
     top: np.ndarray  # int64 [n, k], or [n, 0]
     scores: np.ndarray  # float32 [n, k]
-    losses: np.ndarray  # float32 [n]
+    values: np.ndarray  # float32 [n, sums]: what each sample adds to the sums named by `Task.evaluation`
 
 
 class Task:
@@ -81,18 +81,18 @@ class Task:
         """
         return {}
 
-    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each sample, float32 [n]. `evaluate` has only sums, so each sample is a batch of its own."""
+    def sample_values(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """What each sample adds to the sums of `evaluate`, float32 [n, len(evaluation)]."""
 
-        def loss(row: Tensor, label: Tensor) -> Tensor:
-            return self.evaluate(row[None], label[None])[0][0]
+        def sums_of(row: Tensor, label: Tensor) -> Tensor:
+            return self.evaluate(row[None], label[None])[0].float()
 
         if not len(outputs):  # vmap needs a row
-            return outputs.new_zeros(0)
+            return outputs.new_zeros(0, len(self.evaluation))
         try:
-            return torch.vmap(loss)(outputs, labels).float()
+            return torch.vmap(sums_of)(outputs, labels)
         except RuntimeError:  # a loss or a metric that vmap does not support
-            return torch.stack([loss(row, label) for row, label in zip(outputs, labels, strict=True)]).float()
+            return torch.stack([sums_of(row, label) for row, label in zip(outputs, labels, strict=True)])
 
     def check_predictions(self) -> None:
         """Raise UserError if the outputs have no known meaning as classes."""
@@ -106,13 +106,18 @@ class Task:
         top = outputs.topk(min(count, outputs.shape[1]), dim=1).indices
         return top, outputs.softmax(1).gather(1, top)
 
+    def decide(self, top: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The predicted class of n images, int64 [n], and its probability; for tasks with one class per image."""
+        return top[:, 0], scores[:, 0]
+
     def name_classes(self, top: np.ndarray, scores: np.ndarray, count: int) -> tuple[list, np.ndarray, np.ndarray]:
         """What is predicted for n images, from `top` and `scores` of `Predictions`.
 
         This is the predicted class, or the list of classes, of each image, then the numbers of the `count` most likely
         classes and their probabilities, each [n, count], the most likely one first.
         """
-        return [self.class_names[best] for best in top[:, 0]], top[:, :count], scores[:, :count]
+        predicted, _ = self.decide(top, scores)
+        return [self.class_names[best] for best in predicted], top[:, :count], scores[:, :count]
 
     def weigh(self, class_weights: list[float]) -> None:
         """Weight the samples of each class in the training loss by these numbers (--class_weights)."""
@@ -135,7 +140,6 @@ class Task:
         evaluated, of = record.get("classes_evaluated", record["classes"]), record["classes"]
         rows = [("data", f"{printable(record['data'])}, {record['split']}")]
         rows += [("weights", record["weights"])] if "weights" in record else []
-        rows += [("average of", f"updates {', '.join(map(str, record['averaged']))}")] if "averaged" in record else []
         rows += [("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}")]
         rows += score_rows(record)
         rows += [("count", record["count"])]

@@ -17,16 +17,16 @@ from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
 from utils.errors import UserError
 from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm
-from utils.models.layers import checkpoint_blocks, freeze
+from utils.models.layers import freeze
 from utils.models.matching import copy_matching
 from utils.models.zoo import check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
-from utils.runs.folder import check_run_folder
+from utils.runs.checkpoint import check_run_folder
 from utils.runs.metadata import SavedRun
-from utils.runs.resume import batch_of_start, restore_state, resume_lines, settings_of_start
-from utils.runs.source import InitialWeights, absolute_source, find_source
+from utils.runs.resume import choose_batch, restore_state, resume_lines
+from utils.runs.source import InitialWeights, absolute_source
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
@@ -43,15 +43,6 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
         raise UserError("--data_dir is for --data torchvision/NAME only", "name a folder of your own with --data")
     if config.resume is None:
         resolve_batch(config, ranks.topology.world_size)
-
-
-def start_settings(
-    config: TrainConfig, saved: SavedRun | None, ranks: Ranks
-) -> tuple[TrainConfig, InitialWeights | None]:
-    """The settings with those of the checkpoint and of --init_from, and what --init_from names; collective."""
-    with ranks.agree():
-        config = settings_of_start(config, saved, ranks.topology.world_size)
-    return find_source(config, saved, ranks)
 
 
 @dataclass(kw_only=True)
@@ -85,7 +76,7 @@ def resolve(
     """
     processes = accelerator.num_processes
     config, sizes = (config, []) if saved else choose_sizes(config, len(data.train), processes)
-    _, grad_accum, global_batch_size = batch_of_start(config, saved, processes)
+    _, grad_accum, global_batch_size = choose_batch(config, saved, processes)
     plan = make_plan(config, data.train, global_batch_size, config.microbatches or grad_accum * processes)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)
@@ -135,8 +126,7 @@ def resolve_input(
 def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerator, ranks: Ranks) -> nn.Module:
     """The model with the weights of --init_from, compiled if the accelerate config says so; collective.
 
-    --freeze, --grad_checkpointing and --sync_batchnorm change its layers. Raises ValueError if a batch is too small for
-    batch statistics.
+    --freeze and --sync_batchnorm change its layers. Raises ValueError if a batch is too small for batch statistics.
     """
     config, source = resolved.config, resolved.source
     with ranks.agree():
@@ -144,8 +134,6 @@ def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerato
             load_source(module, source, resolved.data.class_names, config.model)
         if config.freeze:
             freeze(module, config.freeze, source.match.new if source and source.match else {})
-        if config.grad_checkpointing:
-            checkpoint_blocks(module, config.model)
         if has_batch_norm(module):
             sharing = ranks.topology.world_size if config.sync_batchnorm else 1
             check_batch_norm(resolved.plan, resolved.updates, sharing)

@@ -5,16 +5,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from torch import nn
-
-from utils.data.order import Plan, share
-from utils.data.splits import Split
 from utils.errors import UserError
 from utils.launch.command import script_command
 from utils.models.checking import bad_tensors
-from utils.ranks.ranks import Ranks
-from utils.runs.log import RunLog
 from utils.training.run import Run
 from utils.training.schedule import count_of
 
@@ -29,29 +22,27 @@ _BEGINNING = 100  # updates after the warm-up, in which a network may predict on
 _SHOWN = 8  # samples in the message; the log has all
 
 
-def report_bad_loss(ranks: Ranks, log: RunLog, plan: Plan, train: Split, step: int, microbatch: int) -> None:
+def report_bad_loss(run: Run, rank: int, step: int, microbatch: int) -> None:
     """Raise ValueError, which names a microbatch of update `step`, counted from 0, whose loss is NaN or infinite."""
-    sizes = plan.microbatch_sizes(plan.at(step)[1])
+    sizes, path = run.plan.microbatch_sizes(run.plan.at(step)[1]), run.log.path
     start = sum(sizes[:microbatch])
-    samples = train.rows[samples_of(plan, step)[start : start + sizes[microbatch]]].tolist()
-    processes = ranks.topology.world_size
-    rank = next(r for r in range(processes) if microbatch in share(plan.microbatches, processes, r))
-    log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
+    samples = find_samples(run, step)[start : start + sizes[microbatch]]
+    run.log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
     shown = ", ".join(map(str, samples[:_SHOWN]))
-    place = ["--run", str(log.path.parent), "--update", str(step + 1), "--microbatch", str(microbatch)]
-    place += ["--cpu"] * ranks.launch.cpu
-    command = [*script_command("replay.py"), *place]
-    more = f" and {len(samples) - _SHOWN} more (see {log.path})" if len(samples) > _SHOWN else ""
+    more = f" and {len(samples) - _SHOWN} more (see {path})" if len(samples) > _SHOWN else ""
+    command = [*script_command("replay.py"), "--run", str(path.parent), "--update", str(step + 1)]
+    command += ["--microbatch", str(microbatch), *(["--cpu"] if run.config.cpu else [])]
     raise UserError(
         f"the training loss is NaN or infinite at update {step + 1} on rank {rank}, samples {shown}{more}",
         f"{_FIX}; to see it: {shlex.join(command)}",
     )
 
 
-def samples_of(plan: Plan, step: int) -> np.ndarray:
-    """The samples of update `step`, counted from 0, as positions in the training split, in the order of the run."""
-    epoch, position = plan.at(step)
-    return plan.draws(epoch)[0][position : position + plan.update_size(position)]
+def find_samples(run: Run, step: int) -> list[int]:
+    """The samples of update `step`, counted from 0, as rows of the data set, in the order of the run."""
+    epoch, position = run.plan.at(step)
+    drawn = run.plan.draws(epoch)[0][position : position + run.plan.update_size(position)]
+    return run.data.train.rows[drawn].tolist()
 
 
 def watch_loss(run: Run, loss: float, count: float) -> None:
@@ -109,13 +100,10 @@ def _report(run: Run, problem: str) -> None:
     run.log.say(f"update {run.state.step}: {problem}; {fix}")
 
 
-def check_weights(module: nn.Module, plan: Plan, train: Split, step: int) -> None:
-    """Raise ValueError if a weight is NaN or infinite after `step` updates, although all losses were finite."""
-    if bad_tensors(module.state_dict()):
-        samples = train.rows[samples_of(plan, step - 1)].tolist()
+def check_weights(run: Run) -> None:
+    """Raise ValueError if a weight is NaN or infinite after the last update, although all losses were finite."""
+    if bad_tensors(run.module.state_dict()):
+        samples = find_samples(run, run.state.step - 1)
         shown = ", ".join(map(str, samples[:_SHOWN]))
-        raise UserError(
-            f"weights are NaN or infinite after update {step}, of {len(samples)} samples {shown}..., although its "
-            "loss was finite",
-            _FIX,
-        )
+        of = f"after update {run.state.step}, of {len(samples)} samples {shown}..."
+        raise UserError(f"weights are NaN or infinite {of}, although its loss was finite", _FIX)

@@ -10,14 +10,14 @@ from dataclasses import replace
 import torch
 
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.files import expand
 from utils.launch.exits import fix_for_memory
 from utils.memory import bytes_text
 from utils.training.loop import synchronise
 from utils.training.meter import SyncInterval
 from utils.training.run import Run
-from utils.training.summary import count_flops, memory_line
+from utils.training.summary import count_flops
 
 
 def trial(config: TrainConfig) -> TrainConfig:
@@ -39,9 +39,8 @@ def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
     try:
         found = _measure_both(run, update)
         if run.ranks.is_main:
-            average = run.average.state_dict().values() if run.average else ()
-            operations = f"{count_flops(run.module, run.spec) / 1e9:.4g} GFLOP per image, a multiply-add counts as two"
-            run.log.say(f"{memory_line(run.module, run.optimizer, average)}\nmodel: {operations}")
+            operations = f"{count_flops(run.module, run.spec) / 1e9:.4g} GFLOP per image"
+            run.log.say(f"model: {operations}, a multiply-add counts as two")
         return found
     finally:
         run.log.close()

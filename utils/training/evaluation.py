@@ -17,7 +17,7 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batches
 from utils.data.order import BlockSampler
-from utils.data.pipeline import make_loader
+from utils.data.workers import make_loader
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
 from utils.ranks.accelerator import make_accelerator
@@ -53,7 +53,7 @@ class Evaluator:
     def evaluate(self, stopping: Stopping | None = None, keep: bool = False) -> dict | None:
         """The metrics of the whole split, and its `count` of samples; the same on all ranks; collective.
 
-        Returns None if the ranks were asked to stop, see `collect`. The result has `left_out` if images were skipped.
+        Returns None if the ranks were asked to stop, see `collect`.
         Raises RuntimeError if a sample is missing or counted twice. With `keep`, the main process has the predictions
         afterwards.
         """
@@ -66,7 +66,7 @@ class Evaluator:
         def step(outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             own, predicted = task.evaluate(outputs, labels)
             sums.add_(rounded(own))
-            kept = (*task.most_likely(outputs, TOP), task.losses(outputs, labels)) if keep else ()
+            kept = (*task.most_likely(outputs, TOP), task.sample_values(outputs, labels)) if keep else ()
             return predicted, *kept
 
         rows = self.collect(step, stopping)
@@ -144,15 +144,12 @@ class Evaluator:
     def _summary(self, sums: Tensor, seen: np.ndarray) -> dict:
         """The metrics over all ranks; `seen` has the indices of all samples that were evaluated, int64 [n]."""
         totals = self.accelerator.reduce(sums, "sum").tolist()
-        readable, samples, count = self.batches.readable, len(self.batches.labels), len(seen)
-        if not np.array_equal(np.sort(seen), np.flatnonzero(readable)):
-            problem = f"the evaluation did not count each of the {readable.sum()} samples once"
+        samples, count = len(self.batches.labels), len(seen)
+        if not np.array_equal(np.sort(seen), np.arange(samples)):
+            problem = f"the evaluation did not count each of the {samples} samples once"
             raise RuntimeError(f"{problem} ({count} counted); please report this")
-        if not count:
-            fix = "set another --eval_split or --data"
-            raise UserError(f"none of the {samples} images to evaluate can be read", fix)
         result = self.task.summary(dict(zip(self.task.evaluation, totals, strict=True)), count)
-        return {**result, "count": count} | ({"left_out": samples - count} if samples > count else {})
+        return {**result, "count": count}
 
 
 def make_evaluator(

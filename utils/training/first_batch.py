@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from utils.console import printable
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.errors import one_line
 from utils.files import write_file
 from utils.training.run import Run

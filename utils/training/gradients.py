@@ -10,16 +10,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from utils.config.settings import TrainConfig
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
-from utils.models.zoo import seed_layers
 from utils.ranks.accelerator import prepare_buckets
 from utils.ranks.ranks import Ranks
 from utils.training.building import Resolved
-from utils.training.tree_sum import Exchange, TreeSum
+from utils.training.tree_sum import TreeSum
 
 
 class Gradients:
@@ -40,7 +39,10 @@ class Gradients:
 
     def seed(self, batch: Batch) -> None:
         """Seed random layers, such as dropout, for a microbatch: the same on any number of processes."""
-        seed_layers(self.accelerator.device, fold_in(self.plan.seed, "layers", batch.update, batch.number))
+        seed = fold_in(self.plan.seed, "layers", batch.update, batch.number) % 2**32  # all that a CPU's generator uses
+        if self.accelerator.device.type == "cuda":  # torch.manual_seed does the same as these lines, in 100 us
+            torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
 
     def microbatch(self, batch: Batch) -> AbstractContextManager[None]:
         """The context of the forward and backward pass of a microbatch."""
@@ -56,26 +58,19 @@ class Gradients:
 class TreeGradients(Gradients):
     """Sums in the order of a binary tree over the microbatches: the same bits on any number of processes.
 
-    Each microbatch starts from the buffers that the update started with. Their changes are averaged in the same tree,
-    over the microbatches that have samples. A parameter that is not used has a gradient of zeros. With one microbatch
-    per rank, DDP exchanges gradients during the backward pass. Otherwise `model` is the module itself, and gradients
-    are exchanged after the last backward pass.
+    `model` is not wrapped in DDP: gradients are exchanged after the last backward pass of an update. Each microbatch
+    starts from the buffers that the update started with. Their changes are averaged in the same tree, over the
+    microbatches that have samples. A parameter that is not used has a gradient of zeros.
     """
 
-    def __init__(self, model: nn.Module, module: nn.Module, accelerator: Accelerator, plan: Plan):
+    def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
         super().__init__(model, accelerator, plan)
-        processes = accelerator.num_processes
-        self.tree = TreeSum(plan.microbatches, processes, accelerator.process_index)
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        buffers = list(module.buffers())
+        self.tree = TreeSum(plan.microbatches, accelerator.num_processes, accelerator.process_index)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        buffers = list(model.buffers())
         # Buffers of one type are joined to one vector: a network has hundreds of them, and each kernel takes time.
         self.buffers = [[b for b in buffers if b.dtype == dtype] for dtype in {b.dtype: None for b in buffers}]
         self.start: list[Tensor] = []  # the buffers of each type at the start of the update
-        self.is_empty = False
-        self.running: list[tuple[Tensor, Exchange]] = []
-        self.overlaps = isinstance(model, DistributedDataParallel)
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(None, self._exchange_bucket)
 
     def loss_scale(self, position: int) -> float:
         return 1 / self.plan.update_size(position)  # no factor may depend on the number of processes
@@ -83,61 +78,34 @@ class TreeGradients(Gradients):
     @contextmanager
     def microbatch(self, batch: Batch) -> Iterator[None]:
         self.seed(batch)
-        if not self.start:
-            self.start = [_joined(buffers) for buffers in self.buffers]
-        else:
+        if self.start:
             self._set_buffers(self.start)
-        self.is_empty = not len(batch.images)
-        self.running = []  # `prepare_buckets` has begun some
+        else:
+            # A copy, because the vector of a single buffer is the buffer itself.
+            self.start = [_flatten_dense_tensors(buffers).clone() for buffers in self.buffers]
         yield
-        changes = [_change(_joined(now), before) for now, before in zip(self.buffers, self.start, strict=True)]
-        tensors = [*changes, torch.ones((), device=self.accelerator.device)]
-        if not self.overlaps:
-            tensors = [*(_gradient(parameter) for parameter in self.parameters), *tensors]
-            for parameter in self.parameters:
-                parameter.grad = None
-        if self.is_empty:  # its batch statistics are NaN
+        now = [_flatten_dense_tensors(buffers) for buffers in self.buffers]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        changes = [_change(*pair) for pair in zip(now, self.start, strict=True)]
+        tensors = [*gradients, *changes, torch.ones((), device=self.accelerator.device)]
+        if not len(batch.images):  # its batch statistics are NaN
             tensors = [torch.zeros_like(tensor) for tensor in tensors]
+        self.model.zero_grad()
         self.tree.add(batch.number, tensors)
 
-    def _exchange_bucket(self, state: None, bucket) -> torch.futures.Future[Tensor]:
-        """Begin the exchange of some gradients; DDP waits for the first part of it at the end of the backward pass."""
-        buffer = bucket.buffer()
-        if self.is_empty:
-            buffer.zero_()
-        exchange = self.tree.exchange([buffer])
-        self.running.append((buffer, exchange))
-        return exchange.work.get_future().then(lambda _: buffer)
-
     def reduce(self) -> None:
-        for buffer, exchange in self.running:
-            total = exchange.finish()
-            if total is not buffer:
-                buffer.copy_(total)
-        self.running = []
         sums = self.tree.total()
-        gradients = sums[: len(self.parameters)]
-        if self.overlaps:
-            # DDP's gradients are parts of a bucket. On a GPU, the bits of a norm depend on where its tensor begins.
-            parts = [_gradient(parameter) for parameter in self.parameters]
-            gradients = [torch.empty_like(part) for part in parts]
-            torch._foreach_copy_(gradients, parts)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, sums, strict=False):
             parameter.grad = gradient
-        *changes, count = sums[-1 - len(self.buffers) :]
+        *changes, count = sums[len(self.parameters) :]
         means = [change / count.clamp(min=1) for change in changes]
-        self._set_buffers([_changed(*pair) for pair in zip(self.start, means, strict=True)])
+        self._set_buffers([_add_change(*pair) for pair in zip(self.start, means, strict=True)])
         self.start = []
 
     @torch.no_grad()
-    def _set_buffers(self, joined: Sequence[Tensor]) -> None:
-        for buffers, values in zip(self.buffers, joined, strict=True):
-            parts = values.split([buffer.numel() for buffer in buffers])
-            torch._foreach_copy_(buffers, [part.view_as(to) for part, to in zip(parts, buffers, strict=True)])
-
-
-def _joined(buffers: Sequence[Tensor]) -> Tensor:
-    return torch.cat([buffer.reshape(-1) for buffer in buffers])
+    def _set_buffers(self, values: Sequence[Tensor]) -> None:
+        for buffers, joined in zip(self.buffers, values, strict=True):
+            torch._foreach_copy_(buffers, _unflatten_dense_tensors(joined, buffers))
 
 
 def _change(now: Tensor, before: Tensor) -> Tensor:
@@ -145,49 +113,40 @@ def _change(now: Tensor, before: Tensor) -> Tensor:
     return now - before if now.is_floating_point() else (now.long() - before.long()).float()
 
 
-def _changed(before: Tensor, mean: Tensor) -> Tensor:
+def _add_change(before: Tensor, mean: Tensor) -> Tensor:
     """A buffer after the mean change of the microbatches, which is rounded for integers and bools."""
     if before.is_floating_point():
         return before + mean.to(before.dtype)
     return (before.long() + mean.round().long()).to(before.dtype)
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
 def clip_gradients(accelerator: Accelerator, model: nn.Module, config: TrainConfig) -> None:
     """Apply --clip_value, then --clip_norm, to the summed gradients of an update; all ranks have the same ones."""
-    if config.clip_value is None and config.clip_norm is None:
-        return
-    accelerator.unscale_gradients()  # only once in an update: fp16 refuses a second call
-    parameters = list(model.parameters())
-    if config.clip_value is not None:
-        nn.utils.clip_grad_value_(parameters, config.clip_value)
-    if config.clip_norm is not None:
-        nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+    if config.clip_value or config.clip_norm:
+        accelerator.unscale_gradients()  # Accelerate's own functions would call it twice, which fp16 refuses
+    if config.clip_value:
+        nn.utils.clip_grad_value_(model.parameters(), config.clip_value)
+    if config.clip_norm:
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
 
 
 def make_gradients(
     resolved: Resolved, model: nn.Module, module: nn.Module, accelerator: Accelerator, ranks: Ranks
 ) -> Gradients:
     """How the gradients of `model`, which wraps `module` for training, are added up; collective."""
-    plan, spec = resolved.plan, resolved.spec
-    gradients = Gradients(model, accelerator, plan)
     if resolved.config.microbatches:
-        gradients = TreeGradients(model, module, accelerator, plan)
         check_same_weights(module, ranks)
+        return TreeGradients(model, accelerator, resolved.plan)
+    spec = resolved.spec
     no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
     prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
-    return gradients
+    return Gradients(model, accelerator, resolved.plan)
 
 
 def check_same_weights(module: nn.Module, ranks: Ranks) -> None:
     """Raise UserError if ranks start with different weights. Without DDP, nothing makes them equal. Collective."""
-    if ranks.topology.world_size == 1:
-        return
     digest = hashlib.sha256()
-    for tensor in (*module.parameters(), *module.buffers()):
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    for tensor in module.state_dict().values():
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
     fix = "use the same kind of processor, the same versions and the same files on all machines"
     ranks.check_same(digest.hexdigest(), "different weights at the start", fix)

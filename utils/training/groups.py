@@ -10,7 +10,6 @@ from utils.config.settings import TrainConfig
 from utils.models.matching import heads_of
 
 Groups = list[dict[str, Any]]
-Named = list[tuple[str, nn.Parameter]]
 
 # The last parts of the names of embeddings, tokens and scales. Not all models list them in `no_weight_decay`.
 _UNDECAYED = ("class_token", "cls_token", "pos_embed", "pos_embedding", "relative_position_bias_table", "layer_scale")
@@ -83,7 +82,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     return numbers
 
 
-def _blocks(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[bool, Named]]:
+def _blocks(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[bool, list]]:
     """The parameters of each block, with True, and those of `module` itself, with False."""
     yield False, list(module.named_parameters(prefix, recurse=False))
     for name, child in module.named_children():

@@ -4,13 +4,14 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
-from utils.data.batches import Batch
-from utils.errors import UserError, one_line
+from utils.config.bounds import require
+from utils.data.datasets import Batch
+from utils.errors import UserError
 from utils.runs.metadata import make_files
 from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_loss
 from utils.training.first_batch import write_first_batch
@@ -54,9 +55,10 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
         problem = f"no image of the updates up to {state.step} can be read"
         raise UserError(problem, f"see {run.folder / BAD_IMAGES}")
     if not math.isfinite(reduced.totals["loss"]):
-        first = min(bad for bad in run.ranks.gather(run.meter.first_bad()) if bad)
+        found = run.ranks.gather(run.meter.first_bad())
+        first, rank = min((bad, rank) for rank, bad in enumerate(found) if bad)
         with run.ranks.agree():
-            report_bad_loss(run.ranks, run.log, run.plan, run.data.train, *first)
+            report_bad_loss(run, rank, *first)
     if state.step == 1:  # the ranks always synchronise here, so this is the loss of the initial weights
         state.learned = reduced.totals["loss"] / reduced.totals["count"] < LEARNED * run.task.uniform_loss
     interval.synced(state.step, reduced.seconds)
@@ -70,7 +72,7 @@ def save(run: Run) -> None:
     """Save a checkpoint, then agree on stopping; collective."""
     state, ranks = run.state, run.ranks
     with ranks.agree(f"after update {state.step}, saving"):
-        check_weights(run.module, run.plan, run.data.train, state.step)
+        check_weights(run)
         run.log.sync()
         files = make_files(run.config, state, run.plan, run.data, run.spec, ranks) if ranks.is_main else {}
     run.checkpoints.save(run.accelerator, run.parts, files, state)
@@ -90,7 +92,7 @@ def log_training(run: Run) -> None:
         step=state.step,
         epoch=state.epochs_begun,
         **summary,
-        lr=learning_rate(run.config, state.step - 1, run.updates, state.lr_factor),
+        lr=learning_rate(run.config, state.step - 1, run.updates),
         images_per_second=count / seconds,
         data_wait=totals["wait"] / processes / seconds,
         seconds=state.seconds,
@@ -104,36 +106,22 @@ WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates that are not recorded, recorded and 
 _ROWS = 12  # operations in the table
 
 
-class Profile:
-    """A context for the training loop, which calls `step` after each update. With --profile, it records ten of them."""
+def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | None]:
+    """With --profile, a context that records ten updates of the loop, which calls `step` after each one."""
+    if not run.config.profile:
+        return nullcontext()
+    first = run.state.step + WAIT + WARM_UP + 1
+    require(first <= run.updates, f"--profile begins with update {first}, but the run ends before", "raise --max_steps")
+    schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=partial(write_trace, run))
 
-    def __init__(self, run: Run):
-        self.path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
-        self.say, self.kind, enabled = run.log.say, run.ranks.device.type, run.config.profile
-        self._enabled, self._written = enabled, False
-        self._profiler: Any = nullcontext()
-        if enabled:
-            schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
-            self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
-        self.step = self._profiler.step if enabled else lambda: None
 
-    def __enter__(self) -> "Profile":
-        self._profiler.__enter__()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._profiler.__exit__(*exception)
-        if self._enabled and not self._written:
-            self.say(f"--profile: the run ended before update {WAIT + WARM_UP + 1}, where the trace starts")
-
-    def _write(self, profiler: torch.profiler.profile) -> None:
-        partial = self.path.with_name(f".partial-{self.path.name}")  # the suffix selects the compression
-        self._written = True
-        try:
-            profiler.export_chrome_trace(str(partial))
-            os.replace(partial, self.path)
-        except (OSError, RuntimeError) as error:  # the run continues without a trace
-            self.say(f"--profile: {self.path} cannot be written ({one_line(error)[:120]})")
-            return
-        longest = profiler.key_averages().table(f"self_{self.kind}_time_total", _ROWS, max_name_column_width=40)
-        self.say(f"{longest}trace: {self.path} (open it at https://ui.perfetto.dev)")
+def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
+    """Write the trace of this rank to the run folder, and print the slowest operations."""
+    path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
+    unfinished = path.with_name(f".partial-{path.name}")  # the suffix selects the compression
+    profiler.export_chrome_trace(str(unfinished))
+    os.replace(unfinished, path)
+    by_time = f"self_{run.ranks.device.type}_time_total"
+    slowest = profiler.key_averages().table(by_time, _ROWS, max_name_column_width=40)
+    run.log.say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")

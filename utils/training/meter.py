@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from utils.console import join_names
-from utils.data.batches import Batch
+from utils.data.datasets import Batch
 from utils.errors import UserError
 from utils.tasks.task import Task
 

@@ -64,8 +64,8 @@ def _memory_order(kernel: Tensor) -> list[int]:
     return [0, *sorted(range(1, kernel.ndim), key=kernel.stride, reverse=True)]
 
 
-# The functions below, and those that need several gradients in an update, all samples, or sparse gradients
-_OTHERS = {"Optimizer", "SGD", "Muon", "LBFGS", "Rprop", "SparseAdam"}
+# The others of torch.optim need several gradients in an update, all samples, or sparse gradients.
+_OF_TORCH = ("Adafactor", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")
 # Arguments that have flags, and those about how torch computes a step
 _NOT_ARGUMENTS = {"params", "lr", "momentum", "weight_decay"}
 _NOT_ARGUMENTS |= {"maximize", "foreach", "capturable", "differentiable", "fused"}
@@ -82,9 +82,6 @@ def muon(
     config: TrainConfig,
     adamw_lr: float = 1.0,
     betas: Sequence[float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    nesterov: bool = True,
-    ns_steps: int = 5,
     adjust_lr_fn: str = "match_rms_adamw",
 ) -> torch.optim.Optimizer:
     """Muon for hidden matrices and kernels, and AdamW, whose learning rate is `adamw_lr` times --lr, for the rest.
@@ -95,9 +92,8 @@ def muon(
         raise UserError("--optimizer muon: this model has no hidden matrices to train", "use adamw")
     scaled = [group if group["hidden"] else group | {"lr_scale": group["lr_scale"] * adamw_lr} for group in groups]
     beta1, beta2 = betas
-    of_muon = {"nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-    of_adamw = {"betas": (beta1, beta2), "eps": eps, "fused": True}
-    return MuonAndAdamW(scaled, config.lr, {"momentum": config.momentum} | of_muon, of_adamw)
+    of_muon = {"momentum": config.momentum, "adjust_lr_fn": adjust_lr_fn}
+    return MuonAndAdamW(scaled, config.lr, of_muon, {"betas": (beta1, beta2), "fused": True})
 
 
 def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
@@ -119,14 +115,10 @@ def of_torch(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
     return build
 
 
+_FROM_TORCH = {name.lower(): of_torch(getattr(torch.optim, name)) for name in _OF_TORCH}
 OPTIMIZERS = Table(
     "optimizer",
-    {"sgd": sgd, "muon": muon}
-    | {
-        kind.__name__.lower(): of_torch(kind)
-        for kind in vars(torch.optim).values()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind.__name__ not in _OTHERS
-    },
+    {"sgd": sgd, "muon": muon, **_FROM_TORCH},
     trial=lambda config: _try_arguments(config),
 )
 

@@ -12,29 +12,29 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.defaults import advice, changed, hint_for_few, hint_for_gpus
+from utils.config.defaults import advice, changed, hint_for_few
 from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig
 from utils.console import table
 from utils.data.batches import Batches
 from utils.data.datasets import describe_place
-from utils.data.order import Plan
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
 from utils.launch.exits import inform_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
+from utils.models.zoo import OWN_MODELS
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
+from utils.runs.loading import EMA, Part
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
-from utils.runs.parts import EMA, Part
 from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import classes_row, count_parameters, describe_parameters, differences, remarks
+from utils.training.summary import classes_row, describe_parameters, differences, warn_about_data
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
@@ -46,6 +46,7 @@ class Run(Resolved):
     ranks: Ranks
     stopping: Stopping
     accelerator: Accelerator
+    folder: Path
     checkpoints: CheckpointManager
     model: nn.Module  # as Accelerate wraps it, for training
     gradients: Gradients
@@ -56,11 +57,6 @@ class Run(Resolved):
     evaluator: Evaluator
     meter: Meter
     log: RunLog
-
-    @property
-    def folder(self) -> Path:
-        assert self.checkpoints.folder is not None
-        return self.checkpoints.folder
 
     @property
     def average(self) -> WeightAverage | None:
@@ -89,26 +85,23 @@ class Run(Resolved):
 
 def log_start(run: Run) -> None:
     """Print what runs where, and write the settings to the run folder; collective."""
-    config, ranks, folder = run.config, run.ranks, run.folder
-    processes, precision = run.accelerator.num_processes, run.accelerator.mixed_precision
-    numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": precision}
+    config, ranks, folder, processes = run.config, run.ranks, run.folder, run.accelerator.num_processes
+    numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
-    more = {"init_weights": run.source and run.source.weights, "max_seconds": config.max_seconds}
-    numbers |= {name: value for name, value in more.items() if value}
+    numbers |= {"init_weights": run.source.weights} if run.source else {}
+    numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
     run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather(ranks.describe()))
-    by_loader = run.train_batches.dataset.augmentation is not None
-    with ranks.agree():
-        lines = remarks(run.data) if ranks.is_main else []
+    by_loader = run.train_batches.dataset.in_loader
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
-    lines += advice(config, small, by_loader, has_columns(config.data), processes, has_momentum)
-    parameters = count_parameters(run.module.parameters())
-    lines += hint_for_gpus(ranks.device.type, processes, numbers["batch_size"], run.spec.size, parameters)
-    if run.resumed_from is None and not run.spec.small:
-        lines += hint_for_few(config, run.plan.samples)
+    lines = [
+        *warn_about_data(run.data),
+        *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum),
+        *(hint_for_few(config, run.plan.samples) if not run.resumed_from and config.model not in OWN_MODELS else []),
+    ]
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
-    run.log.say("\n".join([table(title, rows), *lines]))
+    run.log.say("\n".join([*run.changed, table(title, rows), *lines]))
     with ranks.agree():
         if ranks.is_main:
             write_file(folder / "config.yaml", config_to_save(config))
@@ -123,9 +116,11 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     plan, data, processes = run.plan, run.data, len(places)
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "defaults", line) for number, line in enumerate(run.chosen)]
-    recipe = ", ".join(changed(run.config, AugmentationSettings) + changed(run.config, LossSettings))
-    same = differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)
-    return [
+    batch = plan.describe(processes)
+    if run.config.microbatches:
+        most = plan.microbatches
+        batch = f"{plan.global_batch_size} in {most} microbatches; the same bits on 1 to {most} processes"
+    rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
         ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
@@ -133,16 +128,17 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("model", describe_model(run)),
         ("input", run.spec.describe_pixels()),
-        *([("init_from", run.source.describe())] if run.source else []),
-        ("batch", plan.describe(processes) if not run.config.microbatches else fixed_batch(plan, processes)),
+        ("init_from", run.source.describe() if run.source else ""),
+        ("batch", batch),
         ("optimizer", describe_optimizer(run.config)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
-        *([("task", run.task.describe())] if run.task.describe() else []),
-        *([("recipe", recipe)] if recipe else []),
-        *([("mixing", f"training {run.task.when_mixed}")] if run.config.mixes else []),
+        ("task", run.task.describe()),
+        ("recipe", ", ".join(changed(run.config, AugmentationSettings) + changed(run.config, LossSettings))),
+        ("mixing", f"training {run.task.when_mixed}" if run.config.mixes else ""),
         *chosen,
-        *([("depends on topology", same)] if same else []),
+        ("depends on topology", differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)),
     ]
+    return [(name, text) for name, text in rows if text]
 
 
 def describe_model(run: Run) -> str:
@@ -158,12 +154,6 @@ def describe_optimizer(config: TrainConfig) -> str:
     scaled = f" ({config.lr:g} x global batch {config.global_batch_size} / {base})" if base else ""
     words = [config.optimizer, f"lr {config.peak_lr:.4g}{scaled}", f"weight decay {config.weight_decay:g}"]
     return ", ".join([*words, config.lr_schedule, *changed(config, OptimizerSettings)])
-
-
-def fixed_batch(plan: Plan, processes: int) -> str:
-    """How the global batch is divided with --microbatches."""
-    batch = f"{plan.global_batch_size} in {plan.microbatches} microbatches"
-    return f"{batch}, on {processes} process{'es' * (processes > 1)}; the same bits on 1 to {plan.microbatches}"
 
 
 def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
@@ -204,9 +194,7 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     elif done and result is None:
         rows = [("finished", f"all {state.step} updates were already done; raise --epochs or --max_steps to continue")]
     if state.best is not None:
-        equal = state.equal_bests(run.task.metric)
-        first = f", the first of {equal} equal evaluations" if equal > 1 else ""
-        rows.append(("best", f"{state.best:.4f} at update {state.best_step}{first}"))
+        rows.append(("best", f"{state.best:.4f} at update {state.best_step}"))
     rows.append(("training", f"{state.seconds:.1f} s, {state.images / max(state.seconds, 1e-9):.0f} images/s"))
     if run.ranks.is_main:  # no other rank prints
         rows.append(("checkpoints", bytes_text(size_of(run.folder / "checkpoints"))))

@@ -14,7 +14,6 @@ from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.config.table import Table
 from utils.data.order import Plan
-from utils.errors import UserError
 from utils.runs.state import TrainState
 
 
@@ -39,12 +38,8 @@ def due_after(config: TrainConfig, state: TrainState, updates: int) -> Due:
 
 def total_updates(config: TrainConfig, plan: Plan) -> int:
     """The number of updates of the whole run. Raises ValueError if --drop_last leaves none."""
-    if not plan.updates_per_epoch:
-        raise UserError(
-            f"--drop_last leaves no update: {plan.samples} samples do not fill a global batch of "
-            f"{plan.global_batch_size}",
-            "lower --global_batch_size",
-        )
+    batch = f"{plan.samples} samples do not fill a global batch of {plan.global_batch_size}"
+    require(plan.updates_per_epoch > 0, f"--drop_last leaves no update: {batch}", "lower --global_batch_size")
     updates = config.max_steps or config.epochs * plan.updates_per_epoch
     if cooldown := count_of(config.cooldown_steps, updates):
         warmup = count_of(config.warmup_steps or 0, updates)
@@ -53,8 +48,7 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
         unscaled, last = replace(config, lr=1.0, lr_base_batch=None), updates - cooldown
         end = SCHEDULES.call(config, unscaled, last, last)
         problem = f"--cooldown_steps has no effect: {config.lr_schedule} ends with {end:.2g} times --lr"
-        fixes = ["use --lr_schedule constant", "--lr_schedule_args '{end: 0.1}'"]
-        require(end > 1e-5, problem, ", or ".join(fixes[: 1 + ("end" in SCHEDULES.arguments(config))]))
+        require(end > 1e-5, problem, "use --lr_schedule constant, or linear or cosine with a higher end")
     return updates
 
 
@@ -95,26 +89,6 @@ def linear(done: float, end: float = 0.0) -> float:
 def cosine(done: float, end: float = 0.0) -> float:
     """Cosine decay to `end` times --lr, by default to 0."""
     return end + (1 - end) * ((1 + math.cos(math.pi * done)) / 2)
-
-
-@after_warmup
-def cosine_restarts(done: float, cycles: int = 3, multiplier: float = 1.0, end: float = 0.0) -> float:
-    """Cosine decay, repeated: SGDR (Loshchilov and Hutter, 2017).
-
-    Each of the `cycles` is `multiplier` times as long as the one before, and decays to `end` times --lr.
-    """
-    if cycles < 1 or multiplier <= 0:
-        raise ValueError("cycles must be at least 1, and multiplier above 0")
-    lengths = [multiplier**cycle for cycle in range(cycles)]
-    begin, total = 0.0, sum(lengths)
-    for length in lengths:
-        share = length / total
-        if done < begin + share - 1e-9:  # rounding must not move a restart to the next update
-            break
-        begin += share
-    else:
-        return end
-    return end + (1 - end) * (1 + math.cos(math.pi * max(0.0, done - begin) / share)) / 2
 
 
 @after_warmup
@@ -172,44 +146,14 @@ def _half_cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-@after_warmup
-def plateau(_done: float, factor: float = 0.1, patience: int = 10, end: float = 0.0) -> float:
-    """Multiplied by `factor`, down to `end`, after more than `patience` evaluations in a row without a new best.
-
-    `end` is a fraction of --lr. `reduce_on_plateau` counts; this is the learning rate without reductions. As in torch's
-    ReduceLROnPlateau with a threshold of 0.
-    """
-    if not (0 < factor < 1 and patience >= 0 and 0 <= end <= 1):
-        raise ValueError("factor must be between 0 and 1, patience at least 0, and end from 0 to 1")
-    return 1.0
-
-
-def reduce_on_plateau(
-    config: TrainConfig, state: TrainState, updates: int, say: Callable[[str], None] = lambda text: None
-) -> None:
-    """Reduce `state.lr_factor` after an evaluation if --lr_schedule plateau says so; not during the warm-up.
-
-    `say` prints a line about it.
-    """
-    if config.lr_schedule == "plateau" and state.step >= count_of(config.warmup_steps or 0, updates):
-        arguments, waited = SCHEDULES.arguments(config), state.evaluations_since_best
-        if waited and waited % (arguments["patience"] + 1) == 0:
-            before, state.lr_factor = state.lr_factor, max(state.lr_factor * arguments["factor"], arguments["end"])
-            if state.lr_factor < before:
-                lr = learning_rate(config, state.step, updates, state.lr_factor)
-                say(f"update {state.step}  plateau: {waited} evaluations without a new best; lr is now {lr:.2e}")
-
-
-def learning_rate(config: TrainConfig, update: int, updates: int, lr_factor: float = 1.0) -> float:
-    """The learning rate of update `update`, counted from 0, of `updates`; the same on any topology.
+def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
+    """The learning rate of update `update`, counted from 0, of `updates`; the same on any number of processes.
 
     With --cooldown_steps, the schedule ends before the cool-down, in which the learning rate falls linearly to 0.
-    `lr_factor` is that of the state, which only --lr_schedule plateau uses.
     """
     cooldown = count_of(config.cooldown_steps, updates)
     before, left = updates - cooldown, updates - update
     lr = SCHEDULES.call(config, config, min(update, before), before)
-    lr *= lr_factor if config.lr_schedule == "plateau" else 1.0
     return lr * left / cooldown if left < cooldown else lr
 
 
@@ -228,10 +172,8 @@ SCHEDULES = Table(
     "lr_schedule",
     {
         "constant": constant,
-        "plateau": plateau,
         "linear": linear,
         "cosine": cosine,
-        "cosine_restarts": cosine_restarts,
         "onecycle": onecycle,
         "step": step,
         "multistep": multistep,

@@ -7,11 +7,11 @@ in its range, and the ranks add up the rest of the tree together.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from utils.data.order import share
 
@@ -52,22 +52,34 @@ class TreeSum:
         """The sums over all microbatches of all ranks, the same bits on each; collective. Starts the next update."""
         parts, self.parts = list(self.parts.values()), {}
         result = parts[0]
-        if self.processes > 1:
-            for dtype in {tensor.dtype: None for tensor in result}:
-                chosen = [place for place, tensor in enumerate(result) if tensor.dtype == dtype]
-                flat = [torch.cat([part[place].reshape(-1) for place in chosen]) for part in parts]
-                sums = self.exchange(flat).finish().split([result[place].numel() for place in chosen])
-                # Copied into the first tensors to keep their layout in memory: a norm may depend on it.
-                targets = [result[place] for place in chosen]
-                torch._foreach_copy_(targets, [s.view_as(t) for s, t in zip(sums, targets, strict=True)])
+        for dtype in {tensor.dtype: None for tensor in result} if self.processes > 1 else ():
+            chosen = [place for place, tensor in enumerate(result) if tensor.dtype == dtype]
+            total = self._exchange([_flatten_dense_tensors([part[place] for place in chosen]) for part in parts])
+            # Copied into the first tensors to keep their layout in memory: a norm may depend on it.
+            targets = [result[place] for place in chosen]
+            torch._foreach_copy_(targets, _unflatten_dense_tensors(total, targets))
         return result
 
-    def exchange(self, flat: Sequence[Tensor]) -> "Exchange":
-        """Begin to add up vectors [n], one for each of this rank's nodes, over all ranks; collective."""
-        return Exchange(self, flat)
+    def _exchange(self, nodes: Sequence[Tensor]) -> Tensor:
+        """The sum [n] of the nodes of all ranks, from those of this rank, [n] each; collective."""
+        counts, size = [len(each) for each in self.nodes], len(nodes[0])
+        if sum(counts) == 2:  # a + b has only one order
+            dist.all_reduce(nodes[0])
+            return nodes[0]
+        # Each rank adds up one slice of all nodes.
+        length = -(-size // self.processes)
+        padded = nodes[0].new_zeros(len(nodes), self.processes * length)
+        for row, node in zip(padded, nodes, strict=True):
+            row[:size] = node
+        sent = padded.view(len(nodes), self.processes, length).transpose(0, 1).reshape(-1, length)
+        received = sent.new_empty(sum(counts), length)
+        dist.all_to_all_single(received, sent, counts, [len(nodes)] * self.processes)
+        result = sent.new_empty(self.processes * length)
+        dist.all_gather_into_tensor(result, self.add_up(received))
+        return result[:size]
 
-    def add_up(self, received: Sequence[Tensor]) -> Tensor:
-        """The tree's root from the nodes of all ranks, in the order of `nodes`."""
+    def add_up(self, received: Tensor) -> Tensor:
+        """The tree's root [n] from the nodes of all ranks, [nodes, n], in the order of `nodes`."""
         values = dict(zip([node for nodes in self.nodes for node in nodes], received, strict=True))
 
         def value(level: int, index: int) -> Tensor:
@@ -76,35 +88,3 @@ class TreeSum:
             return value(level - 1, 2 * index) + value(level - 1, 2 * index + 1)
 
         return value(self.microbatches.bit_length() - 1, 0)
-
-
-class Exchange:
-    """A sum over the ranks in the tree's order. It begins in the background, and `finish` completes it."""
-
-    def __init__(self, tree: TreeSum, flat: Sequence[Tensor]):
-        self.tree, self.flat, counts = tree, flat, list(map(len, tree.nodes))
-        self.received: Tensor | None = None
-        self.work: Any
-        if sum(counts) == 2:  # a + b has only one order
-            self.work = dist.all_reduce(flat[0], async_op=True)
-            return
-        # Each rank adds up one slice of the vectors of all nodes.
-        self.length = -(-flat[0].numel() // tree.processes)
-        sent = flat[0].new_zeros(tree.processes, len(flat), self.length)
-        for place, vector in enumerate(flat):
-            for rank, part in enumerate(vector.split(self.length)):
-                sent[rank, place, : part.numel()] = part
-        self.sent = sent.view(-1, self.length)
-        self.received = flat[0].new_empty(sum(counts), self.length)
-        own = [len(flat)] * tree.processes
-        self.work = dist.all_to_all_single(self.received, self.sent, counts, own, async_op=True)
-
-    def finish(self) -> Tensor:
-        """Wait for the sum [n], the same bits on each rank; collective."""
-        self.work.wait()
-        if self.received is None:
-            return self.flat[0]
-        own = self.tree.add_up(list(self.received))
-        result = own.new_empty(self.tree.processes * self.length)
-        dist.all_gather_into_tensor(result, own)
-        return result[: self.flat[0].numel()]

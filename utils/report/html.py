@@ -1,17 +1,48 @@
-"""Images of the run page, as data URIs."""
+"""What the pages of runs and of predict.py share: templates, and images as data URIs. Each page is one file."""
 
 import base64
 import io
+import time
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from PIL import Image
 
 from utils.data.decode import decode
 from utils.data.spec import SMALL
 from utils.data.splits import Split
+from utils.predictions.tables import Row
 
 _SIDE = 192  # pixels of a thumbnail's longer side
 _SHEET = 1100  # pixels of the longer side of first_batch.png in the page
+_MOST = 1000  # images on the page of predict.py; the thumbnail of each has about 5 kB
+
+
+@cache
+def template(name: str) -> Template:
+    """A template of this folder, compiled; it escapes all values."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["date"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    return environment.get_template(name)
+
+
+def render(name: str, **values: Any) -> str:
+    """The text of a template with these values. Characters of names that are not UTF-8 are escaped."""
+    return template(name).render(values).encode(errors="backslashreplace").decode()
+
+
+def gallery(title: str, rows: Sequence[Row], split: Split) -> str:
+    """The page of predict.py --html: the first 1,000 images of a split and their predictions."""
+    figures = [
+        (split.describe(place), row, thumbnail(split, place) if row.error is None else None)
+        for place, row in enumerate(rows[:_MOST])
+    ]
+    unreadable = sum(row.error is not None for row in rows)
+    return render("gallery.html", title=title, count=len(rows), unreadable=unreadable, figures=figures)
 
 
 def thumbnail(split: Split, position: int) -> dict[str, str | bool]:
