@@ -14,7 +14,6 @@ from helpers.waiting import has_logged, lives, until
 
 import eval
 import train
-import utils.data.cache
 import utils.data.datasets
 import utils.waiting
 from utils.data.order import permutation
@@ -134,9 +133,9 @@ def test_a_worker_that_ends_half_way_through_a_batch_is_reported_with_its_cause_
 # Real runs whose data comes from a dead disk: a pipe that nobody writes to
 
 
-def _dead_disk(main, flags, where, dead):
+def _dead_disk(main, flags, dead):
     """Reading the `dead` samples never returns."""
-    decode = where.decode
+    decode = utils.data.datasets.decode
     sys.stderr = sys.__stderr__  # captured output is lost when the process exits
     watch.PATIENCE = 0.5
 
@@ -147,7 +146,7 @@ def _dead_disk(main, flags, where, dead):
             Path("dead").read_bytes()
         return decode(split, position, *arguments)
 
-    where.decode = dying
+    utils.data.datasets.decode = dying
     main(flags)
 
 
@@ -163,7 +162,7 @@ def begin(processes, *flags, halves=(0, 1), launcher=False):
     """Train for two updates; each of these halves of the fourth global batch, one half per rank, has a dead sample."""
     dead = [int(permutation(40, 0, 0)[3 * 8 + 4 * half + 1]) for half in halves]
     flags = [*FLAGS, *flags]
-    launch = start_ranks(processes, _dead_disk, train.main, flags, utils.data.datasets, dead, launcher=launcher)
+    launch = start_ranks(processes, _dead_disk, train.main, flags, dead, launcher=launcher)
     until(has_logged(2))  # so that the ranks have met for the last time: Accelerate reads one batch ahead
     until(readers)
     return launch
@@ -202,7 +201,7 @@ def test_ranks_whose_launcher_was_killed_exit_though_no_batch_arrives(photos, ca
 
 def test_images_to_decode_before_training_that_do_not_arrive_end_the_run(photos, capfd):
     flags = ["--data", "photos", "--image_size", "32", "--timeout", "2", "--model", "mlp", "--run_name", "run"]
-    (outcome,) = run_ranks(1, _dead_disk, train.main, flags, utils.data.cache, [7])
+    (outcome,) = run_ranks(1, _dead_disk, train.main, flags, [7])
     assert outcome.code == 2
     assert capfd.readouterr().err.count(f"train.py: error: a decoded image {NO_LINE}") == 1
 
@@ -211,7 +210,7 @@ def test_an_evaluation_whose_data_does_not_arrive_ends_after_the_timeout(photos,
     (trained,) = run_ranks(1, train.main, [*FLAGS, "--max_steps", "1", "--num_workers", "0"])
     assert trained.code == 0, trained.err
     flags = ["--ckpt", "runs/run", "--timeout", "2", "--num_workers", "1"]
-    (outcome,) = run_ranks(1, _dead_disk, eval.main, flags, utils.data.datasets, [5])
+    (outcome,) = run_ranks(1, _dead_disk, eval.main, flags, [5])
     assert outcome.code == 2
     said = capfd.readouterr().err
     assert said.count(f"eval.py: error: an evaluation batch {NO_LINE}") == 1 and "--resume" not in said

@@ -148,7 +148,7 @@ FAULTS = [
     (2, flags("--init_method", "file:///nope/meet"), "connection", "must name a file in a folder that exists on", ""),
 ]
 LIKE_OTHERS = [
-    (2, another_version, "versions", "accelerate 1.2.3 on rank 1", "pip install -r requirements.txt"),
+    (2, another_version, "versions", "accelerate 1.2.3, ", "pip install -r requirements.txt"),
     (2, full_disk, "disk", "0.0 GB free for runs", "delete old runs"),
     (2, bad_gradients, "gradients", "differ from those of one process by inf", "try another --backend"),
     (1, environment(RANK="0", WORLD_SIZE="2"), "launch", "LOCAL_RANK not set although RANK=0", "export all of"),

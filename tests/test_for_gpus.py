@@ -37,6 +37,7 @@ from utils.errors import UserError, is_lost_rank
 from utils.launch import command as commands
 from utils.launch.devices import choose_device
 from utils.launch.environment import Topology
+from utils.launch.exits import with_known_fix
 from utils.models.small import MLP
 from utils.ranks import accelerator as wrapping
 from utils.ranks.batchnorm import convert_batch_norm
@@ -130,21 +131,15 @@ def test_gpus_that_pytorch_cannot_use_are_refused(two_gpus):
 
 
 @pytest.mark.parametrize(
-    ("capability", "built", "unknown"),
+    ("text", "problem"),
     [
-        ((12, 0), ["sm_80", "sm_90"], True),  # a GPU that is newer than this build
-        ((8, 9), ["sm_75", "sm_80"], False),
-        ((9, 0), ["gfx90a"], False),  # of AMD
+        ("CUDA error: no kernel image is available for execution on the device", "does not support this GPU"),
+        ("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "have the same GPU"),
     ],
 )
-def test_a_gpu_that_pytorch_is_not_built_for_is_refused_with_both_versions(capability, built, unknown, monkeypatch):
-    known = {"is_available": True, "device_count": 1, "set_device": None, "get_device_name": "Own GPU"}
-    for name, value in (known | {"get_device_capability": capability, "get_arch_list": built}).items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    error = r"Own GPU has compute capability 12\.0, but torch .* is built for sm_80"
-    with pytest.raises(UserError, match=error) if unknown else nullcontext():
-        assert choose_device(Topology(), cpu=False) == CUDA
+def test_errors_of_cuda_and_nccl_with_a_known_cause_have_a_fix(text, problem):
+    error = with_known_fix(RuntimeError(text))
+    assert isinstance(error, UserError) and problem in error.problem and error.fix
 
 
 # Errors and timeouts.

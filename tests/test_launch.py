@@ -13,7 +13,6 @@ from helpers.waiting import error_lines
 
 from utils.config.settings import LaunchConfig
 from utils.launch.environment import Topology, threads_per_process
-from utils.launch.rendezvous import Member, check_own_gpus
 from utils.ranks.ranks import Ranks
 
 FLAGS = ("--model", "mlp", "--max_steps", "3", "--log_every", "1", "--lr", "0.01", "--global_batch_size", "120")
@@ -155,10 +154,3 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_its_task_sees(m
     for visible in ("1", "MIG-3ca2a69a"):  # by a wrapper that gives each process its own
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
         assert _device_of(by_torchrun, monkeypatch, 1, backend="gloo") == ("cuda:0", "gloo")
-
-
-def test_two_processes_on_one_visible_gpu_are_refused_when_they_meet():
-    # `Ranks.join` checks this for each backend.
-    members = [Member(rank, 2, "node1", 0, "", gpu="GPU-8932f937") for rank in range(2)]
-    with pytest.raises(ValueError, match="ranks 0 and 1 have the same GPU of node1; start no more processes than GPUs"):
-        check_own_gpus(members)

@@ -28,13 +28,33 @@ def wait_for_all(process, ranks, seconds=PATIENCE):
 
 
 def command_to_resume(text):
-    (line,) = [line for line in text.splitlines() if line.startswith("resume with: ")]
+    *_, line = [line for line in text.splitlines() if line.startswith("resume with: ")]
     return shlex.split(line.removeprefix("resume with: "))
 
 
 def trains_again():
     kinds = [record["kind"] for record in records_so_far(LOG)]
     return kinds.count("start") == 2 and kinds[-1] == "train"
+
+
+def last_line():
+    return Path("out.txt").read_text().splitlines()[-1]
+
+
+def test_an_error_is_the_last_line_below_the_launchers_traceback():
+    process = begin("torchrun, 2 processes", "--lr", "-1")
+    assert process.wait(timeout=PATIENCE) == 1
+    until(lambda: last_line() == "train.py: error: --lr must be above 0, got -1")
+    assert "Traceback" in Path("out.txt").read_text()
+
+
+def test_after_ctrl_c_the_command_that_resumes_is_the_last_line_below_the_launchers_traceback():
+    process = begin("accelerate launch, 2 processes", "--max_steps", str(UPDATES))
+    until(has_logged(3))
+    process.send_signal(signal.SIGINT)  # the ranks have sessions of their own: a terminal sends it to the launcher
+    assert process.wait(timeout=PATIENCE) == 1
+    until(lambda: last_line().startswith("resume with: "))
+    assert "SignalException" in Path("out.txt").read_text().splitlines()[-2]
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """What a resume derives anew, and when checkpoints are due."""
 
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from helpers.training_runs import records, train_run
 import eval
 import train
 import utils.training.meter
+from utils.config.cli import read_config
 from utils.config.settings import TrainConfig
 from utils.data.datasets import DecodedImages
 from utils.runs.state import TrainState
@@ -142,6 +144,15 @@ def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
     for number, path in enumerate(("runs/run", "runs/run/checkpoints", "runs/run/checkpoints/step-00000004"), 3):
         train_run(1, "run", *FLAGS, "--max_steps", str(number), "--resume", path)
     assert [record["step"] for record in records("run", "start")] == [0, 2, 3, 4]
+
+
+def test_the_path_of_a_run_is_enough_to_resume_it_with_its_data_and_settings():
+    train_run(1, "run", "--data", "synthetic/3x28x480", *FLAGS, "--label_smoothing", "0.1", "--max_steps", "2")
+    train_run(1, "new", "--resume", "runs/run/checkpoints/step-00000002", "--label_smoothing", "0", "--max_steps", "3")
+    old, new = (read_config(Path("runs") / name / "config.yaml") for name in ("run", "new"))
+    assert (
+        new == replace(old, label_smoothing=0.0, max_steps=3, grad_accum=1) and records("new", "start")[-1]["step"] == 2
+    )
 
 
 def test_a_refused_resume_into_a_new_folder_can_be_typed_again():

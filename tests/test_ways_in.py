@@ -14,7 +14,7 @@ import pytest
 from helpers.environments import topology_of
 from helpers.ranks import Outcome, free_port, run_ranks, start_ranks
 from helpers.training_runs import ROOT, records, train_run, working_in
-from helpers.waiting import PATIENCE, has_opened_session, until
+from helpers.waiting import PATIENCE, until
 from torch import multiprocessing
 
 import train
@@ -106,17 +106,17 @@ def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path, 
     method = ["--init_method", f"file://{tmp_path}/meeting"]
     rank_0 = SHELL | {"RANK": "0", "LOCAL_RANK": "0"}
     alone = start_ranks(1, train_with, [*method, "--run_name", "killed"], rank_0)  # rank 1 never comes
-    until(lambda: has_opened_session(tmp_path / "meeting"))
+    until((tmp_path / "meeting").exists)
     alone.kill()
     alone.finish()
-    assert has_opened_session(tmp_path / "meeting")
+    assert (tmp_path / "meeting").exists()
     check_run(by_hand(*method), expected)
 
 
 def test_a_file_of_something_else_is_no_place_to_meet(tmp_path):
     (tmp_path / "notes").write_text("not a meeting\n")
     for done in by_hand("--init_method", f"file://{tmp_path}/notes", "--timeout", "9999"):
-        assert done.code == 2 and "notes: was not written by PyTorch; delete it" in done.err
+        assert done.code == 2 and "notes: was not written by Lockstep; delete it" in done.err
     assert (tmp_path / "notes").read_text() == "not a meeting\n"
 
 

@@ -2,15 +2,18 @@
 
 Import this module before any other. If descriptor 1 is closed, the next file or socket that is opened becomes standard
 output, and printed text, including that of C++ code, is written to it. On a system without POSIX file locks, such as
-Windows, the import exits with one line and code 2, because later imports would fail with a traceback.
+Windows, the import exits with one line and code 2, because later imports would fail with a traceback. The imports take
+seconds, so Ctrl-C ends a script silently until `restore_interrupt` is called.
 """
 
 import codecs
 import io
 import os
 import select
+import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _ASCII = {"─": "-", "×": "x", "→": ">", "✓": "+", "✗": "x"}  # printed if the encoding lacks the character
@@ -28,6 +31,13 @@ def guard_output() -> None:
             with suppress(OSError, ValueError):
                 stream.flush()
             setattr(sys, name, _text(_Guarded(stream), stream.encoding))
+
+
+def restore_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, for which the caller must have a handler."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        with suppress(ValueError):  # only the main thread can set a handler
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _text(raw: "_Guarded | io.FileIO", encoding: str) -> io.TextIOWrapper:
@@ -91,10 +101,19 @@ def _check_system() -> None:
         import fcntl  # noqa: F401
     except ImportError:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Lockstep needs Linux; on Windows use WSL 2\n")
+            sys.stderr.write(f"{Path(sys.argv[0]).name}: error: Lockstep needs Linux; on Windows use WSL 2\n")
         raise SystemExit(2) from None
+
+
+def _is_own_script() -> bool:
+    """Whether this process runs a script of Lockstep, and not a notebook or a test that imports one."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return script is not None and Path(script).resolve().parent == Path(__file__).resolve().parents[1]
 
 
 codecs.register_error("lockstep.plain", _replace)
 _open_what_is_closed()
 _check_system()
+# A shell ignores SIGINT for its background jobs.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler and _is_own_script():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -6,7 +6,6 @@ cannot succeed any more, so it is far longer than any test waits.
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,11 +44,6 @@ def has_logged(step: int, name: str = "run") -> Callable[[], bool]:
 def newest(name: str = "run") -> int:
     """The update of the newest checkpoint of runs/NAME."""
     return max(int(path.name[5:]) for path in Path(f"runs/{name}/checkpoints").glob("step-*"))
-
-
-def has_opened_session(meeting: Path) -> bool:
-    """Whether rank 0 has written the name of its session, the first entry, to the file of --init_method file://."""
-    return meeting.exists() and re.search(rb"[0-9a-f]{32}$", meeting.read_bytes()) is not None
 
 
 def has_ended(child: int) -> bool:

@@ -54,7 +54,7 @@ _WORDS = {bool: ["true", "false"], int: ["an integer"], float: ["a number"], str
 _LISTS = {int: "integers such as 160 224", float: "numbers such as 0.5 0.5 0.5", str: "names"}
 
 
-def marked(cls: type, *marks: Any) -> tuple[str, ...]:
+def find_marked(cls: type, *marks: Any) -> tuple[str, ...]:
     """The names of the settings whose type has one of these marks, such as `OneStart`."""
     wanted = {mark.__metadata__[0] for mark in marks}
     return tuple(setting.name for setting in fields(cls) if wanted & set(getattr(setting.type, "__metadata__", ())))

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from utils.config.bounds import kinds, require
 from utils.config.other_names import fix_for_unknown
-from utils.config.settings import LaunchConfig, TrainConfig
+from utils.config.settings import OF_THIS_MACHINE, LaunchConfig, TrainConfig
 from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
@@ -61,6 +61,8 @@ def _fill(cls: type[Config], prog: str, argv: list[str], tables: Sequence[Table]
     for name, value in vars(found).items():
         values[name] = value[0] if isinstance(value, list) and len(value) == 1 else value
     paths = words + argv[end + 1 :]
+    if (run := values.get("resume")) not in (None, "auto"):
+        values = _settings_of_run(Path(str(run)).expanduser()) | values
     if PATHS in names:
         values[PATHS] = paths
     elif paths:
@@ -70,6 +72,13 @@ def _fill(cls: type[Config], prog: str, argv: list[str], tables: Sequence[Table]
     missing = [f"--{name}" for name in required if name not in values]
     require(not missing, f"missing {', '.join(missing)}", "--help describes them")
     return cls(**values)
+
+
+def _settings_of_run(path: Path) -> dict[str, Any]:
+    """The settings in a run folder or a checkpoint, without those that this machine and its processes decide."""
+    files = [folder / "config.yaml" for folder in (path, path.parent) if (folder / "config.yaml").is_file()]
+    found = _read_file(files[0], TrainConfig) if files else {}
+    return {name: value for name, value in found.items() if name not in (*OF_THIS_MACHINE, "grad_accum")}
 
 
 def _parser(cls: type, prog: str, tables: Sequence[Table]) -> argparse.ArgumentParser:

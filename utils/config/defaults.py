@@ -191,8 +191,8 @@ def hint_for_few(config: TrainConfig, images: int) -> list[str]:
     return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
 
 
-def changed(config: TrainConfig, group: type) -> list[str]:
+def list_changes(config: TrainConfig, group: type) -> list[str]:
     """The names and values of those settings of a group that do not have their defaults, for the start table."""
-    usual = {**vars(TrainConfig()), **{name: getattr(config, name) for name in KEPT}}
-    values = [(setting.name, getattr(config, setting.name)) for setting in fields(group)]
-    return [f"{name} {value}" for name, value in values if value != usual[name]]
+    usual = TrainConfig()
+    values = [(setting.name, getattr(config, setting.name)) for setting in fields(group) if setting.name not in KEPT]
+    return [f"{name} {value}" for name, value in values if value != getattr(usual, name)]

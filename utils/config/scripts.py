@@ -94,7 +94,8 @@ class EvalConfig(LoadingConfig, InferenceConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_different(self, "json", "predictions")
+        same = self.json is not None and self.json == self.predictions
+        require(not same, "--json and --predictions name the same file", "give two files")
         if self.model is None:
             require(not self.pretrained, "--pretrained needs --model", "name the model")
             fix = "give a run folder or a checkpoint, or --model NAME --pretrained for published weights"
@@ -123,7 +124,8 @@ class PredictConfig(InferenceConfig):
     def __post_init__(self):
         super().__post_init__()
         require(bool(self.paths), "PATH is missing", "name images, folders or glob patterns")
-        check_different(self, "out", "html")
+        same = self.out is not None and self.out == self.html
+        require(not same, "--out and --html name the same file", "give two files")
 
 
 @dataclass(kw_only=True)
@@ -163,11 +165,3 @@ class DoctorConfig(LaunchConfig):
     """Bandwidth in GB/s below which a connection between two processes is reported as too slow."""
     timeout: Seconds = 60.0
     """Seconds that a rank waits for another before the check ends."""
-
-
-def check_different(flags: LaunchConfig, one: str, other: str) -> None:
-    """Raise UserError if two settings name the same file."""
-    file = getattr(flags, one)
-    require(
-        file is None or file != getattr(flags, other), f"--{one} and --{other} name the same file", "give two files"
-    )

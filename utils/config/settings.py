@@ -32,7 +32,7 @@ from utils.config.bounds import (
     at_most,
     check_fields,
     exclude,
-    marked,
+    find_marked,
     require,
 )
 from utils.config.yaml_text import dump_yaml
@@ -93,26 +93,30 @@ class BasicSettings:
     """Model (default: mnist_cnn for images up to 96 pixels without --pretrained, else resnet18)."""
     pretrained: Input[bool] = False
     """Start from the published weights of the model; their head is kept if it has all classes of the data."""
+    image_size: Input[Size] = None
+    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: that of the pretrained weights, else
+    that of the images if it is at most 96 pixels, else 224)."""
     epochs: PositiveInt = 20
     """Passes over the training data."""
     global_batch_size: Chosen[BatchSize] = FROM_DATA
     """Samples per update over all processes and accumulation steps (default: 128, or less for up to 896 samples)."""
-    optimizer: Fixed[str] = "sgd"
-    """Optimizer."""
     lr: Chosen[PositiveFloat] = FROM_DATA
     """Peak learning rate (default: depends on optimizer, start and batch; 0.05 for sgd and 128 samples)."""
+    run_name: OneStart[Annotated[str, _RUN_NAME] | None] = None
+    """Name of the run folder (default: DATA-MODEL-TIME)."""
+    output_dir: Machine[str] = "runs"
+    """Folder that contains the run folders."""
+    resume: OneStart[str | None] = None
+    """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is none. The path of a
+    checkpoint or run resumes from it, with its data and settings unless others are given, in a new run folder, or in
+    the same one if --run_name names it."""
+    optimizer: Fixed[str] = "sgd"
+    """Optimizer."""
     weight_decay: Chosen[NonNegativeFloat] = FROM_DATA
     """Weight decay of matrices and kernels; biases, normalisation layers, position embeddings and class tokens have
     none (default: 5e-4 for sgd and asgd, 0.05 for adamw and muon, else 0)."""
     lr_schedule: str = "onecycle"
     """Learning rate schedule."""
-    output_dir: Machine[str] = "runs"
-    """Folder that contains the run folders."""
-    run_name: OneStart[Annotated[str, _RUN_NAME] | None] = None
-    """Name of the run folder (default: DATA-MODEL-TIME)."""
-    resume: OneStart[str | None] = None
-    """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is none. The path of a
-    checkpoint or run resumes from it in a new run folder, or in the same one if --run_name names it."""
     seed: Annotated[int, at_least(-(2**63) + 1), at_most(2**63 - 1)] = 0
     """Seed of the initial weights, sample order, augmentation, dropout and hold-out."""
 
@@ -157,11 +161,8 @@ class DataSettings:
 class InputSettings:
     """Model input."""
 
-    image_size: Input[Size] = None
-    """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: that of the pretrained weights, else
-    that of the images if it is at most 96 pixels, else 224)."""
     eval_size: Input[Size] = None
-    """The same for evaluation; a larger size than in training is often more accurate (default: as in training)."""
+    """--image_size of evaluation; a larger size than in training is often more accurate (default: as in training)."""
     eval_crop: Input[Fraction | None] = None
     """Fraction of a photograph's shorter side that evaluation uses (default: that of the pretrained weights, else
     0.875); images up to 96 pixels are used whole."""
@@ -255,8 +256,6 @@ class OptimizerSettings:
     """Keyword arguments of the optimizer, such as '{betas: [0.9, 0.95]}'."""
     momentum: ProbabilityBelow1 = 0.9
     """Momentum of sgd, rmsprop and muon."""
-    lr_base_batch: Kept[PositiveInt | None] = None
-    """Global batch for which --lr is given: the learning rate is --lr times the global batch / this number."""
     layer_decay: Fraction | None = None
     """For fine-tuning: each layer has this factor, usually 0.65 to 0.9, times the learning rate of the next layer
     (default: all layers have the same learning rate)."""
@@ -400,16 +399,8 @@ class TrainConfig(
         # These change the bits of the microbatches.
         exclude(self, "microbatches", "batch_size", "grad_accum", "sync_batchnorm", "comm_hook")
         self.optimizer = self.optimizer.lower()  # upper and lower case are the same
-        needs = self.lr_base_batch is None or self.lr is not None
-        require(needs, "--lr_base_batch needs --lr", "give the learning rate too")
         named = self.resume != "auto" or self.run_name is not None
         require(named, "--resume auto needs --run_name", "give the name of the run to resume")
-
-    @property
-    def peak_lr(self) -> float:
-        """--lr, for the global batch of the run if --lr_base_batch is set."""
-        batch, base = self.global_batch_size, self.lr_base_batch
-        return self.lr * batch / base if base and batch else self.lr
 
     @property
     def mixes(self) -> bool:
@@ -417,22 +408,22 @@ class TrainConfig(
         return self.mixup > 0 or self.cutmix > 0
 
 
-FIXED = marked(TrainConfig, Fixed)
+FIXED = find_marked(TrainConfig, Fixed)
 """Settings of a resumed run that must equal those of its checkpoint."""
 
-CHOSEN = marked(TrainConfig, Chosen)
+CHOSEN = find_marked(TrainConfig, Chosen)
 """Settings that defaults.py chooses from the data unless they are given."""
 
-KEPT = CHOSEN + marked(TrainConfig, Kept)
+KEPT = CHOSEN + find_marked(TrainConfig, Kept)
 """Settings that a resumed run takes from its checkpoint unless they are given."""
 
-OF_INPUT = marked(TrainConfig, Input)
+OF_INPUT = find_marked(TrainConfig, Input)
 """Settings that the model's input depends on."""
 
-OF_ONE_START = tuple(f.name for f in fields(LaunchConfig)) + marked(TrainConfig, OneStart)
+OF_ONE_START = tuple(f.name for f in fields(LaunchConfig)) + find_marked(TrainConfig, OneStart)
 """Settings that belong to one start and are not saved with the run."""
 
-OF_THIS_MACHINE = OF_ONE_START + marked(TrainConfig, Machine)
+OF_THIS_MACHINE = OF_ONE_START + find_marked(TrainConfig, Machine)
 """Settings that affect this machine: they come from flags and defaults only, because a checkpoint may come from someone
 else."""
 

@@ -33,10 +33,10 @@ class Table(dict[str, Any]):
         """The function of this name. Raises UserError, which suggests a similar name or lists all."""
         if name not in self:
             problem = f"--{self.what} {name}: no such {self.what.replace('_', ' ')}"
-            raise UserError(problem, suggestion(name, self, f"use {self.listed()}"))
+            raise UserError(problem, suggestion(name, self, f"use {self.describe_values()}"))
         return self[name]
 
-    def listed(self) -> str:
+    def describe_values(self) -> str:
         """All values of the setting, on one line."""
         return ", ".join([*self, self.others] if self.others else self)
 
@@ -58,7 +58,7 @@ class Table(dict[str, Any]):
         if self.others:
             return
         if getattr(config, self.what) is None:
-            used, fix = self._arguments(config), f"set --{self.what} to {self.listed()}"
+            used, fix = self._arguments(config), f"set --{self.what} to {self.describe_values()}"
             require(not used, f"--{self.what}_args has no effect without --{self.what}", fix)
             return
         function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)

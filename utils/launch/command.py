@@ -17,12 +17,18 @@ from utils.launch.environment import is_launched
 
 def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
     """The command that the user typed, which may be that of a launcher. `arguments` are those of the script."""
-    command = _command_of(os.getppid()) if is_launched() else []
-    if not _names_script(command):
+    command = launcher_command()
+    if not command:
         command = [sys.executable, sys.argv[0], *(sys.argv[1:] if arguments is None else arguments)]
     if len(command) > 1 and Path(command[1]).name in ("accelerate", "accelerate-launch", "torchrun"):
         command = command[1:]
     return [_shell_name(command[0]), *command[1:]]
+
+
+def launcher_command() -> list[str]:
+    """The command of the launcher that started this script; empty if there is none or it has exited."""
+    command = _command_of(os.getppid()) if is_launched() else []
+    return command if _names_script(command) else []
 
 
 def script_command(script: str) -> list[str]:

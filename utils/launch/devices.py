@@ -41,26 +41,12 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
         )
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)  # before any other CUDA call, or every rank would open a context on GPU 0
-    _check_capability(device)
     return device
 
 
 def may_share_gpus() -> bool:
     """Whether the user lets NCCL accept several ranks on one GPU, which is useful only for tests."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-
-
-def _check_capability(device: torch.device) -> None:
-    """Raise UserError if PyTorch has no kernels for this GPU. Its own error would come with the first kernel."""
-    own, names = torch.cuda.get_device_capability(device), " ".join(torch.cuda.get_arch_list())
-    built = [(kind, divmod(int(number), 10)) for kind, number in re.findall(r"(sm|compute)_(\d+)", names)]
-    # Compiled kernels run on later GPUs of the same major version, and PTX ("compute") on all later GPUs.
-    if built and not any(of <= own and (of[0] == own[0] or kind == "compute") for kind, of in built):
-        raise UserError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {own[0]}.{own[1]}, but torch "
-            f"{torch.__version__} is built for {names}",
-            "install a build for this GPU from https://pytorch.org/get-started/locally, or use the CPU with --cpu",
-        )
 
 
 def _check_unusable_gpus() -> None:
@@ -88,11 +74,6 @@ def nvidia_smi(query: str) -> list[str]:
     return []
 
 
-def why_cpu() -> str:
-    """Why a rank uses the CPU although the user has not selected it, for a message."""
-    return "MPS, the GPU of this Mac, is not used" if torch.backends.mps.is_available() else "No GPU is visible"
-
-
 def choose_backend(topology: Topology, backend: str, device: torch.device) -> str:
     """The backend of --backend; auto means NCCL on GPUs and gloo on CPUs. A single process has "none"."""
     if topology.world_size == 1:
@@ -100,14 +81,3 @@ def choose_backend(topology: Topology, backend: str, device: torch.device) -> st
     if backend == "nccl" and device.type == "cpu":
         raise UserError("--backend nccl needs GPUs", "leave it out to use gloo on CPUs")
     return ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
-
-
-def gpu_id(device: torch.device) -> str:
-    """The GPU's UUID, which does not depend on the order in which a process sees the GPUs; empty for the CPU.
-
-    The instances of a GPU that is divided by MIG may all have its UUID, so they have the name that selects them.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if device.type != "cuda":
-        return ""
-    return visible if visible.startswith("MIG-") else str(torch.cuda.get_device_properties(device).uuid)

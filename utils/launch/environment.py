@@ -96,8 +96,6 @@ def read_topology(init_method: str = "env://") -> Topology:
     if not 0 <= rank < world_size or not 0 <= local_rank < local_world_size <= world_size:
         problem = f"contradictory environment: {_present(names)}"
         raise UserError(problem, "ranks start at 0 and are below their world size")
-    if source == "the environment":
-        _check_against_slurm(rank, world_size)
     address, port = "", 0
     if world_size > 1 and init_method == "env://":
         address, port = _address_of_rank_0(source, local_world_size == world_size)
@@ -138,16 +136,6 @@ def _tasks_on_node(counts: str, node: int) -> int:
     if node >= len(tasks):
         raise UserError(f"contradictory environment: SLURM_STEP_TASKS_PER_NODE={counts} has no node {node}")
     return tasks[node]
-
-
-def _check_against_slurm(rank: int, world_size: int) -> None:
-    """Reject variables that were exported in a batch script: all tasks of its srun would have the same rank."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks == str(world_size) != "1" and not is_launched() and environ.get("SLURM_PROCID") != str(rank):
-        raise UserError(
-            f"contradictory environment: RANK={rank}, but SLURM_PROCID={environ.get('SLURM_PROCID')}",
-            "do not export RANK, WORLD_SIZE and LOCAL_RANK under srun, which sets its own variables",
-        )
 
 
 def _address_of_rank_0(source: str, one_machine: bool) -> tuple[str, int]:
@@ -224,6 +212,11 @@ def is_launched(env: Mapping[str, str] = environ) -> bool:
 def can_be_restarted() -> bool:
     """Whether the launcher of this process can restart it."""
     return "TORCHELASTIC_RUN_ID" in environ
+
+
+def attempts_left() -> bool:
+    """Whether the launcher will start the run again if it fails (--max_restarts)."""
+    return int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > restart_count()
 
 
 def restart_count() -> int:

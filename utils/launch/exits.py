@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -15,7 +16,8 @@ from typing import NoReturn
 
 from utils.errors import LostRank, UserError, fix_of, one_line, problem_of, shorten
 from utils.files import write_file
-from utils.launch.environment import claimed_ranks, is_launched
+from utils.launch.command import launcher_command
+from utils.launch.environment import attempts_left, claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
 from utils.waiting import call_with_timeout
 
@@ -28,6 +30,14 @@ _KNOWN = {  # a part of PyTorch's message: problem, in which {} stands for the s
     "Expected more than 1 value per channel": (
         "batch normalisation got a single image, because the others in its batch cannot be read",
         "use larger batches, or fix the files and start a new run",
+    ),
+    "Duplicate GPU detected": (
+        "two ranks have the same GPU",
+        "start no more processes than GPUs, and show each one its own (srun --gpus-per-task 1) or all GPUs",
+    ),
+    "no kernel image is available": (
+        "this build of PyTorch does not support this GPU",
+        "install one that does from https://pytorch.org/get-started/locally, or use the CPU with --cpu",
     ),
     "does not have a deterministic implementation": (
         "{}",
@@ -51,6 +61,7 @@ def print_last_line(prog: str, text: str, is_cause: bool = True) -> None:
     text = shorten(text, 1500)
     print_line(prog, text)
     inform_launcher(f"{prog}: {text}", is_cause)
+    repeat_after_launcher(f"{prog}: {text}")
 
 
 def exit_with_error(error: BaseException, prog: str, prints: bool = True, show_traceback: bool = False) -> NoReturn:
@@ -99,6 +110,18 @@ def inform_launcher(text: str, is_cause: bool = True) -> None:
         info = {"py_callstack": text, "timestamp": str(int(time.time()) - (10 if is_cause else 1))}
         with suppress(OSError):
             write_file(Path(file), json.dumps({"message": {"message": text, "extraInfo": info}}))
+
+
+def repeat_after_launcher(text: str) -> None:
+    """Print the text to stderr again when the launcher has exited, below its traceback, unless it starts a new attempt.
+
+    Another process does this, because the launcher waits for this one. It has a session of its own: the launcher ends
+    all processes of this session. A notebook that starts ranks as child processes does not exit.
+    """
+    if launcher_command() and multiprocessing.parent_process() is None and not attempts_left():
+        command = [sys.executable, "-ES", str(Path(__file__).with_name("repeat.py")), str(os.getppid()), text]
+        with suppress(OSError):  # no memory for a process
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def reports_for_machine() -> bool:

@@ -26,7 +26,7 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
                 f"all processes are on {socket.gethostname()}, but LOCAL_WORLD_SIZE implies several machines",
                 "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK for each process",
             )
-        if name is None or (several_machines and is_loopback(name)):
+        if name is None or (several_machines and _is_loopback(address_of(name))):
             raise UserError(
                 f"{socket.gethostname()} has no network interface that reaches {outside}",
                 f"set --interface to the one between the machines, one of {', '.join(names)}",
@@ -34,7 +34,7 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     elif not set(name.split(",")) <= set(names):  # gloo accepts several names
         flag = "--interface" if wanted else "GLOO_SOCKET_IFNAME"
         raise UserError(f"{flag} {name}: {socket.gethostname()} has {', '.join(names)}", "choose one of these")
-    elif several_machines and any(map(is_loopback, name.split(","))):
+    elif several_machines and any(_is_loopback(address_of(part)) for part in name.split(",")):
         problem = f"interface {name} is only for {socket.gethostname()} itself, but the run has several machines"
         raise UserError(problem, f"choose another one of {', '.join(names)}")
     os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -62,25 +62,17 @@ def address_of(interface: str) -> str:
     return found[0]
 
 
-def is_loopback(interface: str) -> bool:
-    """Whether the interface is a loopback interface."""
-    return _is_loopback(address_of(interface))
-
-
 def is_own_address(address: str) -> bool:
     """Whether the IP address belongs to this machine."""
     return _is_loopback(address) or interface_of(address) is not None
 
 
 def outward_address() -> str:
-    """The IP address of this machine that others can use: the one on its default route, or its only one."""
-    with suppress(OSError):
+    """The IP address of this machine that others can use: the one on its default route."""
+    try:
         return _address_towards("192.0.2.1")  # an address of no machine (RFC 5737); nothing is sent
-    known = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET}
-    others = {address for address in known if not _is_loopback(address)}
-    if len(others) != 1:
-        raise UserError(f"{socket.gethostname()} has {len(others)} networks and no default route", "set --interface")
-    return others.pop()
+    except OSError as error:
+        raise UserError(f"{socket.gethostname()} has no default route", "set --interface") from error
 
 
 def free_port() -> int:
@@ -104,14 +96,9 @@ def resolve(name: str) -> str:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise UserError(
-            f"{name}: {socket.gethostname()} cannot find its address ({system_text(error)})",
+            f"{name}: {socket.gethostname()} cannot find its address ({getattr(error, 'strerror', None) or error})",
             "use the IP address of rank 0's machine as MASTER_ADDR, or enter the name in /etc/hosts",
         ) from error
-
-
-def system_text(error: Exception) -> str:
-    """The system's message for a name that was not resolved, or an address that cannot be used."""
-    return getattr(error, "strerror", None) or str(error)
 
 
 def _is_loopback(address: str) -> bool:

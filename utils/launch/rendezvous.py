@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -22,13 +21,13 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 
 from utils.errors import UserError, one_line
-from utils.launch.devices import may_share_gpus
+from utils.files import write_file
 from utils.launch.environment import Topology, restart_count
 from utils.launch.network import address_of, free_port, is_own_address, outward_address, port_owner, resolve
 from utils.waiting import call_with_timeout
 
 _POLL = 0.05  # seconds between two reads of the store
-_OTHER_FILE = "delete it, or name another"
+_IN_FILE = "lockstep-rendezvous"  # the first word of a file in which rank 0 writes its address
 _OTHER_PORT = "choose another MASTER_PORT (--main_process_port, --master_port)"
 
 
@@ -42,33 +41,28 @@ class Member:
     process: int
     nonce: str
     master: str = ""  # the IP address of MASTER_ADDR on this machine
-    gpu: str = ""  # the UUID of its GPU, if it has one
-    endpoint: tuple[str, int] = "", 0  # of rank 0 after a rendezvous in a file: the store to use next
 
 
 def rendezvous(
-    topology: Topology, init_method: str, timeout: float, interface: str | None, gpu: str
+    topology: Topology, init_method: str, timeout: float, interface: str | None
 ) -> tuple[dist.Store, list[Member]]:
     """Find the other processes; returns (the store of this session, its members in the order of the ranks).
 
     Raises UserError if they do not join within `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    me = Member(topology.rank, topology.world_size, socket.gethostname(), os.getpid(), uuid.uuid4().hex, gpu=gpu)
+    me = Member(topology.rank, topology.world_size, socket.gethostname(), os.getpid(), uuid.uuid4().hex)
     if init_method.startswith("file:"):
         session, store, members = _rendezvous_in_file(init_method, topology, me, deadline, interface)
     else:
-        address, port = store_address(topology, init_method)
+        place = urlparse(init_method)
+        address, port = topology.address, topology.port
+        if place.scheme == "tcp":
+            address, port = place.hostname or "", place.port or 0
         me.master = resolve(address)
         store = _tcp_store(topology, address, port, deadline)
         session, members = _session(store, me, deadline, f"{address}:{port}")
     return dist.PrefixStore(session, store), members
-
-
-def store_address(topology: Topology, init_method: str) -> tuple[str, int]:
-    """The address and port of the store, which the launcher sets unless --init_method is tcp://HOST:PORT."""
-    kind = urlparse(init_method)
-    return (kind.hostname or "", kind.port or 0) if kind.scheme == "tcp" else (topology.address, topology.port)
 
 
 def check_init_method(init_method: str) -> None:
@@ -130,20 +124,6 @@ def _join(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[s
         f"rank 0 did not start the rendezvous at {where} in time, or not all ranks joined it",
         f"read the output of rank 0, and check that only one process is rank {me.rank}",
     )
-
-
-def check_own_gpus(members: list[Member]) -> None:
-    """Raise UserError if two ranks have the same GPU; NCCL's own message would be long."""
-    if may_share_gpus():
-        return
-    first: dict[tuple[str, str], int] = {}
-    for member in members:
-        other = first.setdefault((member.host, member.gpu), member.rank)
-        if member.gpu and other != member.rank:
-            raise UserError(
-                f"ranks {other} and {member.rank} have the same GPU of {member.host}",
-                "start no more processes than GPUs, and show each one its own (srun --gpus-per-task 1) or all GPUs",
-            )
 
 
 def _wait(condition: Callable[[], bool], deadline: float) -> bool:
@@ -229,30 +209,36 @@ def launcher_serves(address: str, port: int | str) -> bool:
 def _rendezvous_in_file(
     init_method: str, topology: Topology, me: Member, deadline: float, interface: str | None
 ) -> tuple[str, dist.Store, list[Member]]:
-    """Find the other processes in a file on a shared disk, then delete it and use a store that rank 0 serves."""
+    """Find the other processes with a store that rank 0 serves, whose address it writes to a file on a shared disk."""
     path = Path(urlparse(init_method).path)
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"--init_method {init_method}: must name a file in a folder that exists on all machines")
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        start = file.read(4)  # the length of a key
-        if start and not 0 < int.from_bytes(start, sys.byteorder) < 2**12:  # the store would read this file forever
-            raise UserError(f"--init_method {init_method}: was not written by PyTorch", _OTHER_FILE)
+    if path.is_file() and _read_place(path) is None:
+        raise UserError(f"--init_method {init_method}: was not written by Lockstep", "delete it, or name another")
     if topology.is_main:
         one_machine = topology.local_world_size == topology.world_size
-        address = "127.0.0.1" if one_machine else address_of(interface) if interface else outward_address()
-        me.endpoint, me.master = (address, free_port()), address
-        store = _serve(*me.endpoint, topology.world_size)
-    try:
-        session, members = _session(dist.FileStore(str(path), -1), me, deadline, str(path))
-    except RuntimeError as error:
-        raise UserError(f"--init_method {init_method}: {one_line(error)[:160]}", _OTHER_FILE) from error
-    if not topology.is_main:
-        store = _reach(*members[0].endpoint, deadline)
-    store.add(f"{session}-arrived", 1)
+        me.master = "127.0.0.1" if one_machine else address_of(interface) if interface else outward_address()
+        port = free_port()
+        store = _serve(me.master, port, topology.world_size)
+        write_file(path, f"{_IN_FILE} {me.master} {port}\n")
+    else:
+        # A file of an earlier run names a place where nobody listens, until rank 0 replaces it.
+        if not _wait(lambda: (place := _read_place(path)) is not None and _listens(*place), deadline):
+            problem = f"rank 0 did not write its address to {path} in time, or does not answer there"
+            raise UserError(problem, "read the output of rank 0, and check that no firewall is between the machines")
+        store = _reach(*(_read_place(path) or ("", 0)), deadline)
+    session, members = _session(store, me, deadline, str(path))
     if topology.is_main:
-        _wait(lambda: store.add(f"{session}-arrived", 0) == topology.world_size, deadline)
         path.unlink(missing_ok=True)
     return session, store, members
+
+
+def _read_place(path: Path) -> tuple[str, int] | None:
+    """The address and port in the file of a rendezvous; None if it does not exist or has something else."""
+    with suppress(OSError, ValueError), path.open() as file:
+        kind, address, port = file.read(200).split()
+        return (address, int(port)) if kind == _IN_FILE else None
+    return None
 
 
 def wait_for_keys(store: dist.Store, keys: list[str], seconds: float) -> bool:

@@ -47,7 +47,7 @@ def check_model(config: TrainConfig) -> None:
 
         bare, _, tag = name[5:].partition(".")
         if not timm.is_model(bare):
-            fix = suggestion(bare, timm.list_models(), f"use {OWN_MODELS.listed()}", "timm/")
+            fix = suggestion(bare, timm.list_models(), f"use {OWN_MODELS.describe_values()}", "timm/")
             raise UserError(f"--model {name}: timm has no such model", fix)
         has_weights = timm.is_model_pretrained(name[5:])
         if tag and not has_weights:
@@ -70,7 +70,7 @@ def _similar_model(name: str) -> str:
 
         if timm.is_model(name):
             return f"did you mean timm/{name}?"
-    return suggestion(name, [*OWN_MODELS, *torchvision_models()], f"use {OWN_MODELS.listed()}")
+    return suggestion(name, [*OWN_MODELS, *torchvision_models()], f"use {OWN_MODELS.describe_values()}")
 
 
 def torchvision_models() -> list[str]:

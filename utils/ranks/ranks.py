@@ -16,14 +16,13 @@ from torch import nn
 from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, fix_of, one_line, problem_of
 from utils.launch.command import launcher
-from utils.launch.devices import choose_backend, choose_device, cpu_is_requested, gpu_id, why_cpu
+from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
 from utils.launch.environment import Topology, is_launched, threads_per_process
 from utils.launch.exits import delay_exit, exit_now, print_last_line
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import (
     Member,
     check_init_method,
-    check_own_gpus,
     launcher_store,
     rendezvous,
     wait_for_keys,
@@ -100,16 +99,14 @@ class Ranks:
         topology, launch = self.topology, self.launch
         if self.is_main and self.device.type == "cpu" and not cpu_is_requested(launch.cpu):
             several = f", {topology.world_size} processes over gloo" * (topology.world_size > 1)
-            print(f"{why_cpu()}: running on the CPU{several}")
+            print(f"No GPU is visible: running on the CPU{several}")
         self.expects_peers = topology.world_size > 1
         self._launchers_store = launcher_store(launch.timeout)
         if not self.expects_peers:
             return
-        gpu = gpu_id(self.device)
-        store, self.members = rendezvous(topology, launch.init_method, launch.timeout, launch.interface, gpu)
+        store, self.members = rendezvous(topology, launch.init_method, launch.timeout, launch.interface)
         # With several machines Accelerate requires an address, which it does not use.
         os.environ.setdefault("MASTER_ADDR", self.members[0].master)
-        check_own_gpus(self.members)
         self.watch.connect(store, self.members)
         several_machines = topology.world_size > topology.local_world_size or len({m.host for m in self.members}) > 1
         self.interface = set_interface([m.master for m in self.members], launch.interface, several_machines)

@@ -43,6 +43,7 @@ from utils.launch.exits import (
     with_rank,
 )
 from utils.launch.rendezvous import wait_for_keys
+from utils.output import restore_interrupt
 from utils.ranks.ranks import Ranks
 
 
@@ -52,6 +53,7 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
     topology: Topology | None = None
     ranks: Ranks | None = None
     try:
+        restore_interrupt()
         topology = read_topology(init_method=launch.init_method)
         ranks = Ranks(topology, launch, prog)
         ranks.watch.start()

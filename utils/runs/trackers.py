@@ -35,13 +35,13 @@ class Trackers(Table):
         """Raise UserError for an unknown tracker, or for one whose package is not installed."""
         missing = {*map(str, LoggerType)} - {*map(str, get_available_trackers())}
         for name in self.names(config):
-            fix = suggestion(name, self, f"use {self.listed()}")
+            fix = suggestion(name, self, f"use {self.describe_values()}")
             require(name in self, f"--report_to {name}: no such tracker", fix)
             problem = f"--report_to {name}: its package is not installed"
             require(name not in missing, problem, f"run: python -m pip install {name}")
 
     def helps(self) -> dict[str, str]:
-        return {self.what: f": {self.listed()}"}
+        return {self.what: f": {self.describe_values()}"}
 
     def names(self, config: Any) -> list[str]:
         """The trackers in --report_to, each once."""

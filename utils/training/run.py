@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.defaults import advice, changed, hint_for_few
+from utils.config.defaults import advice, hint_for_few, list_changes
 from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig
 from utils.console import table
 from utils.data.batches import Batches
@@ -20,7 +20,7 @@ from utils.data.datasets import describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
-from utils.launch.exits import inform_launcher
+from utils.launch.exits import inform_launcher, repeat_after_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
 from utils.models.zoo import OWN_MODELS
@@ -133,7 +133,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("optimizer", describe_optimizer(run.config)),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         ("task", run.task.describe()),
-        ("recipe", ", ".join(changed(run.config, AugmentationSettings) + changed(run.config, LossSettings))),
+        ("recipe", ", ".join(list_changes(run.config, AugmentationSettings) + list_changes(run.config, LossSettings))),
         ("mixing", f"training {run.task.when_mixed}" if run.config.mixes else ""),
         *chosen,
         ("depends on topology", differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)),
@@ -150,10 +150,8 @@ def describe_model(run: Run) -> str:
 
 def describe_optimizer(config: TrainConfig) -> str:
     """The optimizer, its learning rate and schedule, and what else was changed in its updates."""
-    base = config.lr_base_batch
-    scaled = f" ({config.lr:g} x global batch {config.global_batch_size} / {base})" if base else ""
-    words = [config.optimizer, f"lr {config.peak_lr:.4g}{scaled}", f"weight decay {config.weight_decay:g}"]
-    return ", ".join([*words, config.lr_schedule, *changed(config, OptimizerSettings)])
+    words = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
+    return ", ".join([*words, config.lr_schedule, *list_changes(config, OptimizerSettings)])
 
 
 def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
@@ -177,6 +175,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
+            repeat_after_launcher(following)
     run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
     run.log.close()
     return not done

@@ -45,7 +45,7 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
         warmup = count_of(config.warmup_steps or 0, updates)
         problem = f"--warmup_steps {warmup} and --cooldown_steps {cooldown} exceed the {updates} updates of the run"
         require(warmup + cooldown <= updates, problem, "lower them")
-        unscaled, last = replace(config, lr=1.0, lr_base_batch=None), updates - cooldown
+        unscaled, last = replace(config, lr=1.0), updates - cooldown
         end = SCHEDULES.call(config, unscaled, last, last)
         problem = f"--cooldown_steps has no effect: {config.lr_schedule} ends with {end:.2g} times --lr"
         require(end > 1e-5, problem, "use --lr_schedule constant, or linear or cosine with a higher end")
@@ -67,8 +67,8 @@ def after_warmup(decay: Callable[..., float]) -> Callable[..., float]:
     def schedule(config: TrainConfig, update: int, updates: int, **arguments) -> float:
         warmup = count_of(config.warmup_steps or 0, updates)
         if update < warmup:
-            return config.peak_lr * (update + 1) / warmup
-        return config.peak_lr * decay((update - warmup) / max(1, updates - warmup), **arguments)
+            return config.lr * (update + 1) / warmup
+        return config.lr * decay((update - warmup) / max(1, updates - warmup), **arguments)
 
     return schedule
 
@@ -123,7 +123,7 @@ def multistep(
 def _warmed(config: TrainConfig, update: int, updates: int) -> float:
     """The learning rate of a constant schedule. Steps are counted from the start of the run, warm-up included."""
     warmup = count_of(config.warmup_steps or 0, updates)
-    return config.peak_lr * min(1.0, (update + 1) / max(1, warmup))
+    return config.lr * min(1.0, (update + 1) / max(1, warmup))
 
 
 def onecycle(
@@ -134,7 +134,7 @@ def onecycle(
     It starts at --lr / `div_factor` and ends at that / `final_div_factor`. The arguments and defaults are those of
     torch's OneCycleLR (Smith and Topin, 2017). Unlike there, the momentum is constant.
     """
-    lr = config.peak_lr
+    lr = config.lr
     start, end = lr / div_factor, lr / (div_factor * final_div_factor)
     top = 0.3 * updates - 1 if config.warmup_steps is None else float(count_of(config.warmup_steps, updates))
     if update <= top and top > 0:
@@ -160,7 +160,7 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
 def _check_arguments(config: TrainConfig) -> None:
     """Raise ValueError if --lr_schedule_args give a learning rate that is negative, NaN or infinite."""
     # The data, which may decide --lr, are not known yet.
-    config = replace(config, lr=config.lr or 1.0, lr_base_batch=None, cooldown_steps=0)
+    config = replace(config, lr=config.lr or 1.0, cooldown_steps=0)
     last = 2**32  # beyond any warm-up
     for update in range(last, -1, -last // 16):
         lr = learning_rate(config, update, last)
