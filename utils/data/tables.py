@@ -203,7 +203,7 @@ def _labels(split: str, values, counts, label_values: list | None, classes: int)
         found, labels = labels, indices_in(label_values, labels)
         unknown = found[(labels < 0) & (True if isinstance(label_values[0], str) else found >= 0)]
         if len(unknown):
-            problem = f"split {split!r} has the class {unknown[0]!r}, but the training split has only"
+            problem = f"split {split!r} has the class {unknown.tolist()[0]!r}, but the training split has only"
             raise UserError(f"{problem} {join_names(label_values)}", "fix the labels, or choose another split")
     labels = labels.astype(np.int64)
     return labels if counts is None else multi_hot(split, counts, labels, classes)
