@@ -18,6 +18,7 @@ from utils.data.selection import load_data
 from utils.errors import UserError
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
+from utils.tasks.table import TASKS
 from utils.tasks.task import Task
 from utils.training import evaluation
 from utils.training.meter import Meter
@@ -59,6 +60,7 @@ def make_value(config, class_names, labels):
 
 def _train(flags):
     utils.training.building.make_task = lambda config, names, labels, _: make_value(config, names, labels)
+    TASKS["value"] = Value  # --resume PATH takes the task from the run
     return train.main(flags)
 
 
