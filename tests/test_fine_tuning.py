@@ -173,9 +173,12 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
 
 def test_averaged_weights_take_precedence(folder):
     tensors = {name: {"fc.weight": torch.ones(2) * value} for value, name in enumerate(("model", "ema"))}
-    Path("averaged").mkdir()
+    _, source = find_source(TrainConfig(init_from="runs/source"), None, ALONE)
+    shutil.copytree(source.file.parent, "averaged")
     for name in tensors:
         save_file(tensors[name], f"averaged/{name}.safetensors")
+    Path("averaged/manifest.json").unlink()
+    write_manifest(Path("averaged"))
     for where, name in (("averaged", "ema"), ("averaged/model.safetensors", "model")):
         _, source = find_source(TrainConfig(init_from=where), None, ALONE)
         assert same_tensors(source.tensors(), tensors[name])

@@ -78,7 +78,7 @@ def test_the_table_ends_with_what_the_doctor_found():
     flags = ["--output_dir", "file"]
     Path("file").touch()
     outcomes = run_ranks(2, under_launcher, doctor.main, flags)
-    *found, verdict = last_lines(outcomes, 3)
+    *found, verdict = last_lines(outcomes, 4)
     assert verdict == outcomes[0].out.splitlines()[-1] and "are red" in verdict
     assert any(
         line.startswith("disk: --output_dir file: file is not a folder where this user can write; set ")
