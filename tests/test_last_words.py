@@ -69,7 +69,7 @@ def test_the_table_ends_with_the_command_that_resumes_a_stopped_run():
 def test_the_table_ends_with_what_the_doctor_found():
     Path("file").touch()
     outcomes = run_ranks(2, under_launcher, doctor.main, ["--output_dir", "file"])
-    *found, verdict = last_lines(outcomes, 3)
+    *found, verdict = last_lines(outcomes, 4)
     assert verdict == outcomes[0].out.splitlines()[-1] and "are red" in verdict
     assert any(
         line.startswith("disk: --output_dir file: file is not a folder where this user can write; set ")
