@@ -1,6 +1,7 @@
 """Augmentation equals plain loops, for single photographs and for batches of small images."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ from helpers.make_data import CPU, encoded, pictures, smooth
 from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
-from utils.data.augment import AUGMENTATIONS, Operation, ShiftAndFlip, crop_box, make_augmentation
+from utils.data.augment import AUGMENTATIONS, ShiftAndFlip, crop_box, make_augmentation
 from utils.data.batches import Batches
 from utils.data.cache import make_dataset
-from utils.data.datasets import DecodedImages, EncodedImages, ResidentImages
+from utils.data.datasets import DecodedImages, ResidentImages
 from utils.data.decode import LARGE
 from utils.data.draws import Draws
+from utils.data.erasing import Cutout
 from utils.data.order import Microbatch
 from utils.data.spec import InputSpec
 from utils.data.splits import whole_split
@@ -135,47 +137,28 @@ def test_a_batch_is_changed_like_its_single_images_bit_for_bit(name, channels):
     assert (images.numpy() == pixels).all()  # no operation changes its input
 
 
-class DarkenTop(Operation):
-    """An operation that does not commute with the others."""
-
-    streams, batched = ("darken",), True
-
-    def image(self, pixels, random):
-        return pixels // 2 if random[0] < 0.5 else torch.cat([pixels[:5] // 4, pixels[5:]])
-
-    def prepare(self, random):
-        return {"dark": torch.as_tensor(random)[:, 0] < 0.5}
-
-    def batch(self, images, prepared):
-        top = torch.cat([images[:, :5] // 4, images[:, 5:]], 1)
-        return torch.where(prepared["dark"][:, None, None, None], images // 2, top)
-
-
-def changed_by_hand(image, seed, epoch, index, size, is_cropped):
-    """Crop, shift by up to 2 and flip, then darken, with torchvision, NumPy and plain random numbers."""
+def changed_by_hand(image, seed, epoch, index, spec, is_cropped):
+    """Crop, shift by up to 2 and flip with torchvision, NumPy and plain random numbers; then Cutout."""
 
     def draw(*counters):
         return [plain_uniform(seed, epoch, index, counter) for counter in counters]
 
     if is_cropped:
-        box = crop_box(*image.shape[:2], draw(5, 6, 7, 8), 0.3)
-        cropped = F.resized_crop(torch.from_numpy(image.transpose(2, 0, 1).copy()), *box, size, antialias=True)
-        image = cropped.permute(1, 2, 0).numpy()
-    moved = shifted_and_flipped(image, draw(1, 2, 3), 2, True).copy()
-    if Draws(seed, epoch, np.array([index])).uniform("darken") < 0.5:
-        return moved // 2
-    moved[:5] //= 4
-    return moved
+        box, planes = crop_box(*image.shape[:2], draw(5, 6, 7, 8), 0.3), torch.from_numpy(image.transpose(2, 0, 1))
+        image = F.resized_crop(planes.contiguous(), *box, list(spec.size), antialias=True).permute(1, 2, 0).numpy()
+    moved = torch.from_numpy(shifted_and_flipped(image, draw(1, 2, 3), 2, True).copy())
+    (cut,) = Cutout(spec, 8).change(moved[None], Draws(seed, epoch, np.array([index])).uniform(*Cutout.streams))
+    return cut
 
 
 @pytest.mark.parametrize(
     ("size", "place"),
     [((24, 30), "host"), ((24, 30), "device"), ((24, 30), "loader"), ((100, 120), "loader")],
 )
-def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_order(size, place, monkeypatch):
-    monkeypatch.setitem(AUGMENTATIONS, "darken", lambda config, spec: DarkenTop())
+def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_order(size, place):
     spec, crop = InputSpec(*size, 3, [0.0] * 3, [1 / 255] * 3), 0.3 if place == "loader" else 1.0
     config = TrainConfig(seed=5, num_workers=2 * (place == "loader"), crop_padding=2, flip=True, min_scale=crop)
+    config = replace(config, cutout=8)
     pixels = pictures(30, size if spec.small else (150, 170))
     images = pixels.transpose(0, 3, 1, 2) if spec.small else [encoded(image, "PNG") for image in pixels]
     dataset = make_dataset(whole_split("train", images, np.arange(30), "made"), spec, config, True, iter)
@@ -184,10 +167,11 @@ def test_small_images_and_photographs_are_changed_by_the_same_flags_in_the_same_
     order = np.random.default_rng(0).permutation(30)
     microbatches = [Microbatch(0, 2, number, part) for number, part in enumerate(np.split(order, [12]))]
     loader = make_loader(dataset, Given(microbatches), config, CPU.threads, CPU.device)
-    images = torch.cat([batch.images for batch in Batches(loader, spec, config, CPU.device, training=True)])
-    found = images.permute(0, 2, 3, 1).round().to(torch.uint8).numpy()
+    batches = list(Batches(loader, spec, config, CPU.device, training=True))
+    assert torch.cat([batch.labels for batch in batches]).tolist() == order.tolist()
+    found = torch.cat([batch.images for batch in batches]).permute(0, 2, 3, 1).round().to(torch.uint8)
     for image, index in zip(found, order.tolist(), strict=True):
-        assert (image == changed_by_hand(pixels[index], 5, 2, index, list(size), crop < 1)).all()
+        assert torch.equal(image, changed_by_hand(pixels[index], 5, 2, index, spec, crop < 1))
 
 
 def test_each_flag_has_effect_at_any_size_and_by_default_only_photographs_are_cropped():
@@ -219,20 +203,6 @@ class Given(list):
 
 def photograph_set(split, seed=0, training=True, **settings):
     return make_dataset(split, SPEC, TrainConfig(seed=seed, **settings), training, iter)
-
-
-def loaded(dataset, microbatches, **settings):
-    loader = make_loader(dataset, Given(microbatches), TrainConfig(**settings), CPU.threads, CPU.device)
-    return [batch.images for batch in loader]
-
-
-def test_photographs_are_cropped_alike_in_any_batch_and_by_any_number_of_workers():
-    dataset = photograph_set(photographs(), 5)
-    order = np.random.default_rng(0).permutation(12)
-    whole = loaded(dataset, [Microbatch(0, 1, 0, order)], num_workers=0)[0]
-    in_fours = loaded(dataset, [Microbatch(0, 1, 0, order[i : i + 4]) for i in (0, 4, 8)], num_workers=2)
-    alone = loaded(dataset, [Microbatch(0, 1, 0, order[i : i + 1]) for i in range(12)], num_workers=0)
-    assert torch.equal(torch.cat(in_fours), whole) and torch.equal(torch.cat(alone), whole)
 
 
 @pytest.mark.parametrize("min_scale", [0.08, 1.0])
@@ -272,23 +242,6 @@ def test_large_images_of_a_small_data_set_are_decoded_smaller_and_show_the_same(
     assert np.abs(whole - reduced).max() <= 4
 
 
-def test_a_batch_is_normalised_and_augmented_as_its_sample_numbers_say():
-    pixels, labels, order = pictures(20, (10, 12)), np.arange(20) % 3, np.array([7, 3, 19, 0])
-    config = TrainConfig(crop_padding=2, flip=True, seed=9)
-    spec = InputSpec(10, 12, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
-    given = Given([Microbatch(0, 4, 0, order)])
-    random = [[plain_uniform(9, 4, int(index), counter) for counter in (1, 2, 3)] for index in order]
-    changed = [shifted_and_flipped(*pair, 2, True) for pair in zip(pixels[order], random, strict=True)]
-    for training, raw in ((True, np.stack(changed)), (False, pixels[order])):
-        dataset = DecodedImages(pixels, labels, make_augmentation(config, spec, training))
-        loader = make_loader(dataset, given, config, CPU.threads, CPU.device)
-        (batch,) = Batches(loader, spec, config, CPU.device, training)
-        expected = (torch.from_numpy(raw).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
-        assert batch.images.dtype == torch.float32
-        assert torch.allclose(batch.images.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
-        assert batch.labels.tolist() == labels[order].tolist() and batch.indices.tolist() == order.tolist()
-
-
 def test_an_empty_batch_passes_through_everything():
     small, config = InputSpec(8, 8, 1, [0.5], [0.5]), TrainConfig(crop_padding=2, flip=True, num_workers=0)
     decoded = DecodedImages(pictures(5, channels=1)[..., None], np.arange(5))
@@ -299,13 +252,3 @@ def test_an_empty_batch_passes_through_everything():
         assert batch.images.shape == (0, spec.channels, spec.height, spec.width)
         assert batch.images.dtype == torch.float32 and batch.labels.dtype == torch.int64
         assert batch.labels.shape == batch.indices.shape == (0,)
-
-
-@pytest.mark.parametrize(("side", "kind"), [(32, DecodedImages), (128, EncodedImages)])
-def test_small_images_are_decoded_beforehand_and_photographs_are_not(side, kind):
-    files = [encoded(image, "PNG") for image in pictures(10, (20, 20))]
-    split = whole_split("train", files, np.arange(10) // 5, "made")
-    dataset = make_dataset(split, InputSpec(side, side, 3, [0.5] * 3, [0.5] * 3), TrainConfig(), True, iter)
-    batch = dataset.__getitems__(Microbatch(0, 0, 0, np.array([9, 0])))
-    assert isinstance(dataset, kind)
-    assert batch.images.shape == (2, side, side, 3) and batch.labels.tolist() == [1, 0]

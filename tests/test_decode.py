@@ -1,10 +1,7 @@
 """Encoded images to pixels, against Pillow and numpy."""
 
 import io
-import math
 import struct
-from dataclasses import asdict
-from fractions import Fraction
 from itertools import product
 
 import numpy as np
@@ -12,8 +9,8 @@ import pytest
 import timm.data
 import torch
 import torchvision
-from datasets import Dataset, Value
-from helpers.make_data import encoded, image_folder, pictures, png_of_16_bits, smooth, table
+from datasets import Value
+from helpers.make_data import encoded, pictures, png_of_16_bits, smooth, table
 from helpers.ranks import returned
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
@@ -280,14 +277,6 @@ def test_a_table_row_without_an_image_is_an_error_that_names_it():
             decode(split, 1, 3, raw)
 
 
-def test_a_table_of_paths_reads_the_files(tmp_path):
-    paths = image_folder(tmp_path, {"a": 3})
-    split = split_of(Table(Dataset.from_dict({"file": [str(path) for path in paths]}), "file"))
-    for position, path in enumerate(paths):
-        (raw,) = split.read_ahead([position])
-        assert (decode(split, position, 3, raw).numpy() == np.asarray(Image.open(path))).all()
-
-
 # -- size ------------------------------------------------------------------------------------------------------------
 
 
@@ -362,26 +351,6 @@ def test_photographs_are_evaluated_as_timm_does_for_its_weights(name, most):
         assert differences.max() < most and differences.mean() < 0.2
 
 
-def test_photographs_that_are_decoded_smaller_are_evaluated_nearly_as_torchvision_does():
-    spec, own = published("swin_t")
-    for size in ((1536, 1024), (1024, 1536)):  # width and height
-        image = Image.fromarray(load_sample_image("flower.jpg")).resize(size, Image.Resampling.BICUBIC)
-        raw = large(encoded(image, "JPEG", quality=95))
-        differences = (evaluated(raw, spec) - own(raw)).abs()
-        assert 0.1 < differences.mean() < 1.5 and differences.max() < 30  # libjpeg keeps more detail
-
-
-def test_an_evaluation_with_another_share_shows_that_share_of_any_photograph():
-    for shape, sides in zip(SHAPES[1:4], ((224, 224), (128, 192), (32, 384)), strict=True):
-        raw, spec = photograph("china", *shape), InputSpec(*sides, 3, [0.5] * 3, [0.5] * 3)
-        whole = decode(split_of([raw]), 0, 3).permute(2, 0, 1)
-        for share in (Fraction(1), Fraction(1, 2), Fraction(7, 8)):
-            scale = max(Fraction(side, own) for side, own in zip(sides, shape, strict=True))
-            scale *= Fraction(math.floor(min(sides) / share), min(sides))
-            resized = v2.functional.resize(whole, [math.floor(side * scale) for side in shape], antialias=True)
-            assert torch.equal(evaluated(raw, spec.cropped(float(share))), v2.functional.center_crop(resized, sides))
-
-
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_training_crops_are_resized_as_the_weights_were(interpolation):
     raw, microbatch = photograph("flower", 427, 640), Microbatch(0, 0, 0, np.arange(1))
@@ -392,13 +361,6 @@ def test_training_crops_are_resized_as_the_weights_were(interpolation):
     mode = InterpolationMode(interpolation)
     expected = v2.functional.resize(part.contiguous(), [224, 224], mode, antialias=True)
     assert torch.equal(dataset.__getitems__(microbatch).images[0].permute(2, 0, 1), expected)
-
-
-@pytest.mark.parametrize("change", [{"resize": 0}, {"resize": 2.5}, {"interpolation": "nearest"}, {"squash": 1}])
-def test_an_input_with_values_that_it_cannot_have_is_malformed(change):
-    values = asdict(InputSpec(224, 224, 3, [0.5] * 3, [0.5] * 3)) | change
-    with pytest.raises(ValueError, match=" is missing or malformed"):
-        InputSpec.from_dict(values)
 
 
 def test_peek_tells_grey_from_colour_and_one_size_from_many():

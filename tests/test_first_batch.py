@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +9,10 @@ import torch
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks
 from helpers.training_runs import train_run
-from PIL import Image, ImageFont
+from PIL import Image
 
 import train
-from utils.training.first_batch import drawable, grid, label_lines, picture
+from utils.training.first_batch import drawable, grid, label_lines
 
 FLAGS = ("--data", "pictures", "--eval_fraction", "0.2", "--model", "mlp", "--threads", "1", "--max_steps", "1")
 FLAGS += ("--global_batch_size", "16", "--mean", "0.4", "0.5", "0.6", "--std", "0.3", "--eval_batch_size", "4")
@@ -27,8 +26,7 @@ def test_the_picture_has_the_images_of_the_first_microbatch_of_rank_0_with_their
     height, width = 2 * 32 + 8 + 15, 2 * 64 + 8  # a cell: the enlarged image, its margin, and a line
     assert picture.shape == (height, 8 * width, 3)
     found, texts = set(), defaultdict(set)
-    for column in range(8):
-        cell = picture[:, column * width : (column + 1) * width]
+    for cell in np.split(picture, 8, axis=1):
         enlarged = cell[4 : 4 + 64, 4 : 4 + 128]
         pixels = enlarged[::2, ::2]
         assert np.array_equal(pixels.repeat(2, 0).repeat(2, 1), enlarged)
@@ -51,45 +49,27 @@ def test_a_picture_that_cannot_be_written_is_one_line_and_the_run_continues():
     assert not list(Path("runs/run").glob("*.partial"))
 
 
-def test_names_with_line_breaks_and_bytes_that_are_not_utf_8_are_drawn():
-    spec, data = SimpleNamespace(std=[1.0], mean=[0.0]), SimpleNamespace(class_names=["a\nb", "d\udcffg"])
-    batch = SimpleNamespace(images=torch.zeros(2, 1, 8, 8), labels=torch.tensor([0, 1]))
-    assert picture(SimpleNamespace(spec=spec, data=data), batch).startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(("name", "text"), [
     ("Crème brûlée", "Creme brulee"),
     ("a\nb", "a b"),
-    ("ﬁsh", "fish"),  # a ligature
     ("日本", "class 3"),
+    ("d\udcffg", "d?g"),  # bytes that are not UTF-8
     ("Łódź", "class 3"),  # the stroke of Ł is not an accent
-    ("한국", "class 3"),
 ])  # fmt: skip
 def test_names_are_drawn_without_accents_and_as_numbers_if_the_font_lacks_a_letter(name, text):
     assert drawable(name, 3) == text
 
 
-def test_the_font_has_all_characters_that_are_drawn():
-    font = ImageFont.load_default(12)
-    missing = bytes(font.getmask("日"))
-    assert not [char for char in (*map(chr, range(32, 127)), "…") if bytes(font.getmask(char)) == missing]
-
-
 @pytest.mark.parametrize(("label", "lines"), [
     (1, ["cat"]),
-    ([0.0, 0.7, 0.3], ["cat 0.7", "dog 0.3"]),
     ([0.3, 0.7, 0.0], ["cat 0.7", "bird 0.3"]),
     ([0.01, 0.98, 0.01], ["cat"]),
     ([1.0, 0.0, 1.0], ["dog", "bird"]),  # several labels
     ([0.0, 0.0, 0.0], []),
 ])  # fmt: skip
 def test_labels_are_classes_or_their_shares(label, lines):
-    assert sorted(label_lines(label, ["bird", "cat", "dog"])) == sorted(lines)
-    assert label_lines(label, ["bird", "cat", "dog"])[:1] == lines[:1]
-
-
-def test_one_output_is_the_second_of_two_classes():
-    assert [label_lines([share], ["no", "yes"]) for share in (0.0, 1.0)] == [["no"], ["yes"]]
+    assert label_lines(label, ["bird", "cat", "dog"]) == lines
+    assert label_lines([1.0], ["no", "yes"]) == ["yes"]  # one output
 
 
 def test_pictures_of_any_shape_and_number_are_drawn():
@@ -98,4 +78,3 @@ def test_pictures_of_any_shape_and_number_are_drawn():
     assert picture.shape == (2 * (128 + 8 + 2 * 15), 8 * (256 + 8), 3)
     assert (picture[4:132, 4:260] == 7).all() and (picture[:, 261:267] == 255).all()
     assert picture[166 + 4, 4, 0] == 7 and (picture[166:, 264:] == 255).all()
-    assert grid(pixels[:2], [[], []]).size == (2 * 264, 136)

@@ -1,17 +1,18 @@
 """What a loader's batches are: pixels scaled like torchvision's, uploads in order."""
 
 import os
-import subprocess
 import sys
+import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.make_data import CPU, encoded, pictures, smooth
-from helpers.ranks import run_ranks
-from helpers.training_runs import ROOT
+from helpers.ranks import run_ranks, start_ranks
 from helpers.waiting import lives, until
+from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional as F
 
 from utils.config.settings import TrainConfig
@@ -37,32 +38,23 @@ def test_pixels_are_scaled_like_torchvision_does_it_whatever_their_layout(channe
 
 def test_the_bytes_of_a_file_are_read_where_they_are_and_nobody_is_warned():
     raw = encoded(smooth(30, 40), "JPEG")
-    before = bytes(bytearray(raw))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not writable")
         decode(whole_split("train", [raw], np.zeros(1), "made"), 0, 3)
-    assert raw == before
+    assert raw == encoded(smooth(30, 40), "JPEG")
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_large_batches_are_normalised_like_single_images(channels_last):
     pixels, spec = pictures(300, (40, 30)), InputSpec(40, 30, 3, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
-    config, order = TrainConfig(channels_last=channels_last), np.random.default_rng(0).permutation(300)
-    loader = make_loader(
-        DecodedImages(pixels, np.arange(300)), [Microbatch(0, 0, 0, order)], config, CPU.threads, CPU.device
-    )
+    config, given = TrainConfig(channels_last=channels_last), [Microbatch(0, 0, 0, np.arange(300))]
+    loader = make_loader(DecodedImages(pixels, np.arange(300)), given, config, CPU.threads, CPU.device)
     (batch,) = Batches(loader, spec, config, CPU.device, training=False)
-    images, indices = batch.images, batch.indices
-    expected = (torch.from_numpy(pixels[order]).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
-    assert torch.allclose(images.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
+    expected = (torch.from_numpy(pixels).double() / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
+    assert torch.allclose(batch.images.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    assert images.is_contiguous(memory_format=layout) and indices.tolist() == order.tolist()
+    assert batch.images.is_contiguous(memory_format=layout)
 
-
-ORPHANS = """
-import os, sys, time
-from torch.utils.data import DataLoader, Dataset
-from utils.data.workers import worker_processes
 
 class Large(Dataset):
     def __len__(self):
@@ -71,23 +63,26 @@ class Large(Dataset):
     def __getitem__(self, index):
         return bytes(300_000)
 
-starting = sys.argv[1] == "starting"
-if starting:
-    os.register_at_fork(after_in_child=lambda: time.sleep(1))
-batches = iter(DataLoader(Large(), batch_size=1, collate_fn=list, **worker_processes(3, 4)))
-if not starting:
-    next(batches)
-print(*(worker.pid for worker in batches._workers), flush=True)
-time.sleep(1000)
-"""
+
+def load_for_ever(when):
+    if when == "starting":
+        os.register_at_fork(after_in_child=lambda: time.sleep(1))
+    batches = iter(DataLoader(Large(), batch_size=1, collate_fn=list, **worker_process.worker_processes(3, 4)))
+    if when == "working":
+        next(batches)
+    Path("workers.partial").write_text(" ".join(str(worker.pid) for worker in batches._workers))
+    os.rename("workers.partial", "workers")
+    time.sleep(1000)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sigtimedwait")
 @pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.full), "working"])
 def test_workers_end_with_a_rank_that_is_killed_even_if_nobody_reads_their_batches(when):
-    with subprocess.Popen([sys.executable, "-c", ORPHANS, when], cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
-        workers = [int(pid) for pid in rank.stdout.readline().split()]
-        rank.kill()
+    rank = start_ranks(1, load_for_ever, when)
+    until(Path("workers").exists)
+    workers = [int(pid) for pid in Path("workers").read_text().split()]
+    rank.kill()
+    rank.finish()
     assert len(workers) == 3
     until(lambda: not any(lives(worker) for worker in workers))
 

@@ -93,7 +93,6 @@ def test_the_calibration_error_is_that_of_a_loop_over_bins():
     error = sum(abs((correct[places == n] - confidence[places == n]).sum()) for n in range(BINS)) / 702
     found = calibration([(confidence[:300], correct[:300]), (confidence[300:], correct[300:])])
     assert found["error"] == pytest.approx(error, rel=1e-9) and error > 0.1
-    assert sum(entry["count"] for entry in found["bins"]) == 702
 
 
 def test_errors_are_the_most_confident_ones_with_their_place_in_the_split():
@@ -151,8 +150,10 @@ def test_multilabel_has_the_precision_of_each_class_and_the_calibration_of_all_p
     assert analysis["calibration"]["error"] == pytest.approx(
         calibration([(probabilities.ravel(), truth.ravel())])["error"]
     )
-    most = (np.abs(probabilities - truth) * (predicted != truth)).max(1)
-    assert most[analysis["errors"][0]["index"]] == most.max()
+    errors = analysis["errors"]
+    assert [error["index"] for error in errors] == np.argsort(-found.values[:, 0])[:24].tolist()
+    largest = (np.abs(probabilities - truth) * (predicted != truth)).argmax(1)
+    assert [error["text"].rpartition(" ")[0] for error in errors] == [NAMES[largest[e["index"]]] for e in errors]
 
 
 def test_binary_is_shown_as_a_classification_of_two_classes_with_an_interval_of_its_auc():
@@ -439,7 +440,7 @@ def test_a_thousand_classes_make_a_small_page(tmp_path):
     [
         (["nowhere"], "nowhere: is not a run folder"),
         (["a", "a"], "--out is missing"),
-        (["old"], r"unknown contents \(UndefinedError: .*'threads'\)"),
+        (["old"], "has no attribute 'threads'"),
     ],
 )
 def test_mistakes_in_the_command_are_one_line(words, error, tmp_path, monkeypatch, capsys):

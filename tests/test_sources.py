@@ -225,19 +225,6 @@ def test_files_are_read_without_asking_the_network(monkeypatch):
     assert not asked
 
 
-@pytest.mark.parametrize("layout", ["parquet file", "arrow file", "saved"])
-def test_a_single_table_is_held_out_from(layout):
-    images, splits = tables()
-    parquet("tables", train=splits["train"])
-    splits["train"].save_to_disk("saved")
-    (arrow,) = Path("saved").glob("*.arrow")
-    data = load({"parquet file": "tables/train-00000-of-00001.parquet", "arrow file": arrow, "saved": "saved"}[layout])
-    assert (len(data.train), len(data.evaluation)) == (27, 3)
-    for split in (data.train, data.evaluation):
-        assert same_images(split, images["train"][split.rows])
-        assert split.labels.tolist() == [row % 3 for row in split.rows]
-
-
 def test_files_are_grouped_into_splits_by_their_names():
     names = {
         "train-00000-of-00002": "train",

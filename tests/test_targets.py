@@ -1,7 +1,8 @@
-"""Multi-label and binary tasks, the focal loss and --best_metric, against PyTorch, torchvision and scikit-learn."""
+"""Multi-label and binary tasks, the focal loss and --best_metric, against PyTorch and scikit-learn."""
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,12 @@ from helpers.training_runs import kept_in, records, refused, restore, same_tenso
 from PIL import Image
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, roc_auc_score
 from torch.nn import functional as F
-from torchvision.ops import sigmoid_focal_loss
 
 import eval
 import train
 from utils.config.settings import TrainConfig
 from utils.data.selection import load_data
 from utils.data.splits import hold_out, whole_split
-from utils.runs.log import ProgressBar
 from utils.runs.state import TrainState
 from utils.tasks.losses import LOSSES, SIGMOID_LOSSES
 from utils.tasks.metrics import area_under_curve, class_metrics
@@ -143,7 +142,10 @@ def test_mixed_repeated_and_weighted_samples_are_the_same_on_two_processes_and_o
 
 def test_the_first_update_has_the_loss_of_the_formula():
     write_data()
-    train_run(1, "run", "--data", "list.csv", *FLAGS, "--max_steps", "1", "--global_batch_size", "50", "--lr", "1e-30")
+    more = ["--max_steps", "1", "--global_batch_size", "50", "--lr", "1e-30"]
+    (outcome,) = run_ranks(1, train.main, ["--run_name", "run", "--data", "list.csv", *FLAGS, *more])
+    assert "multilabel, pos_weight " in outcome.out
+    assert re.search(r"^update 1 .*  mAP 0\.\d+  micro-F1 ", outcome.out, re.M), outcome.out
     (record,) = records("run", "train")
     logits, labels = logits_of("run", range(50)).double().numpy(), multi_hot_rows(range(50)).astype(float)
     p, positives = 1 / (1 + np.exp(-logits)), labels.sum(0)
@@ -171,15 +173,11 @@ def test_an_evaluation_has_the_metrics_of_scikit_learn_on_one_and_on_two_process
         assert record["exact_match"] == pytest.approx(accuracy_score(true, predicted))
         expected = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(true).float())
         assert record["loss"] == pytest.approx(expected.item(), rel=1e-5)
-        for k in range(3):
-            own = logits[:, k].double().sigmoid().numpy()
-            at = record["per_class_best_threshold"][k]
-            assert record["per_class_best_f1"][k] == pytest.approx(f1_score(true[:, k], own > at))
     same = [name for name in one if name not in ("seconds", "loss")]
     assert [one[name] for name in same] == [two[name] for name in same]
     assert one["mAP"] == pytest.approx(records("two", "eval")[-1]["mAP"])
     (outcome,) = run_ranks(1, eval.main, ["--ckpt", "runs/two", "--threshold", "0.999"])
-    assert "best thresholds of this split" in outcome.out and "\nmicro_f1     0.0000" in outcome.out
+    assert "Average precision of the classes, worst first" in outcome.out and "\nmicro_f1     0.0000" in outcome.out
 
 
 def test_a_binary_run_has_one_logit_and_the_metrics_of_scikit_learn(runs):
@@ -236,9 +234,6 @@ def test_focal_losses_are_those_of_their_formula(gamma):
     terms = -3 * t * (1 - q) ** gamma * np.log(q) - (1 - t) * q**gamma * np.log(1 - q)
     value = SIGMOID_LOSSES["focal"](logits, soft, torch.tensor(3.0), gamma=gamma).item()
     assert value == pytest.approx(terms.sum() / 5, rel=1e-12)
-    value = SIGMOID_LOSSES["focal"](logits, one_hot, torch.tensor(1 / 3), gamma=gamma).item() * 0.75
-    expected = sigmoid_focal_loss(logits, one_hot, alpha=0.25, gamma=gamma, reduction="sum") / 5
-    assert value == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
@@ -296,10 +291,6 @@ def test_metrics_of_scores_with_ties_are_those_of_scikit_learn_and_undefined_one
     values = class_metrics(scores, labels, cut=0.0)
     assert values["mAP"] == pytest.approx(average_precision_score(labels, scores, average="macro"))
     assert values["macro_f1"] == pytest.approx(f1_score(labels, scores > 0, average="macro"))
-    for k, threshold in enumerate(values["per_class_best_threshold"]):
-        best = max(f1_score(labels[:, k], scores[:, k] > cut) for cut in np.arange(-4, 3))
-        predicted = 1 / (1 + np.exp(-scores[:, k].astype(float))) > threshold
-        assert values["per_class_best_f1"][k] == pytest.approx(best) == f1_score(labels[:, k], predicted)
     scores[3, 2] = np.nan
     assert class_metrics(scores, labels, 0.0) == {} == area_under_curve(scores[:, 0], np.zeros(90))
     state = TrainState(step=1)
@@ -322,15 +313,6 @@ def test_any_metric_can_decide_the_best_checkpoint_in_its_own_direction():
     assert make_task(TrainConfig(), ["a", "b"], multi_hot_rows(range(3)))[0].task == "multilabel"
 
 
-def test_a_run_keeps_the_checkpoint_of_highest_macro_f1():
-    flags = ["--model", "mlp", "--max_train_samples", "96", "--lr", "1", "--max_steps", "4", "--eval_every", "1"]
-    train_run(1, "run", *flags, "--best_metric", "macro_f1")
-    log = records("run", "eval")
-    best = max(log, key=lambda record: record["macro_f1"])
-    assert len(log) == 4 and Path("runs/run/checkpoints/best").read_text().strip() == f"step-{best['step']:08d}"
-    assert "per_class_accuracy" not in best
-
-
 def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():
     kinds = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 0, 1]], np.uint8)
     split = whole_split("train", np.zeros((200, 2, 2), np.uint8), kinds.repeat([40, 60, 20, 80], axis=0), "")
@@ -338,8 +320,6 @@ def test_a_hold_out_of_sets_of_labels_is_random_and_has_its_share_of_each():
     assert sorted([*rest.rows, *held.rows]) == list(range(200))
     assert [(held.labels == kind).all(1).sum() for kind in kinds] == pytest.approx([4, 6, 2, 8], abs=1)
     assert not np.array_equal(hold_out(split, 0.1, seed=4)[1].rows, held.rows)
-    distinct = whole_split("train", np.zeros((64, 2, 2), np.uint8), (np.arange(64)[:, None] >> np.arange(6)) & 1, "")
-    assert len(hold_out(distinct, 0.25, seed=0)[1]) == 16  # each set occurs once
 
 
 @pytest.mark.parametrize(
@@ -394,23 +374,3 @@ def test_wrong_settings_are_refused_on_one_line(flags, error):
 def test_a_list_of_weights_has_one_for_each_output():
     with pytest.raises(ValueError, match="--pos_weight has 3 values, and the model 4 outputs"):
         MultiLabel(TrainConfig(pos_weight=[1.0, 2.0, 3.0]), CLASSES, multi_hot_rows(range(9)))
-
-
-@pytest.mark.parametrize(
-    ("task", "labels", "metric", "shown"),
-    [
-        ("multilabel", np.eye(2), "mAP", "multilabel, pos_weight 2, 2"),
-        ("binary", np.array([0, 1, 1]), "f1", "binary, the positive class is dog, pos_weight 2"),
-    ],
-)
-def test_the_terminal_shows_the_records_of_each_task(task, labels, metric, shown):
-    config, found = make_task(TrainConfig(task=task, best_metric=metric, pos_weight=2.0), ["cat", "dog"], labels)
-    times = {"lr": 0.1, "images_per_second": 5.0, "data_wait": 0.1, "seconds": 1.0, "epoch": 1, "step": 1}
-    lines: list[str] = []
-    bar = ProgressBar(Path(), TrainState(), 2, found)
-    bar.say = lines.append
-    bar.write({"kind": "train", **found.summary(dict.fromkeys(found.training, 1.0), 1.0), **times})
-    result = found.summary(dict.fromkeys(found.evaluation, 1.0), 1.0) | {"mAP": 0.5}
-    bar.write({"kind": "eval", "split": "val", "step": 1, "count": 3, "seconds": 1.0, **result})
-    assert "f1" in lines[0] and "loss" in lines[0] and metric.lower() in lines[1].lower()
-    assert found.describe() == shown and config.task == task
