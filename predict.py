@@ -45,7 +45,7 @@ from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
-from utils.training.evaluation import check_outputs, gather_rows, make_evaluator
+from utils.training.evaluation import check_outputs, make_evaluator
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -112,14 +112,11 @@ def predict(
     evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
     own = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
     assert own is not None  # nothing stops it
-    counts = ranks.gather(len(own[0]))
-    indices, top, scores = (gather_rows(evaluator.accelerator, part, counts).cpu().numpy() for part in own)
+    _, top, scores = evaluator.gather(own)
     check_outputs(scores, saved.path)
     if not ranks.is_main:
         return []
-    if sorted(indices) != list(range(len(dataset))):
-        raise RuntimeError("an image was predicted twice or not at all; please report this")
-    rows = dict(zip(readable[indices].tolist(), make_rows(task, top, scores, flags.top), strict=True))
+    rows = dict(zip(readable.tolist(), make_rows(task, top, scores, flags.top), strict=True))
     return [rows.get(position) or Row(None, [], split.bad[position]) for position in range(len(split))]
 
 

@@ -36,7 +36,7 @@ from utils.ranks.stopping import Stopping
 from utils.runs.inference import given_settings
 from utils.runs.manifest import checkpoints_of, damage_of, step_of
 from utils.training.first_batch import label_lines, picture
-from utils.training.inspection import Inspection, first_bad_layer
+from utils.training.inspection import first_bad_layer, gradient_norms, observe_layers, restored_buffers
 from utils.training.loop import log_training, synchronise
 from utils.training.meter import SyncInterval, rounded
 from utils.training.run import Run
@@ -133,7 +133,7 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, A
     By default, this is the first one with a NaN or infinite loss, else number 0.
     """
     microbatches = [next(batches) for _ in range(run.plan.microbatches)]
-    with Inspection.restored(run.module):
+    with restored_buffers(run.module):
         losses = [rounded(compute_loss(run, batch)[0]).item() for batch in microbatches]
     run.train_batches.check()
     loss = math.fsum(losses) / max(1, sum(len(batch.labels) for batch in microbatches))
@@ -176,7 +176,7 @@ def inspect(run: Run, batch: Batch, stop: bool) -> str:
     if stop:
         print("next: the forward pass, in compute_loss; look at batch.images, batch.labels and run.module")
         pdb.set_trace()
-    with Inspection(run.module) as inspection:
+    with observe_layers(run.module) as layers:
         loss, outputs = compute_loss(run, batch)
         run.accelerator.backward(loss * run.gradients.loss_scale(run.state.position))
     rows = [("sample", f"class; the first {_LOGITS} logits")]
@@ -184,10 +184,10 @@ def inspect(run: Run, batch: Batch, stop: bool) -> str:
         classes, numbers = label_lines(label, run.data.class_names), [f"{logit:.3g}" for logit in logits[:_LOGITS]]
         rows.append((run.data.train.describe(place), f"{', '.join(classes)}; {' '.join(numbers)}"))
     print(table(f"{len(batch.labels)} samples", rows))
-    norms = inspection.gradient_norms()
+    norms = gradient_norms(run.module)
     largest = heapq.nlargest(_ROWS, norms, lambda name: norms[name] if math.isfinite(norms[name]) else math.inf)
     print(table("Largest gradient norms", [(name, f"{norms[name]:.4g}") for name in largest]))
-    bad_layer = first_bad_layer(inspection)
+    bad_layer = first_bad_layer(run.module, layers)
     print(bad_layer or "no layer has NaN or infinite values")
     return bad_layer
 

@@ -15,8 +15,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
 os.environ.setdefault("LOCKSTEP_TESTS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-_LEFT_OUT: dict[str, int] = {}  # by marker
-
 
 def pytest_configure(config):
     if not getattr(config.option, "numprocesses", None):  # a worker, or the only process
@@ -52,27 +50,3 @@ def anyones_folder(monkeypatch):
             monkeypatch.setenv(name, folder)
         monkeypatch.chdir(folder)
         yield
-
-
-def pytest_deselected(items):
-    """Remember what a plain run leaves out."""
-    for item in items:
-        for marker in ("full", "slow", "machines", "slurm", "gpu"):
-            if item.get_closest_marker(marker):
-                _LEFT_OUT[marker] = _LEFT_OUT.get(marker, 0) + 1
-
-
-def pytest_sessionfinish(session):
-    """A worker of pytest-xdist reports it to the process that prints."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = _LEFT_OUT
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    _LEFT_OUT.update(getattr(node, "workeroutput", {}).get("left_out", {}))  # every worker has the same
-
-
-def pytest_terminal_summary(terminalreporter):
-    for marker, count in _LEFT_OUT.items():
-        terminalreporter.write_line(f"not run: {count} tests marked {marker}; python -m pytest -m {marker}")

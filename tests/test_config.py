@@ -2,74 +2,58 @@
 
 import os
 import re
-from contextlib import chdir, suppress
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers.make_data import image_folder
-from helpers.ranks import run_ranks
-from helpers.training_runs import train_run
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import ROOT, refused, train_run
 
 import train
 from utils.config.cli import parse_args, read_config
 from utils.config.defaults import resolve_batch
-from utils.config.scripts import DoctorConfig
 from utils.config.settings import TrainConfig, to_yaml
 from utils.config.yaml_text import dump_yaml, load_yaml
-
-ROOT = Path(__file__).parent.parent
 
 
 def parse(*flags):
     return parse_args(TrainConfig, "train.py", flags)
 
 
-@pytest.mark.parametrize("order", ["before", "after", "with ="])
-def test_a_flag_beats_the_config_file_wherever_either_stands(order):
-    Path("recipe.yaml").write_text("lr: 0.5\nepochs: 7\n")
-    flags = {
-        "before": ("--config", "recipe.yaml", "--lr", "0.25"),
-        "after": ("--lr", "0.25", "--config", "recipe.yaml"),
-        "with =": ("--lr=0.25", "--config=recipe.yaml"),
-    }[order]
-    config = parse(*flags)
-    assert (config.lr, config.epochs) == (0.25, 7)
-
-
-def test_a_later_config_file_beats_an_earlier_one():
+def test_a_flag_beats_the_config_file_wherever_either_stands():
     Path("one.yaml").write_text("lr: 0.5\nepochs: 7\n")
-    Path("two.yaml").write_text("lr: 0.25\n")
-    config = parse("--config", "one.yaml", "--config", "two.yaml")
-    assert (config.lr, config.epochs) == (0.25, 7)
+    Path("two.yaml").write_text("lr: 0.125\n")
+    for flags, lr in (
+        (("--config", "one.yaml", "--lr", "0.25"), 0.25),
+        (("--lr=0.25", "--config=one.yaml"), 0.25),
+        (("--config", "one.yaml", "--config", "two.yaml"), 0.125),  # a later file beats an earlier one
+    ):
+        config = parse(*flags)
+        assert (config.lr, config.epochs) == (lr, 7)
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("flags", "name", "value"),
     [
-        (("--flip",), True),
-        (("--flip", "--lr", "0.1"), True),
-        (("--flip", "true"), True),
-        (("--flip", "false"), False),
-        (("--flip=false",), False),
+        (("--flip", "--lr", "0.1"), "flip", True),  # a bare boolean flag means true
+        (("--flip=false",), "flip", False),
+        (("--model_args", "{hidden: 16, name: wide}"), "model_args", {"hidden": 16, "name": "wide"}),
+        (("--mean", "[0.5, 0.25]"), "mean", [0.5, 0.25]),
+        (("--mean", "-0.5", "1e-3", ".5", "--flip"), "mean", [-0.5, 1e-3, 0.5]),
+        (("--run_name", "r.3_é it's"), "run_name", "r.3_é it's"),
     ],
 )
-def test_a_bare_boolean_flag_means_true(flags, expected):
-    assert parse(*flags).flip is expected
-
-
-def test_lists_and_dictionaries_are_written_as_yaml():
-    config = parse("--mean", "[0.1, 0.2, 0.3]", "--model_args", "{hidden: 16, name: wide}", "--lr", "1e-3")
-    assert (config.mean, config.model_args, config.lr) == ([0.1, 0.2, 0.3], {"hidden": 16, "name": "wide"}, 1e-3)
+def test_flags_are_booleans_numbers_lists_and_dictionaries(flags, name, value):
+    assert getattr(parse(*flags), name) == value
 
 
 def test_settings_survive_saving_and_a_saved_file_is_a_config_file():
     config = parse("--model_args", "{a: 1}", "--std", "[0.5]", "--seed", "3", "--flip", "--data", "ä/b")
-    Path("kept.yaml").write_text(to_yaml(config))
-    assert read_config(Path("kept.yaml")) == config
     Path("saved.yaml").write_text(to_yaml(config))
-    assert parse("--config", "saved.yaml") == config
+    assert read_config(Path("saved.yaml")) == parse("--config", "saved.yaml") == config
 
 
 def test_the_config_in_the_run_folder_repeats_the_run():
@@ -93,11 +77,9 @@ def test_every_recipe_is_valid_and_leaves_the_topology_open(recipe):
     [
         ((), 1, (128, 1, 128)),
         ((), 4, (32, 1, 128)),
-        (("--batch_size", "32"), 4, (32, 1, 128)),
         (("--batch_size", "32", "--grad_accum", "2"), 2, (32, 2, 128)),
         (("--global_batch_size", "96", "--grad_accum", "3"), 2, (16, 3, 96)),
         (("--global_batch_size", "96", "--batch_size", "16"), 2, (16, 3, 96)),
-        (("--global_batch_size", "96", "--batch_size", "16", "--grad_accum", "2"), 3, (16, 2, 96)),
     ],
 )
 def test_batch_sizes_multiply_to_the_global_batch(flags, processes, expected):
@@ -118,17 +100,13 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_numbers_that_work(flags
         resolve_batch(parse(*flags), processes)
 
 
-@pytest.mark.parametrize("place", ["model_args: {class_path: CLASS}", "model_args: {a: {class_path: CLASS}}",
-                                   "model_args: {a: [{b: {class_path: CLASS}}]}",
-                                   "optimizer_args: {betas: {class_path: CLASS}}",
-                                   "lr_schedule_args: {class_path: CLASS}", "data: {class_path: CLASS}",
-                                   "mean: {class_path: CLASS}"])  # fmt: skip
+@pytest.mark.parametrize("place", ["model_args: CLASS", "model_args: {a: [{b: CLASS}]}", "data: CLASS", "mean: CLASS"])
 def test_settings_from_a_stranger_import_and_execute_nothing(place, monkeypatch):
     Path("trap.py").write_text(
         "import os\nos.mkdir('imported')\nclass Trap:\n    def __init__(self): os.mkdir('made')\n"
     )
     monkeypatch.syspath_prepend(".")
-    Path("recipe.yaml").write_text(place.replace("CLASS", "trap.Trap") + "\n")
+    Path("recipe.yaml").write_text(place.replace("CLASS", "{class_path: trap.Trap}") + "\n")
     with suppress(ValueError):
         read_config(Path("recipe.yaml"))
     with suppress(SystemExit):
@@ -139,10 +117,10 @@ def test_settings_from_a_stranger_import_and_execute_nothing(place, monkeypatch)
     assert not Path("imported").exists() and not Path("made").exists()
 
 
-def refusal(capsys, *flags, settings=TrainConfig):
+def refusal(capsys, *flags):
     """The one line that ends a start with these flags."""
     with pytest.raises(SystemExit) as end:
-        parse_args(settings, "train.py", flags)
+        parse(*flags)
     line = capsys.readouterr().err
     assert end.value.code == 2 and line.count("\n") == 1
     return line
@@ -152,13 +130,10 @@ def refusal(capsys, *flags, settings=TrainConfig):
     ("text", "name", "value"),
     [
         ("mixed_precision: no", "mixed_precision", "no"),
-        ("comm_hook: no", "comm_hook", "no"),
         ("flip: yes", "flip", True),
-        ("flip: off", "flip", False),
         ("run_name: on", "run_name", "on"),
         ("lr: 1e-3", "lr", 1e-3),
         ("max_steps: 1_000", "max_steps", 1000),
-        ("max_steps: null", "max_steps", None),
         ("max_steps:", "max_steps", None),
         ("mean: [0.5, 1, .25]", "mean", [0.5, 1.0, 0.25]),
     ],
@@ -174,76 +149,53 @@ def test_a_word_that_is_not_a_choice_is_quoted_as_written(capsys):
     assert "no, bf16, fp16 or auto, got off" in refusal(capsys, "--config", "recipe.yaml")
 
 
-@pytest.mark.parametrize("text", ["lr: 1\nepochs: 3\nlr: 2\n", "seed: 1\n\nmodel_args: {hidden: 3, hidden: 4}\n"])
-def test_a_setting_that_is_given_twice_is_refused_with_its_line(text, capsys):
-    Path("recipe.yaml").write_text(text)
-    name = "hidden" if "hidden" in text else "lr"
-    assert f"recipe.yaml: not valid YAML (line 3: {name} is given twice" in refusal(capsys, "--config", "recipe.yaml")
+def test_a_setting_that_is_given_twice_is_refused_with_its_line(capsys):
+    Path("recipe.yaml").write_text("seed: 1\n\nmodel_args: {hidden: 3, hidden: 4}\n")
+    line = refusal(capsys, "--config", "recipe.yaml")
+    assert "recipe.yaml: not valid YAML (line 3: hidden is given twice" in line
 
 
 def test_yaml_that_is_written_is_read_as_the_same_values():
     shared = [1, 2]
-    values = {
-        "a": "no",
-        "b": "1e5",
-        "c": "1:30",
-        "d": "2026-01-01",
-        "e": "null",
-        "f": 1e-7,
-        "g": [True, None],
-        "h": "é",
-    }
-    values |= {"i": shared, "j": shared, "k": "0x1F", "l": "010", "m": "", "n": "~", "o": float("inf"), "p": "a: b #c"}
+    words = ["no", "1e5", "1:30", "2026-01-01", "null", "é", "0x1F", "010", "", "~", "a: b #c"]
+    values = {"a": shared, "b": shared, "c": 1e-7, "d": [True, None], "e": float("inf"), "f": words}
     assert load_yaml(dump_yaml(values)) == values
     assert yaml.safe_load(dump_yaml(values)) == values  # by other programs
 
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
-    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x], " + ", ".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]" for before, after in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (BOMB.replace("a:", "data:", 1), "aliases (*) are not allowed"),
-        (f"model_args: {{{BOMB.strip().replace(chr(10), ', ')}}}\n", "aliases (*) are not allowed"),
-        ("data: " + "[" * 3000, "maximum recursion depth"),
-        ("# a comment\n" * 20_000, "larger than 128 KiB"),
+        (f"model_args: {{{BOMB}}}\n", "aliases (*) are not allowed"),
+        (f"model_args: '{{{BOMB}}}'\n", "--model_args must be '{NAME: VALUE}'"),  # a string is not read as YAML
         ("lr: 1" + "0" * 5000, "Exceeds the limit"),
         ("data: caf\xe9", "not valid UTF-8"),
     ],
-    ids=["bomb", "inner bomb", "nesting", "size", "digits", "encoding"],
+    ids=["bomb", "string", "digits", "encoding"],
 )
 def test_a_config_file_that_would_take_all_time_or_memory_is_refused(text, what):
     Path("recipe.yaml").write_bytes(text.encode("latin-1"))
     (outcome,) = run_ranks(1, train.main, ["--config", "recipe.yaml"], seconds=20)
-    assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert re.search(rf"recipe\.yaml: (is |not valid YAML \((line \d: )?)?{re.escape(what)}", outcome.err), outcome.err
-
-
-def test_a_bomb_in_a_string_of_a_config_file_is_not_read_as_yaml():
-    inner = BOMB.strip().replace("\n", ", ")
-    Path("recipe.yaml").write_text(f"model_args: '{{{inner}}}'\n")
-    (outcome,) = run_ranks(1, train.main, ["--config", "recipe.yaml"], seconds=20)
-    assert outcome.code == 2 and "--model_args must be '{NAME: VALUE}'" in outcome.err and outcome.err.count("\n") == 1
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and what in outcome.err, outcome.err
 
 
 def test_only_a_regular_file_is_read_as_settings():
     os.mkfifo("fifo")
     Path("folder").mkdir()
     for path, what in (
-        ("fifo", "fifo: is not a regular file"),
-        ("/dev/zero", "/dev/zero: is not a regular file"),
-        ("folder", "folder: Is a directory"),
+        ("fifo", "is not a regular file"),
+        ("/dev/zero", "is not a regular file"),
+        ("folder", "Is a directory"),
     ):
-        outcomes = run_ranks(2, train.main, ["--config", path], seconds=20)
-        assert [outcome.code for outcome in outcomes] == [2, 2]
-        assert what in outcomes[0].err and outcomes[0].err.count("\n") == 1 and outcomes[1].err == ""
+        assert f"{path}: {what}" in refused(train.main, "--config", path)
 
 
-@pytest.mark.parametrize("name", ["..", ".", ".hidden", "-x", "a/b", "/a", "a\nb", "a\0b", "a" * 256, "é" * 128, ""])
+@pytest.mark.parametrize("name", ["..", ".hidden", "-x", "a/b", "a\nb", "é" * 128, ""])
 def test_a_run_name_that_cannot_name_a_folder_is_refused(name, capsys):
     assert "--run_name" in (line := refusal(capsys, f"--run_name={name}")) and "must be a plain name" in line
     Path("recipe.yaml").write_text(dump_yaml({"run_name": name}))
@@ -252,73 +204,33 @@ def test_a_run_name_that_cannot_name_a_folder_is_refused(name, capsys):
         TrainConfig(run_name=name)
 
 
-@pytest.mark.parametrize("name", ["a", "mnist-1", "run 2", "r.3_é", "it's"])
-def test_other_run_names_are_taken(name):
-    assert parse("--run_name", name).run_name == name
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("--mean", "0.5", "0.25", "1"), [0.5, 0.25, 1.0]),
-        (("--mean", ".5", "--flip"), [0.5]),
-        (("--flip", "--mean", "-0.5", "1e-3"), [-0.5, 1e-3]),
-        (("--mean=0.5",), [0.5]),
-        (("--mean", "[0.5, 0.25]"), [0.5, 0.25]),
-    ],
-)
-def test_a_list_may_be_given_as_numbers_after_its_flag(flags, expected):
-    config = parse(*flags)
-    assert config.mean == expected and bool(config.flip) == ("--flip" in flags)
-
-
-def test_a_value_that_is_not_a_list_is_refused_with_an_example(capsys):
-    assert "--mean must be numbers such as 0.5 0.5 0.5, got half" in refusal(capsys, "--mean", "half")
-
-
 HUGE = "1" + "0" * 26
 
 
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        *(
-            ((f"--{name}", HUGE), f"--{name} must be at most 2147483647, got {HUGE}")
-            for name in ("max_steps", "epochs", "save_every", "keep", "log_every", "eval_batch_size", "warmup_steps")
-        ),
+        (("--max_steps", HUGE), f"--max_steps must be at most 2147483647, got {HUGE}"),
         (("--max_steps", "1" + "0" * 400), f"got 1{'0' * 79}\n"),
         (("--seed", HUGE), "--seed must be at most 9223372036854775807"),
-        (("--crop_padding", "5000"), "--crop_padding must be at most 1024"),
-        (("--grad_accum", "70000"), "--grad_accum must be at most 65536"),
-        (("--global_batch_size", "20000000"), "--global_batch_size must be at most 16777216"),
-        (("--image_size", "65536"), "--image_size must be at most 65535"),
-        (("--timeout", "1e300"), "--timeout must be at most 604800"),
+        (("--mean", "half"), "--mean must be numbers such as 0.5 0.5 0.5, got half"),
         (("--mean", "[.inf]"), "--mean must be a finite number, got [inf]"),
     ],
 )
-def test_numbers_above_a_limit_are_refused_with_the_limit(flags, text, capsys):
+def test_other_values_are_refused_with_the_limit_or_an_example(flags, text, capsys):
     assert text in refusal(capsys, *flags)
 
 
-def test_the_doctor_has_limits_too(capsys):
-    for flags, text in ((("--timeout", "1e300"), "at most 604800"), (("--slow", "-1"), "at least 0")):
-        assert text in refusal(capsys, *flags, settings=DoctorConfig)
-
-
 def test_a_run_folder_that_is_named_after_the_data_has_a_name_that_can_be_given():
-    image_folder("photos", {"class0": 12, "class1": 12})
-    long = "x" * 220
-    image_folder(f".{long}", {"class0": 12, "class1": 12})
-    flags = ["--model", "mlp", "--max_steps", "1", "--threads", "1", "--output_dir", str(Path("runs").resolve())]
-    for folder, data in (("photos", "."), (".", f".{long}")):
-        with chdir(folder):
-            assert run_ranks(1, train.main, [*flags, "--data", data])[0].code == 0
-    for path in Path("runs").iterdir():
-        assert parse("--run_name", path.name).run_name == path.name and len(path.name) < 80
+    data = f".{'x' * 220}"
+    image_folder(data, {"class0": 12, "class1": 12})
+    returned(1, train.main, ["--model", "mlp", "--max_steps", "1", "--data", data])
+    (path,) = Path("runs").iterdir()
+    assert parse("--run_name", path.name).run_name == path.name and len(path.name) < 80
 
 
 def test_a_run_folder_is_named_after_the_data_and_the_model_that_was_chosen():
-    outcome = run_ranks(2, train.main, ["--max_steps", "1", "--cache_dir", "mine"])[0]
+    (outcome,) = run_ranks(1, train.main, ["--max_steps", "1", "--cache_dir", "mine"])
     (path,) = Path("runs").iterdir()
     assert outcome.code == 0 and outcome.out.endswith(f"eval.py --ckpt {path} --cache_dir mine\n"), outcome.out
     assert re.fullmatch(r"digits-mnist_cnn-\d{8}-\d{6}", path.name)

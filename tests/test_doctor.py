@@ -24,7 +24,7 @@ from helpers.waiting import PATIENCE, SOON, has_ended, until
 import doctor
 from utils.checks import machine as host_checks
 from utils.checks import processes as health
-from utils.checks.findings import Finding, merge, show
+from utils.checks.findings import Finding, merge
 from utils.config.scripts import DoctorConfig
 from utils.ranks.session import distributed_session
 
@@ -114,45 +114,60 @@ def bad_gradients(rank):
         health.nn.Sequential.__call__ = lambda self, values: step(self, values) * float("nan")
 
 
-def no_limit_passed(rank):
-    return ["--slow", "1000"]
+def several_gpus_less(rank):
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 
 
+def environment(**variables):
+    def plant(rank):
+        os.environ |= variables
+        return ["--timeout", "3"]
+
+    return plant
+
+
+def flags(*words):
+    return lambda rank: words
+
+
+# Each case: processes, the fault, the red line, and what it and its fix say.
 FAULTS = [
-    (another_folder, {"folder"}, "no files of rank 0 on rank 1 in runs-0", "a disk that they share"),
-    (file_for_folder, {"folder"}, "rank 1: --output_dir taken/runs: ", "set --output_dir"),
-    (another_version, {"versions"}, "accelerate 1.2.3 on rank 1", "pip install -r requirements.txt"),
-    (other_code, {"versions"}, "code 111111111111 on rank 1", "copy the same code"),
-    (full_disk, {"disk"}, "0.0 GB free for runs", "delete old runs"),
-    (no_memory, {"memory"}, "0.1 of 10.0 GB free", "start fewer processes"),
-    (unshared_gradients, {"gradients"}, "differ from those of one process by", "try another --backend"),
-    (bad_gradients, {"gradients"}, "differ from those of one process by inf", "try another --backend"),
-    (no_limit_passed, {"all-reduce"}, ", GB/s: ", "check --interface"),
+    (2, another_folder, "folder", "no files of rank 0 on rank 1 in runs-0", "a disk that they share"),
+    (2, file_for_folder, "folder", "rank 1: --output_dir taken/runs: ", "set --output_dir"),
+    (2, other_code, "versions", "code 111111111111 on rank 1", "copy the same code"),
+    (2, no_memory, "memory", "0.1 of 10.0 GB free", "start fewer processes"),
+    (2, unshared_gradients, "gradients", "differ from those of one process by", "try another --backend"),
+    (2, flags("--slow", "1000"), "all-reduce", ", GB/s: ", "check --interface"),
+    (1, environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"), "launch", "contradictory environment", "below"),
+    (2, several_gpus_less, "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
+    (2, flags("--threads", "9999"), "launch", "--threads 9999: this machine has", ""),
+    (2, flags("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
+    (2, flags("--interface", "nope0"), "connection", "--interface nope0: ", ""),
+    (2, environment(MASTER_ADDR="no.invalid"), "connection", "cannot find its address", "/etc/hosts"),
+    (2, environment(MASTER_ADDR="192.0.2.7"), "connection", "192.0.2.7 does not lead to ", "must name the"),
+    (2, flags("--init_method", "file:///nope/meet"), "connection", "must name a file in a folder that exists on", ""),
 ]
+LIKE_OTHERS = [
+    (2, another_version, "versions", "accelerate 1.2.3, ", "pip install -r requirements.txt"),
+    (2, full_disk, "disk", "0.0 GB free for runs", "delete old runs"),
+    (2, bad_gradients, "gradients", "differ from those of one process by inf", "try another --backend"),
+    (1, environment(RANK="0", WORLD_SIZE="2"), "launch", "LOCAL_RANK not set although RANK=0", "export all of"),
+    (2, environment(MASTER_ADDR="node1..x"), "connection", "node1..x: ", "/etc/hosts"),
+    (2, flags("--init_method", "udp://1"), "launch", "--init_method udp://1: must be env://", ""),
+]
+ALL = [*FAULTS, *(pytest.param(fault, marks=pytest.mark.full) for fault in LIKE_OTHERS)]
 
 
-LIKE_OTHERS = (another_version, full_disk, bad_gradients, no_limit_passed)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(fault, marks=[pytest.mark.full] * (fault[0] in LIKE_OTHERS)) for fault in FAULTS],
-    ids=lambda fault: fault[0].__name__,
-)
+@pytest.mark.parametrize("fault", ALL)
 def test_a_fault_turns_its_own_line_red_and_says_what_to_do(fault):
-    plant, names, value, fix = fault
-    outcomes = look(2, plant)
-    assert [outcome.code for outcome in outcomes] == [1, 1], outcomes
-    found = findings()
-    assert red_lines() == names, outcomes[0].out
-    assert any(value in found[name]["value"] for name in names), outcomes[0].out
-    assert any(fix in found[name]["fix"] for name in names), outcomes[0].out
-    assert all(outcome.out == "" and outcome.err == "" for outcome in outcomes[1:])
-    for name in names:
-        assert f"{name} " in outcomes[0].out and "✗" in outcomes[0].out and "→" in outcomes[0].out
-
-
-# Faults that keep the processes from meeting.
+    processes, plant, name, value, fix = fault
+    first, *others = look(processes, plant)
+    assert first.code == 1 and red_lines() == {name}, first.out + first.err
+    assert value in findings()[name]["value"] and fix in findings()[name]["fix"], first.out
+    assert {"leftovers", "memory", "disk"} <= set(findings())  # what needs no other process
+    assert f"{name} " in first.out and "✗" in first.out and (not fix or "→" in first.out)
+    if name not in ("launch", "connection"):  # else each machine prints its own table
+        assert [(other.code, other.out, other.err) for other in others] == [(1, "", "")]
 
 
 def test_a_taken_port_is_named_with_its_holder_before_the_processes_meet():
@@ -166,50 +181,6 @@ def test_a_taken_port_is_named_with_its_holder_before_the_processes_meet():
     found = findings()["connection"]
     assert re.search(rf"port {port} is taken on \S+ by process {holder.pid} \(", found["value"])
     assert "another MASTER_PORT" in found["fix"] and "the processes are not connected" in outcomes[0].out
-
-
-def environment(**variables):
-    def plant(rank):
-        os.environ |= variables
-        return ["--timeout", "3"]
-
-    return plant
-
-
-def several_gpus_less(rank):
-    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-
-
-# Each case: processes, the fault, flags, the red line, and what it and its fix say.
-UNMET = [
-    (1, environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"), (), "launch", "contradictory environment", "below"),
-    (1, environment(RANK="0", WORLD_SIZE="2"), (), "launch", "LOCAL_RANK not set although RANK=0", "export all of"),
-    (2, several_gpus_less, (), "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
-    (2, None, ("--threads", "9999"), "launch", "--threads 9999: this machine has", ""),
-    (2, None, ("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
-    (2, None, ("--interface", "nope0"), "connection", "--interface nope0: ", ""),
-    (2, environment(MASTER_ADDR="no.invalid"), (), "connection", "cannot find its address", "/etc/hosts"),
-    (2, environment(MASTER_ADDR="node1..x"), (), "connection", "node1..x: ", "/etc/hosts"),
-    (2, environment(MASTER_ADDR="192.0.2.7"), (), "connection", "192.0.2.7 does not lead to ", "must name the"),
-    (2, None, ("--init_method", "file:///nope/meet"), "connection", "must name a file in a folder that exists on", ""),
-    (2, None, ("--init_method", "udp://1"), "launch", "--init_method udp://1: must be env://", ""),
-]  # fmt: skip
-
-
-ALSO_UNMET = ("LOCAL_RANK not set although RANK=0", "node1..x: ", "--init_method udp://1")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.full] * case[4].startswith(ALSO_UNMET)) for case in UNMET],
-    ids=lambda case: case[4].strip(": "),
-)
-def test_what_keeps_processes_from_meeting_is_found_on_each_machine_alone(case):
-    processes, plant, flags, name, value, fix = case
-    outcomes = look(processes, plant, *flags)
-    assert outcomes[0].code == 1 and red_lines() == {name}, outcomes[0].out + outcomes[0].err
-    assert value in findings()[name]["value"] and fix in findings()[name]["fix"], outcomes[0].out
-    assert {"leftovers", "memory", "disk"} <= set(findings())  # what needs no other process
 
 
 def test_a_rank_that_does_not_come_is_named():
@@ -268,7 +239,8 @@ def test_what_was_found_is_printed_when_a_rank_exits_fails_or_hangs_meanwhile(ac
     started = start_ranks(2, examine, plant, ["--json", "doctor.json", "--timeout", str(timeout)])
     until(lambda: has_ended(started.pids[0]))
     assert time.monotonic() - begun < PATIENCE / 2
-    started.kill()
+    if accident == "hangs":
+        started.kill()
     own_line = started.finish()[1].err
     assert red_lines() == {"all-reduce"} and findings()["versions"]["ok"]
     assert text in findings()["all-reduce"]["value"] + own_line
@@ -314,10 +286,8 @@ def test_a_rank_whose_launcher_is_gone_is_left_over_and_not_touched(training):
     assert found.red and re.search(rf"process {lost} \(train.py, \d+ min old\): its launcher is gone", found.value)
     assert f"kill {lost}" in found.fix or f" {lost}" in found.fix
     assert psutil.pid_exists(lost)
-    others = [
-        training(f"{name}.py", False, TORCHELASTIC_RUN_ID="none") for name in ("eval", "predict", "replay", "export")
-    ]
-    assert set(others) <= set(left_over())
+    others = {training(f"{name}.py", False, TORCHELASTIC_RUN_ID="none") for name in ("eval", "predict", "export")}
+    assert others <= set(left_over())
     outcomes = look(1)
     assert outcomes[0].code == 1 and str(lost) in findings()["leftovers"]["value"]
 
@@ -326,11 +296,6 @@ def test_a_file_that_cannot_be_written_is_one_line_after_the_table():
     (outcome,) = look(1, None, "--json", "nope/doctor.json")
     assert outcome.code == 2 and "Lockstep doctor" in outcome.out
     assert outcome.err.startswith("doctor.py: error: nope/") and outcome.err.count("\n") == 1
-
-
-def test_lines_stay_narrow():
-    long = Finding("name", "word " * 60, False, "fix " * 60)
-    assert max(map(len, show("title", [long]).splitlines())) <= 100
 
 
 def test_red_lines_of_other_ranks_name_the_rank():
@@ -343,7 +308,7 @@ def _merge():
     with distributed_session("doctor.py", DoctorConfig(timeout=20)) as ranks:
         ranks.join()
         socket.gethostname = lambda: "ab"[rank // 2]
-        return [told.value for told in merge(ranks, [finding])]
+        return [line.value for line in merge(ranks, [finding])]
 
 
 def test_gpus_of_a_machine_are_one_line_with_the_least_memory_free():
@@ -351,7 +316,7 @@ def test_gpus_of_a_machine_are_one_line_with_the_least_memory_free():
         {"host": "n1", "kind": "H200", "device": f"cuda:{n}", "gpu_memory": (1.3e11 + n * 1e9, 1.5e11)}
         | {"memory": (9e10, 1e11)}
         for n in range(8)
-    ]  # as ranks with GPUs tell; no GPU is asked
+    ]  # as ranks with GPUs report; no GPU is asked
     (line,) = health.machines(gpus)
     assert line.value.split("\n") == [
         "n1: ranks 0, 1, 2, 3, 4, 5, 6, 7, 90.0 of 100.0 GB memory free",

@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from helpers.make_data import image_folder
+from helpers.make_data import image_folder, parquet, table
 from helpers.ranks import run_ranks
 from helpers.training_runs import refused, rewrite_manifest, train_run, working_in
 
@@ -21,14 +21,12 @@ from utils.config.cli import parse_args
 from utils.config.other_names import ADVICE, OTHER_NAMES, fix_for_unknown
 from utils.config.scripts import DoctorConfig, EvalConfig, ExportConfig, PredictConfig
 from utils.config.settings import LaunchConfig, TrainConfig
-from utils.config.table import suggestion
-from utils.errors import UserError
 from utils.launch import exits
 from utils.launch.environment import Topology
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import find_checkpoint
 
-TINY = ("--model", "mlp", "--max_steps", "2")
+TINY = ("--model", "mlp", "--max_steps", "2", "--report", "false")
 
 # Each case: the flags, what the line must say, and on how many processes. What each rank may find by itself, what rank
 # 0 finds alone, and what shows only when the model is built are tried on two.
@@ -36,7 +34,6 @@ BAD_INPUT = {
     "unknown flag": (("--epoch", "3"), "unknown flag --epoch; did you mean --epochs?", 2),
     "bad value": (("--lr", "fast"), "--lr must be a number, got fast", 1),
     "bad choice": (("--comm_hook", "fp8"), "--comm_hook must be no, fp16 or bf16, got fp8", 1),
-    "no such optimizer": (("--optimizer", "adamm"), "--optimizer adamm: no such optimizer; did you mean adam", 1),
     "batch size 0": (("--batch_size", "0"), "--batch_size must be at least 1, got 0", 1),
     "stray word": (("mnist",), "unexpected argument mnist; to name the data, write --data mnist", 1),
     "no such recipe": (("--config", "nope.yaml"), "nope.yaml: No such file or directory", 2),
@@ -52,13 +49,13 @@ BAD_INPUT = {
     "output in a file": (("--output_dir", "key.yaml/runs"), "is not a folder", 1),
     "no output": (("--output_dir", "/proc/nope"), "/proc", 2),
     "threads": (("--threads", "100000"), "--threads 100000: this machine has", 1),
+    "init_method": (("--init_method", "tcp://host"), "--init_method tcp://host: must be env://", 1),
     "fp16 without a GPU": (("--mixed_precision", "fp16"), "fp16 needs a GPU", 1),
     "split": (("--data", "table", "--train_split", "test"), "--train_split test: no such split; use one of train", 1),
     "no classes": (("--data", "flat"), "flat: no images in it; an image folder holds CLASS/IMAGE.jpg", 1),
     "no images": (("--data", "empty"), "no images in it", 1),
     "undecodable": (("--data", "broken"), "000.png (cannot identify image file)", 2),
     "model arguments": (("--model_args", "{depth: 3}"), "--model_args for mlp", 2),
-    "column": (("--data", "table", "--image_column", "photo"), "--image_column photo: no such column; set", 1),
     "label outside the range": (("--data", "unlabelled"), "has the label -1", 1),
     "too large": (("--data", "synthetic/10x999999x10"), "lower these numbers", 1),
     "one class": (("--data", "single"), "has one class, class0", 1),
@@ -99,15 +96,7 @@ def _write_files():
     Path("broken/class0/000.png").write_bytes(b"no image")
     image_folder("single", {"class0": 12}, size=(32, 32))
     for name, label in (("table", 0), ("unlabelled", -1)):
-        Path(name).mkdir()
-        _table(label).to_parquet(f"{name}/train-00000-of-00001.parquet")
-
-
-def _table(label):
-    """Six small images; the first has this label."""
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    image = {"bytes": Path("photos/class0/000.png").read_bytes(), "path": None}
-    return datasets.Dataset.from_dict({"image": [image] * 6, "label": [label, 0, 1, 0, 1, 1]}, features=features)
+        parquet(name, train=table([label, 0, 1, 0, 1, 1], datasets.ClassLabel(names=["cat", "dog"])))
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
@@ -123,19 +112,18 @@ def test_bad_input_is_one_line_from_rank_0_and_code_2_from_each(case):
 ELSEWHERE = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}
 
 
-@pytest.mark.parametrize("flags", [("--data", "./nope"), ("--model", "resnet19")])
-def test_an_error_of_another_machine_alone_is_printed_there_with_its_rank(flags, monkeypatch):
+def test_an_error_of_another_machine_alone_is_printed_there_with_its_rank(monkeypatch):
     for name, value in ELSEWHERE.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(exits.socket, "gethostname", lambda: "node2")
     printed = []
     for local_rank in "0", "1":
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        (outcome,) = run_ranks(1, _train_here, {**os.environ}, [*TINY, *flags])
+        (outcome,) = run_ranks(1, _train_here, {**os.environ}, [*TINY, "--data", "./nope"])
         assert outcome.code == 2, outcome.err
         printed.append(outcome.err)
     assert printed[0].startswith("train.py: error: rank 2 on node2: ") and printed[0].count("\n") == 1
-    assert flags[1].strip("./") in printed[0] and printed[1] == ""
+    assert "nope" in printed[0] and printed[1] == ""
 
 
 def _train_here(variables, flags):
@@ -240,14 +228,11 @@ def test_an_unknown_flag_is_answered_with_its_name_here(name, fix, capsys):
 def test_names_of_other_trainers_lead_to_settings_and_are_none_themselves():
     names = {field.name for config in (TrainConfig, ExportConfig) for field in fields(config)}
     assert OTHER_NAMES.keys() <= names and names & set(" ".join(ADVICE).split()) == {"data_dir"}
-    for ours, others in OTHER_NAMES.items():  # a name is not listed if it is found by its likeness to ours
-        of_export = ours in ("ckpt", "to", "out")
-        own = [field.name for field in fields(ExportConfig if of_export else TrainConfig)]
+    for ours, others in OTHER_NAMES.items():
+        own = [field.name for field in fields(ExportConfig if ours in ("ckpt", "to", "out") else TrainConfig)]
         for theirs in others.split():
             assert theirs not in own and fix_for_unknown(theirs, own, "--") == f"use --{ours}"
-            assert suggestion(theirs, own, "", "--") != f"did you mean --{ours}?" or of_export, theirs
-    with pytest.raises(UserError, match="unknown setting 'lr'; --help lists all"):  # eval.py has no --lr
-        raise UserError("unknown setting 'lr'", fix_for_unknown("learning_rate", ["ckpt", "json"]))
+    assert fix_for_unknown("learning_rate", ["ckpt", "json"]) == "--help lists all"  # eval.py has no --lr
 
 
 @pytest.mark.parametrize(

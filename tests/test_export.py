@@ -296,7 +296,7 @@ PHOTO = InputSpec(128, 128, 3, [0.5] * 3, [0.5] * 3, resize=146)
 SMALL_GREY = InputSpec(32, 32, 1, [0.5], [0.5])
 FAMILIES = [("squeezenet1_1", "torch"), ("timm/test_efficientnet", "timm")]
 FULL = [("densenet121", "torch"), ("vit_b_16", "torch")]
-FULL += [("convnext_tiny", "onnx"), ("swin_t", "torch"), ("resnext50_32x4d", "timm"), ("timm/test_byobnet", "onnx")]
+FULL += [("convnext_tiny", "onnx"), ("swin_t", "torch"), ("resnext50_32x4d", "timm")]
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,9 @@ from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.checking import has_batch_norm
 from utils.models.layers import freeze
-from utils.models.matching import copy_matching, heads_of
+from utils.models.matching import copy_matching, find_heads
 from utils.models.zoo import build_model
+from utils.runs import inference, manifest
 from utils.runs.manifest import read_pointer, write_manifest
 from utils.runs.source import find_source
 from utils.training.building import load_source
@@ -79,7 +80,7 @@ def test_a_name_that_occurs_twice_is_unknown_and_without_names_a_head_is_kept_if
 
 def test_the_head_of_timm_is_the_one_that_it_names_and_of_others_the_last_linear_layer():
     names = ("mnist_cnn", "mobilenet_v3_small", "squeezenet1_0", "timm/test_resnet")
-    assert [heads_of(build(name)) for name in names] == [("fc2",), ("classifier.3",), ("classifier.1",), ("fc",)]
+    assert [find_heads(build(name)) for name in names] == [("fc2",), ("classifier.3",), ("classifier.1",), ("fc",)]
 
 
 # -- where weights come from -----------------------------------------------------------------------------------------
@@ -172,13 +173,15 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
 
 
 def test_averaged_weights_take_precedence(folder):
-    tensors = {name: {"fc.weight": torch.ones(2) * value} for value, name in enumerate(("model", "ema"))}
-    Path("averaged").mkdir()
-    for name in tensors:
-        save_file(tensors[name], f"averaged/{name}.safetensors")
+    shutil.copytree(read_pointer(folder / "runs/source/checkpoints", "best"), "averaged")
+    raw = load_file("averaged/model.safetensors")
+    tensors = {"model": raw, "ema": {name: tensor + 1 for name, tensor in raw.items()}}
+    save_file(tensors["ema"], "averaged/ema.safetensors")
+    Path("averaged/manifest.json").unlink()
+    write_manifest(Path("averaged"))
     for where, name in (("averaged", "ema"), ("averaged/model.safetensors", "model")):
         _, source = find_source(TrainConfig(init_from=where), None, ALONE)
-        assert same_tensors(source.tensors(), tensors[name])
+        assert same_tensors(source.tensors, tensors[name])
 
 
 @pytest.mark.parametrize("described", [{"label_names": ["z", "a"], "architecture": "test_resnet"}, {}])
@@ -229,6 +232,23 @@ def test_sources_that_do_not_fit_are_one_line(folder):
     ):
         assert line in refused(train.main, *flags, *where)
     assert not Path("executed").exists()
+
+
+def test_a_source_that_deletes_its_checkpoint_meanwhile_is_searched_again(folder, monkeypatch):
+    shutil.copytree("runs/source", "runs/live")
+    verified = []
+
+    def verify(path, needed):
+        manifest.verify(path, needed)
+        verified.append(path)
+        if len(verified) == 1:  # the run moves on
+            shutil.move(path, path.with_name("step-00000099"))
+            (path.parent / "best").write_text("step-00000099\n")
+
+    monkeypatch.setattr(inference, "verify", verify)
+    _, source = find_source(TrainConfig(init_from="runs/live"), None, ALONE)
+    assert len(verified) == 2 and Path(source.name).name == "step-00000099"
+    assert same_tensors(source.tensors, weights("source", "best"))
 
 
 def test_a_new_layer_that_would_be_frozen_with_random_weights_is_refused(folder):

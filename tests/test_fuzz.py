@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, same_tensors, weights
+from helpers.training_runs import records, same_tensors
 from helpers.waiting import SOON
+from safetensors.torch import load_file
 from torch import nn
 
 import train
-from utils.runs.manifest import newest_good
 
 UPDATES, SAVE_EVERY = 14, 3  # at most
 FLAGS = ["--data", "digits", "--model", "branching", "--global_batch_size", "24", "--max_steps", str(UPDATES)]
@@ -30,20 +30,19 @@ FLAGS += ["--threads", "1", "--keep", "3", "--report", "false"]
 class Branching(nn.Module):
     """A random graph of linear layers, which are registered in a random order and share one layer."""
 
-    def __init__(self, spec, classes: int, seed: int = 0, norm: bool = False, unused: bool = False):
+    def __init__(self, spec, classes: int, seed: int = 0):
         super().__init__()
         chance, width = random.Random(seed), 96
         count = chance.randrange(6, 12)
         self.sources = [chance.sample(range(node), min(node, chance.randint(1, 3))) for node in range(1, count)]
         self.shared = chance.randrange(1, count)  # its layer is also that of the last node
-        names = [f"node{node}" for node in range(count)] + ["head", "aside"][: 1 + unused]
+        names = [f"node{node}" for node in range(count)] + ["head"]
         chance.shuffle(names)
         self.layers = nn.ModuleDict()
         for name in names:
             inputs = spec.channels * spec.height * spec.width if name == "node0" else width
             layer = nn.Linear(inputs, classes if name == "head" else width)
-            ends = [nn.BatchNorm1d(width)] if norm else []
-            ends = [] if name == "head" else [*ends, nn.ReLU(), nn.Dropout(chance.choice((0.0, 0.2)))]
+            ends = [] if name == "head" else [nn.ReLU(), nn.Dropout(chance.choice((0.0, 0.2)))]
             self.layers[name] = nn.Sequential(layer, *ends)
 
     def forward(self, images):
@@ -54,14 +53,14 @@ class Branching(nn.Module):
         return self.layers["head"](last + sum(nodes) / len(nodes))
 
 
-def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bool] | None = None) -> int:
-    """Train with buckets of that size. Returns the number of DDP's buckets, 0 without DDP.
+def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bool] | None = None) -> None:
+    """Train with DDP's buckets of that size, less than two layers.
 
     `kill`: the update, counted from 0, in which this process kills itself, on which rank (-1: on all), and whether in
     the forward pass.
     """
     train.OWN_MODELS["branching"] = Branching
-    make, update, closing, counts = train.make_accelerator, train.train_update, train.log_end, []
+    make, update = train.make_accelerator, train.train_update
 
     def with_small_buckets(*given):
         accelerator = make(*given)
@@ -75,54 +74,36 @@ def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bo
             run.module.layers["head"].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         update(run, batches)
 
-    def close(run, *given):
-        log = getattr(run.model, "_get_ddp_logging_data", dict)()
-        counts.append(len((log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes") or "").split()))
-        return closing(run, *given)
-
-    train.make_accelerator, train.train_update, train.log_end = with_small_buckets, killed, close
+    train.make_accelerator, train.train_update = with_small_buckets, killed
     train.main(flags)
-    return counts[0]
 
 
 def ends_equal(name: str, other: str) -> bool:
     """Whether two runs ended with the same weights, averages, optimizer states and losses, bit for bit."""
-    losses = [[line["loss"] for line in records(run, "train")] for run in (name, other)]
-    files = [Path(path.name) for path in newest(name).glob("*.safetensors")]
-    states = [torch.load(newest(run) / "optimizer.bin", weights_only=True)["state"] for run in (name, other)]
+    losses, other_losses = ([line["loss"] for line in records(run, "train")] for run in (name, other))
+    folders = [Path("runs") / run / "checkpoints" / f"step-{UPDATES:08d}" for run in (name, other)]
+    files = [path.name for path in folders[0].glob("*.safetensors")]
+    states = [torch.load(folder / "optimizer.bin", weights_only=True)["state"] for folder in folders]
     return (
-        len(losses[0]) == UPDATES
-        and losses[0] == losses[1]
-        and all(same_tensors(*(weights(run, file=str(file)) for run in (name, other))) for file in files)
+        len(losses) == UPDATES
+        and losses == other_losses
+        and all(same_tensors(*(load_file(folder / file) for folder in folders)) for file in files)
         and states[0].keys() == states[1].keys()
         and all(same_tensors(state, states[1][number]) for number, state in states[0].items())
     )
 
 
-def newest(name: str) -> Path:
-    found, _ = newest_good(Path("runs") / name / "checkpoints")
-    assert found is not None and found.name == f"step-{UPDATES:08d}"
-    return found
-
-
 def drawn(processes: int, chance: random.Random, microbatches: bool) -> tuple[list[str], float]:
     """The flags of a random configuration, and the size of its buckets in MB."""
-    norm, unused = chance.random() < 0.3, chance.random() < 0.2
-    arguments = f"{{seed: {chance.randrange(10**6)}, norm: {str(norm).lower()}, unused: {str(unused).lower()}}}"
-    flags = [*FLAGS, "--model_args", arguments, "--save_every", str(chance.randint(1, SAVE_EVERY))]
+    seed, every = chance.randrange(10**6), chance.randint(1, SAVE_EVERY)
+    flags = [*FLAGS, "--model_args", f"{{seed: {seed}}}", "--save_every", str(every)]
     flags += ["--optimizer", *chance.choice([("sgd", "--lr", "0.1"), ("adamw", "--lr", "0.003")])]
-    flags += ["--drop_last", str(norm).lower()]  # batch statistics need more than one sample
-    flags += ["--find_unused_parameters"] * unused
     flags += ["--ema_decay", "0.8"] * (chance.random() < 0.5) + ["--clip_norm", "0.5"] * (chance.random() < 0.5)
-    if microbatches:
-        flags += ["--microbatches", str(chance.choice([4, 8]))]
-    else:
-        flags += ["--grad_accum", str(chance.choice([1, 2]))]
+    flags += ["--microbatches", chance.choice("48")] if microbatches else ["--grad_accum", chance.choice("12")]
     return flags, chance.choice([0.02, 0.05])
 
 
-CASES = [(processes, number, fixed) for processes, count in ((2, 4), (3, 12), (4, 4)) for number in range(count)
-         for fixed in (False, True)]  # fmt: skip
+CASES = [(processes, number, fixed) for processes in (2, 3, 4) for number in range(6) for fixed in (False, True)]
 IN_TEST_ALL = (3, 0, False)  # the others are slow
 
 
@@ -135,7 +116,6 @@ def test_a_killed_run_of_a_branching_network_ends_with_the_bits_of_a_whole_one(p
     flags, megabytes = drawn(processes, chance, microbatches)
     whole = run_ranks(processes, train_branching, ["--run_name", "whole", *flags], megabytes)
     assert [outcome.code for outcome in whole] == [0] * processes, whole[0].err
-    assert microbatches or whole[0].value > 2, "too few buckets to show anything"
     again = ["--run_name", "run", *flags, "--resume", "auto"]
     after_a_save = range(2 * SAVE_EVERY, UPDATES)  # the second save waits for the first
     for step in sorted(chance.sample(after_a_save, chance.randint(1, 2))):

@@ -268,7 +268,7 @@ def _end_before_each_operation() -> int:
 
 
 def test_a_run_killed_while_it_writes_its_analysis_shows_it_after_a_resume():
-    flags = [*MLP, "--max_steps", "8", "--save_every", "3", "--run_name", "run"]
+    flags = [*MLP, "--max_steps", "8", "--save_every", "3", "--run_name", "run", "--report", "true"]
     killed = start_ranks(2, _train_until_the_analysis, flags, launcher=True)
     assert -signal.SIGKILL in [outcome.code for outcome in killed.finish()]
     assert Path("runs/run/.report.json.partial").exists()

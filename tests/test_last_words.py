@@ -4,14 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers.ranks import Outcome, run_ranks, start_ranks
+from helpers.ranks import run_ranks, start_ranks
 from helpers.training_runs import MLP, slow_train
 from helpers.waiting import error_lines, has_logged, newest, until
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import doctor
 import train
-from utils.launch.exits import inform_launcher
 
 
 def last_lines(outcomes: list, count: int) -> list[str]:
@@ -23,12 +22,6 @@ def last_lines(outcomes: list, count: int) -> list[str]:
     *lines, rule = str(ChildFailedError("train.py", ends)).splitlines()
     assert set(rule) == {"="}
     return [line.strip().removeprefix("traceback : ") for line in lines[-count:]]
-
-
-def test_the_text_comes_last_even_if_another_rank_exits_in_the_same_second(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error-1.json")
-    inform_launcher("the reason")
-    assert last_lines([Outcome(None, 2, "", ""), Outcome(None, 2, "", "")], 1) == ["the reason"]
 
 
 def under_launcher(function, *arguments):
@@ -48,11 +41,10 @@ def _diverge(rank: int, error: type[Exception]):
     train.main(["--run_name", "run", *MLP, "--timeout", "60"])
 
 
-@pytest.mark.parametrize("flags", [["--lr", "-1"], ["--lr", "1e30", "--run_name", "run"]])
-def test_the_table_ends_with_the_error_before_and_after_the_ranks_have_met(flags):
-    outcomes = run_ranks(2, under_launcher, train.main, [*MLP, *flags])
+def test_the_table_ends_with_the_error_before_the_ranks_have_met():
+    outcomes = run_ranks(2, under_launcher, train.main, [*MLP, "--lr", "-1"])
     (line,) = error_lines("".join(outcome.err for outcome in outcomes))
-    assert last_lines(outcomes, 1) == [line] and ("--lr must be above 0" in line or "NaN" in line)
+    assert last_lines(outcomes, 1) == [line] and "--lr must be above 0" in line
 
 
 @pytest.mark.parametrize(
@@ -75,9 +67,8 @@ def test_the_table_ends_with_the_command_that_resumes_a_stopped_run():
 
 
 def test_the_table_ends_with_what_the_doctor_found():
-    flags = ["--output_dir", "file"]
     Path("file").touch()
-    outcomes = run_ranks(2, under_launcher, doctor.main, flags)
+    outcomes = run_ranks(2, under_launcher, doctor.main, ["--output_dir", "file"])
     *found, verdict = last_lines(outcomes, 3)
     assert verdict == outcomes[0].out.splitlines()[-1] and "are red" in verdict
     assert any(

@@ -103,15 +103,6 @@ def test_images_and_targets_are_those_of_the_formulas(images, kind, resident):
     assert batch.labels[22].tolist() == np.eye(7)[LABELS[order[22]]].tolist()
 
 
-def test_a_batch_that_does_not_fit_into_the_cache_keeps_its_pairs(images, monkeypatch):
-    order = np.random.default_rng(3).permutation(40)
-    (whole,) = read(images, [microbatch(order)], **BOTH)
-    for floats in (1, 360 * 3, 360 * 4):  # one, three and four images at a time
-        monkeypatch.setattr("utils.data.batches._CACHE", floats)
-        (parts,) = read(images, [microbatch(order)], **BOTH)
-        assert torch.equal(whole.images, parts.images) and torch.equal(whole.labels, parts.labels)
-
-
 def test_any_number_of_microbatches_mixes_the_same_pairs(images):
     order, whole = np.random.default_rng(0), None
     for count in (1, 2, 3, 5):

@@ -278,7 +278,6 @@ def test_wrong_commands_of_predict_py_and_predictions_are_one_line():
     ckpt = ["--ckpt", "runs/small"]
     for main, flags, text in (
         (predict.main, [], "PATH is missing"),
-        (predict.main, ["small", "--tops", "3"], "unknown flag --tops; did you mean --top?"),
         (predict.main, ["small", "--out", "x.txt"], "--out x.txt: must end in .csv, .json, .parquet"),
         (predict.main, ["small", "--out", "x", "--html", "x"], "--out and --html name the same file"),
         (eval.main, ["--json", "x", "--predictions", "x"], "--json and --predictions name the same file"),

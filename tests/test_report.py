@@ -93,7 +93,6 @@ def test_the_calibration_error_is_that_of_a_loop_over_bins():
     error = sum(abs((correct[places == n] - confidence[places == n]).sum()) for n in range(BINS)) / 702
     found = calibration([(confidence[:300], correct[:300]), (confidence[300:], correct[300:])])
     assert found["error"] == pytest.approx(error, rel=1e-9) and error > 0.1
-    assert sum(entry["count"] for entry in found["bins"]) == 702
 
 
 def test_errors_are_the_most_confident_ones_with_their_place_in_the_split():
@@ -151,8 +150,10 @@ def test_multilabel_has_the_precision_of_each_class_and_the_calibration_of_all_p
     assert analysis["calibration"]["error"] == pytest.approx(
         calibration([(probabilities.ravel(), truth.ravel())])["error"]
     )
-    most = (np.abs(probabilities - truth) * (predicted != truth)).max(1)
-    assert most[analysis["errors"][0]["index"]] == most.max()
+    errors = analysis["errors"]
+    assert [error["index"] for error in errors] == np.argsort(-found.values[:, 0])[:24].tolist()
+    largest = (np.abs(probabilities - truth) * (predicted != truth)).argmax(1)
+    assert [error["text"].rpartition(" ")[0] for error in errors] == [NAMES[largest[e["index"]]] for e in errors]
 
 
 def test_binary_is_shown_as_a_classification_of_two_classes_with_an_interval_of_its_auc():
@@ -228,14 +229,15 @@ def runs(tmp_path_factory):
     """A folder with a run that was continued, evaluations of it on one and on two processes, and one without a page."""
     folder = tmp_path_factory.mktemp("report") / "secret-place"
     with working_in(folder):
-        train_run(2, "run", *MLP, "--max_steps", "8", "--eval_batch_size", "50", "--flip", "true")
+        flags = [*MLP, "--report", "true", "--eval_batch_size", "50"]
+        train_run(2, "run", *flags, "--max_steps", "8", "--flip", "true")
         Path("first.json").write_bytes(Path("runs/run/report.json").read_bytes())
-        train_run(1, "run", *MLP, "--max_steps", "12", "--eval_batch_size", "50", "--resume", "auto")
+        train_run(1, "run", *flags, "--max_steps", "12", "--resume", "auto")
         Path("last.json").write_bytes(Path("runs/run/report.json").read_bytes())
         for processes in (1, 2):
             returned(processes, eval.main, ["--ckpt", "runs/run", "--json", f"eval{processes}.json"])
             Path(f"report{processes}.json").write_bytes(Path("runs/run/report.json").read_bytes())
-        train_run(1, "none", *MLP, "--max_steps", "2", "--report", "false")
+        train_run(1, "none", *MLP, "--max_steps", "2")
         returned(1, eval.main, ["--ckpt", "runs/none"])
     return folder
 
@@ -303,7 +305,7 @@ def test_an_error_of_the_page_is_a_warning_and_the_run_ends_well(inside, monkeyp
         raise OSError(28, "No space left on device", "report.html")
 
     monkeypatch.setattr("utils.report.writing.write_page", fail)
-    returned(1, train.main, ["--run_name", "unlucky", *MLP, "--max_steps", "2"])
+    returned(1, train.main, ["--run_name", "unlucky", *MLP, "--report", "true", "--max_steps", "2"])
     assert not Path("runs/unlucky/report.html").exists() and Path("runs/unlucky/checkpoints/latest").exists()
 
 
@@ -438,7 +440,7 @@ def test_a_thousand_classes_make_a_small_page(tmp_path):
     [
         (["nowhere"], "nowhere: is not a run folder"),
         (["a", "a"], "--out is missing"),
-        (["old"], r"unknown contents \(UndefinedError: .*'threads'\)"),
+        (["old"], "has no attribute 'threads'"),
     ],
 )
 def test_mistakes_in_the_command_are_one_line(words, error, tmp_path, monkeypatch, capsys):

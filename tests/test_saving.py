@@ -4,21 +4,19 @@ import errno
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
-import pytest
 from helpers.ranks import run_ranks, start_ranks
-from helpers.training_runs import await_save, records, same_tensors, train_run, weights
+from helpers.training_runs import MLP, await_save, records, same_tensors, train_run, weights
 from helpers.waiting import has_logged, until
 
 import train
 from utils.runs import checkpoint, writing
 from utils.runs.manifest import newest_good, verify
 
-FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--max_train_samples", "480"]
-FLAGS += ["--lr_schedule", "constant", "--max_steps", "9", "--keep", "9"]
-FLAGS += ["--save_every", "3", "--eval_every", "99", "--log_every", "1"]
+FLAGS = [*MLP, "--lr_schedule", "constant", "--max_steps", "9", "--keep", "9", "--save_every", "3", "--log_every", "1"]
 RUN = ["--run_name", "run", *FLAGS]
 CHECKPOINTS = Path("runs/run/checkpoints")
 
@@ -49,71 +47,58 @@ def publish_after_go(step, real):
     real()
 
 
-def fails_at(*steps):
-    """A disk that is full when the checkpoint of one of these updates is completed."""
-
-    def publish(step, real):
-        if step in steps:
-            writing.put_in_place = no_space
-        real()
-
-    return publish
+def publish_on_a_full_disk(step, real):
+    writing.put_in_place = no_space
+    real()
 
 
 def no_space(partial, final):
     raise OSError(errno.ENOSPC, "No space left on device", str(partial))
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_the_run_goes_on_while_a_checkpoint_is_completed(processes):
-    launch = start_ranks(processes, train_with, publish_after_go)
+def test_the_run_goes_on_while_a_checkpoint_is_completed():
+    launch = start_ranks(2, train_with, publish_after_go)
     until(has_logged(6))  # and then the next save waits
     assert names() == [".step-00000003.partial"]  # no pointer names what is not there
     assert newest_good(CHECKPOINTS) == (None, [])
     Path("go").touch()
-    assert [outcome.code for outcome in launch.finish()] == [0] * processes
+    assert [outcome.code for outcome in launch.finish()] == [0, 0]
     steps = [f"step-{step:08d}" for step in (3, 6, 9)]
     assert names() == ["best", "latest", *steps]
     for name in steps:
         verify(CHECKPOINTS / name)
-    train_run(processes, "whole", *FLAGS)
+    train_run(2, "whole", *FLAGS)
     assert same_tensors(weights("run"), weights("whole"))
 
 
 def test_checkpoints_are_completed_one_at_a_time():
     (outcome,) = run_ranks(1, _order_of_saves)
-    expected = [(what, step) for step in (3, 6, 9) for what in ("write", "publish", "published")]
-    assert [event for event in outcome.value if event[0] != "wait"] == expected
-    assert outcome.value.index(("wait", 1)) < outcome.value.index(("published", 3))
+    assert outcome.value == [(what, step) for step in (3, 6, 9) for what in ("write", "completed")]
 
 
 def _order_of_saves():
-    """What happens to which checkpoint; the first is completed only after the next save has begun."""
-    events, write, wait = [], checkpoint.write_partial, checkpoint.CheckpointManager.wait
+    """What happens to which checkpoint; the first takes until the next save is due and longer."""
+    events, write = [], checkpoint.write_partial
 
     def noted_write(folder, step, *more):
         events.append(("write", step))
         write(folder, step, *more)
 
-    def noted_wait(manager):
-        events.append(("wait", len([event for event in events if event[0] == "write"])))
-        wait(manager)
-
     def publish(step, real):
-        events.append(("publish", step))
-        until(lambda: ("wait", 1) in events)
+        if step == 3:
+            until(has_logged(6))
+            time.sleep(0.3)
         real()
-        events.append(("published", step))
+        events.append(("completed", step))
 
-    checkpoint.write_partial, checkpoint.CheckpointManager.wait = noted_write, noted_wait
+    checkpoint.write_partial = noted_write
     train_with(publish)
     return events
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_an_error_of_the_thread_ends_all_ranks_when_they_next_synchronise(processes):
-    outcomes = run_ranks(processes, train_with, fails_at(3), await_save, True)
-    assert [outcome.code for outcome in outcomes] == [2] * processes
+def test_an_error_of_the_thread_ends_all_ranks_when_they_next_synchronise():
+    outcomes = run_ranks(2, train_with, publish_on_a_full_disk, await_save, True)
+    assert [outcome.code for outcome in outcomes] == [2, 2]
     error = f"{CHECKPOINTS}/.step-00000003.partial: No space left on device"
     assert outcomes[0].err == f"train.py: error: {error}\n" and not any(outcome.err for outcome in outcomes[1:])
     assert [record["step"] for record in records("run", "train")] == [1, 2, 3]  # update 4 was the last, not logged
@@ -125,22 +110,20 @@ def publish_after_the_error(step, real):
     real()
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_run_that_fails_reports_its_error_and_then_completes_the_checkpoint(processes):
+def test_a_run_that_fails_reports_its_error_and_then_completes_the_checkpoint():
     def fail(run):
         if run.state.step == 4 and run.ranks.is_main:
             raise OSError("a disk with data is gone")
 
-    outcomes = run_ranks(processes, train_with, publish_after_the_error, fail)
-    assert [outcome.code for outcome in outcomes] == [2] * processes
+    outcomes = run_ranks(2, train_with, publish_after_the_error, fail)
+    assert [outcome.code for outcome in outcomes] == [2, 2]
     assert outcomes[0].err.count("a disk with data is gone") == 1
     assert names() == ["latest", "step-00000003"]
     verify(CHECKPOINTS / "step-00000003")
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_run_that_is_stopped_waits_for_its_checkpoint(processes):
-    launch = start_ranks(processes, train_with, publish_after_go)
+def test_a_run_that_is_stopped_waits_for_its_checkpoint():
+    launch = start_ranks(2, train_with, publish_after_go)
     until(has_logged(5))
     os.kill(launch.pids[-1], signal.SIGTERM)
     Path("go").touch()

@@ -180,16 +180,3 @@ def test_another_death_of_a_worker_is_one_line_and_not_blamed_on_shared_memory(p
     (outcome,) = run_ranks(1, _kill_a_worker, ["--run_name", "run", *ENDLESS])
     assert outcome.code == 2 and "a loader process was killed" in outcome.err and outcome.err.count("\n") == 1
     assert "/dev/shm" not in outcome.err
-
-
-# Too many workers
-
-
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_thousands_of_workers_are_lowered_and_reported(photos, processes):
-    flags = [*FLAGS, "--run_name", "run", "--num_workers", "3000", "--max_steps", "1"]
-    outcomes = run_ranks(processes, train.main, flags)
-    assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].err
-    cores, most = os.cpu_count(), 8 * os.cpu_count() // processes
-    line = f"--num_workers 3000: too many for {cores} processor cores; using {most} instead"
-    assert [outcome.out.count(line) for outcome in outcomes] == [1, 0][:processes]

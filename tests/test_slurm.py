@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.slurm_lab import ROOT, Slurm, slurm_cluster, wait_until, why_not
+from helpers.slurm_lab import ROOT, Slurm, slurm_cluster, why_not
 from helpers.training_runs import start
-from helpers.waiting import records_so_far
+from helpers.waiting import records_so_far, until
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() != "", reason=why_not() or "-")]
@@ -86,7 +86,7 @@ def submit(slurm, tmp_path):
 
     yield begin
     slurm("scancel", "--user=root")
-    wait_until(lambda: slurm.states() == ["idle", "idle"], 90)
+    until(lambda: slurm.states() == ["idle", "idle"], 90)
 
 
 def submit_to(slurm, folder, script, *flags, options=()) -> Job:

@@ -5,7 +5,6 @@ import re
 import signal
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -38,9 +37,9 @@ def waited(line: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])  # rank 0 has the store
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])  # rank 0 has the store
 def test_a_stopped_rank_is_named_by_one_that_waits_and_again_in_the_last_line(victim):
-    timeout = 15  # a rank whose store is stopped too says so after some seven seconds
+    timeout = 8 if victim else 15  # a rank whose store is stopped too says so after some seven seconds
     launch = start_ranks(3, to_file, slow_train, [*ENDLESS, str(timeout)])
     until(has_logged(10))
     stopped = time.monotonic()
@@ -82,14 +81,12 @@ def stuck(where: str, rank: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.full), "1"])
-def test_a_rank_that_never_comes_back_is_named_with_its_place_and_ends_too(victim):
-    outcomes = run_ranks(2, stuck, "reading", victim)
-    other = 1 - int(victim)
+def test_a_rank_that_never_comes_back_is_named_with_its_place_and_ends_too():
+    outcomes = run_ranks(2, stuck, "reading", "1")
     assert [outcome.code for outcome in outcomes] == [2, 2]  # the stuck one hears that the other has ended
-    assert f"rank {other} has waited" in said(other)
-    assert f"for rank {victim} (" in said(other) and "at: update 13, reading a batch" in said(other)
-    assert f"rank {other} ended: " in said(int(victim))
+    assert "rank 0 has waited" in said(0)
+    assert "for rank 1 (" in said(0) and "at: update 13, reading a batch" in said(0)
+    assert "rank 0 ended: " in said(1)
 
 
 @pytest.mark.full
@@ -101,30 +98,6 @@ def test_ranks_that_wait_for_a_slow_download_say_so_and_go_on_waiting():
     assert not any(has_ended(pid) for pid in launch.pids)
     launch.kill()
     launch.finish()
-
-
-@pytest.mark.full
-def test_a_healthy_run_says_nothing():
-    """A rank waits for two seconds before it reports it, which may happen on a busy machine."""
-    outcomes = run_ranks(3, _start_and_longest_update, [*FLAGS, "--timeout", "20", "--max_steps", "200"])
-    assert [outcome.code for outcome in outcomes] == [0, 0, 0]
-    start, update = (max(seconds) for seconds in zip(*(outcome.value for outcome in outcomes), strict=True))
-    for line in "".join(outcome.err for outcome in outcomes).split("\n"):
-        assert not line or 0 < waited(line) <= 1 + (update if "update" in line else start), line
-
-
-def _start_and_longest_update(flags) -> tuple[float, float]:
-    """Train; returns the seconds to the end of the first update, and the most between updates (or to the end)."""
-    update, times = train.train_update, [time.monotonic()]
-
-    def timed(run, batches):
-        update(run, batches)
-        times.append(time.monotonic())
-
-    train.train_update = timed
-    slow_train(flags)
-    times.append(time.monotonic())
-    return times[1] - times[0], max(later - earlier for earlier, later in pairwise(times[1:]))
 
 
 def held(flags):

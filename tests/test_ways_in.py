@@ -8,24 +8,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import accelerate
-import psutil
 import pytest
 from helpers.environments import topology_of
-from helpers.ranks import Outcome, free_port, returned, run_ranks, start_ranks
+from helpers.ranks import Outcome, free_port, run_ranks, start_ranks
 from helpers.training_runs import ROOT, records, train_run, working_in
-from helpers.waiting import PATIENCE, error_lines, until
+from helpers.waiting import PATIENCE, until
 from torch import multiprocessing
 
 import train
-from utils.launch import network, rendezvous
+from utils.launch import rendezvous
 from utils.launch.environment import Topology, first_node
 
 TRAIN = str(ROOT / "train.py")
 FLAGS = ["--model", "mlp", "--global_batch_size", "120", "--max_steps", "5", "--log_every", "1", "--threads", "1"]
-FLAGS += ["--lr", "0.01", "--timeout", str(PATIENCE)]
+FLAGS += ["--lr", "0.01", "--timeout", str(PATIENCE), "--report", "false"]
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SHELL = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # what both shells export
 
@@ -61,41 +59,46 @@ def by_hand(*flags: str, **more: str) -> list[Outcome]:
     return run_ranks(2, train_with, ["--run_name", "run", *flags], *exported)
 
 
+def check_run(outcomes: list[Outcome], expected) -> None:
+    for outcome in outcomes:
+        assert outcome.code == 0, outcome.err
+    assert records("run", "start")[0]["processes"] == 2 and losses("run") == expected
+
+
 WAYS = {
     "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}", TRAIN],
-    "torch.distributed.launch": [
-        sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "{port}", TRAIN
-    ],
     "Open MPI": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, TRAIN],
     "MPICH": ["mpiexec.hydra", "-n", "2", sys.executable, TRAIN],
     "MPICH through a shell": ["mpiexec.hydra", "-n", "2", "bash", "-c", '"$0" "$@"; exit $?', sys.executable, TRAIN],
-}  # fmt: skip
+    "mp.spawn as in docs/launching.md": [sys.executable, "spawn.py"],
+}
+WAYS["torch.distributed.launch"] = [sys.executable, "-m", "torch.distributed.launch", *WAYS["torchrun"][1:]]
 QUICK_WAYS = ("Open MPI",)  # torchrun is in test_launch_faults.py too; the others differ little
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.full] * (way not in QUICK_WAYS)) for way in WAYS])
 def test_a_launcher_starts_the_same_run(way, expected):
-    command = [word.format(port=free_port()) for word in WAYS[way]]
+    port = str(free_port())
+    command = [word.format(port=port) for word in WAYS[way]]
     program = Path(sys.executable).parent / command[0]
     command[0] = str(program) if program.exists() else command[0]
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
-    done = subprocess.run([*command, *FLAGS, "--run_name", "run"], capture_output=True, text=True, env=clean())
+    (script,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/launching.md").read_text(), re.M | re.S)
+    Path("spawn.py").write_text(script.replace("29500", port))
+    env = {name: value for name, value in os.environ.items() if name not in OWN} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *FLAGS, "--run_name", "run"], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("rank 1 ") == 1 and losses("run") == expected
 
 
 def test_variables_exported_by_hand_start_the_same_run(expected):
-    for done in by_hand(MASTER_ADDR="localhost", MASTER_PORT=str(free_port())):
-        assert done.code == 0, done.err
-    assert losses("run") == expected
+    check_run(by_hand(MASTER_ADDR="localhost", MASTER_PORT=str(free_port())), expected)
 
 
 @pytest.mark.parametrize("method", ["tcp://localhost:{port}", "file://{folder}/meeting"])
 def test_an_init_method_starts_the_same_run(method, tmp_path, expected):
-    for done in by_hand("--init_method", method.format(port=free_port(), folder=tmp_path)):
-        assert done.code == 0, done.err
-    assert losses("run") == expected
+    check_run(by_hand("--init_method", method.format(port=free_port(), folder=tmp_path)), expected)
     assert not (tmp_path / "meeting").exists()
 
 
@@ -107,40 +110,24 @@ def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path, 
     alone.kill()
     alone.finish()
     assert (tmp_path / "meeting").exists()
-    for done in by_hand(*method):
-        assert done.code == 0, done.err
-    assert losses("run") == expected
+    check_run(by_hand(*method), expected)
 
 
 def test_a_file_of_something_else_is_no_place_to_meet(tmp_path):
     (tmp_path / "notes").write_text("not a meeting\n")
-    begun = time.monotonic()
-    for done in by_hand("--init_method", f"file://{tmp_path}/notes"):
+    for done in by_hand("--init_method", f"file://{tmp_path}/notes", "--timeout", "9999"):
         assert done.code == 2 and "notes: was not written by Lockstep; delete it" in done.err
-    assert time.monotonic() - begun < PATIENCE / 2 and (tmp_path / "notes").read_text() == "not a meeting\n"
+    assert (tmp_path / "notes").read_text() == "not a meeting\n"
 
 
-def test_what_one_shell_alone_forgot_is_told_in_that_shell():
-    forgetful = {"MASTER_ADDR": "localhost", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-    (done,) = run_ranks(1, train_with, [], forgetful)
-    (line,) = error_lines(done.err)
-    assert done.code == 2 and line.startswith("train.py: error: rank 1 on ") and "MASTER_PORT is not set" in line
-
-
-def test_processes_of_one_machine_that_count_as_several_are_told_what_to_export():
+def test_processes_of_one_machine_that_count_as_several_learn_what_to_export():
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     for done in by_hand(**where):
         assert done.code == 2 and "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK" in done.err
 
 
-def test_accelerates_notebook_launcher_starts_the_same_run(expected):
-    returned(1, launch_by_a_function, free_port())
-    assert records("run", "start")[0]["processes"] == 2 and losses("run") == expected
-
-
-def test_mp_spawn_starts_the_same_run(expected):
-    returned(1, spawn_ranks, free_port())
-    assert records("run", "start")[0]["processes"] == 2 and losses("run") == expected
+def launch_by_a_function(port):
+    accelerate.notebook_launcher(train.main, ([*FLAGS, "--run_name", "run"],), num_processes=2, use_port=str(port))
 
 
 def spawn_ranks(port):
@@ -153,18 +140,9 @@ def spawned(rank, processes, port):
     train.main([*FLAGS, "--run_name", "run"])
 
 
-@pytest.mark.full
-def test_the_script_with_mp_spawn_in_the_documentation_starts_the_same_run(expected):
-    (script,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/launching.md").read_text(), re.M | re.S)
-    Path("spawn.py").write_text(script.replace("29500", str(free_port())))
-    command = [sys.executable, "spawn.py", *FLAGS, "--run_name", "run"]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean() | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("rank 1 ") == 1 and losses("run") == expected
-
-
-def launch_by_a_function(port):
-    accelerate.notebook_launcher(train.main, ([*FLAGS, "--run_name", "run"],), num_processes=2, use_port=str(port))
+@pytest.mark.parametrize("start", [launch_by_a_function, spawn_ranks])
+def test_accelerates_notebook_launcher_and_mp_spawn_start_the_same_run(start, expected):
+    check_run(run_ranks(1, start, free_port()), expected)
 
 
 SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
@@ -182,9 +160,9 @@ def test_slurms_variables_tell_rank_machine_and_meeting_point():
     assert (topology_of(one).address, topology_of(one).local_world_size) == ("127.0.0.1", 4)
     # The script of a job, and a launcher that srun has started once on each machine.
     assert topology_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) == Topology()
-    inside = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    inside["LOCAL_WORLD_SIZE"] = "2"
-    assert topology_of(SLURM | inside | {"TORCHELASTIC_RUN_ID": "x"}).rank == 1
+    inside = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    inside |= {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    assert topology_of(SLURM | inside).rank == 1
 
 
 def test_mpis_variables_tell_rank_and_meeting_point():
@@ -199,8 +177,7 @@ def test_mpis_variables_tell_rank_and_meeting_point():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("n1", "n1"), ("n[007-009,12],m1", "n007"), ("a,b", "a"), ("r[1-2]n[3,5]-x,q", "r1n3-x"), ("gpu-[01]", "gpu-01")],
+    ("nodes", "first"), [("n1", "n1"), ("n[007-009,12],m1", "n007"), ("a,b", "a"), ("r[1-2]n[3,5]-x,q", "r1n3-x")]
 )
 def test_the_first_of_slurms_nodes_is_found(nodes, first):
     assert first_node(nodes) == first
@@ -212,13 +189,13 @@ def test_the_first_of_slurms_nodes_is_found(nodes, first):
         (SLURM | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "do not export RANK"),
         (SLURM | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE=2(x2) has no node 2"),
         (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun -x MASTER_ADDR=HOST"),
+        (SHELL | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK not set although RANK=1 and WORLD_SIZE=2"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
             "LOCAL_WORLD_SIZE is not set; export the number",
         ),
         ({n: v for n, v in SLURM.items() if n != "SLURM_NODEID"}, "SLURM_NODEID not set although SLURM_PROCID=2"),
-        ({n: v for n, v in SLURM.items() if "TASKS_PER" not in n}, "SLURM_STEP_TASKS_PER_NODE not set"),
         ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported"),
     ],
@@ -229,36 +206,17 @@ def test_what_contradicts_itself_is_refused_by_name(env, text):
     assert text in str(refusal.value)
 
 
-def test_who_holds_a_port_of_another_user_is_not_guessed(monkeypatch):
-    held = SimpleNamespace(laddr=SimpleNamespace(port=29500), status=psutil.CONN_LISTEN, pid=None)
-    monkeypatch.setattr(network.psutil, "net_connections", lambda kind: [held])
-    assert network.port_owner(29500) == ""
-
-
-def test_a_name_that_is_none_is_told_with_the_fix():
-    with pytest.raises(ValueError, match=r"^node1\.\.cluster: .* cannot find its address \(.*MASTER_ADDR"):
-        network.resolve("node1..cluster")
-
-
-@pytest.mark.parametrize(("reason", "told"), [("EADDRINUSE", "is taken on"), ("EACCES", "cannot be used (EACCES)")])
-def test_a_port_is_called_taken_only_if_it_is(reason, told, monkeypatch):
+def test_a_port_is_called_taken_only_if_it_is(monkeypatch):
     def no_store(*arguments, **more):
-        raise RuntimeError(reason)
+        raise RuntimeError("EACCES")
 
     monkeypatch.setattr(rendezvous.dist, "TCPStore", no_store)
-    with pytest.raises(ValueError, match="port 4000 ") as refusal:
+    with pytest.raises(ValueError, match=r"port 4000 .*cannot be used \(EACCES\)"):
         rendezvous._tcp_store(Topology(0, 2, 0, 2), "127.0.0.1", 4000, time.monotonic() + 5)
-    assert told in str(refusal.value)
 
 
-def test_an_address_that_is_translated_leads_here_as_far_as_can_be_told(monkeypatch):
+def test_an_address_that_is_translated_leads_here_as_far_as_can_be_seen(monkeypatch):
     monkeypatch.setattr(rendezvous, "is_own_address", lambda address: False)  # as a cloud's outer address
     with socket.create_server(("", 0)) as holder:
         assert rendezvous.leads_to_this_machine("127.0.0.1", holder.getsockname()[1])  # taken: nothing can be seen
     assert rendezvous.leads_to_this_machine("127.0.0.1", free_port())
-
-
-@pytest.mark.parametrize("method", ["tcp://host", "file://", "file://host/path", "http://a:1", "tcp://host:x"])
-def test_an_init_method_that_is_none_is_refused(method):
-    (done,) = run_ranks(1, train.main, ["--init_method", method])
-    assert done.code == 2 and f"--init_method {method}: must be env://" in done.err

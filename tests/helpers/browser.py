@@ -1,6 +1,5 @@
 """Open a file in headless Chromium, over its pipe for developer tools."""
 
-import base64
 import json
 import os
 import subprocess
@@ -56,11 +55,6 @@ class Browser:
     def named(self, method: str) -> list[dict[str, Any]]:
         """The events of this name."""
         return [event["params"] for event in self.events if event.get("method") == method]
-
-    def screenshot(self, path: Path) -> None:
-        """A picture of the whole page."""
-        picture = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(picture["data"]))
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self.rest:

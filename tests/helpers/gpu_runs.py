@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -40,24 +41,17 @@ def environment(**more: str) -> dict[str, str]:
     """The user's environment, in which the GPUs are visible; conftest.py has hidden them from the tests."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "RANK", "WORLD_"))}
     del env["CUDA_VISIBLE_DEVICES"]
-    visible = os.environ["LOCKSTEP_TESTS_GPUS"]
-    if ON_CPU or visible != "all":
-        env["CUDA_VISIBLE_DEVICES"] = "" if ON_CPU else visible
-    if not ON_CPU and gpu_count() == 1:
-        env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # two ranks share the GPU
+    visible = "" if ON_CPU else os.environ["LOCKSTEP_TESTS_GPUS"]
+    if visible != "all":
+        env["CUDA_VISIBLE_DEVICES"] = visible
     return env | more
 
 
+@cache
 def gpu_count() -> int:
     """The GPUs that PyTorch finds in a process that sees them."""
-    if not hasattr(gpu_count, "found"):
-        env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-        if os.environ["LOCKSTEP_TESTS_GPUS"] != "all":
-            env["CUDA_VISIBLE_DEVICES"] = os.environ["LOCKSTEP_TESTS_GPUS"]
-        command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-        answer = subprocess.run(command, capture_output=True, text=True, env=env)
-        gpu_count.found = int(answer.stdout or 0)
-    return gpu_count.found
+    words = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(words, capture_output=True, text=True, env=environment()).stdout or 0)
 
 
 def command(processes: int, script: str | Path, *flags: str, launcher: tuple[str, ...] = ()) -> list[str]:
@@ -71,6 +65,8 @@ def begin(words: list[str], out: str = "out.txt", **env: str) -> subprocess.Pope
     """Start a command with its output in a file; `end_started` ends it."""
     with Path(out).open("w") as file:
         options = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        if gpu_count() == 1:
+            env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} | env  # two ranks share the GPU
         _STARTED.append(subprocess.Popen(words, env=environment(**env), **options))
     return _STARTED[-1]
 

@@ -103,7 +103,7 @@ class Machine:
     def processes(self, script: str = "train.py") -> list[psutil.Process]:
         """What runs the script on it now: the ranks, not their launchers."""
         found = []
-        for pid in map(int, _run("ip", "netns", "pids", self.namespace).split()):
+        for pid in map(int, run_command("ip", "netns", "pids", self.namespace).split()):
             with suppress(psutil.Error):
                 words = [Path(word).name for word in psutil.Process(pid).cmdline()]
                 if words and words[0].startswith("python") and script in words[1:3]:  # python -u train.py
@@ -112,26 +112,26 @@ class Machine:
 
     def cut(self) -> None:
         """Pull the plug out at the switch."""
-        _run("ip", "-n", _SWITCH, "link", "set", self.name, "down")
+        run_command("ip", "-n", _SWITCH, "link", "set", self.name, "down")
 
     def heal(self) -> None:
-        _run("ip", "-n", _SWITCH, "link", "set", self.name, "up")
+        run_command("ip", "-n", _SWITCH, "link", "set", self.name, "up")
 
     def firewall(self, rule: str) -> None:
         """Let nft judge what comes in, such as `drop` or `numgen random mod 100 < 20 drop`; what it sends passes."""
         chain = "chain inet tests in { type filter hook input priority 0 ; }"
         for what in ("table inet tests", chain, f"rule inet tests in iifname eth0 {rule}"):
-            _run(*self._inside, "nft", f"add {what}")
+            run_command(*self._inside, "nft", f"add {what}")
 
     def dropped(self) -> int:
         """The packets that matched rules with a counter, such as `numgen random mod 100 < 20 counter drop`."""
-        rules = _run(*self._inside, "nft", "list", "chain", "inet", "tests", "in")
+        rules = run_command(*self._inside, "nft", "list", "chain", "inet", "tests", "in")
         return sum(map(int, re.findall(r"counter packets (\d+)", rules)))
 
     def end(self) -> None:
         """Kill all that runs on it, which is only what was started here, and take it away."""
         for _ in range(50):
-            pids = _run("ip", "netns", "pids", self.namespace, check=False).split()
+            pids = run_command("ip", "netns", "pids", self.namespace, check=False).split()
             if not pids:
                 break
             for pid in pids:
@@ -142,7 +142,7 @@ class Machine:
             time.sleep(0.1)
         for job in self.jobs:
             job.process.wait()
-        _run("ip", "netns", "del", self.namespace, check=False)
+        run_command("ip", "netns", "del", self.namespace, check=False)
 
 
 @contextmanager
@@ -151,9 +151,9 @@ def network(folder: Path, count: int = 2):
     machines = [Machine(f"ls-{chr(97 + n)}", f"10.77.0.{n + 1}", folder) for n in range(count)]
     hosts = "127.0.0.1 localhost\n" + "".join(f"{machine.address} {machine.name}\n" for machine in machines)
     try:
-        _run("ip", "netns", "add", _SWITCH)
-        _run("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
-        _run("ip", "-n", _SWITCH, "link", "set", "switch", "up")
+        run_command("ip", "netns", "add", _SWITCH)
+        run_command("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
+        run_command("ip", "-n", _SWITCH, "link", "set", "switch", "up")
         for machine in machines:
             machine.hosts.write_text(hosts)
             _plug_in(machine)
@@ -161,23 +161,23 @@ def network(folder: Path, count: int = 2):
     finally:
         for machine in machines:
             machine.end()
-        _run("ip", "netns", "del", _SWITCH, check=False)
+        run_command("ip", "netns", "del", _SWITCH, check=False)
 
 
 def _plug_in(machine: Machine) -> None:
     name, plug = machine.namespace, machine.name
-    _run("ip", "netns", "add", name)
-    _run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", plug, "netns", _SWITCH)
-    _run("ip", "-n", _SWITCH, "link", "set", plug, "master", "switch", "up")
-    _run("ip", "-n", name, "link", "add", "docker0", "type", "bridge")
+    run_command("ip", "netns", "add", name)
+    run_command("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", plug, "netns", _SWITCH)
+    run_command("ip", "-n", _SWITCH, "link", "set", plug, "master", "switch", "up")
+    run_command("ip", "-n", name, "link", "add", "docker0", "type", "bridge")
     for interface, address in (("lo", ""), ("eth0", f"{machine.address}/24"), ("docker0", "172.17.0.1/16")):
         if address:
-            _run("ip", "-n", name, "addr", "add", address, "dev", interface)
-        _run("ip", "-n", name, "link", "set", interface, "up")
-    _run("ip", "-n", name, "route", "add", "default", "dev", "eth0")
+            run_command("ip", "-n", name, "addr", "add", address, "dev", interface)
+        run_command("ip", "-n", name, "link", "set", interface, "up")
+    run_command("ip", "-n", name, "route", "add", "default", "dev", "eth0")
 
 
-def _run(*command: str, check: bool = True) -> str:
+def run_command(*command: str, check: bool = True) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     assert not check or result.returncode == 0, f"{' '.join(command)}: {result.stderr}"
     return result.stdout

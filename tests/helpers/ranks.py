@@ -32,6 +32,7 @@ ALONE: Any = SimpleNamespace(
     local_main_first=lambda place="": contextlib.nullcontext(),
     from_main=lambda action, patient=False: action(),
     check_same=lambda text, what: None,
+    any_rank=bool,
     is_main=True,
 )  # the ranks of a run with a single process
 NOBODY = 65534  # a user and a group without rights

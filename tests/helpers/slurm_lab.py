@@ -13,10 +13,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from helpers.machines import run_command
+from helpers.waiting import until
 
 ROOT = Path(__file__).parents[2]
 NODES = ("slm1", "slm2")
@@ -90,15 +92,15 @@ class Slurm:
 
     def start(self) -> None:
         """Start the network and the daemons, and wait until both nodes are there."""
-        _run("ip", "link", "add", _BRIDGE, "type", "bridge")
-        _run("ip", "address", "add", _OWN_ADDRESS, "dev", _BRIDGE)
-        _run("ip", "link", "set", _BRIDGE, "up")
+        run_command("ip", "link", "add", _BRIDGE, "type", "bridge")
+        run_command("ip", "address", "add", _OWN_ADDRESS, "dev", _BRIDGE)
+        run_command("ip", "link", "set", _BRIDGE, "up")
         self._start_munge()
         for node in _ADDRESSES:
             self._make_network(node)
             self.power_on(node)
-            wait_until(self.states, 30)  # a node that finds no controller tries again only after ten seconds
-        wait_until(lambda: self.states() == ["idle", "idle"], 60)
+            until(self.states, 30)  # a node that finds no controller tries again only after ten seconds
+        until(lambda: self.states() == ["idle", "idle"], 60)
 
     def stop(self) -> None:
         """End the nodes with all that runs on them, and take the network away."""
@@ -134,17 +136,17 @@ class Slurm:
 
     def cut(self, node: str) -> None:
         """Pull the network cable of a node."""
-        _run("ip", "link", "set", f"{node}-port", "down")
+        run_command("ip", "link", "set", f"{node}-port", "down")
 
     def heal(self, node: str) -> None:
-        _run("ip", "link", "set", f"{node}-port", "up")
+        run_command("ip", "link", "set", f"{node}-port", "up")
 
     def slow_down(self, node: str) -> None:
         """Let 20 Mbit/s through to a node."""
-        _run("tc", *f"qdisc add dev {node}-port root tbf rate 20mbit burst 32kb latency 400ms".split())
+        run_command("tc", *f"qdisc add dev {node}-port root tbf rate 20mbit burst 32kb latency 400ms".split())
 
     def speed_up(self, node: str) -> None:
-        _run("tc", "qdisc", "delete", "dev", f"{node}-port", "root")
+        run_command("tc", "qdisc", "delete", "dev", f"{node}-port", "root")
 
     def power_off(self, node: str) -> None:
         """End everything that runs on a node at once."""
@@ -169,14 +171,14 @@ class Slurm:
             shutil.chown(path, "munge", "munge")
         user = ["--reuid=munge", "--regid=munge", "--clear-groups"]
         self._spawn("munged", *user, "munged", "--foreground", f"--socket={folder}/socket", *files.values())
-        wait_until((folder / "socket").exists, 10)
+        until((folder / "socket").exists, 10)
 
     def _make_network(self, node: str) -> None:
-        _run("ip", "netns", "add", node)
-        _run("ip", "link", "add", f"{node}-port", "type", "veth", "peer", "name", "eth0", "netns", node)
-        _run("ip", "link", "set", f"{node}-port", "master", _BRIDGE, "up")
+        run_command("ip", "netns", "add", node)
+        run_command("ip", "link", "add", f"{node}-port", "type", "veth", "peer", "name", "eth0", "netns", node)
+        run_command("ip", "link", "set", f"{node}-port", "master", _BRIDGE, "up")
         for words in (f"address add {_ADDRESSES[node]}/24 dev eth0", "link set eth0 up", "link set lo up"):
-            _run("ip", "-n", node, *words.split())
+            run_command("ip", "-n", node, *words.split())
 
     def _spawn(self, name: str, *command: str) -> None:
         # In a session of its own, as a daemon: Ctrl-C is not for it. It ends with the tests, however those end.
@@ -206,23 +208,10 @@ def slurm_cluster(kill_wait: int = 30) -> Iterator[Slurm]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait_until(condition: Callable[[], object], seconds: float, every: float = 0.2) -> None:
-    """Wait for a condition to become true."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(every)
-
-
 def _remove_network() -> None:
     for node in _ADDRESSES:
         subprocess.run(["ip", "netns", "delete", node], capture_output=True)
     subprocess.run(["ip", "link", "delete", _BRIDGE], capture_output=True)
-
-
-def _run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, f"{' '.join(command)}: {result.stderr}"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 MLP = ["--model", "mlp", "--global_batch_size", "120", "--threads", "1", "--lr", "0.01", "--log_every", "5"]
 MLP += ["--max_train_samples", "480", "--eval_every", "40", "--save_every", "30"]  # 4 updates an epoch
+MLP += ["--report", "false"]  # the page takes longer than a few updates
 
 
 @contextmanager

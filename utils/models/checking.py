@@ -1,6 +1,7 @@
 """Check a model by running it, its weights, and the batches of its batch normalisation."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -58,6 +59,14 @@ def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     good = torch.stack([tensor.isfinite().all() for tensor in floats.values()]).tolist()  # waits only once
     return [name for name, is_good in zip(floats, good, strict=True) if not is_good]
+
+
+def hash_tensors(tensors: Iterable[Tensor]) -> str:
+    """The SHA-256 of the values of these tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def accept_empty_batches(model: nn.Module) -> None:

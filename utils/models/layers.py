@@ -13,7 +13,7 @@ from torchvision.ops import StochasticDepth
 from utils.config.bounds import require
 from utils.config.table import suggestion
 from utils.errors import UserError
-from utils.models.matching import heads_of
+from utils.models.matching import find_heads
 
 FAMILIES = "timm models such as timm/vit_* and timm/convnext_*; convnext_*, efficientnet_*, maxvit_t and swin_*"
 
@@ -74,7 +74,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
 
 def _matches(model: nn.Module, name: str, pattern: str) -> bool:
     if pattern == BACKBONE:
-        return not name.startswith(tuple(f"{head}." for head in heads_of(model)))
+        return not name.startswith(tuple(f"{head}." for head in find_heads(model)))
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 

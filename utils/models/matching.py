@@ -35,7 +35,7 @@ class Match:
         return "\n".join([*lines, *(f"not used: {name}" for name in self.unused)]) + "\n"
 
 
-def heads_of(model: nn.Module) -> tuple[str, ...]:
+def find_heads(model: nn.Module) -> tuple[str, ...]:
     """The names of the layers that compute the logits: those that timm names, else the last linear layer."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
     named = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
@@ -51,7 +51,7 @@ def copy_matching(model: nn.Module, tensors: Mapping[str, Tensor], there: Sequen
     known, the rows of the head are copied by class name; names that occur twice are left out.
     """
     state, found = model.state_dict(), Match()
-    heads = tuple(f"{name}." for name in heads_of(model))
+    heads = tuple(f"{name}." for name in find_heads(model))
     counts = Counter(there)
     row_of = {name: row for row, name in enumerate(there) if counts[name] == 1}
     pairs = [(row, row_of[name]) for row, name in enumerate(here) if name in row_of]

@@ -17,14 +17,12 @@ from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output
 from utils.models.layers import set_drop_path, unsupported
-from utils.models.matching import heads_of
+from utils.models.matching import find_heads
 from utils.models.published import keep_head, published_input, published_model, resize_input
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
-STEM_POOLS = ("maxpool", "features.pool0")  # the pooling after the stem of ResNet and DenseNet
 _SEVERAL_HEADS = {"googlenet", "inception_v3"}  # they have three outputs in training
 _NOT_ARGUMENTS = {"weights", "pretrained", "checkpoint_path"}  # timm would unpickle the file of the last one
-_FIX_ARGUMENTS = "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'"
 OWN_MODELS = Table(
     "model",
     {"mnist_cnn": MnistCNN, "mlp": MLP, "fastnet": FastNet},
@@ -150,7 +148,9 @@ def build_model(
     except Exception as error:  # invalid arguments can cause errors of any class
         if not config.model_args and not isinstance(error, TypeError | RuntimeError):
             raise
-        what, fix = ("--model_args for", _FIX_ARGUMENTS) if config.model_args else ("--model", "")
+        what, fix = "--model", ""
+        if config.model_args:
+            what, fix = "--model_args for", "change or remove these arguments, written as '{NAME: VALUE, NAME: VALUE}'"
         # The text of a KeyError and others means nothing without the class.
         kind = "" if isinstance(error, TypeError | ValueError | RuntimeError) else f"{type(error).__name__} "
         raise UserError(f"{what} {name}: {kind}{one_line(error)[:200]}", fix) from error
@@ -194,7 +194,7 @@ def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool)
 
 def _replace_head(model: nn.Module, classes: int) -> None:
     """Replace the last linear layer (or 1x1 convolution) with a new one with `classes` outputs."""
-    (name,) = heads_of(model)
+    (name,) = find_heads(model)
     head: Any = model.get_submodule(name)
     bias = head.bias is not None
     linear = isinstance(head, nn.Linear)
@@ -215,7 +215,7 @@ def _fit_stem(model: nn.Module, spec: InputSpec, config: TrainConfig) -> str:
     if small and max(conv.stride) > 1 and max(conv.kernel_size) > max(conv.stride):
         change = "small-image stem (3x3, stride 1: slower; --stem standard keeps torchvision's)"
         geometry = {"kernel_size": 3, "stride": 1, "padding": 1}
-        for pool in STEM_POOLS:
+        for pool in ("maxpool", "features.pool0"):  # of ResNet and DenseNet
             if pool in dict(model.named_modules()):
                 model.set_submodule(pool, nn.Identity())
     elif config.stem == "small":

@@ -120,26 +120,22 @@ def _of_classes(found: Predictions, task: Task) -> dict[str, Any]:
 
 
 def _of_sets(found: Predictions, task: Task) -> dict[str, Any]:
-    """The analysis of images with any number of classes. One class after the other: there may be a million images."""
-    names, logits, truth = task.class_names, found.scores, found.labels.astype(bool)
-    distance, column = np.zeros(len(logits)), np.zeros(len(logits), np.int64)  # of each image's largest error
-    for c, (own, true) in enumerate(zip(logits.T, truth.T, strict=True)):
-        away = np.abs(sigmoid(own) - true) * ((own > task.cut) != true)
-        column[away > distance] = c
-        distance = np.fmax(distance, away)  # NaN is left out
+    """The analysis of images with any number of classes."""
+    names, logits, truth, errors = task.class_names, found.scores, found.labels.astype(bool), []
+    wrong = (logits > task.cut) != truth
+    rows = np.flatnonzero(wrong.any(1))
+    for i in rows[np.argsort(-found.values[rows, 0], kind="stable")][:ERRORS]:
+        chances = sigmoid(logits[i])
+        c = int(np.argmax(np.abs(chances - truth[i]) * wrong[i]))  # the largest error of the image
+        own = ", ".join(names[n] for n in np.flatnonzero(truth[i])) or "no class"
+        errors.append({"index": int(found.indices[i]), "text": f"{names[c]} {chances[c]:.1%}", "true": own})
     scores = task.metrics(logits, found.labels)
-    classes = zip(names, scores.get("per_class_ap", []), scores.get("per_class_count", []), strict=False)
-    errors = []
-    for i in np.argsort(-distance, kind="stable")[:ERRORS]:
-        if distance[i]:
-            text = f"{names[column[i]]} {float(sigmoid(logits[i, column[i]])):.1%}"
-            own = ", ".join(names[n] for n in np.flatnonzero(truth[i])) or "no class"
-            errors.append({"index": int(found.indices[i]), "text": text, "true": own})
-    rows = [{"name": name, "count": count, "score": score} for name, score, count in classes if score is not None]
+    columns = zip(names, scores.get("per_class_ap", []), scores.get("per_class_count", []), strict=False)
+    classes = [{"name": name, "count": count, "score": score} for name, score, count in columns if score is not None]
     return {
         "calibration": calibration((sigmoid(own), true) for own, true in zip(logits.T, truth.T, strict=True)),
         "score": "average precision",
-        "classes": sorted(rows, key=lambda row: row["score"]),
+        "classes": sorted(classes, key=lambda row: row["score"]),
         "matrix": None,
         "confusions": [],
         "errors": errors,

@@ -15,18 +15,13 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.errors import UserError, one_line
 from utils.files import expand, read_json
+from utils.models.checking import hash_tensors
 from utils.models.matching import Match
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import EMA, read_weights
-from utils.runs.manifest import (
-    FOR_EVALUATION,
-    MANIFEST,
-    find_checkpoint,
-    is_checkpoint_name,
-    sha256_of,
-    verify,
-)
-from utils.runs.metadata import SavedRun, read_checkpoint
+from utils.runs.inference import find_saved
+from utils.runs.loading import read_weights
+from utils.runs.manifest import MANIFEST, is_checkpoint_name
+from utils.runs.metadata import SavedRun
 
 WEIGHTS = "model.safetensors"
 _HUB = "hf://"
@@ -39,21 +34,19 @@ class InitialWeights:
     """Weights to start from. `settings` has those of the run's settings that follow from them."""
 
     name: str
-    file: Path
+    tensors: Mapping[str, Tensor]
     class_names: list[str]
     settings: dict[str, Any]
     taken: list[str] = field(default_factory=list)  # the settings that were not given
-    weights: str = ""  # SHA-256 of the file
     match: Match | None = None  # once the model has the weights
+
+    def __post_init__(self) -> None:
+        self.weights = hash_tensors(self.tensors.values())
 
     def describe(self) -> str:
         """What the run took from it, for the start table."""
         taken = f"; its {', '.join(self.taken)}" if self.taken else ""
         return f"{self.name}: {self.match.line() if self.match else ''}{taken}"
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The weights by name."""
-        return read_weights(self.file, "convert it with safetensors.torch.save_file; other formats may run code")
 
 
 def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tuple[TrainConfig, InitialWeights | None]:
@@ -68,11 +61,14 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
         return replace(_fill(config, vars(saved.settings)) if kept else config, init_from=kept), None
     if config.init_from is None:
         return config, None
-    # Only the main process searches: the run that is named could move `best` between two searches.
-    found = ranks.from_main(partial(_find, config.init_from), patient=True)
-    with ranks.local_main_first("reading the weights of --init_from"):
-        source = _read(found)
-        source.weights, filled = sha256_of(source.file), _fill(config, source.settings)
+    if ranks.from_main(partial(_is_run, config.init_from)):
+        source = _of_run(find_saved(config.init_from, None, ranks))
+    else:
+        found = ranks.from_main(partial(_find, config.init_from), patient=True)
+        with ranks.local_main_first("reading the weights of --init_from"):
+            source = _read(found)
+    with ranks.agree():
+        filled = _fill(config, source.settings)
     ranks.check_same(source.weights, f"different weights in --init_from {config.init_from}")
     source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
     return filled, source
@@ -88,18 +84,20 @@ def _fill(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
     return replace(config, **values)
 
 
+def _is_run(where: str) -> bool:
+    """Whether --init_from names a run or a checkpoint."""
+    path = expand(where)
+    is_checkpoint = (path / MANIFEST).exists() or is_checkpoint_name(path.name)
+    return path.is_dir() and (is_checkpoint or not (path / WEIGHTS).is_file())
+
+
 def _find(where: str) -> str:
-    """The file or checkpoint that --init_from names, as an absolute path, or hf://OWNER/NAME@COMMIT."""
+    """The file or folder that --init_from names, as an absolute path, or hf://OWNER/NAME@COMMIT."""
     if where.startswith(_HUB):
         return f"{where.partition('@')[0]}@{_download(where).parent.name}"  # snapshots/COMMIT/model.safetensors
-    path = expand(where)
     fix = "give a run, a checkpoint, a safetensors file or hf://OWNER/NAME"
-    require(path.exists(), f"--init_from {where}: no such file or folder", fix)
-    is_ours = (path / MANIFEST).exists() or is_checkpoint_name(path.name)
-    if path.is_dir() and (is_ours or not (path / WEIGHTS).is_file()):
-        path = find_checkpoint(path)
-        verify(path, FOR_EVALUATION)
-    return os.path.abspath(path)
+    require(expand(where).exists(), f"--init_from {where}: no such file or folder", fix)
+    return os.path.abspath(expand(where))
 
 
 def _download(where: str) -> Path:
@@ -122,20 +120,23 @@ def _download(where: str) -> Path:
     return Path(path)
 
 
+def _of_run(saved: SavedRun) -> InitialWeights:
+    """The weights of a checkpoint, which have been read, with its settings."""
+    assert saved.weights is not None
+    values = {name: vars(saved.settings)[name] for name in ("model", "model_args", "stem")}
+    values |= {name: vars(saved.spec)[name] for name in ("channels", "mean", "std")}
+    values["image_size"] = list(saved.spec.size)
+    if saved.settings.pretrained:
+        values["stem"] = "standard"
+    return InitialWeights(os.path.abspath(saved.path), saved.weights.tensors, saved.class_names, values)
+
+
 def _read(found: str) -> InitialWeights:
-    """The source that `_find` has found, without its tensors. Nothing in it is executed."""
+    """The weights in the file or folder that `_find` has found. Nothing in it is executed."""
     path = _download(found) if found.startswith(_HUB) else Path(found)
-    if (path / MANIFEST).exists():
-        saved = read_checkpoint(path)
-        values = {name: vars(saved.settings)[name] for name in ("model", "model_args", "stem")}
-        values |= {name: vars(saved.spec)[name] for name in ("channels", "mean", "std")}
-        values["image_size"] = list(saved.spec.size)
-        if saved.settings.pretrained:
-            values["stem"] = "standard"
-        average = path / f"{EMA}.safetensors"
-        return InitialWeights(found, average if average.is_file() else path / WEIGHTS, saved.class_names, values)
     file = path / WEIGHTS if path.is_dir() else path
-    return InitialWeights(found, file, *_read_config(file.with_name("config.json")))
+    tensors = read_weights(file, "convert it with safetensors.torch.save_file; other formats may run code")
+    return InitialWeights(found, tensors, *_read_config(file.with_name("config.json")))
 
 
 def _read_config(path: Path) -> tuple[list[str], dict[str, Any]]:

@@ -10,13 +10,11 @@ import datasets
 import evaluate
 import numpy as np
 from sklearn.metrics import (
+    average_precision_score,
     confusion_matrix,
-    precision_recall_curve,
     precision_recall_fscore_support,
     roc_auc_score,
 )
-
-from utils.tasks.task import sigmoid
 
 
 class LabelMetrics(evaluate.Metric):
@@ -59,41 +57,24 @@ def class_metrics(scores: np.ndarray, labels: np.ndarray, cut: float) -> dict[st
     """Mean average precision, macro-F1, and the scores of each class; empty if a score is NaN or infinite.
 
     `scores` are logits [N, classes], `labels` multi-hot [N, classes]; scores above `cut` predict a
-    class. The average precision, the best threshold and its F1 are None for classes without labels,
-    and `mAP` is the mean over the others. `macro_f1` is the mean over the classes that have labels
-    or are predicted. The best threshold of a class is the probability with the highest F1 on these
-    samples; expect a lower F1 on others.
+    class. The average precision is None for classes without labels, and `mAP` is the mean over the
+    others. `macro_f1` is the mean over the classes that have labels or are predicted.
     """
     if not np.isfinite(scores).all():
         return {}
-    predicted = scores > cut
-    counts, pairs = labels.sum(0, dtype=np.int64), predicted.sum(0) + labels.sum(0, dtype=np.int64)
-    hits = (predicted & (labels > 0)).sum(0)
-    curves = [
-        _curve(own, true) if count else (None, None, None)
+    counts, predicted = labels.sum(0, dtype=np.int64), scores > cut
+    pairs, hits = predicted.sum(0) + counts, (predicted & (labels > 0)).sum(0)
+    precisions = [
+        float(average_precision_score(true, own)) if count else None
         for own, true, count in zip(scores.T, labels.T, counts, strict=True)
     ]
-    precisions, f1s, thresholds = (list(column) for column in zip(*curves, strict=True))
     return {
         "mAP": float(np.mean([value for value in precisions if value is not None])),
         "macro_f1": float(np.mean(2 * hits[pairs > 0] / pairs[pairs > 0])),
         "classes_evaluated": int((counts > 0).sum()),
         "per_class_ap": precisions,
         "per_class_count": counts.tolist(),
-        "per_class_best_f1": f1s,
-        "per_class_best_threshold": thresholds,
     }
-
-
-def _curve(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float, float]:
-    """Average precision, the highest F1 of a threshold, and this threshold as a probability."""
-    precision, recall, cuts = precision_recall_curve(labels, scores)
-    average = -float(np.sum(np.diff(recall) * precision[:-1]))  # as average_precision_score
-    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-30)
-    best = int(f1[:-1].argmax())
-    # Between two scores, so that rounding does not matter.
-    below = scores[scores < cuts[best]].max(initial=-np.inf)
-    return average, float(f1[best]), float(sigmoid(np.array([cuts[best], below])).mean())
 
 
 def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:

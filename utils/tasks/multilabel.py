@@ -106,18 +106,11 @@ class MultiLabel(Task):
         return class_metrics(predictions, labels, self.cut)
 
     def worst(self, record: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-        columns = ("ap", "count", "best_f1", "best_threshold")
-        found = zip(
-            *(record.get(f"per_class_{name}", []) for name in columns),
-            map(printable, self.class_names),
-            strict=False,
-        )
-        rows = [
-            (name, f"{ap:.4f} of {count} images; F1 {f1:.4f} above {threshold:.4g}")
-            for ap, count, f1, threshold, name in sorted(row for row in found if row[0] is not None)
-        ]
-        title = "Average precision of the classes, worst first; the best thresholds of this split"
-        return title, rows[:10]
+        names = map(printable, self.class_names)
+        scores = zip(record.get("per_class_ap", []), record.get("per_class_count", []), names, strict=False)
+        worst = sorted(row for row in scores if row[0] is not None)[:10]
+        rows = [(name, f"{precision:.4f} of {count} images") for precision, count, name in worst]
+        return "Average precision of the classes, worst first", rows
 
 
 class Binary(MultiLabel):

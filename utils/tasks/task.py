@@ -138,12 +138,14 @@ class Task:
     def report(self, record: Mapping[str, Any], title: str, more: Sequence[tuple[str, Any]] = ()) -> str:
         """The result of eval.py as text: the metrics, `more` rows of the table, then the worst classes."""
         evaluated, of = record.get("classes_evaluated", record["classes"]), record["classes"]
-        rows = [("data", f"{printable(record['data'])}, {record['split']}")]
-        rows += [("weights", record["weights"])] if "weights" in record else []
-        rows += [("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}")]
-        rows += score_rows(record)
-        rows += [("count", record["count"])]
-        rows += [("seconds", f"{record['seconds']:.2f}")]
+        rows = [
+            ("data", f"{printable(record['data'])}, {record['split']}"),
+            *([("weights", record["weights"])] if "weights" in record else []),
+            ("classes", f"{evaluated} of {of} with samples" if evaluated < of else f"{of}"),
+            *score_rows(record),
+            ("count", record["count"]),
+            ("seconds", f"{record['seconds']:.2f}"),
+        ]
         heading, classes = self.worst(record)
         return "\n".join([table(title, [*rows, *more]), *([table(heading, classes)] if classes else [])])
 

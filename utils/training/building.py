@@ -147,7 +147,7 @@ def load_source(module: nn.Module, source: InitialWeights, class_names: list[str
 
     Raises UserError if no parameter fits, or if a copied tensor is NaN or infinite.
     """
-    tensors = source.tensors()
+    tensors, source.tensors = source.tensors, {}  # they are not needed again
     source.match = copy_matching(module, tensors, source.class_names, class_names)
     if bad := bad_tensors(module.state_dict()):
         raise UserError(f"--init_from {source.name}: {join_names(bad, 3)} is NaN or infinite", "use other weights")

@@ -9,7 +9,7 @@ from utils.errors import UserError
 from utils.launch.command import script_command
 from utils.models.checking import bad_tensors
 from utils.training.run import Run
-from utils.training.schedule import count_of
+from utils.training.schedule import count_updates
 
 _ALSO = "increase --warmup_steps or set --clip_norm"
 _FIX = f"lower --lr, {_ALSO}"
@@ -87,7 +87,7 @@ def watch_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
 def warmup_updates(run: Run) -> int:
     """The updates in which the learning rate rises."""
     steps, usual = run.config.warmup_steps, 0.3 if run.config.lr_schedule == "onecycle" else 0
-    return count_of(usual if steps is None else steps, run.updates)
+    return count_updates(usual if steps is None else steps, run.updates)
 
 
 def _report(run: Run, problem: str) -> None:

@@ -36,28 +36,23 @@ def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
     Both begin with their largest batch. The run folder is deleted. Returns their seconds and the largest memory of a
     process in bytes.
     """
+    size, block = run.plan.update_size(run.state.position), min(run.config.eval_batch_size, len(run.data.evaluation))
+    where = "GPU memory" if run.accelerator.device.type == "cuda" else "memory of a process"
     try:
-        found = _measure_both(run, update)
+        seconds, memory = _measured(run, lambda: _first_update(run, update))
+        eval_seconds, eval_memory = _measured(run, lambda: _first_block(run))
+        run.log.say(
+            f"dry run: an update of {size} images took {seconds:.1f} s (largest {where}: {bytes_text(memory)}), an "
+            f"evaluation batch of {block} images {eval_seconds:.1f} s ({bytes_text(eval_memory)}); nothing was saved"
+        )
         if run.ranks.is_main:
             operations = f"{count_flops(run.module, run.spec) / 1e9:.4g} GFLOP per image"
             run.log.say(f"model: {operations}, a multiply-add counts as two")
-        return found
+        return {"seconds": seconds, "memory": memory, "eval_seconds": eval_seconds, "eval_memory": eval_memory}
     finally:
         run.log.close()
         if run.ranks.is_main:
             shutil.rmtree(run.folder, ignore_errors=True)
-
-
-def _measure_both(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
-    size, block = run.plan.update_size(run.state.position), min(run.config.eval_batch_size, len(run.data.evaluation))
-    seconds, memory = _measured(run, lambda: _first_update(run, update))
-    eval_seconds, eval_memory = _measured(run, lambda: _first_block(run))
-    where = "GPU memory" if run.accelerator.device.type == "cuda" else "memory of a process"
-    run.log.say(
-        f"dry run: an update of {size} images took {seconds:.1f} s (largest {where}: {bytes_text(memory)}), an "
-        f"evaluation batch of {block} images {eval_seconds:.1f} s ({bytes_text(eval_memory)}); nothing was saved"
-    )
-    return {"seconds": seconds, "memory": memory, "eval_seconds": eval_seconds, "eval_memory": eval_memory}
 
 
 def _measured(run: Run, action: Callable[[], None]) -> tuple[float, int]:

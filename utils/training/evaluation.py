@@ -74,24 +74,19 @@ class Evaluator:
             return None
         indices, predictions, *kept = rows
         decided = predictions if task.cut is None else predictions > task.cut
-        kinds = (
-            decided[:1].tolist() if (decided == decided[:1]).all() else [0, 1]
-        )  # two different values stand for more than one
-        counts, of_ranks = zip(*self.ranks.gather((len(decided), kinds)), strict=True)
-        self.is_constant = len({str(kind) for own in of_ranks for kind in own}) == 1
-        seen = gather_rows(self.accelerator, indices, counts).cpu().numpy()
-        result, order = self._summary(sums, seen), np.argsort(seen)
-        seen, labels = seen[order], self.batches.labels[seen[order]]
+        same = bool((decided == decided[:1]).all())
+        kinds = self.ranks.gather(decided[:1].tolist() if same else [0, 1])  # two values stand for several
+        self.is_constant = len({str(kind) for own in kinds for kind in own}) == 1
+        needed = [predictions] if self.config.metrics or task.metric in task.gathered else []
+        seen, *found = self.gather([indices, *needed, *kept])
+        totals, labels = self.accelerator.reduce(sums, "sum").tolist(), self.batches.labels
+        result = task.summary(dict(zip(task.evaluation, totals, strict=True)), len(seen)) | {"count": len(seen)}
         if keep:
-            parts = (gather_rows(self.accelerator, part, counts).cpu().numpy()[order] for part in kept)
-            self.predictions = Predictions(seen, labels, *parts)
-        if self.config.metrics or task.metric in task.gathered:
-            predicted = gather_rows(self.accelerator, predictions, counts)
+            self.predictions = Predictions(seen, labels, *found[len(needed) :])
+        if needed:
             # As JSON, so that numbers of NumPy become those of Python, as in the log.
-            found = json.loads(
-                self.ranks.from_main(lambda: json.dumps(task.metrics(predicted.cpu().numpy()[order], labels)))
-            )
-            result |= found if self.config.metrics else {k: found[k] for k in task.gathered if k in found}
+            more = json.loads(self.ranks.from_main(lambda: json.dumps(task.metrics(found[0], labels))))
+            result |= more if self.config.metrics else {k: more[k] for k in task.gathered if k in more}
         return result | {"seconds": time.perf_counter() - start}
 
     @torch.no_grad()
@@ -132,6 +127,19 @@ class Evaluator:
             return None
         return [seen, *rows]
 
+    def gather(self, own: list[Tensor]) -> list[np.ndarray]:
+        """The rows of all ranks, in the order of the split; `own` begins with the indices; collective.
+
+        Raises RuntimeError if a sample is missing or counted twice.
+        """
+        counts = self.ranks.gather(len(own[0]))
+        seen, *rows = (gather_rows(self.accelerator, part, counts).cpu().numpy() for part in own)
+        order, samples = np.argsort(seen), len(self.batches.labels)
+        if not np.array_equal(seen[order], np.arange(samples)):
+            problem = f"the evaluation did not count each of the {samples} samples once"
+            raise RuntimeError(f"{problem} ({len(seen)} counted); please report this")
+        return [part[order] for part in (seen, *rows)]
+
     def _any_wants_to_stop(self, wants_to_stop: bool, interval: SyncInterval, block: int) -> bool:
         self.ranks.mark_waiting(f"block {block} of the evaluation")
         own = [wants_to_stop, time.perf_counter() - interval.time]
@@ -140,16 +148,6 @@ class Evaluator:
         self.ranks.mark("evaluating")
         interval.synced(block, seconds / self.accelerator.num_processes)
         return stops > 0
-
-    def _summary(self, sums: Tensor, seen: np.ndarray) -> dict:
-        """The metrics over all ranks; `seen` has the indices of all samples that were evaluated, int64 [n]."""
-        totals = self.accelerator.reduce(sums, "sum").tolist()
-        samples, count = len(self.batches.labels), len(seen)
-        if not np.array_equal(np.sort(seen), np.arange(samples)):
-            problem = f"the evaluation did not count each of the {samples} samples once"
-            raise RuntimeError(f"{problem} ({count} counted); please report this")
-        result = self.task.summary(dict(zip(self.task.evaluation, totals, strict=True)), count)
-        return {**result, "count": count}
 
 
 def make_evaluator(

@@ -1,13 +1,14 @@
 """The picture `first_batch.png`: the first images of a run as the model receives them."""
 
 import io
-import math
 import unicodedata
 from collections.abc import Sequence
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+from torchvision.transforms.v2.functional import InterpolationMode, pad, resize, to_pil_image
+from torchvision.utils import make_grid
 
 from utils.console import printable
 from utils.data.datasets import Batch
@@ -71,21 +72,19 @@ def label_lines(label: int | Sequence[float], names: Sequence[str]) -> list[str]
 
 def grid(pixels: Tensor, lines: Sequence[Sequence[str]]) -> Image.Image:
     """Images [n, C, H, W] uint8 in rows of eight, each with its lines of text below."""
-    n, channels, height, width = pixels.shape
-    side = max(height, width)
-    scale = _LARGEST / side if side > _LARGEST else max(1, round(_SIDE / side))
-    size = max(1, round(width * scale)), max(1, round(height * scale))
-    cell = size[0] + 2 * _GAP, size[1] + 2 * _GAP + _LINE * max(map(len, lines))
-    columns = min(n, _COLUMNS)
-    picture = Image.new("RGB", (columns * cell[0], math.ceil(n / columns) * cell[1]), "white")
+    sides = pixels.shape[2:]
+    scale = _LARGEST / max(sides) if max(sides) > _LARGEST else max(1, round(_SIDE / max(sides)))
+    height, width = (max(1, round(side * scale)) for side in sides)
+    kind = InterpolationMode.NEAREST if scale >= 1 else InterpolationMode.BILINEAR
+    below = _GAP + _LINE * max(map(len, lines))
+    cells = pad(resize(pixels, [height, width], kind), [_GAP, _GAP, _GAP, below], fill=255)
+    picture = to_pil_image(make_grid(cells, _COLUMNS, padding=0, pad_value=255))
     draw, font = ImageDraw.Draw(picture), ImageFont.load_default(_TEXT)
-    for number, (planes, texts) in enumerate(zip(pixels, lines, strict=True)):
-        array = (planes[0] if channels == 1 else planes.permute(1, 2, 0)).numpy()
-        left, top = number % columns * cell[0] + _GAP, number // columns * cell[1] + _GAP
-        resample = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX
-        picture.paste(Image.fromarray(array).resize(size, resample), (left, top))
+    for number, texts in enumerate(lines):
+        left = number % _COLUMNS * cells.shape[3] + _GAP
+        top = number // _COLUMNS * cells.shape[2] + _GAP + height
         for row, text in enumerate(texts):
-            while draw.textlength(text, font) > size[0]:
+            while draw.textlength(text, font) > width:
                 text = text[:-2] + "…" if len(text) > 2 else ""
-            draw.text((left, top + size[1] + row * _LINE), text, "black", font)
+            draw.text((left, top + row * _LINE), text, "black", font)
     return picture

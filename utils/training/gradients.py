@@ -3,7 +3,6 @@
 To add another way, write a subclass of `Gradients` and choose it in `make_gradients`.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -15,6 +14,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from utils.config.settings import TrainConfig
 from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
+from utils.models.checking import hash_tensors
 from utils.ranks.accelerator import prepare_buckets
 from utils.ranks.ranks import Ranks
 from utils.training.building import Resolved
@@ -145,8 +145,5 @@ def make_gradients(
 
 def check_same_weights(module: nn.Module, ranks: Ranks) -> None:
     """Raise UserError if ranks start with different weights. Without DDP, nothing makes them equal. Collective."""
-    digest = hashlib.sha256()
-    for tensor in module.state_dict().values():
-        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
     fix = "use the same kind of processor, the same versions and the same files on all machines"
-    ranks.check_same(digest.hexdigest(), "different weights at the start", fix)
+    ranks.check_same(hash_tensors(module.state_dict().values()), "different weights at the start", fix)

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from utils.config.settings import TrainConfig
-from utils.models.matching import heads_of
+from utils.models.matching import find_heads
+from utils.training.summary import count_parameters
 
 Groups = list[dict[str, Any]]
 
@@ -76,7 +77,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         return group_parameters(model, matcher(coarse=False), reverse=True)
     numbers: dict[str, int] = {}
     number = -1
-    for is_block, named in _blocks(model, "", _size(model) / 2):
+    for is_block, named in _blocks(model, "", count_parameters(model.parameters()) / 2):
         number += is_block and any(parameter.ndim > 1 for _, parameter in named)
         numbers |= {name: max(0, number) for name, _ in named}
     return numbers
@@ -88,14 +89,10 @@ def _blocks(module: nn.Module, prefix: str, half: float) -> Iterator[tuple[bool,
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         is_leaf = next(child.children(), None) is None
-        if isinstance(child, _CONTAINERS) or (not is_leaf and _size(child) > half):
+        if isinstance(child, _CONTAINERS) or (not is_leaf and count_parameters(child.parameters()) > half):
             yield from _blocks(child, path, half)
         else:
             yield True, list(child.named_parameters(path))
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
@@ -109,5 +106,5 @@ def hidden_matrices(model: nn.Module) -> set[str]:
         if isinstance(module, nn.Linear | nn.Conv2d | nn.MultiheadAttention) and not is_grouped:
             own = module.named_parameters(path, recurse=False)
             names += [name for name, parameter in own if parameter.ndim > 1]
-    heads = tuple(f"{name}." for name in heads_of(model))
+    heads = tuple(f"{name}." for name in find_heads(model))
     return {name for name in names[1:] if not name.startswith(heads)}

@@ -2,71 +2,59 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-class Inspection:
-    """Observes the layers of a module during one forward and backward pass, in a `with` block.
-
-    `layers` has, in the order of execution, the name of each layer without layers of its own, and whether its inputs
-    and its outputs are finite.
-    """
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-        self.layers: list[tuple[str, bool, bool]] = []
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Self:
-        for name, layer in self.module.named_modules():
-            if not list(layer.children()):
-                self._handles.append(layer.register_forward_hook(self._observer(name or type(layer).__name__)))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _observer(self, name: str):
-        def observe(layer: nn.Module, inputs: Any, outputs: Any) -> None:
-            self.layers.append((name, _finite(inputs), _finite(outputs)))
-
-        return observe
-
-    def bad_parameters(self) -> list[str]:
-        """The names of the parameters with NaN or infinite values."""
-        return [name for name, parameter in self.module.named_parameters() if not _finite(parameter)]
-
-    def gradient_norms(self) -> dict[str, float]:
-        """The norm of the gradient of each parameter that has one."""
-        parameters = self.module.named_parameters()
-        return {name: p.grad.float().norm().item() for name, p in parameters if p.grad is not None}
-
-    @staticmethod
-    @contextmanager
-    def restored(module: nn.Module) -> Iterator[None]:
-        """Restore the buffers of a module, such as batch statistics, at the end; without gradients."""
-        before = [buffer.clone() for buffer in module.buffers()]
-        with torch.no_grad():
-            yield
-            for buffer, value in zip(module.buffers(), before, strict=True):
-                buffer.copy_(value)
+Layers = list[tuple[str, bool, bool]]  # name, and whether the inputs and the outputs are finite
 
 
-def first_bad_layer(found: Inspection) -> str:
+@contextmanager
+def observe_layers(module: nn.Module) -> Iterator[Layers]:
+    """Add to the list, in the order of execution, each layer without layers of its own that runs in the block."""
+    layers: Layers = []
+
+    def observe(name: str, _layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        layers.append((name, _finite(inputs), _finite(outputs)))
+
+    handles = [
+        layer.register_forward_hook(partial(observe, name or type(layer).__name__))
+        for name, layer in module.named_modules()
+        if not list(layer.children())
+    ]
+    yield layers
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a module, such as batch statistics, at the end; without gradients."""
+    before = [buffer.clone() for buffer in module.buffers()]
+    with torch.no_grad():
+        yield
+        for buffer, value in zip(module.buffers(), before, strict=True):
+            buffer.copy_(value)
+
+
+def gradient_norms(module: nn.Module) -> dict[str, float]:
+    """The norm of the gradient of each parameter that has one."""
+    return {name: p.grad.float().norm().item() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def first_bad_layer(module: nn.Module, layers: Layers) -> str:
     """Where NaN or infinite values begin, in words; empty if all are finite."""
-    parameters = found.bad_parameters()
+    parameters = [name for name, parameter in module.named_parameters() if not _finite(parameter)]
     if parameters:
         return f"weights are NaN or infinite before this update: {', '.join(parameters[:3])}"
-    for name, inputs, outputs in found.layers:
+    for name, inputs, outputs in layers:
         if not inputs:
             return f"the input of layer {name} is NaN or infinite"
         if not outputs:
             return f"the output of layer {name} is the first with NaN or infinite values; its input is finite"
-    gradients = [name for name, norm in found.gradient_norms().items() if not norm < float("inf")]
+    gradients = [name for name, norm in gradient_norms(module).items() if not norm < float("inf")]
     return f"the gradient of {gradients[-1]} is NaN or infinite; all layers' outputs are finite" if gradients else ""
 
 

@@ -41,8 +41,8 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
     batch = f"{plan.samples} samples do not fill a global batch of {plan.global_batch_size}"
     require(plan.updates_per_epoch > 0, f"--drop_last leaves no update: {batch}", "lower --global_batch_size")
     updates = config.max_steps or config.epochs * plan.updates_per_epoch
-    if cooldown := count_of(config.cooldown_steps, updates):
-        warmup = count_of(config.warmup_steps or 0, updates)
+    if cooldown := count_updates(config.cooldown_steps, updates):
+        warmup = count_updates(config.warmup_steps or 0, updates)
         problem = f"--warmup_steps {warmup} and --cooldown_steps {cooldown} exceed the {updates} updates of the run"
         require(warmup + cooldown <= updates, problem, "lower them")
         unscaled, last = replace(config, lr=1.0), updates - cooldown
@@ -52,7 +52,7 @@ def total_updates(config: TrainConfig, plan: Plan) -> int:
     return updates
 
 
-def count_of(steps: int | float, updates: int) -> int:
+def count_updates(steps: int | float, updates: int) -> int:
     """A number of updates: `steps`, or if it is below 1, this fraction of `updates`."""
     return round(steps * updates) if 0 < steps < 1 else int(steps)
 
@@ -65,7 +65,7 @@ def after_warmup(decay: Callable[..., float]) -> Callable[..., float]:
 
     @wraps(decay)  # keeps the parameters that --lr_schedule_args may set
     def schedule(config: TrainConfig, update: int, updates: int, **arguments) -> float:
-        warmup = count_of(config.warmup_steps or 0, updates)
+        warmup = count_updates(config.warmup_steps or 0, updates)
         if update < warmup:
             return config.lr * (update + 1) / warmup
         return config.lr * decay((update - warmup) / max(1, updates - warmup), **arguments)
@@ -109,20 +109,20 @@ def step(config: TrainConfig, update: int, updates: int, step_size: float = 0.3,
     """Multiplied by `gamma` every `step_size` updates. Below 1, `step_size` is a fraction of the run."""
     if step_size <= 0:
         raise ValueError(f"step_size must be above 0, got {step_size}")
-    return _warmed(config, update, updates) * gamma ** (update // max(1, count_of(step_size, updates)))
+    return _warm_up(config, update, updates) * gamma ** (update // max(1, count_updates(step_size, updates)))
 
 
 def multistep(
     config: TrainConfig, update: int, updates: int, milestones: Sequence[float] = (0.5, 0.75), gamma: float = 0.1
 ) -> float:
     """Multiplied by `gamma` at each of the `milestones`, in updates. Those below 1 are fractions of the run."""
-    drops = sum(update >= count_of(milestone, updates) for milestone in milestones)
-    return _warmed(config, update, updates) * gamma**drops
+    drops = sum(update >= count_updates(milestone, updates) for milestone in milestones)
+    return _warm_up(config, update, updates) * gamma**drops
 
 
-def _warmed(config: TrainConfig, update: int, updates: int) -> float:
+def _warm_up(config: TrainConfig, update: int, updates: int) -> float:
     """The learning rate of a constant schedule. Steps are counted from the start of the run, warm-up included."""
-    warmup = count_of(config.warmup_steps or 0, updates)
+    warmup = count_updates(config.warmup_steps or 0, updates)
     return config.lr * min(1.0, (update + 1) / max(1, warmup))
 
 
@@ -136,7 +136,7 @@ def onecycle(
     """
     lr = config.lr
     start, end = lr / div_factor, lr / (div_factor * final_div_factor)
-    top = 0.3 * updates - 1 if config.warmup_steps is None else float(count_of(config.warmup_steps, updates))
+    top = 0.3 * updates - 1 if config.warmup_steps is None else float(count_updates(config.warmup_steps, updates))
     if update <= top and top > 0:
         return _half_cosine(start, lr, update / top)
     return _half_cosine(lr, end, (update - top) / max(1.0, updates - 1 - top))
@@ -151,7 +151,7 @@ def learning_rate(config: TrainConfig, update: int, updates: int) -> float:
 
     With --cooldown_steps, the schedule ends before the cool-down, in which the learning rate falls linearly to 0.
     """
-    cooldown = count_of(config.cooldown_steps, updates)
+    cooldown = count_updates(config.cooldown_steps, updates)
     before, left = updates - cooldown, updates - update
     lr = SCHEDULES.call(config, config, min(update, before), before)
     return lr * left / cooldown if left < cooldown else lr
