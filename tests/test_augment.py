@@ -206,7 +206,7 @@ def photograph_set(split, seed=0, training=True, **settings):
 
 
 @pytest.mark.parametrize("min_scale", [0.08, 1.0])
-def test_half_of_the_photographs_are_mirrored_left_to_right_in_training_and_none_in_evaluation(min_scale):
+def test_half_of_the_photographs_are_mirrored_in_training_and_none_in_evaluation(min_scale):
     split, microbatch = photographs(40), Microbatch(0, 3, 0, np.random.default_rng(0).permutation(40))
 
     def images(**settings):

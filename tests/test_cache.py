@@ -76,7 +76,7 @@ def test_a_changed_file_is_decoded_anew():
 
 
 @pytest.mark.parametrize("kind", ["parquet file", "parquet folder", "arrow file", "saved"])
-def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_read_and_decoded_anew(kind):
+def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_anew(kind):
     pixels, labels = pictures(40), np.arange(40) // 20
     for folder, start in (("tables", 0), ("others", 20)):  # the same rows, the other half first
         data = table(labels.tolist(), Value("int64"), list(np.roll(pixels, start, 0)))
@@ -119,7 +119,7 @@ def test_a_subset_and_both_parts_of_a_hold_out_get_their_own_rows():
     assert (decode_all(split_of(expected[..., 0]), 8, 8, 1, "cache", None)[..., 0] == expected[..., 0]).all()
 
 
-def test_without_room_in_the_cache_images_that_fit_are_decoded_into_memory_and_nothing_is_written(monkeypatch, capsys):
+def test_without_room_in_the_cache_images_that_fit_are_decoded_into_memory(monkeypatch, capsys):
     split, expected = folder_split("photos", 300)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=10**9, free=100))
     pixels = decode_all(split, 8, 8, 3, "cache", iter)
@@ -196,7 +196,7 @@ def decode_and_signal_itself(split, number):
     return decode_all(split, 8, 8, 3, "cache", half_way).sum(dtype=int)
 
 
-def test_what_a_killed_process_was_writing_goes_at_the_next_decoding_and_what_a_live_one_writes_stays(monkeypatch):
+def test_what_a_killed_process_was_writing_goes_and_what_a_live_one_writes_stays(monkeypatch):
     monkeypatch.setattr(cache, "_CHUNK", 10)
     split, expected = folder_split("photos", 95)
     start_ranks(1, decode_and_signal_itself, split, signal.SIGKILL).finish()

@@ -79,7 +79,7 @@ def test_other_columns_are_named_by_flags_and_other_suffixes_are_known():
         assert samples(source) == [("x.png", "cat")]
 
 
-def test_paths_are_relative_to_the_file_or_absolute_and_do_not_depend_on_the_working_directory(monkeypatch):
+def test_paths_are_relative_to_the_file_or_absolute(monkeypatch):
     Path("elsewhere").mkdir()
     far, near = Path("elsewhere/x.png").resolve(), Path("photos/near.png").resolve()
     write(f"path,label\n{far},cat\n{near},cat\n../elsewhere/y.png,dog\nz.png,dog\n", "photos/list.csv")

@@ -261,8 +261,8 @@ def test_an_unreadable_image_is_named_by_its_path_or_its_index(tmp_path):
     file = tmp_path / "broken.png"
     file.write_bytes(b"no image")
     files = Files([str(file), str(tmp_path / "gone.png")])
-    for position, name in enumerate(["broken.png", "gone.png"]):
-        with pytest.raises(ValueError, match=f"{name}: not a readable image"):
+    for position, text in enumerate(["broken.png: not a readable image", "gone.png: No such file or directory"]):
+        with pytest.raises(ValueError, match=text):
             decode(split_of(files), position, 3)
     selected = split_of([FILES["png"], FILES["png"], b""]).select(np.array([2]))
     with pytest.raises(ValueError, match="image 2 of split 'train'"):

@@ -310,7 +310,7 @@ def test_an_evaluation_folder_that_links_to_training_images_is_refused(link, tar
     assert load(eval_split="train").evaluation.name == "train"
 
 
-def test_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_evaluated_and_resumed():
+def test_class_names_that_are_not_utf8_or_hold_a_newline_are_trained_saved_and_resumed():
     image_folder("folder", {"cat": 12, "caf\udce9": 12, "new\nline": 12})
     os.rename("folder/cat/000.png", b"folder/cat/b\xff\n.png")
     flags = ["--data", "folder", *SHORT]

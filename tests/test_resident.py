@@ -59,7 +59,7 @@ def images():
     return DecodedImages(pictures(60, (10, 12)), np.arange(60) % 7)
 
 
-def test_rows_of_several_labels_and_arrays_with_the_channels_first_are_drawn_on_the_device_too():
+def test_rows_of_several_labels_and_planes_are_drawn_on_the_device_too():
     rows = np.random.default_rng(0).integers(0, 2, (60, 4), np.uint8)
     first = np.ascontiguousarray(pictures(60, (10, 12)).transpose(0, 3, 1, 2))
     for batch in assert_same(DecodedImages(first.transpose(0, 2, 3, 1), rows)):

@@ -131,7 +131,7 @@ def test_training_on_two_processes_has_the_losses_and_metrics_of_one(runs):
         pytest.param("pairs.csv", ["--task", "binary", "--sampler", "balanced"], marks=pytest.mark.full),
     ],
 )
-def test_mixed_repeated_and_weighted_samples_are_the_same_on_two_processes_and_on_the_device(data, flags):
+def test_mixed_repeated_and_weighted_samples_are_the_same_on_two_processes(data, flags):
     write_data()
     flags = ["--data", data, *flags, *FLAGS, "--mixup", "0.4", "--cutmix", "1", "--repeats", "2", "--loss", "focal"]
     train_run(1, "one", *flags, "--grad_accum", "3", "--data_on_device", "yes")
@@ -250,7 +250,7 @@ def test_the_gradients_of_focal_losses_are_finite_for_certain_predictions(gamma)
 
 @pytest.mark.parametrize("loss", SIGMOID_LOSSES)
 @pytest.mark.parametrize("kind", [MultiLabel, Binary])
-def test_sigmoid_losses_take_mixtures_smoothing_and_weights_and_binary_is_the_softmax_of_two(loss, kind):
+def test_sigmoid_losses_take_mixtures_smoothing_and_weights(loss, kind):
     config = TrainConfig(loss=loss, label_smoothing=0.2, pos_weight=2.5)
     rows = torch.eye(4, dtype=torch.uint8)[[0, 3, 1, 1, 2, 0]] if kind is MultiLabel else torch.tensor([0, 1, 1, 0])
     one_hot = rows.double() if kind is MultiLabel else F.one_hot(rows).double()
@@ -285,7 +285,7 @@ def test_balanced_weights_are_negatives_per_positive_of_the_training_split():
 # -- metrics, --best_metric and labels -------------------------------------------------------------------------------
 
 
-def test_metrics_of_scores_with_ties_are_those_of_scikit_learn_and_undefined_ones_are_left_out():
+def test_metrics_of_scores_with_ties_are_those_of_scikit_learn():
     random = np.random.default_rng(0)
     scores, labels = random.integers(-3, 4, (90, 6)).astype(np.float32), random.integers(0, 2, (90, 6), np.uint8)
     values = class_metrics(scores, labels, cut=0.0)
