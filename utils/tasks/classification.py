@@ -1,6 +1,7 @@
 """Classification: each image has one class.
 
-To add a metric, add a sum to `evaluation` and `evaluate`, or, if it needs all predictions, to `gathered` and `metrics`.
+To add a metric, add a value to `evaluation` and `evaluate`, or, if it needs all predictions, to `gathered` and
+`metrics`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +31,11 @@ class Classification(Task):
 
     def __init__(self, config: TrainConfig, class_names: list[str], _labels: np.ndarray | None = None):
         self.class_names, self.outputs = class_names, len(class_names)
-        self.sum_of_losses: Callable[..., Tensor] = partial(LOSSES.choose(config.loss), **config.loss_args)
+        self.losses: Callable[..., Tensor] = partial(LOSSES.choose(config.loss), **config.loss_args)
         self.smoothing = config.label_smoothing
         self.weight: Tensor | None = None
         equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
-        self.uniform_loss = self.sum_of_losses(equal_scores, any_class, 0.0, None).item()
+        self.uniform_loss = self.losses(equal_scores, any_class, 0.0, None).item()
 
     def weigh(self, class_weights: list[float]) -> None:
         self.weight = torch.tensor(class_weights)
@@ -42,7 +43,7 @@ class Classification(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.weight is not None:
             self.weight = self.weight.to(outputs.device)  # copied once
-        return self.sum_of_losses(outputs, targets, self.smoothing, self.weight)
+        return self.losses(outputs, targets, self.smoothing, self.weight).sum()
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         classes = targets.argmax(1) if targets.is_floating_point() else targets
@@ -51,8 +52,8 @@ class Classification(Task):
     def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
         hits = ranked == labels[:, None]
-        loss = self.sum_of_losses(outputs, labels, 0.0, None).double()
-        return torch.stack([loss, hits[:, 0].sum(), hits.sum()]), ranked[:, 0]
+        losses = self.losses(outputs, labels, 0.0, None)
+        return torch.stack([losses, hits[:, 0], hits.any(1)], 1), ranked[:, 0]
 
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         means = super().summary(sums, count)

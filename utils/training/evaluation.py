@@ -64,9 +64,9 @@ class Evaluator:
         sums = torch.zeros(len(task.evaluation), dtype=torch.float64, device=self.accelerator.device)
 
         def step(outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-            own, predicted = task.evaluate(outputs, labels)
-            sums.add_(rounded(own))
-            kept = (*task.most_likely(outputs, TOP), task.sample_values(outputs, labels)) if keep else ()
+            values, predicted = task.evaluate(outputs, labels)
+            sums.add_(rounded(values.double().sum(0)))
+            kept = (*task.most_likely(outputs, TOP), values) if keep else ()
             return predicted, *kept
 
         rows = self.collect(step, stopping)
