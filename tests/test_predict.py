@@ -260,8 +260,9 @@ def test_files_of_unsupported_types_are_named_and_are_to_be_converted():
 
 
 def test_a_column_of_new_numbers_is_one_of_numbers_in_parquet():
-    columns = {"new": [0.5, None], "index": [1, 2], "error": [None, None], "predicted": [["a"], []]}
-    schema = parquet.read_schema(io.BytesIO(encode(columns, Path("x.parquet"))))
+    rows = [{"new": 0.5, "index": 1, "error": None, "predicted": ["a"]}]
+    rows.append({"new": None, "index": 2, "error": None, "predicted": []})
+    schema = parquet.read_schema(io.BytesIO(encode(rows, Path("x.parquet"))))
     assert [str(kind) for kind in schema.types] == ["double", "int64", "string", "list<element: string>"]
 
 
