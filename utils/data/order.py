@@ -117,11 +117,6 @@ class Plan:
         epoch, update = divmod(step, self.updates_per_epoch)
         return epoch, update * self.global_batch_size
 
-    @property
-    def weights_hash(self) -> str | None:
-        """A hash of the weights; None without weights."""
-        return None if self.weights is None else hashlib.sha256(self.weights.tobytes()).hexdigest()[:32]
-
     def microbatch_sizes(self, position: int) -> list[int]:
         """Samples in each microbatch of the update at `position`; they differ by at most one, in pairs by two."""
         pieces, alone = divmod(self.update_size(position), 2 if self.in_pairs else 1)

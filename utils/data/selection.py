@@ -9,7 +9,6 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names
 from utils.data.check import check_images
 from utils.data.record import Record, is_same, make_record, match_files, table_changes
-from utils.data.sampling import class_weights
 from utils.data.sources import open_source
 from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset
 from utils.errors import UserError
@@ -43,8 +42,7 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
         check_kind(split, config)
     if len(source.class_names) < 2:
         raise UserError(f"--data {config.data} has one class, {join_names(source.class_names)}", "give at least two")
-    weights = class_weights(config, train, source.class_names)
-    return Data(train, evaluation, source.class_names, record, bad, weights)
+    return Data(train, evaluation, source.class_names, record, bad)
 
 
 def load_split(
@@ -128,14 +126,14 @@ def _drop_unreadable(split: Split, config: TrainConfig, terminal: Terminal, keep
     if not bad:
         return split
     count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
+    names = ", ".join(bad[:_SHOWN]) + f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
     if config.bad_images == "error":
-        more = f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
         fix = "fix these files, or leave them out with --bad_images skip"
-        raise UserError(f"{count} cannot be read: {', '.join(bad[:_SHOWN])}{more}", fix)
+        raise UserError(f"{count} cannot be read: {names}", fix)
     if not split.readable.any():
         raise UserError(f"no image of split {split.name!r} can be used ({len(split)} checked)", "give another --data")
     action = "other images of their classes replace them" if keep_order else "will be left out"
-    terminal.print(f"{count} cannot be used and {action}; the first is {bad[0]}")
+    terminal.print(f"{count} cannot be used and {action}: {names}")
     return split.replace_unreadable() if keep_order else split.select(np.flatnonzero(split.readable))
 
 

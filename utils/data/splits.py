@@ -64,16 +64,19 @@ class Split:
     def replace_unreadable(self) -> "Split":
         """The split with another image of the same classes in the place of each unreadable one.
 
-        So the order of the other samples does not change. Raises UserError if there is no such image.
+        So the order of the other samples does not change. It is the next readable image in a fixed random order, so it
+        stays the same when others become unreadable. Raises UserError if there is no such image.
         """
         _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
-        usable, rows = np.flatnonzero(self.readable), self.rows.copy()
-        for position in np.flatnonzero(~self.readable).tolist():
-            same = usable[kinds[usable] == kinds[position]]
+        order, rows = permutation(len(self), 0, 0), self.rows.copy()
+        is_usable, kinds = self.readable[order], kinds[order]
+        for place in np.flatnonzero(~is_usable).tolist():
+            same = np.flatnonzero(is_usable & (kinds == kinds[place]))
             if not len(same):
-                problem = f"{self.describe(position)}: no other image of its class can be used ({len(self)} checked)"
+                name = self.describe(order[place])
+                problem = f"{name}: no other image of its class can be used ({len(self)} checked)"
                 raise UserError(problem, "restore it, or start a new run")
-            rows[position] = self.rows[same[position % len(same)]]
+            rows[order[place]] = self.rows[order[same[np.searchsorted(same, place) % len(same)]]]
         return replace(self, rows=rows)
 
     def select(self, positions: np.ndarray) -> "Split":
@@ -118,7 +121,7 @@ class Data:
     """A data set to train on: two splits and the names of their classes, by label.
 
     `record` describes the samples for checkpoints: a Record of utils/data/record.py. `bad_images` lists the images
-    that cannot be read, {path or index: reason}. `class_weights` are those of the loss.
+    that cannot be read, {path or index: reason}.
     """
 
     train: Split
@@ -126,19 +129,13 @@ class Data:
     class_names: list[str]
     record: Any = None
     bad_images: dict[str, str] = field(default_factory=dict)
-    class_weights: list[float] | None = None
-
-    @property
-    def class_weights_hash(self) -> str | None:
-        """A hash of the class weights; None without any."""
-        return None if self.class_weights is None else fingerprint_of(*self.class_weights)
 
     @property
     def fingerprint(self) -> str:
         """A hash of the samples of both splits, which does not change if the data set moves."""
         splits = (self.train, self.evaluation)
         texts = (text for split in splits for text in (split.label_fingerprint, split.content))
-        return fingerprint_of(*texts, self.class_weights)
+        return fingerprint_of(*texts)
 
 
 class Files:
@@ -193,8 +190,18 @@ class Source:
     def split(self, name: str) -> Split:
         """The split of this name, which must exist. Raises ValueError if it is empty or a label is out of range."""
         if name not in self._opened:
-            split = self.openers[name]()
-            check_labels(split, len(self.class_names))
+            split, classes = self.openers[name](), len(self.class_names)
+            if not len(split):
+                raise UserError(f"split {name!r} is empty", "choose another one with --train_split or --eval_split")
+            wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
+            if len(wrong) and split.labels.ndim == 1:
+                label = split.labels[wrong[0]]
+                fix = (
+                    "if the split is unlabelled, choose another one with --eval_split"
+                    if label < 0
+                    else "fix the labels"
+                )
+                raise UserError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}", fix)
             self._opened[name] = self.check(split)
         return self._opened[name]
 
@@ -230,17 +237,6 @@ def indices_in(names: list, labels: Any) -> np.ndarray:
     import pandas  # takes a third of a second
 
     return pandas.Index(names).get_indexer(labels)
-
-
-def check_labels(split: Split, classes: int) -> None:
-    """Raise ValueError if the split is empty or a label is outside 0 .. classes - 1."""
-    if not len(split):
-        raise UserError(f"split {split.name!r} is empty", "choose another one with --train_split or --eval_split")
-    wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
-    if len(wrong) and split.labels.ndim == 1:
-        label = split.labels[wrong[0]]
-        fix = "if the split is unlabelled, choose another one with --eval_split" if label < 0 else "fix the labels"
-        raise UserError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}", fix)
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
