@@ -176,7 +176,7 @@ def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> I
     chunks = BlockSampler(len(split), max(1, min(_CHUNK, _CHUNK_BYTES // math.prod(shape))))
     workers = min(len(usable_cores()), _MOST, len(split) // _LEAST)
     workers, ahead = choose_workers([chunks.block_size * math.prod(shape)], workers)
-    processes = worker_processes(workers, ahead) if workers > 1 else worker_processes(0)
+    processes = worker_processes(workers if workers > 1 else 0, ahead)
     loader = DataLoader(images, batch_sampler=chunks, collate_fn=move_to_shared_memory, **processes)
     for batch in wait_for_items(progress(loader), "a decoded image"):
         if batch.error is not None:

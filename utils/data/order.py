@@ -89,18 +89,13 @@ class Plan:
         return full + (rest > 0 and not self.drop_last)
 
     def sizes(self, processes: int) -> dict[str, int]:
-        """How the global batch is divided, for the log."""
+        """How the global batch is divided."""
         return {
             "processes": processes,
             "batch_size": -(-self.global_batch_size // self.microbatches),
             "grad_accum": -(-self.microbatches // processes),
             "global_batch_size": self.global_batch_size,
         }
-
-    def describe(self, processes: int) -> str:
-        """How the global batch is divided, as text."""
-        text = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
-        return text.format(**self.sizes(processes))
 
     def update_size(self, position: int) -> int:
         """Samples in the update that starts after `position` samples of its epoch; 0 at the epoch's end."""

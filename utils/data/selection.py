@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names
 from utils.data.check import check_images
 from utils.data.record import Record, is_same, make_record, match_files, table_changes
 from utils.data.sources import open_source
-from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset
+from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, indices_in, random_subset
 from utils.errors import UserError
 
 SILENT = Terminal(False)
@@ -33,8 +34,10 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
     else:
         (train, train_whole), (evaluation, eval_whole) = chosen = _choose_splits(source, config, terminal)
         if record is not None:
-            _check_same_tables(record, train_whole, eval_whole)
-        record, opened = make_record(config, source.class_names, *chosen), source.opened
+            changes = [*table_changes(record.train, train_whole), *table_changes(record.evaluation, eval_whole)]
+            fix = "a resumed run needs the same data: restore it"
+            require(not changes, "; ".join(dict.fromkeys(changes)), fix)
+        record, opened = make_record(config, source.class_names, *chosen), [*source.opened.values()]
     bad = {name: reason for split in opened for name, reason in split.unreadable().items()}
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
@@ -165,13 +168,6 @@ def _class_changes(before: list[str], now: list[str]) -> str:
     return f"the classes changed since training ({'; '.join(parts) or 'a different order'})"
 
 
-def _check_same_tables(record: Record, *wholes: Split) -> None:
-    """Raise ValueError unless these are the tables of the run."""
-    changes = [text for part, whole in zip(record.parts, wholes, strict=True) for text in table_changes(part, whole)]
-    if changes:
-        raise UserError("; ".join(dict.fromkeys(changes)), "a resumed run needs the same data: restore it")
-
-
 def _holds_all(source: Source, record: Record) -> bool:
     """Whether a data set has all samples of the record."""
     names = {part.source for part in record.parts}
@@ -241,8 +237,7 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
     """
     if class_names == wanted:
         return split
-    number = {name: index for index, name in enumerate(wanted)}
-    table = np.asarray([number.get(name, -1) for name in class_names])
+    table = indices_in(wanted, class_names)
     is_multi = split.labels.ndim == 2
     present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
     unknown = sorted({class_names[label] for label in present if table[label] < 0})

@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -71,12 +71,11 @@ class Split:
         order, rows = permutation(len(self), 0, 0), self.rows.copy()
         is_usable, kinds = self.readable[order], kinds[order]
         for place in np.flatnonzero(~is_usable).tolist():
-            same = np.flatnonzero(is_usable & (kinds == kinds[place]))
+            same, position = np.flatnonzero(is_usable & (kinds == kinds[place])), order[place]
             if not len(same):
-                name = self.describe(order[place])
-                problem = f"{name}: no other image of its class can be used ({len(self)} checked)"
+                problem = f"{self.describe(position)}: no other image of its class can be used ({len(self)} checked)"
                 raise UserError(problem, "restore it, or start a new run")
-            rows[order[place]] = self.rows[order[same[np.searchsorted(same, place) % len(same)]]]
+            rows[position] = self.rows[order[same[np.searchsorted(same, place) % len(same)]]]
         return replace(self, rows=rows)
 
     def select(self, positions: np.ndarray) -> "Split":
@@ -86,10 +85,10 @@ class Split:
     @property
     def cache_key(self) -> str:
         """Identifies the images and their order; part of the name of the file that caches them."""
-        stamps: list[str] = []
+        stamps = []
         if isinstance(self.images, Files):
-            paths, rows = self.images.paths, self.rows[self.readable]
-            stamps = [f"{os.fsencode(paths[row])!r}:{':'.join(map(str, stamp_of(paths[row])))}" for row in rows]
+            paths = (self.images.paths[row] for row in self.rows[self.readable])
+            stamps = [(path, *stamp_of(path)) for path in paths]
         return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).data, *sorted(self.bad), *stamps)
 
     @cached_property
@@ -167,9 +166,6 @@ def stamp_of(path: str | os.PathLike) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-Opener = Callable[[], Split]
-
-
 class Source:
     """The splits of a data set by name, each opened when it is first needed.
 
@@ -177,19 +173,19 @@ class Source:
     opened. `check` is applied to each split when it is opened.
     """
 
-    def __init__(self, openers: Mapping[str, Opener], class_names: list[str], aliases: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        openers: Mapping[str, Callable[[], Split]],
+        class_names: list[str],
+        aliases: Mapping[str, str] | None = None,
+    ):
         self.openers, self.class_names, self.aliases = openers, class_names, aliases or {}
         self.check: Callable[[Split], Split] = lambda split: split
-        self._opened: dict[str, Split] = {}
-
-    @property
-    def opened(self) -> list[Split]:
-        """The splits that have been opened."""
-        return list(self._opened.values())
+        self.opened: dict[str, Split] = {}
 
     def split(self, name: str) -> Split:
         """The split of this name, which must exist. Raises ValueError if it is empty or a label is out of range."""
-        if name not in self._opened:
+        if name not in self.opened:
             split, classes = self.openers[name](), len(self.class_names)
             if not len(split):
                 raise UserError(f"split {name!r} is empty", "choose another one with --train_split or --eval_split")
@@ -202,8 +198,8 @@ class Source:
                     else "fix the labels"
                 )
                 raise UserError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}", fix)
-            self._opened[name] = self.check(split)
-        return self._opened[name]
+            self.opened[name] = self.check(split)
+        return self.opened[name]
 
 
 def split_that_defines_classes(names: Collection[str], wanted: str | None) -> str:
@@ -232,11 +228,10 @@ def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) ->
     return rows
 
 
-def indices_in(names: list, labels: Any) -> np.ndarray:
+def indices_in(names: Iterable, labels: Iterable) -> np.ndarray:
     """The index in `names` of each label, int64 [n]; -1 for one that is not there."""
-    import pandas  # takes a third of a second
-
-    return pandas.Index(names).get_indexer(labels)
+    number = {name: index for index, name in enumerate(names)}
+    return np.asarray([number.get(label, -1) for label in labels], np.int64)
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
@@ -257,14 +252,9 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     is_held = np.zeros(len(split), bool)
     is_held[order] = np.diff(steps) > 0
     is_held &= (counts[labels] > 1) | is_multi
-    if not is_multi and counts.max(initial=0) == 1:
-        problem = f"split {split.name!r} has one sample of each class, so none can be held out for evaluation"
-        raise UserError(problem, "add samples, or name an --eval_split")
     if not is_held.any() or is_held.all():
-        raise UserError(
-            f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of them",
-            "change --eval_fraction or name an --eval_split",
-        )
+        problem = f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of each class"
+        raise UserError(problem, "add samples, change --eval_fraction or name an --eval_split")
     held = replace(split.select(np.flatnonzero(is_held)), name=f"hold-out of {split.name}")
     return split.select(np.flatnonzero(~is_held)), held
 
