@@ -83,9 +83,7 @@ class Batches:
     def _drawn(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches drawn from images on the device, augmented, from batches without pixels."""
         for joined, parts in _upload(self.dataset.groups(loaded), self.device):
-            images, labels = (
-                values.index_select(0, joined.indices) for values in (self.dataset.images, self.dataset.targets)
-            )
+            images, labels = self.dataset.draw(joined.indices)
             images = self.dataset.augmentation.batch(images, self.dataset.augmentation.prepare(joined))
             sizes = [len(part.indices) for part in parts]
             yield from map(Batch, images.split(sizes), labels.split(sizes), parts)

@@ -44,16 +44,14 @@ def open_pixels(path: Path) -> np.memmap:
         raise OSError(error.errno, "its file system cannot map files into memory", str(path)) from error
 
 
-def damage(path: Path, shape: tuple[int, ...]) -> str:
-    """What is wrong with a file of images of this shape; "" if nothing is. Raises OSError if it cannot be read."""
+def damage(path: Path) -> str:
+    """What is wrong with a file of images; "" if nothing is. Raises OSError if it cannot be read."""
     try:
         mapped = open_pixels(path)
     except OSError:
         raise
     except Exception as error:  # numpy raises errors of any class for a damaged header
         return f"not an array: {one_line(error)[:100]}"
-    if mapped.shape != shape or mapped.dtype != np.uint8 or not mapped.flags.c_contiguous:
-        return f"{mapped.dtype} {list(mapped.shape)} instead of uint8 {list(shape)}"
     end = mapped.offset + mapped.nbytes
     with naming_file(path), path.open("rb", buffering=0) as file:
         if os.pread(file.fileno(), 1000, end) == _footer(file, end):  # not mapped: a bad disk would raise SIGBUS
@@ -133,7 +131,7 @@ def decode_all(split: Split, height: int, width: int, channels: int, cache_dir: 
         return images[..., None] if images.ndim == 3 else images.transpose(0, 2, 3, 1)
     path = expand(cache_dir) / "decoded" / f"v{VERSION}-{split.cache_key}-{height}x{width}x{channels}.npy"
     try:
-        if not _is_cached(path, (len(split), *shape)):
+        if not _is_cached(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(path.parent)
             _check_free_space(path.parent, len(split) * math.prod(shape))
@@ -143,12 +141,12 @@ def decode_all(split: Split, height: int, width: int, channels: int, cache_dir: 
         return _decode_in_memory(split, shape, progress, one_line(error))
 
 
-def _is_cached(path: Path, shape: tuple[int, ...]) -> bool:
+def _is_cached(path: Path) -> bool:
     """Whether the file exists and is valid. Deletes a damaged file."""
     if not path.exists():
         return False
     is_first = local_rank_and_size()[0] == 0  # the other ranks run this after the first one
-    wrong = damage(path, shape) if is_first else ""
+    wrong = damage(path) if is_first else ""
     if not wrong:
         return True
     try:

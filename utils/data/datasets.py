@@ -144,6 +144,10 @@ class ResidentImages(DecodedImages):
         if group:
             yield _joined(group), group
 
+    def draw(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """The images [n, H, W, C] and labels [n] of samples; all on the device."""
+        return self.images.index_select(0, indices), self.targets.index_select(0, indices)
+
 
 ImageDataset = DecodedImages | EncodedImages
 
