@@ -61,7 +61,7 @@ def make_value(config, class_names, labels):
 
 
 def _train(flags):
-    utils.training.building.make_task = lambda config, names, labels, _: make_value(config, names, labels)
+    utils.training.building.make_task = make_value
     TASKS["value"] = Value  # --resume PATH takes the task from the run
     return train.main(flags)
 

@@ -292,9 +292,9 @@ class LossSettings:
     repeats: PositiveInt = 1
     """Copies of each sample in an update, each augmented differently (repeated augmentation); an epoch is still as many
     draws as samples."""
-    class_weights: NotEmpty | None = None
+    class_weights: Literal["balanced"] | None = None
     """Weights of the classes in the training loss: balanced is inversely proportional to the number of samples of each
-    class; a YAML or JSON file maps each class name to a weight. The mean over the training samples is scaled to 1."""
+    class. The mean over the training samples is 1."""
     task: Kept[Fixed[str]] = "auto"
     """Task."""
     loss: str = "cross_entropy"

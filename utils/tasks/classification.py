@@ -29,16 +29,15 @@ class Classification(Task):
     gathered = ("macro_f1", "macro_precision", "macro_recall")
     shown = {"accuracy": "accuracy", "top5": "top-5", "loss": "loss"}  # noqa: RUF012
 
-    def __init__(self, config: TrainConfig, class_names: list[str], _labels: np.ndarray | None = None):
+    def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):
         self.class_names, self.outputs = class_names, len(class_names)
         self.losses: Callable[..., Tensor] = partial(LOSSES.choose(config.loss), **config.loss_args)
         self.smoothing = config.label_smoothing
-        self.weight: Tensor | None = None
+        self.weight = None
+        if config.class_weights and labels is not None:
+            self.weight = balanced_weights(labels, self.outputs)
         equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
         self.uniform_loss = self.losses(equal_scores, any_class, 0.0, None).item()
-
-    def weigh(self, class_weights: list[float]) -> None:
-        self.weight = torch.tensor(class_weights)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.weight is not None:
@@ -70,3 +69,14 @@ class Classification(Task):
         accuracies = zip(self.class_names, record["per_class_accuracy"], strict=True)
         worst = sorted((accuracy, printable(name)) for name, accuracy in accuracies if accuracy is not None)[:10]
         return "Accuracy of the classes, worst first", [(name, f"{accuracy:.4f}") for accuracy, name in worst]
+
+
+def balanced_weights(labels: np.ndarray, classes: int) -> Tensor:
+    """Weights of the classes inversely proportional to their samples, whose mean over the samples is 1.
+
+    A class without samples has the weight 1.
+    """
+    counts = np.bincount(labels, minlength=classes)
+    weights = np.divide(1, counts, where=counts > 0, out=np.zeros(classes))
+    weights *= counts.sum() / (weights @ counts)
+    return torch.tensor(np.where(weights > 0, weights, 1), dtype=torch.float32)

@@ -105,10 +105,6 @@ class Task:
         predicted, _ = self.decide(top, scores)
         return [self.class_names[best] for best in predicted], top[:, :count], scores[:, :count]
 
-    def weigh(self, class_weights: list[float]) -> None:
-        """Weight the samples of each class in the training loss by these numbers (--class_weights)."""
-        raise UserError("--class_weights works only with --task classification", "leave it out")
-
     def describe(self) -> str:
         """What the start table says of the task; empty for classification."""
         return ""

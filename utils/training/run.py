@@ -116,7 +116,8 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     plan, data, processes = run.plan, run.data, len(places)
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
     chosen = [("" if number else "defaults", line) for number, line in enumerate(run.chosen)]
-    batch = plan.describe(processes)
+    text = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
+    batch = text.format(**plan.sizes(processes))
     if run.config.microbatches:
         most = plan.microbatches
         batch = f"{plan.global_batch_size} in {most} microbatches; the same bits on 1 to {most} processes"
