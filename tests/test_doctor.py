@@ -153,7 +153,6 @@ LIKE_OTHERS = [
     (2, bad_gradients, "gradients", "differ from those of one process by inf", "try another --backend"),
     (1, environment(RANK="0", WORLD_SIZE="2"), "launch", "LOCAL_RANK not set although RANK=0", "export all of"),
     (2, environment(MASTER_ADDR="node1..x"), "connection", "node1..x: ", "/etc/hosts"),
-    (2, flags("--init_method", "udp://1"), "launch", "--init_method udp://1: must be env://", ""),
 ]
 ALL = [*FAULTS, *(pytest.param(fault, marks=pytest.mark.full) for fault in LIKE_OTHERS)]
 

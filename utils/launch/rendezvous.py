@@ -65,17 +65,6 @@ def rendezvous(
     return dist.PrefixStore(session, store), members
 
 
-def check_init_method(init_method: str) -> None:
-    """Raise UserError for anything but env://, tcp://HOST:PORT and file:///PATH."""
-    with suppress(ValueError):  # a port that is not a number
-        kind = urlparse(init_method)
-        if init_method == "env://" or (kind.scheme == "tcp" and kind.hostname and kind.port):
-            return
-        if kind.scheme == "file" and not kind.netloc and kind.path.strip("/"):
-            return
-    raise UserError(f"--init_method {init_method}: must be env://, tcp://HOST:PORT or file:///PATH")
-
-
 def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[Member]]:
     """Open a session as rank 0, or join the open one; returns its name and its members in the order of the ranks."""
     session, answers = (_open if me.rank == 0 else _join)(store, me, deadline, where)
