@@ -49,7 +49,7 @@ BAD_INPUT = {
     "output in a file": (("--output_dir", "key.yaml/runs"), "is not a folder", 1),
     "no output": (("--output_dir", "/proc/nope"), "/proc", 2),
     "threads": (("--threads", "100000"), "--threads must be at most ", 1),
-    "init_method": (("--init_method", "tcp://host"), "--init_method must be env://, tcp://HOST:PORT or file:///PATH", 1),
+    "init_method": (("--init_method", "tcp://host"), "--init_method must be env://, tcp://HOST:PORT or file://", 1),
     "fp16 without a GPU": (("--mixed_precision", "fp16"), "fp16 needs a GPU", 1),
     "split": (("--data", "table", "--train_split", "test"), "--train_split test: no such split; use one of train", 1),
     "no classes": (("--data", "flat"), "flat: no images in it; an image folder holds CLASS/IMAGE.jpg", 1),

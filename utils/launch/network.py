@@ -75,13 +75,6 @@ def outward_address() -> str:
         raise UserError(f"{socket.gethostname()} has no default route", "set --interface") from error
 
 
-def free_port() -> int:
-    """A port that no process listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
 def _address_towards(address: str) -> str:
     """This machine's address on the route to another address. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

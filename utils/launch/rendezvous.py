@@ -23,7 +23,7 @@ import torch.distributed as dist
 from utils.errors import UserError, one_line
 from utils.files import write_file
 from utils.launch.environment import Topology, restart_count
-from utils.launch.network import address_of, free_port, is_own_address, outward_address, port_owner, resolve
+from utils.launch.network import address_of, is_own_address, outward_address, port_owner, resolve
 from utils.waiting import call_with_timeout
 
 _POLL = 0.05  # seconds between two reads of the store
@@ -207,9 +207,8 @@ def _rendezvous_in_file(
     if topology.is_main:
         one_machine = topology.local_world_size == topology.world_size
         me.master = "127.0.0.1" if one_machine else address_of(interface) if interface else outward_address()
-        port = free_port()
-        store = _serve(me.master, port, topology.world_size)
-        write_file(path, f"{_IN_FILE} {me.master} {port}\n")
+        store = _serve(me.master, 0, topology.world_size)  # at any free port
+        write_file(path, f"{_IN_FILE} {me.master} {store.port}\n")
     else:
         # A file of an earlier run names a place where nobody listens, until rank 0 replaces it.
         if not _wait(lambda: (place := _read_place(path)) is not None and _listens(*place), deadline):

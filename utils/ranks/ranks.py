@@ -18,7 +18,7 @@ from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_
 from utils.launch.command import launcher
 from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
 from utils.launch.environment import Topology, is_launched, threads_per_process
-from utils.launch.exits import delay_exit, exit_now, print_last_line
+from utils.launch.exits import exit_now, exit_with_error
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import Member, launcher_store, rendezvous, wait_for_keys
 from utils.memory import keep_freed_memory
@@ -143,10 +143,8 @@ class Ranks:
         )
 
     def _give_up(self, error: UserError) -> None:
-        if self.topology.local_rank == 0 or not is_launched():  # or local rank 0 may be the lost one
-            print_last_line(self.prog, f"error: {error}")
-        else:
-            delay_exit()
+        with suppress(SystemExit):  # in this thread it would not end the process; local rank 0 may be the lost one
+            exit_with_error(error, self.prog, self.topology.local_rank == 0 or not is_launched())
         exit_now(2)
 
     @contextmanager

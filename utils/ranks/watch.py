@@ -121,9 +121,11 @@ class Watch:
 
     def _look_at_data(self, elapsed: float) -> None:
         """End a wait for data that does not arrive."""
-        wait, reason = DataWait.current, self._reason_to_stop()
+        wait = DataWait.current
         if wait is None:
             return
+        orphaned = "the launcher has exited" * self._is_orphan()
+        reason = Stopping.current.request if Stopping.current else orphaned
         wait.seconds += elapsed
         wait.asked += elapsed * bool(reason)
         text = f"{wait.what} has not arrived for {wait.seconds:.0f} s"
@@ -135,12 +137,6 @@ class Watch:
             wait.reported = True
             if self.rank == 0:
                 print_line(self.prog, f"has waited {wait.seconds:.0f} s for {wait.what}")
-
-    def _reason_to_stop(self) -> str:
-        """Why this process should stop; empty if it should continue."""
-        if Stopping.current is not None:
-            return Stopping.current.request
-        return "the launcher has exited" if self._is_orphan() else ""
 
     def _look_at_ranks(self) -> None:
         """End a wait for ranks that are late."""
