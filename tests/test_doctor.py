@@ -140,7 +140,6 @@ FAULTS = [
     (2, flags("--slow", "1000"), "all-reduce", ", GB/s: ", "check --interface"),
     (1, environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"), "launch", "contradictory environment", "below"),
     (2, several_gpus_less, "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
-    (2, flags("--threads", "9999"), "launch", "--threads 9999: this machine has", ""),
     (2, flags("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
     (2, flags("--interface", "nope0"), "connection", "--interface nope0: ", ""),
     (2, environment(MASTER_ADDR="no.invalid"), "connection", "cannot find its address", "/etc/hosts"),

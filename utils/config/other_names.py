@@ -1,6 +1,7 @@
 """The fix for an unknown setting. It knows the names that settings have in other trainers."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from utils.config.table import suggestion
 
@@ -95,4 +96,6 @@ def fix_for_unknown(name: str, names: Sequence[str], prefix: str = "") -> str:
     for ours, others in OTHER_NAMES.items():
         if ours in names:
             fixes |= dict.fromkeys(others.split(), f"use {prefix}{ours}")
-    return fixes.get(theirs) or suggestion(name, names, "--help lists all", prefix)
+    misspelled = get_close_matches(theirs, fixes, n=1, cutoff=0.8)
+    otherwise = fixes[misspelled[0]] if misspelled else "--help lists all"
+    return fixes.get(theirs) or suggestion(name, names, otherwise, prefix)

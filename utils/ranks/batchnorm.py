@@ -13,13 +13,12 @@ def convert_batch_norm(module: nn.Module) -> nn.Module:
 
     Raises UserError for a layer that does more than that of PyTorch (some of timm's also apply an activation).
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    for layer in layers:
-        if type(layer).forward is not _BatchNorm.forward:
-            name = type(layer).__name__
-            raise UserError(f"--sync_batchnorm: {name} is not plain batch normalisation", "leave out the flag")
-    for layer in layers:
-        layer.__class__ = _SyncBatchNorm
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            if type(layer).forward is not _BatchNorm.forward:
+                name = type(layer).__name__
+                raise UserError(f"--sync_batchnorm: {name} is not plain batch normalisation", "leave out the flag")
+            layer.__class__ = _SyncBatchNorm
     return module
 
 
