@@ -113,7 +113,7 @@ class Evaluator:
                 found.append(step(outputs.float(), batch.labels))
                 # Ranks may differ by one block, so they synchronise only after blocks that all of them have.
                 if block <= shared_blocks and interval.due(block):
-                    wants_to_stop = self.batches.error is not None or (stopping is not None and stopping.requested)
+                    wants_to_stop = self.batches.error is not None or bool(stopping and stopping.request)
                     stopped = self._any_wants_to_stop(wants_to_stop, interval, block)
                     if stopped:
                         break

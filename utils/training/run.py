@@ -172,7 +172,8 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         words += ["--cache_dir", config.cache_dir] if config.cache_dir != TrainConfig.cache_dir else []
         title, following = "Done", f"evaluate it: {shlex.join(words)}"
     else:
-        title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
+        reason = run.stopping.request or "another rank was asked to stop"
+        title = f"Stopped after update {state.step} of {run.updates} ({reason})"
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
