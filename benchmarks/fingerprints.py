@@ -4,8 +4,8 @@
     python benchmarks/fingerprints.py --cifar10 DIR --photos DIR --compare before.json    on the new one
 
 --cifar10 is a folder with the parquet files of CIFAR-10, --photos an image folder. Each run has one thread per process.
-The hash covers the names and values of the weights, of their average if there is one, and of the last evaluation
-without its seconds. Hashes are only comparable on one machine with the same libraries. Exits with code 1 if one
+The hash covers the names and values of the weights, of their average if there is one, and of the last evaluation,
+with five digits, without its seconds. Hashes are only comparable on one machine with the same libraries. Exits with code 1 if one
 differs.
 """
 
@@ -75,7 +75,8 @@ def fingerprint(folder: Path) -> str:
             found.update(tensors[name].tobytes())
     records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     last = [record for record in records if record["kind"] == "eval"][-1]
-    found.update(json.dumps({name: last[name] for name in sorted(last) if name not in ("seconds", "time")}).encode())
+    for name in sorted(last.keys() - {"seconds", "time"}):
+        found.update(f"{name} {last[name]:.5g}".encode() if isinstance(last[name], float) else str(last[name]).encode())
     return found.hexdigest()
 
 
