@@ -31,12 +31,13 @@ from utils.console import table
 from utils.data.datasets import Batch
 from utils.errors import UserError
 from utils.files import expand, write_file
+from utils.models.layers import restored_buffers
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 from utils.runs.inference import given_settings
 from utils.runs.manifest import checkpoints_of, damage_of, step_of
 from utils.training.first_batch import label_lines, picture
-from utils.training.inspection import first_bad_layer, gradient_norms, observe_layers, restored_buffers
+from utils.training.inspection import first_bad_layer, gradient_norms, observe_layers
 from utils.training.loop import log_training, synchronise
 from utils.training.meter import SyncInterval, rounded
 from utils.training.run import Run
@@ -133,7 +134,7 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, A
     By default, this is the first one with a NaN or infinite loss, else number 0.
     """
     microbatches = [next(batches) for _ in range(run.plan.microbatches)]
-    with restored_buffers(run.module):
+    with restored_buffers(run.module), torch.no_grad():
         losses = [rounded(compute_loss(run, batch)[0]).item() for batch in microbatches]
     run.train_batches.check()
     loss = math.fsum(losses) / max(1, sum(len(batch.labels) for batch in microbatches))

@@ -26,7 +26,7 @@ from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.checking import has_batch_norm
-from utils.models.layers import freeze
+from utils.models.layers import checkpoint_blocks, freeze
 from utils.models.matching import copy_matching, find_heads
 from utils.models.zoo import build_model
 from utils.runs import inference, manifest
@@ -305,12 +305,12 @@ def test_batch_statistics_are_frozen_exactly_where_all_parameters_are():
 ALL_ON = ["--data", "first", "--microbatches", "4", "--optimizer", "muon", "--lr", "0.01", "--lr_schedule", "constant"]
 ALL_ON += ["--model", "timm/test_resnet", "--global_batch_size", "16", "--threads", "1", "--max_steps", "7"]
 ALL_ON += ["--eval_every", "2", "--save_every", "3", "--keep", "9", "--log_every", "1", "--init_from", "runs/source"]
-ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5"]
+ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5", "--grad_checkpointing"]
 ALL_ON += ["--layer_decay", "0.8", "--ema_decay", "0.7", "--clip_value", "0.1", "--cooldown_steps", "2"]
 
 
 def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(folder):
-    train_run(1, "whole", *ALL_ON)
+    train_run(1, "whole", *[flag for flag in ALL_ON if flag != "--grad_checkpointing"])  # it changes no bit
     launch = start_ranks(2, slow_train, [*ALL_ON, "--resume", "auto"], 0.0, 4)
     until(lambda: Path("held-0").exists() and Path("held-1").exists())
     until(lambda: Path("runs/run/checkpoints/step-00000003").is_dir())
@@ -358,3 +358,46 @@ def test_models_without_stochastic_depth_are_refused():
     for name in ("mlp", "resnet18", "timm/densenet121"):
         with pytest.raises(UserError, match=rf"--drop_path: {name} does not support it; use one of timm models.*swin_"):
             build(name, drop_path=0.1)
+
+
+# -- gradient checkpointing ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("timm/test_resnet", {"drop_path": 0.5}),
+        (VIT, {"model_args": SMALL_VIT, "drop_path": 0.3}),
+        ("mobilenet_v3_small", {}),
+        pytest.param("efficientnet_b0", {"drop_path": 0.5}, marks=pytest.mark.full),
+    ],
+)
+def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_statistics(name, settings):
+    results, calls = [], []
+    for again in (False, True):
+        model = build(name, **settings)
+        if again:
+            checkpoint_blocks(model, name)
+        block = next(layer for layer in model.modules() if re.search("Block|Residual|MBConv", type(layer).__name__))
+        first = next(layer for layer in block.modules() if not list(layer.children()))
+        first.register_forward_hook(lambda *_: calls.append(1))
+        for step in range(2):
+            torch.manual_seed(step)
+            model(torch.randn(4, 3, 32, 32)).square().sum().backward()
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, 32, 32))
+        results.append({**dict(model.named_buffers()), **{key: p.grad for key, p in model.named_parameters()}})
+    assert same_tensors(*results) and len(calls) == 3 + 5  # two updates and an evaluation
+    with pytest.raises(UserError, match="--grad_checkpointing: mlp does not support it; use a model with blocks"):
+        checkpoint_blocks(build("mlp"), "mlp")
+
+
+def test_checkpointed_blocks_with_random_layers_take_an_empty_batch_that_the_model_refuses(folder):
+    """The third update has one sample: three of four microbatches are empty, and one rank of two has none."""
+    flags = ["--data", "digits", "--model", "timm/test_vit", "--model_args", "{drop_path_rate: 0.3}"]
+    flags += ["--image_size", "32", "--global_batch_size", "6", "--max_train_samples", "13", "--max_steps", "4"]
+    flags += ["--max_eval_samples", "8", "--lr", "0.01", "--threads", "1", "--microbatches", "4"]
+    train_run(1, "plain", *flags)
+    for processes in (1, 2):
+        train_run(processes, f"on-{processes}", *flags, "--grad_checkpointing")
+        assert same_tensors(weights("plain"), weights(f"on-{processes}"))

@@ -1,13 +1,16 @@
-"""What flags change in a model: --drop_path, --freeze and --tta."""
+"""What flags change in a model: --drop_path, --freeze, --grad_checkpointing and --tta."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
 from utils.config.bounds import require
@@ -80,6 +83,52 @@ def _matches(model: nn.Module, name: str, pattern: str) -> bool:
 
 def _keep_mode(mode: bool = True) -> None:
     """Replaces a layer's method `train`, and changes nothing."""
+
+
+def checkpoint_blocks(model: nn.Module, name: str) -> None:
+    """Let the model's blocks compute their activations twice; the results are the same, bit for bit.
+
+    Raises UserError for a model without blocks.
+    """
+    blocks = _blocks(model)
+    fix = "use a model with blocks, such as resnet50, convnext_tiny or timm/vit_small_patch16_224"
+    require(bool(blocks), f"--grad_checkpointing: {name} does not support it", fix)
+    for block in blocks:
+        block.forward = partial(_compute_twice, block, block.forward)
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The modules in an nn.Sequential or nn.ModuleList that have layers of their own, but not several such modules."""
+    containers, found = nn.Sequential | nn.ModuleList, []
+    for child in module.children():
+        inner = _blocks(child)
+        is_block = isinstance(module, containers) and not isinstance(child, containers) and any(child.children())
+        found += [child] if is_block and len(inner) < 2 else inner
+    return found
+
+
+def _compute_twice(block: nn.Module, forward: Callable, *inputs: Any, **named: Any) -> Any:
+    if not block.training:  # also for an empty batch, see `accept_empty_batches`: the second pass would be in training
+        return forward(*inputs, **named)
+    # The second pass has the same random numbers, and must not change the batch statistics again.
+    return checkpoint(
+        forward,
+        *inputs,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), restored_buffers(block)),
+        **named,
+    )
+
+
+@contextmanager
+def restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a module, such as batch statistics, at the end."""
+    before = [buffer.clone() for buffer in module.buffers()]
+    try:
+        yield
+    finally:  # PyTorch ends the second pass of a block by an exception
+        for buffer, value in zip(module.buffers(), before, strict=True):
+            buffer.copy_(value)
 
 
 class Views(nn.Module):
