@@ -28,7 +28,7 @@ def unsupported(name: str) -> UserError:
 def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
     """Set the stochastic depth of a torchvision model: its rate grows linearly from block to block, up to `rate`.
 
-    Raises UserError if the model has none, or if --model_args turn it off.
+    Raises UserError if the model has none.
     """
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, StochasticDepth)]
     if not layers:
@@ -36,7 +36,6 @@ def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
     # Not all of torchvision's functions accept a rate, so the rates of the layers are scaled. The last of n blocks has
     # the full rate, except in EfficientNet, where it has (n - 1) / n of it.
     last = max(layer.p for layer in layers)
-    require(last > 0, "--drop_path has no effect: --model_args set the stochastic depth to 0", "use only one of them")
     full = last * len(layers) / (len(layers) - 1) if name.startswith("efficientnet") else last
     for layer in layers:
         layer.p *= rate / full
@@ -72,17 +71,14 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
         if trained and not any(trained):
             for layer in filter(lambda layer: isinstance(layer, _NormBase), module.modules()):
                 layer.eval()
-                layer.__dict__["train"] = _keep_mode  # called by `train` of the model, also after an evaluation
+                # Called by `train` of the model, also after an evaluation
+                layer.__dict__["train"] = lambda mode=True: None
 
 
 def _matches(model: nn.Module, name: str, pattern: str) -> bool:
     if pattern == BACKBONE:
         return not name.startswith(tuple(f"{head}." for head in find_heads(model)))
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
-
-
-def _keep_mode(mode: bool = True) -> None:
-    """Replaces a layer's method `train`, and changes nothing."""
 
 
 def checkpoint_blocks(model: nn.Module, name: str) -> None:
@@ -98,11 +94,13 @@ def checkpoint_blocks(model: nn.Module, name: str) -> None:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The modules in an nn.Sequential or nn.ModuleList that have layers of their own, but not several such modules."""
+    """The modules with layers of their own in a list or in a stage of one class, but none that has several of these."""
     containers, found = nn.Sequential | nn.ModuleList, []
+    in_list = isinstance(module, containers) or len({type(child) for child in module.children()}) == 1
+    in_list = in_list and not isinstance(module, nn.ModuleDict)  # the layers of DenseNet extend one list of tensors
     for child in module.children():
         inner = _blocks(child)
-        is_block = isinstance(module, containers) and not isinstance(child, containers) and any(child.children())
+        is_block = in_list and not isinstance(child, containers) and any(child.children())
         found += [child] if is_block and len(inner) < 2 else inner
     return found
 
