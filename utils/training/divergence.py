@@ -31,8 +31,9 @@ def report_bad_loss(run: Run, rank: int, step: int, microbatch: int) -> None:
     run.log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
     command = [*script_command("replay.py"), "--run", str(run.folder), "--update", str(step + 1)]
     command += ["--microbatch", str(microbatch), *(["--cpu"] if run.config.cpu else [])]
-    where = f"at update {step + 1} on rank {rank}, samples {join_names(samples, _SHOWN)}"
-    raise UserError(f"the training loss is NaN or infinite {where}", f"{_FIX}; to see it: {shlex.join(command)}")
+    shown = join_names(samples, _SHOWN)
+    problem = f"the training loss is NaN or infinite at update {step + 1} on rank {rank}, samples {shown}"
+    raise UserError(problem, f"{_FIX}; to see it: {shlex.join(command)}")
 
 
 def find_samples(run: Run, step: int) -> list[int]:
