@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -214,8 +215,11 @@ def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resume
     line = refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto")
     assert "(no longer in the data set)" in line and "--bad_images skip" in line
     shutil.copytree("runs/run", "runs/two")
+    gone = data.train.describe(7)
     for processes, name in ((1, "run"), (2, "two")):
-        train_run(processes, name, *SKIP, "--resume", "auto")
+        outcome, *_ = run_ranks(processes, train.main, [*SKIP, "--run_name", name, "--resume", "auto"])
+        assert outcome.out.count("other images of their classes replace them: ") == 1
+        assert "1 of 49 images of split 'train' cannot be used and " in outcome.out and f": {gone} (" in outcome.out
         assert records(name, "eval")[-1]["count"] == 5
     assert losses("run") == pytest.approx(losses("two"), rel=1e-5) and len(losses("run")) == 9
     assert losses("run")[:4] == losses("on1")[:4] and losses("run")[4:] != losses("on1")[4:]
@@ -224,6 +228,17 @@ def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resume
     names = [data.train.describe(place) for place in range(len(data.train))]
     assert len(set(names)) == len(names) - 1 and data.train.readable.all()
     assert [data.class_names[label] for label in data.train.labels] == [Path(name).parent.name for name in names]
+
+
+@pytest.mark.parametrize("labels", [np.arange(40) % 2, np.eye(2, dtype=np.uint8)[np.arange(40) % 2]])
+def test_the_image_in_a_place_stays_the_same_when_another_one_goes_too(labels):
+    split = whole_split("train", np.zeros((40, 2, 2), np.uint8), labels, "")
+    first = replace(split, bad=dict.fromkeys(range(10), "gone")).replace_unreadable().rows
+    assert (first[:10] % 2 == np.arange(10) % 2).all() and (first[10:] == np.arange(10, 40)).all()
+    assert len(set(first[:10])) > 5
+    also = next(row for row in range(10, 40) if row not in first[:10])
+    second = replace(split, bad=dict.fromkeys([*range(10), also], "gone")).replace_unreadable().rows
+    assert np.flatnonzero(first != second).tolist() == [also]
 
 
 def test_files_that_were_repaired_stay_left_out_of_the_run(skipped):

@@ -91,7 +91,9 @@ def summary_in_copy(copy: Path, logits: Tensor, labels: Tensor) -> dict:
     """The metrics of a classification whose samples are evaluated in three batches, one of them empty."""
     module = imported(copy, "eval")
     _, task = module.make_task(module.TrainConfig(), CLASSES, None)
-    sums = [task.evaluate(logits[part], labels[part])[0] for part in (slice(50), slice(0), slice(50, None))]
+    sums = [
+        task.evaluate(logits[part], labels[part])[0].double().sum(0) for part in (slice(50), slice(0), slice(50, None))
+    ]
     return task.summary(dict(zip(task.evaluation, sum(sums).tolist(), strict=True)), len(labels))
 
 

@@ -327,7 +327,7 @@ def test_the_rates_of_torchvisions_blocks_are_those_of_its_constructors(name):
         expected = [0.3 * block / 11 for block in range(12)]
     else:
         expected = rates(torchvision.models.get_model(name, stochastic_depth_prob=0.3))
-        with pytest.raises(UserError, match="--model_args for efficientnet_b0: .*change or remove these"):
+        with pytest.raises(UserError, match=r"--model_args for efficientnet_b0: .*change or remove these"):
             build(name, drop_path=0.1, model_args={"stochastic_depth_prob": 0.0})
     assert rates(build(name, drop_path=0.3)) == pytest.approx(expected) and max(expected) > 0.25
     assert set(rates(build(name, drop_path=0.0))) == {0}

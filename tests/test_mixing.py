@@ -184,7 +184,7 @@ def test_small_batches_and_empty_ones_can_be_mixed(images):
         (batch,) = read(images, [microbatch(range(count))], **BOTH)
         assert batch.images.shape == (count, 3, 10, 12) and batch.labels.shape == (count, 7)
         task = Classification(TrainConfig(label_smoothing=0.1), list("abcdefg"))
-        task.weigh([1.0] * 7)
+        task.weight = torch.ones(7)
         outputs = torch.zeros(count, 7, requires_grad=True)
         task.loss(outputs, batch.labels).backward()
         assert outputs.grad.isfinite().all() and (task.loss(outputs, batch.labels) > 0) == (count > 0)

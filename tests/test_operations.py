@@ -103,8 +103,8 @@ def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, int
     image = torch.from_numpy(pictures(1, size)[0, ..., :channels].copy())
     planes, spec, mode = image.permute(2, 0, 1), spec_of(*size, channels), InterpolationMode(interpolation)
     sides = [
-        (TrivialAugment(spec, 7, interpolation), v2.TrivialAugmentWide(7, interpolation=mode), range(7)),
-        (RandAugment(spec, 1, 3, 5, interpolation), v2.RandAugment(1, 3, 5, interpolation=mode), [3]),
+        (TrivialAugment(spec, interpolation), v2.TrivialAugmentWide(interpolation=mode), range(0, 31, 5)),
+        (RandAugment(spec, 1, 3, interpolation), v2.RandAugment(1, 3, interpolation=mode), [3]),
     ]
     for ours, theirs, places in sides:
         space = theirs._AUGMENTATION_SPACE
@@ -113,22 +113,23 @@ def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, int
             for place, sign in product(places, (-1, 1)):
                 value = 0.0 if values is None else float(values[place]) * (sign if signed else 1)
                 wanted = theirs._apply_image_or_video_transform(planes, name, value, mode, theirs._fill)
-                random = [(number + 0.5) / len(space), (place + 0.5) / 7, 0.5 + sign / 4]
+                random = [(number + 0.5) / len(space), (place + 0.5) / 31, 0.5 + sign / 4]
                 random = random if isinstance(ours, TrivialAugment) else random[::2]
                 found = ours.image(image, np.array(random, np.float32))
                 assert torch.equal(found.permute(2, 0, 1), wanted), (name, value)
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("ours", "theirs", "strengths"),
     [
-        (lambda spec: TrivialAugment(spec, 3), v2.TrivialAugmentWide(3)),
-        (lambda spec: RandAugment(spec, 1, 3, 5), v2.RandAugment(1, 3, 5)),
-        pytest.param(RandAugment, v2.RandAugment(), marks=pytest.mark.full),
+        (TrivialAugment, v2.TrivialAugmentWide(3), 3),
+        (lambda spec: RandAugment(spec, 1, 3), v2.RandAugment(1, 3, 5), 5),
+        pytest.param(RandAugment, v2.RandAugment(), 31, marks=pytest.mark.full),
     ],
     ids=["trivialaugment", "one of randaugment", "randaugment"],
 )
-def test_automatic_augmentation_makes_the_same_images_as_often_as_torchvision(ours, theirs):
+def test_automatic_augmentation_makes_the_same_images_as_often_as_torchvision(ours, theirs, strengths, monkeypatch):
+    monkeypatch.setattr("utils.data.auto_augment._STRENGTHS", strengths)
     image = pictures(1, (6, 7))[0]
     made = [[x.tobytes() for x in results(ours(spec_of(6, 7, 3)), image, 2500)]]
     made += [[x.tobytes() for x in torchvision_results(theirs, image, 2500)]]

@@ -59,7 +59,7 @@ def task_of(classes: int, names: list[str] = NAMES) -> Classification:
 def outputs_of(kind: type[MultiLabel], names: list[str], labels: np.ndarray, logits: np.ndarray, **settings):
     """The predictions of a task with these logits, and the task."""
     task = kind(TrainConfig(**settings), names)
-    values = task.sample_values(torch.tensor(logits), torch.tensor(labels)).numpy()
+    values = task.evaluate(torch.tensor(logits), torch.tensor(labels))[0].numpy()
     found = Predictions(np.arange(len(labels)), labels, np.zeros((len(labels), 0), int), logits, values)
     return found, task
 
@@ -192,17 +192,8 @@ def test_predictions_have_the_loss_of_each_sample(loss):
     task = Classification(TrainConfig(loss=loss), NAMES[:7])
     outputs, labels = torch.randn(9, 7), torch.arange(9) % 7
     each = [LOSSES[loss](outputs[n : n + 1], labels[n : n + 1], 0.0, None).item() for n in range(9)]
-    assert task.sample_values(outputs, labels)[:, 0].tolist() == pytest.approx(each, rel=1e-5)
-    assert task.sample_values(outputs[:0], labels[:0]).shape == (0, 3)
-
-
-def test_a_loss_that_cannot_be_vectorised_is_computed_row_by_row():
-    class Branching(MultiLabel):
-        def evaluate(self, outputs, labels):
-            return torch.stack([outputs.sum() if outputs.sum() > 0 else -outputs.sum()]), outputs
-
-    outputs = torch.tensor([[1.0, 2.0], [-1.0, -3.0]])
-    assert Branching(TrainConfig(task="multilabel"), ["a", "b"]).sample_values(outputs, outputs).tolist() == [[3], [4]]
+    assert task.evaluate(outputs, labels)[0][:, 0].tolist() == pytest.approx(each, rel=1e-5)
+    assert task.evaluate(outputs[:0], labels[:0])[0].shape == (0, 3)
 
 
 def test_a_chart_has_each_point_at_its_place_and_leaves_infinite_ones_out():

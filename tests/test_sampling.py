@@ -1,22 +1,19 @@
 """Repeats, sampling with replacement, pairs and class weights, against counts and formulas written anew here."""
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.make_data import image_folder
-from helpers.training_runs import refused, train_run
 from torch.nn import functional as F
 
-import train
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan, UpdateSampler, permutation
-from utils.data.sampling import class_weights, make_plan
+from utils.data.sampling import make_plan
 from utils.data.splits import whole_split
 from utils.models.checking import check_batch_norm
-from utils.tasks.classification import Classification
+from utils.tasks.classification import Classification, balanced_weights
+from utils.tasks.table import make_task
 
 MLP = ["--model", "mlp", "--model_args", "{hidden: 8}", "--threads", "1", "--max_steps", "2", "--lr", "0.01"]
 
@@ -173,67 +170,17 @@ def test_settings_that_do_not_fit_are_one_line():
             TrainConfig(**{flag: value})
 
 
-def test_a_resumed_run_needs_the_weights_that_it_began_with():
-    def write(cat):
-        Path("weights.yaml").write_text(f"cat: {cat}\ndog: 2\n")
-
-    image_folder("images", {"cat": 12, "dog": 12})
-    write(1)
-    flags = ["--data", "images", "--sampler", "balanced", "--class_weights", "weights.yaml", *MLP]
-    train_run(1, "run", *flags)
-    again = ["--run_name", "run", "--resume", "auto", *flags, "--max_steps", "3"]
-    write(3)
-    changed = (
-        "the weights of --class_weights weights.yaml have changed since training; restore them, or start a new run"
-    )
-    assert f"step-00000002: {changed}" in refused(train.main, *again)
-    write(1)
-    train_run(1, "run", *again[2:])
-
-
-def labelled(counts, names="abc", **settings):
-    labels = np.repeat(np.arange(len(counts)), counts)
-    return TrainConfig(**settings), split_of(labels), list(names[: len(counts)])
-
-
 def test_class_weights_have_the_mean_one_over_the_training_samples():
-    config, train_split, names = labelled([6, 3, 1], class_weights="balanced")
-    found = np.array(class_weights(config, train_split, names))
-    assert found == pytest.approx([10 / 18, 10 / 9, 10 / 3])  # as compute_class_weight of scikit-learn
-    assert found[train_split.labels].mean() == pytest.approx(1)
-    for text in ("c: 4\na: 1\nb: 2.0\n", '{"a": 1, "b": 2, "c": 4}'):
-        Path("weights.yaml").write_text(text)
-        config, train_split, names = labelled([6, 3, 1], class_weights="weights.yaml")
-        assert class_weights(config, train_split, names) == pytest.approx([0.625, 1.25, 2.5])
-    assert class_weights(TrainConfig(), train_split, names) is None
-    Path("weights.yaml").write_text("0: 1\n1: 3\n")
-    config, train_split, names = labelled([1, 1], "01", class_weights="weights.yaml")
-    assert class_weights(config, train_split, names) == pytest.approx([0.5, 1.5])
-    config, train_split, names = labelled([2, 0, 2], class_weights="balanced")
-    assert class_weights(config, train_split, names) == pytest.approx([1, 1, 1])
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("a: 1\nb: 2\n", "no weight for c; give a weight to each of the classes a, b, c"),
-        ("a: 1\nb: 2\nc: 1\nd: 1", "no class d; give"),
-        ("a: 1\nb: 0\nc: 1\n", "the weight of b must be a number above 0, got 0"),
-        ("a: 1\nb: -2.5\nc: 1\n", "the weight of b must be a number above 0, got -2.5"),
-        ("a: 1\nb: x\nc: 1\n", "the weight of b must be a number above 0, got x"),
-        ("a: 1\nb: .nan\nc: 1\n", "the weight of b must be a number above 0, got nan"),
-        ("- 1\n- 2\n", "no weight for "),
-    ],
-)
-def test_a_file_of_class_weights_that_does_not_fit_is_one_line(text, error):
-    Path("weights.yaml").write_text(text)
-    with pytest.raises(ValueError, match=f"^--class_weights weights.yaml: {error}"):
-        class_weights(*labelled([6, 3, 1], class_weights="weights.yaml"))
-
-
-def test_a_file_of_class_weights_that_does_not_exist_is_named_with_its_flag():
-    error = refused(train.main, "--data", "digits", "--class_weights", "none.yaml", *MLP)
-    assert error.endswith("--class_weights: none.yaml: No such file or directory")
+    labels = np.repeat(np.arange(3), [6, 3, 1])
+    found = balanced_weights(labels, 3)
+    assert found.tolist() == pytest.approx([10 / 18, 10 / 9, 10 / 3])  # as compute_class_weight of scikit-learn
+    assert found[labels].mean().item() == pytest.approx(1)
+    assert balanced_weights(labels[labels != 1], 3).tolist()[1] == 1
+    config = TrainConfig(class_weights="balanced")
+    assert make_task(config, ["a", "b", "c"], labels)[1].weight.tolist() == found.tolist()
+    assert make_task(config, ["a", "b", "c"], None)[1].weight is None  # in an evaluation
+    with pytest.raises(ValueError, match="works only with --task classification"):
+        make_task(config, ["a", "b"], np.ones((4, 2)))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -241,7 +188,7 @@ def test_the_weighted_loss_is_pytorchs_and_evaluation_stays_unweighted(smoothing
     generator = torch.Generator().manual_seed(0)
     logits, weight = torch.randn(20, 3, generator=generator), [0.5, 1.25, 3.0]
     task = Classification(TrainConfig(label_smoothing=smoothing), ["a", "b", "c"])
-    task.weigh(weight)
+    task.weight = torch.tensor(weight)
     hard = torch.arange(20) % 3
     soft = torch.rand(20, 3, generator=generator).softmax(1)
     for targets in (hard, soft):
@@ -251,15 +198,15 @@ def test_the_weighted_loss_is_pytorchs_and_evaluation_stays_unweighted(smoothing
         assert task.loss(logits, targets).item() == pytest.approx(expected.item(), rel=1e-6)
     rows = F.one_hot(hard, 3).float()
     assert task.loss(logits, rows).item() == pytest.approx(task.loss(logits, hard).item(), rel=1e-6)
-    unweighted = F.cross_entropy(logits, hard, reduction="sum").item()
-    assert task.evaluate(logits, hard)[0][0].item() == pytest.approx(unweighted, rel=1e-6)
+    unweighted = F.cross_entropy(logits, hard, reduction="none").tolist()
+    assert task.evaluate(logits, hard)[0][:, 0].tolist() == pytest.approx(unweighted, rel=1e-6)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_one_against_the_rest_weights_each_sample_by_its_class(smoothing):
     logits, weight = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), [0.5, 1.25, 3.0]
     task = Classification(TrainConfig(loss="binary_cross_entropy", label_smoothing=smoothing), ["a", "b", "c"])
-    task.weigh(weight)
+    task.weight = torch.tensor(weight)
     plain = Classification(TrainConfig(loss="binary_cross_entropy", label_smoothing=smoothing), ["a", "b", "c"])
     hard = torch.tensor([0, 1, 2, 2, 1, 0])
     one_by_one = [weight[k] * plain.loss(logits[i : i + 1], hard[i : i + 1]).item() for i, k in enumerate(hard)]

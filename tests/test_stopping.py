@@ -163,7 +163,7 @@ def test_a_second_interrupt_leaves_at_once():
 def _train_and_never_finish_an_update(flags):
     def endless(run, batches):
         Path("training").touch()
-        until(lambda: run.stopping.requested)
+        until(lambda: run.stopping.request)
         Path("interrupted").touch()
         time.sleep(600)
 

@@ -38,14 +38,16 @@ class Value(Task):
         pass
 
     def loss(self, outputs, targets):
-        return (outputs[:, 0] / 10 - targets / 10).square().sum()
+        return self.losses(outputs, targets).sum()
+
+    def losses(self, outputs, targets):
+        return (outputs[:, 0] / 10 - targets / 10).square()
 
     def training_sums(self, loss, outputs, targets):
         return torch.stack([loss.double(), (outputs[:, 0] - targets).double().sum()])
 
     def evaluate(self, outputs, labels):
-        away = (outputs[:, 0] - labels).double().abs().sum()
-        return torch.stack([self.loss(outputs, labels).double(), away]), outputs
+        return torch.stack([self.losses(outputs, labels), (outputs[:, 0] - labels).abs()], 1), outputs
 
     def metrics(self, predictions, labels):
         return {"worst": np.abs(predictions[:, 0] - labels).max().astype(np.float64)}  # not a float of Python
@@ -59,7 +61,7 @@ def make_value(config, class_names, labels):
 
 
 def _train(flags):
-    utils.training.building.make_task = lambda config, names, labels, _: make_value(config, names, labels)
+    utils.training.building.make_task = make_value
     TASKS["value"] = Value  # --resume PATH takes the task from the run
     return train.main(flags)
 
@@ -115,10 +117,11 @@ def test_the_loss_of_an_evaluation_is_not_smoothed():
     task = Classification(TrainConfig(label_smoothing=0.2), list("abcde"))
     labels = torch.tensor([0, 1, 2, 3, 4, 0, 1])
     logits = 4.5 * F.one_hot(labels, 5).roll(1, 0) + torch.arange(5)
-    (loss, right, _), predicted = task.evaluate(logits, labels)
-    assert loss.item() == pytest.approx(F.cross_entropy(logits, labels, reduction="sum").item(), rel=1e-6)
-    assert task.loss(logits, labels).item() != pytest.approx(loss.item(), rel=1e-2)
-    assert right == (predicted == labels).sum() and torch.equal(predicted, logits.argmax(1))
+    values, predicted = task.evaluate(logits, labels)
+    losses, right, _ = values.T
+    torch.testing.assert_close(losses, F.cross_entropy(logits, labels, reduction="none"), rtol=1e-6, atol=0)
+    assert task.loss(logits, labels).item() != pytest.approx(losses.sum().item(), rel=1e-2)
+    assert torch.equal(right, (predicted == labels).float()) and torch.equal(predicted, logits.argmax(1))
 
 
 @pytest.mark.parametrize("loss", LOSSES)

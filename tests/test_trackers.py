@@ -181,9 +181,9 @@ def test_a_resumed_run_continues_its_run_in_wandb_and_sends_only_what_is_missing
 def test_only_changed_settings_are_sent_and_no_folder_or_host_name():
     places = {"output_dir": "out", "cache_dir": "/c", "init_method": "tcp://host:1", "interface": "eth0"}
     places |= {"run_name": "client", "cpu": True, "threads": 1, "profile": True}  # of one start
-    config = TrainConfig(data="/home/someone/pets", class_weights="~/weights.yaml", flip=False, **places)
+    config = TrainConfig(data="/home/someone/pets", init_from="~/weights.safetensors", flip=False, **places)
     config = replace(config, optimizer_args={"betas": [0.9, 0.95]})
-    sent = {"data": "pets", "class_weights": "weights.yaml", "optimizer_args/betas": "[0.9, 0.95]", "flip": False}
+    sent = {"data": "pets", "init_from": "weights.safetensors", "optimizer_args/betas": "[0.9, 0.95]", "flip": False}
     assert settings_to_send(config) == sent and settings_to_send(TrainConfig()) == {}
 
 

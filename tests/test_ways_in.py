@@ -186,7 +186,6 @@ def test_the_first_of_slurms_nodes_is_found(nodes, first):
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        (SLURM | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "do not export RANK"),
         (SLURM | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE=2(x2) has no node 2"),
         (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun -x MASTER_ADDR=HOST"),
         (SHELL | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),

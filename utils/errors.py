@@ -41,22 +41,16 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def problem_of(error: BaseException) -> str:
-    """What is wrong, on one line, without the fix."""
-    return " ".join(error.problem.split()) if isinstance(error, UserError) else one_line(error)
-
-
-def fix_of(error: BaseException) -> str:
-    """How to fix it, on one line; empty if the error has no fix."""
-    return " ".join(error.fix.split()) if isinstance(error, UserError) else ""
+def split_error(error: BaseException) -> tuple[str, str]:
+    """What is wrong, and how to fix it (empty if the error has no fix), each on one line."""
+    parts = (error.problem, error.fix) if isinstance(error, UserError) else (one_line(error), "")
+    problem, fix = (" ".join(part.split()) for part in parts)
+    return problem, fix
 
 
 def is_lost_rank(error: BaseException) -> bool:
     """Whether this is a message of gloo or NCCL that a peer has exited, hangs or cannot be reached."""
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error).lower()
-    return any(sign in text for sign in _LOST_RANK)
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST_RANK)
 
 
 def as_lost_rank(error: BaseException, place: str, waited_for: str) -> BaseException:

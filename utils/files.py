@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TextIO
@@ -130,12 +130,8 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of all files below a folder; files that disappear meanwhile are not counted."""
-    size = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            size += path.stat().st_size if path.is_file() else 0
-    return size
+    """The bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @cache

@@ -6,7 +6,6 @@ Windows, the import exits with one line and code 2, because later imports would 
 seconds, so Ctrl-C ends a script silently until `restore_interrupt` is called.
 """
 
-import codecs
 import io
 import os
 import select
@@ -16,14 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_ASCII = {"─": "-", "×": "x", "→": ">", "✓": "+", "✗": "x"}  # printed if the encoding lacks the character
-
 
 def guard_output() -> None:
     """Replace sys.stdout and sys.stderr with streams to the same place that never raise.
 
-    Characters that the encoding lacks are replaced. Output that cannot be written is dropped. The streams of tests and
-    notebooks, which are not plain text files, are not replaced.
+    A character that the encoding lacks is printed as an escape. Output that cannot be written is dropped. The streams
+    of tests and notebooks, which are not plain text files, are not replaced.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -41,7 +38,7 @@ def restore_interrupt() -> None:
 
 
 def _text(raw: "_Guarded | io.FileIO", encoding: str) -> io.TextIOWrapper:
-    return io.TextIOWrapper(raw, encoding, errors="lockstep.plain", line_buffering=True)
+    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
 
 
 class _Guarded(io.RawIOBase):
@@ -76,12 +73,6 @@ class _Guarded(io.RawIOBase):
         return len(data)
 
 
-def _replace(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(_ASCII.get(character, "?") for character in error.object[error.start : error.end]), error.end
-
-
 def _open_what_is_closed() -> None:
     """Open /dev/null for each closed descriptor among 0, 1 and 2, and set the streams that Python lacks."""
     for descriptor in range(3):
@@ -111,7 +102,6 @@ def _is_own_script() -> bool:
     return script is not None and Path(script).resolve().parent == Path(__file__).resolve().parents[1]
 
 
-codecs.register_error("lockstep.plain", _replace)
 _open_what_is_closed()
 _check_system()
 # A shell ignores SIGINT for its background jobs.

@@ -1,5 +1,6 @@
 """Lockstep's version, and the commit of the code that runs."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -9,14 +10,11 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 def code_commit() -> str:
     """The Git commit of this code, with "-dirty" if files have changed since; empty without Git."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(_ROOT.parent)}  # a copy inside another repository
     try:
-        if Path(_git("rev-parse", "--show-toplevel")) != _ROOT:  # a copy inside another repository
-            return ""
-        return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        return subprocess.check_output(
+            command, cwd=_ROOT, env=environment, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(_ROOT), "--no-optional-locks", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

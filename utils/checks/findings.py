@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from utils.console import table
-from utils.errors import fix_of, problem_of
+from utils.errors import split_error
 from utils.ranks.ranks import Ranks
 
 _WIDTH = 84  # of a value
@@ -35,7 +35,8 @@ class Finding:
     @classmethod
     def of(cls, name: str, error: BaseException) -> "Finding":
         """A red finding from an error."""
-        return cls(name, problem_of(error), False, fix_of(error))
+        problem, fix = split_error(error)
+        return cls(name, problem, False, fix)
 
 
 def any_red(findings: Sequence[Finding]) -> bool:

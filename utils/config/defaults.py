@@ -179,8 +179,6 @@ def advice(
     ]
     if config.data_on_device == "yes" and small[0] and by_loader:
         lines.append("--data_on_device applies to evaluation only: loader processes augment the training images")
-    if config.sync_batchnorm and processes == 1:
-        lines.append("--sync_batchnorm is slower on one process; it only helps to compare with runs on several")
     return lines
 
 

@@ -59,6 +59,13 @@ def _can_name_a_folder(name: str) -> bool:
 _RUN_NAME = Bound("a plain name of at most 200 bytes, such as mnist-1", _can_name_a_folder)
 
 
+_PLACE = Bound(
+    "env://, tcp://HOST:PORT or file:///PATH",
+    re.compile(r"env://$|tcp://([^/:]+|\[[^/\]]+\]):[1-9]\d{0,4}$|file:///+[^/]").match,
+)
+_THREADS = Annotated[PositiveInt, at_most(os.cpu_count() or 1)]
+
+
 @dataclass(kw_only=True)
 class LaunchConfig:
     """Processes and devices."""
@@ -67,12 +74,12 @@ class LaunchConfig:
     """Run on the CPU even if there are GPUs."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication backend of the process group; auto is nccl on GPUs and gloo on CPUs."""
-    init_method: str = "env://"
+    init_method: Annotated[str, _PLACE] = "env://"
     """Where the processes connect: env:// uses the launcher's MASTER_ADDR and MASTER_PORT, tcp://HOST:PORT is a port on
     the machine of rank 0, file:///PATH is a file on a disk that all machines share."""
     interface: str | None = None
     """Network interface between the machines, such as eth0 (default: the one that reaches rank 0's machine)."""
-    threads: PositiveInt | None = None
+    threads: _THREADS | None = None
     """CPU threads per process (default: an equal share of the cores)."""
     timeout: Seconds = 600.0
     """Seconds that a rank waits for another before the run fails; a download on the main process may take longer."""
@@ -295,9 +302,9 @@ class LossSettings:
     repeats: PositiveInt = 1
     """Copies of each sample in an update, each augmented differently (repeated augmentation); an epoch is still as many
     draws as samples."""
-    class_weights: NotEmpty | None = None
+    class_weights: Literal["balanced"] | None = None
     """Weights of the classes in the training loss: balanced is inversely proportional to the number of samples of each
-    class; a YAML or JSON file maps each class name to a weight. The mean over the training samples is scaled to 1."""
+    class. The mean over the training samples is 1."""
     task: Kept[Fixed[str]] = "auto"
     """Task."""
     loss: str = "cross_entropy"

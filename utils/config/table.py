@@ -48,11 +48,6 @@ class Table(dict[str, Any]):
         function, arguments = self.choose(getattr(config, self.what)), self._arguments(config)
         return self._attempt(config, lambda: function(*given, **arguments))
 
-    def arguments(self, config: Any) -> dict[str, Any]:
-        """The arguments of the selected function: those in the settings, else their defaults."""
-        function = self.choose(getattr(config, self.what))
-        return _defaults(inspect.signature(function).parameters) | self._arguments(config)
-
     def check(self, config: Any) -> None:
         """Raise UserError for an unknown name or invalid arguments. Does nothing for a table with `others`."""
         if self.others:

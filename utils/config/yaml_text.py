@@ -12,9 +12,9 @@ from utils.files import read_text
 _MAX_BYTES = 2**17  # a settings file usually has two or three thousand
 
 
-def read_yaml(path: Path, most_bytes: int = _MAX_BYTES) -> Any:
+def read_yaml(path: Path) -> Any:
     """The value in a settings file. Raises UserError, which names the file, if it is not valid or too large."""
-    text = read_text(path, most_bytes)
+    text = read_text(path, _MAX_BYTES)
     try:
         return load_yaml(text)
     except ValueError as error:

@@ -137,15 +137,11 @@ def _shift_and_flip(config: TrainConfig, spec: InputSpec) -> Operation | None:
     return ShiftAndFlip(spec, padding, flip) if padding or flip else None
 
 
-def _auto_augment(config: TrainConfig, spec: InputSpec) -> Operation | None:
-    return AUTO_AUGMENTS.call(config, spec) if config.auto_augment else None
-
-
 # In the order in which they are applied. Each function returns the operation, or None if the settings do not use it.
 AUGMENTATIONS = {
     "crop": _crop,
     "shift and flip": _shift_and_flip,
-    "auto augment": _auto_augment,
+    "auto augment": lambda config, spec: AUTO_AUGMENTS.call(config, spec) if config.auto_augment else None,
     "color jitter": lambda config, spec: ColorJitter(config.color_jitter) if config.color_jitter else None,
     "random erasing": lambda config, spec: RandomErasing(spec, p) if (p := config.random_erasing) else None,
     "cutout": lambda config, spec: Cutout(spec, config.cutout) if config.cutout else None,

@@ -15,12 +15,12 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from utils.config.settings import TrainConfig
 from utils.config.table import Table
 from utils.data.draws import Operation
 from utils.data.spec import InputSpec
 
 _ORDERS = list(permutations(range(3)))
+_STRENGTHS = 31  # of each operation, as in torchvision
 
 
 class ColorOperation(Operation):
@@ -54,31 +54,23 @@ class TrivialAugment(ColorOperation):
 
     streams = ("auto_operation", "auto_magnitude", "auto_sign")
 
-    def __init__(self, spec: InputSpec, num_magnitude_bins: int = 31, interpolation: str = "nearest"):
-        self.policy = _Policy(v2.TrivialAugmentWide(num_magnitude_bins, _mode(interpolation)), spec)
-        self.bins = num_magnitude_bins
+    def __init__(self, spec: InputSpec, interpolation: str = "nearest"):
+        self.policy = _Policy(v2.TrivialAugmentWide(_STRENGTHS, _mode(interpolation)), spec)
 
     def planes(self, x: Tensor, random: list[float]) -> Tensor:
         operation, place, sign = random
-        return self.policy.apply(x, operation, int(place * self.bins), sign)
+        return self.policy.apply(x, operation, int(place * _STRENGTHS), sign)
 
 
 class RandAugment(ColorOperation):
     """RandAugment: several random operations of the same strength (Cubuk et al., 2019)."""
 
-    def __init__(
-        self,
-        spec: InputSpec,
-        num_ops: int = 2,
-        magnitude: int = 9,
-        num_magnitude_bins: int = 31,
-        interpolation: str = "nearest",
-    ):
-        if not 0 <= magnitude < num_magnitude_bins:
-            raise ValueError(f"magnitude must be between 0 and {num_magnitude_bins - 1}, got {magnitude}")
+    def __init__(self, spec: InputSpec, num_ops: int = 2, magnitude: int = 9, interpolation: str = "nearest"):
+        if not 0 <= magnitude < _STRENGTHS:
+            raise ValueError(f"magnitude must be between 0 and {_STRENGTHS - 1}, got {magnitude}")
         if not 1 <= num_ops <= 16:
             raise ValueError(f"num_ops must be between 1 and 16, got {num_ops}")
-        transform = v2.RandAugment(num_ops, magnitude, num_magnitude_bins, _mode(interpolation))
+        transform = v2.RandAugment(num_ops, magnitude, _STRENGTHS, _mode(interpolation))
         self.policy, self.magnitude = _Policy(transform, spec), magnitude
         self.streams = tuple(f"auto_{what}_{number}" for number in range(num_ops) for what in ("operation", "sign"))
 
@@ -107,16 +99,11 @@ class ThreeAugment(ColorOperation):
         return F.gaussian_blur(x, size, [sigma, sigma])
 
 
-AUTO_AUGMENTS = Table(
+AUTO_AUGMENTS: Table = Table(
     "auto_augment",
     {"trivialaugment": TrivialAugment, "randaugment": RandAugment, "3augment": ThreeAugment},
-    trial=lambda config: _try_arguments(config),
+    trial=lambda config: AUTO_AUGMENTS.call(config, InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3)),
 )
-
-
-def _try_arguments(config: TrainConfig) -> None:
-    """Raise ValueError if the policy does not accept --auto_augment_args."""
-    AUTO_AUGMENTS.call(config, InputSpec(32, 32, 3, [0.5] * 3, [0.5] * 3))
 
 
 def _sharpness(x: Tensor, factor: float) -> Tensor:
@@ -150,12 +137,9 @@ class _Policy:
     """The operations of one of torchvision's policies, with their strengths; they are selected by random numbers."""
 
     def __init__(self, transform: v2.TrivialAugmentWide | v2.RandAugment, spec: InputSpec):
-        bins = transform.num_magnitude_bins
-        if not 2 <= bins <= 1000:
-            raise ValueError(f"num_magnitude_bins must be between 2 and 1000, got {bins}")
         self.transform, space = transform, transform._AUGMENTATION_SPACE
         self.operations = [
-            (name, strengths(bins, spec.height, spec.width), is_signed)
+            (name, strengths(_STRENGTHS, spec.height, spec.width), is_signed)
             for name, (strengths, is_signed) in space.items()
         ]
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.data.datasets import Batch, ResidentImages
-from utils.data.mixing import Mix, make_mixing
+from utils.data.mixing import Mix, Mixing
 from utils.data.spec import InputSpec
 from utils.waiting import wait_for_items
 
@@ -38,7 +38,7 @@ class Batches:
         self.what = "a training batch" if training else "an evaluation batch"
         self.dataset: Any = self.loader.dataset
         self.loader.device = None  # Accelerate would copy on the compute stream; `_upload` copies instead
-        self.mixing = make_mixing(config, spec, outputs) if training else None
+        self.mixing = Mixing(config, spec, outputs) if training and config.mixes else None
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
         std = torch.tensor(spec.std, device=device)
         scale, shift = 1 / (255 * std), -torch.tensor(spec.mean, device=device) / std

@@ -82,7 +82,7 @@ def _check_all(split: Split, rows: np.ndarray, full: bool, progress: Callable) -
     loader = DataLoader(
         _Checks(split, rows, full),
         batch_sampler=BlockSampler(len(rows), _CHUNK),
-        collate_fn=_unchanged,
+        collate_fn=list,
         **worker_processes(workers if workers > 1 else 0),
     )
     checks = [check for chunk in wait_for_items(progress(loader), "the result of an image check") for check in chunk]
@@ -120,10 +120,6 @@ class _Checks(Dataset):
         if raw is None:
             raise ValueError("there is no image")
         return len(raw), raw[:_HEAD], raw[-_TAIL:]
-
-
-def _unchanged(chunk: list) -> list:
-    return chunk
 
 
 def _ends_of_file(path: str) -> tuple[int, bytes, bytes]:

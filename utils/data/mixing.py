@@ -98,8 +98,3 @@ class Mixing:
             middle, half = (centre * size).astype(np.int64), (np.sqrt(share) * size / 2).astype(np.int64)
             box += [np.maximum(middle - half, 0), np.minimum(middle + half, size)]
         return np.stack(box, 1)
-
-
-def make_mixing(config: TrainConfig, spec: InputSpec, outputs: int) -> Mixing | None:
-    """The mixing of a run's training batches, or None."""
-    return Mixing(config, spec, outputs) if config.mixes else None

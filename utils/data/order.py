@@ -89,18 +89,13 @@ class Plan:
         return full + (rest > 0 and not self.drop_last)
 
     def sizes(self, processes: int) -> dict[str, int]:
-        """How the global batch is divided, for the log."""
+        """How the global batch is divided."""
         return {
             "processes": processes,
             "batch_size": -(-self.global_batch_size // self.microbatches),
             "grad_accum": -(-self.microbatches // processes),
             "global_batch_size": self.global_batch_size,
         }
-
-    def describe(self, processes: int) -> str:
-        """How the global batch is divided, as text."""
-        text = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
-        return text.format(**self.sizes(processes))
 
     def update_size(self, position: int) -> int:
         """Samples in the update that starts after `position` samples of its epoch; 0 at the epoch's end."""
@@ -116,11 +111,6 @@ class Plan:
         """The epoch and position of update `step`, counted from 0."""
         epoch, update = divmod(step, self.updates_per_epoch)
         return epoch, update * self.global_batch_size
-
-    @property
-    def weights_hash(self) -> str | None:
-        """A hash of the weights; None without weights."""
-        return None if self.weights is None else hashlib.sha256(self.weights.tobytes()).hexdigest()[:32]
 
     def microbatch_sizes(self, position: int) -> list[int]:
         """Samples in each microbatch of the update at `position`; they differ by at most one, in pairs by two."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names
-from utils.data.splits import Files, Split, multi_hot
+from utils.data.splits import Files, Split, indices_in, multi_hot
 from utils.errors import UserError
 
 FILE = "samples.json.gz"
@@ -186,8 +186,7 @@ def match_files(
 
 def _recorded_labels(record: Record, part: RecordedSplit, class_names: Sequence[str]) -> np.ndarray:
     """The labels of a recorded split of files, with indices into `class_names`; -1 for a class that is not there."""
-    number = {name: index for index, name in enumerate(class_names)}
-    numbers = np.asarray([number.get(name, -1) for name in record.class_names], np.int64)
+    numbers = indices_in(class_names, record.class_names)
     classes = part.classes or []
     if not _is_list(classes, list):
         return numbers[classes]

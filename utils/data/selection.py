@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.console import Terminal, join_names
 from utils.data.check import check_images
 from utils.data.record import Record, is_same, make_record, match_files, table_changes
-from utils.data.sampling import class_weights
 from utils.data.sources import open_source
-from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, random_subset
+from utils.data.splits import EVAL_NAMES, Data, Source, Split, hold_out, indices_in, random_subset
 from utils.errors import UserError
 
 SILENT = Terminal(False)
@@ -34,8 +34,10 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
     else:
         (train, train_whole), (evaluation, eval_whole) = chosen = _choose_splits(source, config, terminal)
         if record is not None:
-            _check_same_tables(record, train_whole, eval_whole)
-        record, opened = make_record(config, source.class_names, *chosen), source.opened
+            changes = [*table_changes(record.train, train_whole), *table_changes(record.evaluation, eval_whole)]
+            fix = "a resumed run needs the same data: restore it"
+            require(not changes, "; ".join(dict.fromkeys(changes)), fix)
+        record, opened = make_record(config, source.class_names, *chosen), [*source.opened.values()]
     bad = {name: reason for split in opened for name, reason in split.unreadable().items()}
     train = random_subset(train, config.max_train_samples, config.seed)
     evaluation = random_subset(evaluation, config.max_eval_samples, config.seed)
@@ -43,8 +45,7 @@ def load_data(config: TrainConfig, record: Record | None = None, terminal: Termi
         check_kind(split, config)
     if len(source.class_names) < 2:
         raise UserError(f"--data {config.data} has one class, {join_names(source.class_names)}", "give at least two")
-    weights = class_weights(config, train, source.class_names)
-    return Data(train, evaluation, source.class_names, record, bad, weights)
+    return Data(train, evaluation, source.class_names, record, bad)
 
 
 def load_split(
@@ -128,14 +129,14 @@ def _drop_unreadable(split: Split, config: TrainConfig, terminal: Terminal, keep
     if not bad:
         return split
     count = f"{len(bad)} of {len(split)} images of split {split.name!r}"
+    names = ", ".join(bad[:_SHOWN]) + f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
     if config.bad_images == "error":
-        more = f" and {len(bad) - _SHOWN} more" * (len(bad) > _SHOWN)
         fix = "fix these files, or leave them out with --bad_images skip"
-        raise UserError(f"{count} cannot be read: {', '.join(bad[:_SHOWN])}{more}", fix)
+        raise UserError(f"{count} cannot be read: {names}", fix)
     if not split.readable.any():
         raise UserError(f"no image of split {split.name!r} can be used ({len(split)} checked)", "give another --data")
     action = "other images of their classes replace them" if keep_order else "will be left out"
-    terminal.print(f"{count} cannot be used and {action}; the first is {bad[0]}")
+    terminal.print(f"{count} cannot be used and {action}: {names}")
     return split.replace_unreadable() if keep_order else split.select(np.flatnonzero(split.readable))
 
 
@@ -165,13 +166,6 @@ def _class_changes(before: list[str], now: list[str]) -> str:
     new, gone = [n for n in now if n not in before], [n for n in before if n not in now]
     parts = [f"new: {join_names(new, 3)}"] * bool(new) + [f"removed: {join_names(gone, 3)}"] * bool(gone)
     return f"the classes changed since training ({'; '.join(parts) or 'a different order'})"
-
-
-def _check_same_tables(record: Record, *wholes: Split) -> None:
-    """Raise ValueError unless these are the tables of the run."""
-    changes = [text for part, whole in zip(record.parts, wholes, strict=True) for text in table_changes(part, whole)]
-    if changes:
-        raise UserError("; ".join(dict.fromkeys(changes)), "a resumed run needs the same data: restore it")
 
 
 def _holds_all(source: Source, record: Record) -> bool:
@@ -243,8 +237,7 @@ def renumber(split: Split, class_names: list[str], wanted: list[str]) -> Split:
     """
     if class_names == wanted:
         return split
-    number = {name: index for index, name in enumerate(wanted)}
-    table = np.asarray([number.get(name, -1) for name in class_names])
+    table = indices_in(wanted, class_names)
     is_multi = split.labels.ndim == 2
     present = np.flatnonzero(split.labels.any(0)) if is_multi else np.unique(split.labels)
     unknown = sorted({class_names[label] for label in present if table[label] < 0})

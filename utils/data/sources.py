@@ -79,11 +79,8 @@ def open_torchvision(name: str, config: TrainConfig) -> Source:
 
     def make(split: str) -> Split:
         try:
-            try:
-                dataset = cls(root, train=split == "train")
-            except Exception:  # of any class, for files that are missing, damaged or partly extracted
-                dataset = cls(root, train=split == "train", download=True)
-        except Exception as error:
+            dataset = cls(root, train=split == "train", download=True)  # does nothing if the files are there
+        except Exception as error:  # of any class
             problem = f"--data torchvision/{name}: not in {root}, and the download failed ({one_line(error)[:200]})"
             raise UserError(problem, "put it there, or choose another --data_dir") from error
         class_names[:] = map(str, dataset.classes)

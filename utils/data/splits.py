@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -64,16 +64,18 @@ class Split:
     def replace_unreadable(self) -> "Split":
         """The split with another image of the same classes in the place of each unreadable one.
 
-        So the order of the other samples does not change. Raises UserError if there is no such image.
+        So the order of the other samples does not change. It is the next readable image in a fixed random order, so it
+        stays the same when others become unreadable. Raises UserError if there is no such image.
         """
         _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
-        usable, rows = np.flatnonzero(self.readable), self.rows.copy()
-        for position in np.flatnonzero(~self.readable).tolist():
-            same = usable[kinds[usable] == kinds[position]]
+        order, rows = permutation(len(self), 0, 0), self.rows.copy()
+        is_usable, kinds = self.readable[order], kinds[order]
+        for place in np.flatnonzero(~is_usable).tolist():
+            same, position = np.flatnonzero(is_usable & (kinds == kinds[place])), order[place]
             if not len(same):
                 problem = f"{self.describe(position)}: no other image of its class can be used ({len(self)} checked)"
                 raise UserError(problem, "restore it, or start a new run")
-            rows[position] = self.rows[same[position % len(same)]]
+            rows[position] = self.rows[order[same[np.searchsorted(same, place) % len(same)]]]
         return replace(self, rows=rows)
 
     def select(self, positions: np.ndarray) -> "Split":
@@ -83,10 +85,10 @@ class Split:
     @property
     def cache_key(self) -> str:
         """Identifies the images and their order; part of the name of the file that caches them."""
-        stamps: list[str] = []
+        stamps = []
         if isinstance(self.images, Files):
-            paths, rows = self.images.paths, self.rows[self.readable]
-            stamps = [f"{os.fsencode(paths[row])!r}:{':'.join(map(str, stamp_of(paths[row])))}" for row in rows]
+            paths = (self.images.paths[row] for row in self.rows[self.readable])
+            stamps = [(path, *stamp_of(path)) for path in paths]
         return fingerprint_of(self.fingerprint, np.ascontiguousarray(self.rows).data, *sorted(self.bad), *stamps)
 
     @cached_property
@@ -118,7 +120,7 @@ class Data:
     """A data set to train on: two splits and the names of their classes, by label.
 
     `record` describes the samples for checkpoints: a Record of utils/data/record.py. `bad_images` lists the images
-    that cannot be read, {path or index: reason}. `class_weights` are those of the loss.
+    that cannot be read, {path or index: reason}.
     """
 
     train: Split
@@ -126,19 +128,13 @@ class Data:
     class_names: list[str]
     record: Any = None
     bad_images: dict[str, str] = field(default_factory=dict)
-    class_weights: list[float] | None = None
-
-    @property
-    def class_weights_hash(self) -> str | None:
-        """A hash of the class weights; None without any."""
-        return None if self.class_weights is None else fingerprint_of(*self.class_weights)
 
     @property
     def fingerprint(self) -> str:
         """A hash of the samples of both splits, which does not change if the data set moves."""
         splits = (self.train, self.evaluation)
         texts = (text for split in splits for text in (split.label_fingerprint, split.content))
-        return fingerprint_of(*texts, self.class_weights)
+        return fingerprint_of(*texts)
 
 
 class Files:
@@ -170,9 +166,6 @@ def stamp_of(path: str | os.PathLike) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-Opener = Callable[[], Split]
-
-
 class Source:
     """The splits of a data set by name, each opened when it is first needed.
 
@@ -180,23 +173,33 @@ class Source:
     opened. `check` is applied to each split when it is opened.
     """
 
-    def __init__(self, openers: Mapping[str, Opener], class_names: list[str], aliases: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        openers: Mapping[str, Callable[[], Split]],
+        class_names: list[str],
+        aliases: Mapping[str, str] | None = None,
+    ):
         self.openers, self.class_names, self.aliases = openers, class_names, aliases or {}
         self.check: Callable[[Split], Split] = lambda split: split
-        self._opened: dict[str, Split] = {}
-
-    @property
-    def opened(self) -> list[Split]:
-        """The splits that have been opened."""
-        return list(self._opened.values())
+        self.opened: dict[str, Split] = {}
 
     def split(self, name: str) -> Split:
         """The split of this name, which must exist. Raises ValueError if it is empty or a label is out of range."""
-        if name not in self._opened:
-            split = self.openers[name]()
-            check_labels(split, len(self.class_names))
-            self._opened[name] = self.check(split)
-        return self._opened[name]
+        if name not in self.opened:
+            split, classes = self.openers[name](), len(self.class_names)
+            if not len(split):
+                raise UserError(f"split {name!r} is empty", "choose another one with --train_split or --eval_split")
+            wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
+            if len(wrong) and split.labels.ndim == 1:
+                label = split.labels[wrong[0]]
+                fix = (
+                    "if the split is unlabelled, choose another one with --eval_split"
+                    if label < 0
+                    else "fix the labels"
+                )
+                raise UserError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}", fix)
+            self.opened[name] = self.check(split)
+        return self.opened[name]
 
 
 def split_that_defines_classes(names: Collection[str], wanted: str | None) -> str:
@@ -225,22 +228,10 @@ def multi_hot(split: str, counts: np.ndarray, flat: np.ndarray, classes: int) ->
     return rows
 
 
-def indices_in(names: list, labels: Any) -> np.ndarray:
+def indices_in(names: Iterable, labels: Iterable) -> np.ndarray:
     """The index in `names` of each label, int64 [n]; -1 for one that is not there."""
-    import pandas  # takes a third of a second
-
-    return pandas.Index(names).get_indexer(labels)
-
-
-def check_labels(split: Split, classes: int) -> None:
-    """Raise ValueError if the split is empty or a label is outside 0 .. classes - 1."""
-    if not len(split):
-        raise UserError(f"split {split.name!r} is empty", "choose another one with --train_split or --eval_split")
-    wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
-    if len(wrong) and split.labels.ndim == 1:
-        label = split.labels[wrong[0]]
-        fix = "if the split is unlabelled, choose another one with --eval_split" if label < 0 else "fix the labels"
-        raise UserError(f"{split.describe(wrong[0])} has the label {label}, outside 0..{classes - 1}", fix)
+    number = {name: index for index, name in enumerate(names)}
+    return np.asarray([number.get(label, -1) for label in labels], np.int64)
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
@@ -261,14 +252,9 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     is_held = np.zeros(len(split), bool)
     is_held[order] = np.diff(steps) > 0
     is_held &= (counts[labels] > 1) | is_multi
-    if not is_multi and counts.max(initial=0) == 1:
-        problem = f"split {split.name!r} has one sample of each class, so none can be held out for evaluation"
-        raise UserError(problem, "add samples, or name an --eval_split")
     if not is_held.any() or is_held.all():
-        raise UserError(
-            f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of them",
-            "change --eval_fraction or name an --eval_split",
-        )
+        problem = f"split {split.name!r} has too few samples ({len(split)}) to hold out {fraction:g} of each class"
+        raise UserError(problem, "add samples, change --eval_fraction or name an --eval_split")
     held = replace(split.select(np.flatnonzero(is_held)), name=f"hold-out of {split.name}")
     return split.select(np.flatnonzero(~is_held)), held
 

@@ -89,9 +89,6 @@ def table_source(splits, config: TrainConfig) -> Source:
             if column not in dataset.features:
                 has = join_names(dataset.features)
                 raise UserError(f"split {name!r} has no column {column!r}, only {has}", "choose another split")
-        if _is_list(dataset.features[label_column]) != _is_list(train.features[label_column]):
-            problem = f"the labels of split {name!r} are {dataset.features[label_column]}"
-            raise UserError(f"{problem}, unlike those of the training split", "choose another split")
         values, counts = _values(dataset, label_column)
         labels = _labels(name, values, counts, label_values, len(class_names))
         images = Table(dataset, image_column)

@@ -57,16 +57,6 @@ def choose_workers(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
     return max(0, min(wanted, fitting)), 1
 
 
-def workers_that_fit(sizes: Sequence[int], wanted: int) -> tuple[int, int]:
-    """`choose_workers`. The machine's first rank prints a line if there are fewer than `wanted`."""
-    workers, ahead = choose_workers(sizes, wanted)
-    if (workers, ahead) != (wanted, AHEAD):
-        need = local_rank_and_size()[1] * bytes_needed(sizes, wanted, AHEAD) / MB
-        problem = f"{SHM}: {describe_shm()}, {need:.0f} MB needed for --num_workers {wanted}"
-        print_for_machine(f"{problem}; using {workers} instead, which is slower; {SHM_FIX}")
-    return workers, ahead
-
-
 class ShmFull(UserError):
     """A loader process could not write a batch to /dev/shm."""
 
@@ -150,16 +140,23 @@ def make_loader(
 def make_loaders(
     parts: Sequence[tuple[ImageDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
 ) -> list[DataLoader]:
-    """The loaders of a rank, for `Accelerator.prepare`. They are created together, because they share /dev/shm."""
-    wanted = config.num_workers
+    """The loaders of a rank, for `Accelerator.prepare`. They are created together, because they share /dev/shm.
+
+    The machine's first rank prints a line if they have fewer workers than wanted.
+    """
+    wanted, (_, processes) = config.num_workers, local_rank_and_size()
     if wanted is None:
-        wanted = default_workers(threads, local_rank_and_size()[1])
+        wanted = default_workers(threads, processes)
     # Otherwise a batch is one copy of small images, which is faster than passing it between processes.
     sizes = [each.largest * dataset.image_bytes for dataset, each in parts if dataset.in_loader]
-    workers_each, ahead = workers_that_fit(sizes, wanted)
+    most, ahead = choose_workers(sizes, wanted)
+    if (most, ahead) != (wanted, AHEAD):
+        need = processes * bytes_needed(sizes, wanted, AHEAD) / MB
+        problem = f"{SHM}: {describe_shm()}, {need:.0f} MB needed for --num_workers {wanted}"
+        print_for_machine(f"{problem}; using {most} instead, which is slower; {SHM_FIX}")
     loaders = []
     for dataset, sampler in parts:
-        workers = workers_each if dataset.in_loader else 0
+        workers = most if dataset.in_loader else 0
         loader = DataLoader(
             dataset,
             batch_sampler=sampler,

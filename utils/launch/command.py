@@ -28,7 +28,7 @@ def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
 def launcher_command() -> list[str]:
     """The command of the launcher that started this script; empty if there is none or it has exited."""
     command = _command_of(os.getppid()) if is_launched() else []
-    return command if _names_script(command) else []
+    return command if any(Path(word).name == Path(sys.argv[0]).name for word in command) else []
 
 
 def script_command(script: str) -> list[str]:
@@ -47,10 +47,6 @@ def _command_of(process: int) -> list[str]:
     with suppress(psutil.Error):
         return psutil.Process(process).cmdline()
     return []
-
-
-def _names_script(command: Sequence[str]) -> bool:
-    return any(Path(word).name == Path(sys.argv[0]).name for word in command)
 
 
 def resume_command(command: Sequence[str], output_dir: str, run_name: str) -> str:
@@ -89,4 +85,4 @@ def launcher() -> int | None:
     if not is_launched():
         return None
     parent = os.getppid()
-    return 0 if parent == 1 and not _names_script(_command_of(parent)) else parent
+    return 0 if parent == 1 and not launcher_command() else parent

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 from contextlib import suppress
 
@@ -32,7 +31,7 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES") or topology.source in ("SLURM", "Open MPI", "MPICH")
     if gpus == 1 and chosen:
         number = 0  # a scheduler or a wrapper may show each process only its own GPU; NCCL refuses a shared one
-    elif may_share_gpus():
+    elif os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # NCCL then accepts several ranks on one GPU, for tests
         number %= gpus
     elif topology.local_world_size > gpus:
         raise UserError(
@@ -42,11 +41,6 @@ def choose_device(topology: Topology, cpu: bool) -> torch.device:
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)  # before any other CUDA call, or every rank would open a context on GPU 0
     return device
-
-
-def may_share_gpus() -> bool:
-    """Whether the user lets NCCL accept several ranks on one GPU, which is useful only for tests."""
-    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def _check_unusable_gpus() -> None:
@@ -66,8 +60,6 @@ def _check_unusable_gpus() -> None:
 
 def nvidia_smi(query: str) -> list[str]:
     """The lines that nvidia-smi prints; none if it does not exist, fails or takes over ten seconds."""
-    if shutil.which("nvidia-smi") is None:
-        return []
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()

@@ -140,17 +140,15 @@ def _tasks_on_node(counts: str, node: int) -> int:
 
 def _address_of_rank_0(source: str, one_machine: bool) -> tuple[str, int]:
     """The address and port of rank 0: MASTER_ADDR and MASTER_PORT, or values derived from SLURM or MPI."""
-    address = environ.get("MASTER_ADDR") or None
-    port = _integer("MASTER_PORT") if environ.get("MASTER_PORT") else None
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    address, port = environ.get("MASTER_ADDR", ""), _integer("MASTER_PORT") if environ.get("MASTER_PORT") else 0
     if source != "the environment":
-        address = address or ("127.0.0.1" if one_machine else first_node(nodes) if nodes else None)
-        port = _port_of_job(one_machine) if port is None else port
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        address = address or ("127.0.0.1" if one_machine else first_node(nodes))
+        port = port or _port_of_job(one_machine)
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
-        if value is None:
+        if not value:
             fix = f"export it with {_EXPORT[source]}" if source in _EXPORT else "export it, or give --init_method"
             raise UserError(f"{name} is not set: the processes need an address and a port of rank 0's machine", fix)
-    assert address is not None and port is not None
     if not 0 < port < 2**16:
         raise UserError(f"MASTER_PORT={port} is not a port", "choose one between 1 and 65535")
     return address, port
@@ -162,10 +160,10 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def _port_of_job(one_machine: bool) -> int | None:
+def _port_of_job(one_machine: bool) -> int:
     """A port derived from the number or name of the job, so that other jobs on the machine rarely have the same port.
 
-    It is below the ports that Linux assigns automatically (32768 and up). None if the job has no name.
+    It is below the ports that Linux assigns automatically (32768 and up). 0 if the job has no name.
     """
     if "SLURM_JOB_ID" in environ:  # each task of a job array has its own
         return 10_000 + (_integer("SLURM_JOB_ID") * 16 + int(environ.get("SLURM_STEP_ID", 0)) % 16) % 20_000
@@ -173,7 +171,7 @@ def _port_of_job(one_machine: bool) -> int | None:
     if job is None and one_machine:  # MPICH does not name jobs, but one process starts all ranks of a machine
         with suppress(psutil.Error):
             job = next((f"{p.pid}" for p in psutil.Process().parents() if p.name().startswith("hydra_pmi_proxy")), None)
-    return None if job is None else 10_000 + zlib.crc32(job.encode()) % 20_000
+    return 10_000 + zlib.crc32(job.encode()) % 20_000 if job else 0
 
 
 def local_rank_and_size() -> tuple[int, int]:

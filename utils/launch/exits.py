@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from utils.errors import LostRank, UserError, fix_of, one_line, problem_of, shorten
+from utils.errors import LostRank, UserError, one_line, shorten, split_error
 from utils.files import write_file
 from utils.launch.command import launcher_command
 from utils.launch.environment import attempts_left, claimed_ranks, is_launched
@@ -119,8 +119,8 @@ def repeat_after_launcher(text: str) -> None:
     all processes of this session. A notebook that starts ranks as child processes does not exit.
     """
     if launcher_command() and multiprocessing.parent_process() is None and not attempts_left():
-        command = [sys.executable, "-ES", str(Path(__file__).with_name("repeat.py")), str(os.getppid()), text]
-        with suppress(OSError):  # no memory for a process
+        command = [sys.executable, "-IS", str(Path(__file__).with_name("repeat.py")), str(os.getppid()), text]
+        with suppress(OSError, ValueError):  # no memory for a process, or a text that an argument cannot hold
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -135,7 +135,8 @@ def with_rank(error: Exception) -> Exception:
     rank, _ = claimed_ranks()
     if rank in ("0", None):
         return error
-    result = UserError(f"rank {rank} on {socket.gethostname()}: {problem_of(error)}", fix_of(error))
+    problem, fix = split_error(error)
+    result = UserError(f"rank {rank} on {socket.gethostname()}: {problem}", fix)
     result.__cause__ = error
     return result
 

@@ -16,26 +16,26 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     has the IP address of rank 0's machine, as found by each rank. On that machine itself it may be a loopback address,
     as Debian sets in /etc/hosts, so the address found by another machine is used.
     """
-    names = sorted(psutil.net_if_addrs())
+    names, host = sorted(psutil.net_if_addrs()), socket.gethostname()
     name = wanted or os.environ.get("GLOO_SOCKET_IFNAME")
     if name is None:
         outside = next((address for address in seen if address and not _is_loopback(address)), None)
         name = interface_of(_address_towards((outside or "127.0.0.1") if several_machines else "127.0.0.1"))
         if several_machines and outside is None:  # another machine could not have connected to a loopback address
             raise UserError(
-                f"all processes are on {socket.gethostname()}, but LOCAL_WORLD_SIZE implies several machines",
+                f"all processes are on {host}, but LOCAL_WORLD_SIZE implies several machines",
                 "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK for each process",
             )
-        if name is None or (several_machines and _is_loopback(address_of(name))):
+        if name is None:
             raise UserError(
-                f"{socket.gethostname()} has no network interface that reaches {outside}",
+                f"{host} has no network interface that reaches {outside}",
                 f"set --interface to the one between the machines, one of {', '.join(names)}",
             )
     elif not set(name.split(",")) <= set(names):  # gloo accepts several names
         flag = "--interface" if wanted else "GLOO_SOCKET_IFNAME"
-        raise UserError(f"{flag} {name}: {socket.gethostname()} has {', '.join(names)}", "choose one of these")
+        raise UserError(f"{flag} {name}: {host} has {', '.join(names)}", "choose one of these")
     elif several_machines and any(_is_loopback(address_of(part)) for part in name.split(",")):
-        problem = f"interface {name} is only for {socket.gethostname()} itself, but the run has several machines"
+        problem = f"interface {name} is only for {host} itself, but the run has several machines"
         raise UserError(problem, f"choose another one of {', '.join(names)}")
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if wanted:
@@ -73,13 +73,6 @@ def outward_address() -> str:
         return _address_towards("192.0.2.1")  # an address of no machine (RFC 5737); nothing is sent
     except OSError as error:
         raise UserError(f"{socket.gethostname()} has no default route", "set --interface") from error
-
-
-def free_port() -> int:
-    """A port that no process listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def _address_towards(address: str) -> str:

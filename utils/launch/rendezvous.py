@@ -23,7 +23,7 @@ import torch.distributed as dist
 from utils.errors import UserError, one_line
 from utils.files import write_file
 from utils.launch.environment import Topology, restart_count
-from utils.launch.network import address_of, free_port, is_own_address, outward_address, port_owner, resolve
+from utils.launch.network import address_of, is_own_address, outward_address, port_owner, resolve
 from utils.waiting import call_with_timeout
 
 _POLL = 0.05  # seconds between two reads of the store
@@ -63,17 +63,6 @@ def rendezvous(
         store = _tcp_store(topology, address, port, deadline)
         session, members = _session(store, me, deadline, f"{address}:{port}")
     return dist.PrefixStore(session, store), members
-
-
-def check_init_method(init_method: str) -> None:
-    """Raise UserError for anything but env://, tcp://HOST:PORT and file:///PATH."""
-    with suppress(ValueError):  # a port that is not a number
-        kind = urlparse(init_method)
-        if init_method == "env://" or (kind.scheme == "tcp" and kind.hostname and kind.port):
-            return
-        if kind.scheme == "file" and not kind.netloc and kind.path.strip("/"):
-            return
-    raise UserError(f"--init_method {init_method}: must be env://, tcp://HOST:PORT or file:///PATH")
 
 
 def _session(store: dist.Store, me: Member, deadline: float, where: str) -> tuple[str, list[Member]]:
@@ -218,9 +207,8 @@ def _rendezvous_in_file(
     if topology.is_main:
         one_machine = topology.local_world_size == topology.world_size
         me.master = "127.0.0.1" if one_machine else address_of(interface) if interface else outward_address()
-        port = free_port()
-        store = _serve(me.master, port, topology.world_size)
-        write_file(path, f"{_IN_FILE} {me.master} {port}\n")
+        store = _serve(me.master, 0, topology.world_size)  # at any free port
+        write_file(path, f"{_IN_FILE} {me.master} {store.port}\n")
     else:
         # A file of an earlier run names a place where nobody listens, until rank 0 replaces it.
         if not _wait(lambda: (place := _read_place(path)) is not None and _listens(*place), deadline):

@@ -41,8 +41,7 @@ def has_native_bf16(device: torch.device) -> bool:
 def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, before: str | None = None) -> Accelerator:
     """An Accelerator on top of the process group of `ranks`; collective.
 
-    `before` is the precision of the checkpoint that the run resumes from. Raises UserError if Accelerate finds a
-    different number of processes than were launched.
+    `before` is the precision of the checkpoint that the run resumes from.
     """
     precision: str | None = config.mixed_precision
     if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():
@@ -79,11 +78,7 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         dataloader_config=DataLoaderConfiguration(even_batches=False),
         kwargs_handlers=[wrapping],
     )
-    if accelerator.num_processes != ranks.topology.world_size:
-        raise UserError(
-            f"{ranks.topology.world_size} processes were launched, but Accelerate uses {accelerator.num_processes}",
-            "launch with a file of accelerate_configs/",
-        )
+    assert accelerator.num_processes == ranks.topology.world_size
     return accelerator
 
 

@@ -13,13 +13,12 @@ def convert_batch_norm(module: nn.Module) -> nn.Module:
 
     Raises UserError for a layer that does more than that of PyTorch (some of timm's also apply an activation).
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    for layer in layers:
-        if type(layer).forward is not _BatchNorm.forward:
-            name = type(layer).__name__
-            raise UserError(f"--sync_batchnorm: {name} is not plain batch normalisation", "leave out the flag")
-    for layer in layers:
-        layer.__class__ = _SyncBatchNorm
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            if type(layer).forward is not _BatchNorm.forward:
+                name = type(layer).__name__
+                raise UserError(f"--sync_batchnorm: {name} is not plain batch normalisation", "leave out the flag")
+            layer.__class__ = _SyncBatchNorm
     return module
 
 
@@ -44,11 +43,11 @@ class _SyncBatchNorm(_BatchNorm):
         values = input.double() if input.device.type == "cpu" else input.float()
         dims = [0, *range(2, input.ndim)]
         count = torch.full((1,), input.numel() // channels, dtype=values.dtype, device=values.device)  # does not wait
-        *sums, total = sum_with_gradient(torch.cat([values.sum(dims), count])).split([channels, 1])
+        *sums, total = _SumOfRanks.apply(torch.cat([values.sum(dims), count])).split([channels, 1])
         total = total.detach()
         mean = sums[0] / total.clamp(min=1)  # a microbatch may have no samples on any rank
         centred = values - mean.view(shape)
-        variance = sum_with_gradient(centred.square().sum(dims)) / total.clamp(min=1)
+        variance = _SumOfRanks.apply(centred.square().sum(dims)) / total.clamp(min=1)
         if self.track_running_stats:
             self._track(mean.detach(), variance.detach() * total / (total - 1).clamp(min=1), (total > 0).double())
         result = centred * (variance + self.eps).rsqrt().view(shape)
@@ -65,18 +64,16 @@ class _SyncBatchNorm(_BatchNorm):
             statistic.add_((share * any_samples * (value - statistic)).to(statistic.dtype))
 
 
-class _SumWithGradient(torch.autograd.Function):
+class _SumOfRanks(torch.autograd.Function):
+    """The element-wise sum of every rank's tensor; its gradients flow back to all ranks; collective."""
+
     @staticmethod
     def forward(ctx, values: Tensor) -> Tensor:
         values = values.clone()
-        dist.all_reduce(values)
+        if dist.is_initialized():
+            dist.all_reduce(values)
         return values
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:  # the loss of each rank depends on the values of all ranks
-        return _SumWithGradient.forward(ctx, gradient)
-
-
-def sum_with_gradient(values: Tensor) -> Tensor:
-    """The element-wise sum of every rank's tensor; its gradients flow back to all ranks; collective."""
-    return _SumWithGradient.apply(values) if dist.is_initialized() else values
+        return _SumOfRanks.forward(ctx, gradient)

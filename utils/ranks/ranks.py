@@ -14,19 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from utils.config.settings import LaunchConfig
-from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, fix_of, one_line, problem_of
+from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
 from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
 from utils.launch.environment import Topology, is_launched, threads_per_process
-from utils.launch.exits import delay_exit, exit_now, print_last_line
+from utils.launch.exits import exit_now, exit_with_error
 from utils.launch.network import address_of, set_interface
-from utils.launch.rendezvous import (
-    Member,
-    check_init_method,
-    launcher_store,
-    rendezvous,
-    wait_for_keys,
-)
+from utils.launch.rendezvous import Member, launcher_store, rendezvous, wait_for_keys
 from utils.memory import keep_freed_memory
 from utils.ranks.watch import Watch
 
@@ -54,13 +48,7 @@ class Ranks:
         # number of processes.
         fixed = self.device.type == "cpu" and getattr(launch, "microbatches", None)
         self.threads = launch.threads or (1 if fixed else threads_per_process(topology))
-        cores = os.cpu_count() or 1
-        if self.threads > cores:
-            raise UserError(
-                f"--threads {self.threads}: this machine has {cores} processor cores", f"use at most {cores}"
-            )
         self.backend = choose_backend(topology, launch.backend, self.device)
-        check_init_method(launch.init_method)
         topology.export()
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # otherwise Accelerate would set a different number
         torch.set_num_threads(self.threads)
@@ -155,10 +143,8 @@ class Ranks:
         )
 
     def _give_up(self, error: UserError) -> None:
-        if self.topology.local_rank == 0 or not is_launched():  # or local rank 0 may be the lost one
-            print_last_line(self.prog, f"error: {error}")
-        else:
-            delay_exit()
+        with suppress(SystemExit):  # in this thread it would not end the process; local rank 0 may be the lost one
+            exit_with_error(error, self.prog, self.topology.local_rank == 0 or not is_launched())
         exit_now(2)
 
     @contextmanager
@@ -180,8 +166,11 @@ class Ranks:
 
     def _raise_on_all(self, error: Exception | None, patient: bool) -> None:
         who = "" if self.is_main else f"rank {self.topology.rank}: "
-        errors = self.gather(AgreedError(who + problem_of(error), fix_of(error)) if error else None, patient)
-        if first := next(filter(None, errors), None):
+        mine = None
+        if error is not None:
+            problem, fix = split_error(error)
+            mine = AgreedError(who + problem, fix)
+        if first := next(filter(None, self.gather(mine, patient)), None):
             raise first from error
 
     @contextmanager

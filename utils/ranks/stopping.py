@@ -10,7 +10,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Stopping:
-    """Whether this rank was asked to stop (`requested`), and whether all ranks have agreed to stop (`agreed`).
+    """Whether this rank was asked to stop (`request`), and whether all ranks have agreed to stop (`agreed`).
 
     As a context it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. Before `training_begins` they raise KeyboardInterrupt,
     because there is nothing to save. Afterwards the first signal is a request, on which the ranks agree when they next
@@ -46,16 +46,11 @@ class Stopping:
         self._training = True
 
     @property
-    def requested(self) -> bool:
-        """Whether this rank was asked to stop; other ranks may not know yet."""
-        return self._signal is not None or self._ranks.orphaned
-
-    @property
-    def reason(self) -> str:
-        """The reason why the run stops, as known to this rank."""
+    def request(self) -> str:
+        """What has asked this rank to stop, which other ranks may not know yet; empty if nothing has."""
         if self._signal is not None:
             return self._signal.name
-        return "the launcher has exited" if self._ranks.orphaned else "another rank was asked to stop"
+        return "the launcher has exited" if self._ranks.orphaned else ""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)

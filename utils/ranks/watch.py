@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
-import psutil
 import torch.distributed as dist
 
 from utils.launch.exits import exit_now, how_to_resume, inform_launcher, print_last_line, print_line
@@ -123,27 +121,22 @@ class Watch:
 
     def _look_at_data(self, elapsed: float) -> None:
         """End a wait for data that does not arrive."""
-        wait, reason = DataWait.current, self._reason_to_stop()
+        wait = DataWait.current
         if wait is None:
             return
+        orphaned = "the launcher has exited" * self._is_orphan()
+        reason = Stopping.current.request if Stopping.current else orphaned
         wait.seconds += elapsed
         wait.asked += elapsed * bool(reason)
         text = f"{wait.what} has not arrived for {wait.seconds:.0f} s"
         if wait.asked > PATIENCE:
-            self._exit(f"stopped ({reason}): {text}{_describe_workers()}{how_to_resume(self.prog)}", EXIT_RESUME)
+            self._exit(f"stopped ({reason}): {text}{how_to_resume(self.prog)}", EXIT_RESUME)
         if wait.seconds > self.timeout:
-            fix = "check that the disk with the data responds, or raise --timeout"
-            self._exit(f"error: {text}{_describe_workers()}; {fix}")
+            self._exit(f"error: {text}; check that the disk with the data responds, or raise --timeout")
         if wait.seconds >= self._patience and not wait.reported:
             wait.reported = True
             if self.rank == 0:
-                print_line(self.prog, f"has waited {wait.seconds:.0f} s for {wait.what}{_describe_workers()}")
-
-    def _reason_to_stop(self) -> str:
-        """Why this process should stop; empty if it should continue."""
-        if Stopping.current is not None:
-            return Stopping.current.reason if Stopping.current.requested else ""
-        return "the launcher has exited" if self._is_orphan() else ""
+                print_line(self.prog, f"has waited {wait.seconds:.0f} s for {wait.what}")
 
     def _look_at_ranks(self) -> None:
         """End a wait for ranks that are late."""
@@ -214,13 +207,3 @@ class Watch:
         """Whether this rank is the lowest of those that wait."""
         lower = [heard for rank, heard in self._heard.items() if rank < self.rank]
         return not any(entered >= self.entered and self._now - since < _SILENT for (entered, *_), since in lower)
-
-
-def _describe_workers() -> str:
-    """The state of this process's loader processes, for a message."""
-    states = []
-    for worker in multiprocessing.active_children():
-        with suppress(psutil.Error):
-            states.append(f"{worker.pid} ({psutil.Process(worker.pid).status()})")
-    more = f", and {len(states) - 4} more" * (len(states) > 4)
-    return f", from loader process{'es' * (len(states) > 1)} {', '.join(states[:4])}{more}" if states else ""

@@ -74,11 +74,9 @@ def given_settings(flags: LaunchConfig) -> dict[str, Any]:
 
 def warn_about_flags(flags: EvalConfig | PredictConfig, config: TrainConfig, spec: InputSpec) -> list[str]:
     """Lines about given settings that have no effect or do not suit the run; `spec` is that of the evaluation."""
-    lines, published = [], isinstance(flags, EvalConfig) and flags.model is not None
+    lines = []
     if flags.threshold is not None and config.task == "classification":
         lines.append("--threshold has no effect: only multilabel and binary use it")
     if isinstance(flags, EvalConfig) and config.eval_crop is not None and spec.small:
         lines.append("--eval_crop has no effect: small images are evaluated whole")
-    if "flip" in (flags.tta or "") and not (config.flip or published):
-        lines.append("--tta flip: this run was trained without --flip, so mirror images are new to it")
     return lines

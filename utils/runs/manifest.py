@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from utils.data.record import FILE as SAMPLES
-from utils.errors import UserError, problem_of
+from utils.errors import UserError, split_error
 from utils.files import read_json, read_text, report_once, write_file
 
 MANIFEST = "manifest.json"
@@ -97,7 +97,7 @@ def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | Non
             if entry_of(path) != entry:
                 return f"{path}: damaged"
     except (ValueError, OSError) as error:
-        text = problem_of(error)
+        text, _ = split_error(error)
         return text if text.startswith(str(path)) else f"{path}: {text}"  # an OSError may lack the file's name
     return None
 

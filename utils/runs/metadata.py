@@ -43,8 +43,6 @@ class SavedState:
     labels: str = ""  # fingerprint
     global_batch_size: BatchSize = 1
     seed: int = 0
-    weights: str | None = None  # hash, of the samples
-    class_weights: str | None = None  # hash
     processes: int = 1
     threads: int = 1
     device: str = ""
@@ -108,8 +106,6 @@ def make_files(
         labels=data.train.label_fingerprint,
         global_batch_size=plan.global_batch_size,
         seed=plan.seed,
-        weights=plan.weights_hash,
-        class_weights=data.class_weights_hash,
         processes=ranks.topology.world_size,
         threads=ranks.threads,
         device=ranks.device.type,

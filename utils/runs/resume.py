@@ -96,14 +96,6 @@ def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data)
     ):
         problem = f"{saved.path}: was trained with {what} of {shorten(str(old))}, not {shorten(str(new))}"
         require(old == new, problem, "use the same settings")
-    for setting, old, new in (
-        ("sampler", there.weights, plan.weights_hash),
-        ("class_weights", there.class_weights, data.class_weights_hash),
-    ):
-        value = getattr(config, setting)
-        problem = f"{saved.path}: the weights of --{setting} {value} have changed since training"
-        same = old == new or value != getattr(saved.settings, setting)
-        require(same, problem, "restore them, or start a new run")
     threads = torch.get_num_threads()
     same = not config.microbatches or there.device != "cpu" or there.threads == threads
     problem = f"{saved.path}: a run with --microbatches keeps its {there.threads} threads per process, not {threads}"

@@ -1,6 +1,7 @@
 """Classification: each image has one class.
 
-To add a metric, add a sum to `evaluation` and `evaluate`, or, if it needs all predictions, to `gathered` and `metrics`.
+To add a metric, add a value to `evaluation` and `evaluate`, or, if it needs all predictions, to `gathered` and
+`metrics`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,21 +29,20 @@ class Classification(Task):
     gathered = ("macro_f1", "macro_precision", "macro_recall")
     shown = {"accuracy": "accuracy", "top5": "top-5", "loss": "loss"}  # noqa: RUF012
 
-    def __init__(self, config: TrainConfig, class_names: list[str], _labels: np.ndarray | None = None):
+    def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):
         self.class_names, self.outputs = class_names, len(class_names)
-        self.sum_of_losses: Callable[..., Tensor] = partial(LOSSES.choose(config.loss), **config.loss_args)
+        self.losses: Callable[..., Tensor] = partial(LOSSES.choose(config.loss), **config.loss_args)
         self.smoothing = config.label_smoothing
-        self.weight: Tensor | None = None
+        self.weight = None
+        if config.class_weights and labels is not None:
+            self.weight = balanced_weights(labels, self.outputs)
         equal_scores, any_class = torch.zeros(1, self.outputs), torch.zeros(1, dtype=torch.int64)
-        self.uniform_loss = self.sum_of_losses(equal_scores, any_class, 0.0, None).item()
-
-    def weigh(self, class_weights: list[float]) -> None:
-        self.weight = torch.tensor(class_weights)
+        self.uniform_loss = self.losses(equal_scores, any_class, 0.0, None).item()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.weight is not None:
             self.weight = self.weight.to(outputs.device)  # copied once
-        return self.sum_of_losses(outputs, targets, self.smoothing, self.weight)
+        return self.losses(outputs, targets, self.smoothing, self.weight).sum()
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
         classes = targets.argmax(1) if targets.is_floating_point() else targets
@@ -51,8 +51,8 @@ class Classification(Task):
     def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
         hits = ranked == labels[:, None]
-        loss = self.sum_of_losses(outputs, labels, 0.0, None).double()
-        return torch.stack([loss, hits[:, 0].sum(), hits.sum()]), ranked[:, 0]
+        losses = self.losses(outputs, labels, 0.0, None)
+        return torch.stack([losses, hits[:, 0], hits.any(1)], 1), ranked[:, 0]
 
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         means = super().summary(sums, count)
@@ -69,3 +69,14 @@ class Classification(Task):
         accuracies = zip(self.class_names, record["per_class_accuracy"], strict=True)
         worst = sorted((accuracy, printable(name)) for name, accuracy in accuracies if accuracy is not None)[:10]
         return "Accuracy of the classes, worst first", [(name, f"{accuracy:.4f}") for accuracy, name in worst]
+
+
+def balanced_weights(labels: np.ndarray, classes: int) -> Tensor:
+    """Weights of the classes inversely proportional to their samples, whose mean over the samples is 1.
+
+    A class without samples has the weight 1.
+    """
+    counts = np.bincount(labels, minlength=classes)
+    weights = np.divide(1, counts, where=counts > 0, out=np.zeros(classes))
+    weights *= counts.sum() / (weights @ counts)
+    return torch.tensor(np.where(weights > 0, weights, 1), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Loss functions by name. Each returns a sum over samples; train.py divides by the global batch.
+"""Loss functions by name. Each returns the loss of each sample, [n].
 
 To add a loss of classification, write a function with these arguments and add it to `LOSSES`. Those with a default are
 what --loss_args may set.
@@ -21,7 +21,7 @@ from utils.config.table import Table
 
 def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None) -> Tensor:
     """Cross-entropy of the softmax; in multilabel and binary, of the sigmoid."""
-    return F.cross_entropy(logits, targets, weight, reduction="sum", label_smoothing=smoothing)
+    return F.cross_entropy(logits, targets, weight, reduction="none", label_smoothing=smoothing)
 
 
 def binary_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None) -> Tensor:
@@ -31,8 +31,7 @@ def binary_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weig
     """
     of_samples = None if weight is None else (_soft(logits, targets, 0.0) @ weight)[:, None]
     targets = _soft(logits, targets, smoothing)
-    total = F.binary_cross_entropy_with_logits(logits, targets, of_samples, reduction="sum")
-    return total / logits.shape[1]
+    return F.binary_cross_entropy_with_logits(logits, targets, of_samples, reduction="none").mean(1)
 
 
 def focal(logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | None, gamma: float = 2.0) -> Tensor:
@@ -46,7 +45,7 @@ def focal(logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor | No
     # Above 0, because the power has an infinite gradient at 0 if gamma is below 1.
     factors = (1 - log_p.exp()).clamp(min=torch.finfo(logits.dtype).tiny) ** gamma
     terms = -_soft(logits, targets, smoothing) * factors * log_p
-    return (terms if weight is None else terms * weight).sum()
+    return (terms if weight is None else terms * weight).sum(1)
 
 
 def _soft(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
@@ -62,8 +61,7 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, pos_weight: Tensor | 
     `targets` are multi-hot or a mixture of such rows, float [n, classes]. `pos_weight`, a number or
     [classes], is the weight of the terms of positive targets.
     """
-    total = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum", pos_weight=pos_weight)
-    return total / logits.shape[1]
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none", pos_weight=pos_weight).mean(1)
 
 
 def sigmoid_focal(logits: Tensor, targets: Tensor, pos_weight: Tensor | None, gamma: float = 2.0) -> Tensor:
@@ -76,7 +74,7 @@ def sigmoid_focal(logits: Tensor, targets: Tensor, pos_weight: Tensor | None, ga
     positive = targets * (gamma * log_q).exp() * log_p
     negative = (1 - targets) * (gamma * log_p).exp() * log_q
     positive = positive if pos_weight is None else positive * pos_weight
-    return -(positive + negative).sum() / logits.shape[1]
+    return -(positive + negative).mean(1)
 
 
 def _check_gamma(gamma: float) -> None:

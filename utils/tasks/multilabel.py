@@ -37,7 +37,7 @@ class MultiLabel(Task):
 
     def __init__(self, config: TrainConfig, class_names: list[str], labels: np.ndarray | None = None):
         self.class_names, self.outputs = class_names, self._outputs(config, class_names)
-        self.sum_of_losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES.choose(config.loss), **config.loss_args)
+        self.losses: Callable[..., Tensor] = partial(SIGMOID_LOSSES.choose(config.loss), **config.loss_args)
         self.smoothing = config.label_smoothing
         self.pos_weight = None if labels is None else self._pos_weight(config.pos_weight, labels)
         # Compared with the logits, and float32 like them, so that all devices predict the same.
@@ -75,17 +75,21 @@ class MultiLabel(Task):
         if self.pos_weight is not None and self.pos_weight.device != outputs.device:
             self.pos_weight = self.pos_weight.to(outputs.device)  # once, because it waits
         rows = self._rows(targets).to(outputs.dtype)
-        return self.sum_of_losses(outputs, rows * (1 - self.smoothing) + self.smoothing / 2, self.pos_weight)
+        return self.losses(outputs, rows * (1 - self.smoothing) + self.smoothing / 2, self.pos_weight).sum()
 
     def training_sums(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> Sequence[Tensor]:
-        predicted, labelled = outputs > self.cut, self._rows(targets) > 0.5
-        exact = (predicted == labelled).all(1).sum()
-        return loss, exact, (predicted & labelled).sum(), predicted.sum(), labelled.sum()
+        return loss, *self._count(outputs, targets).sum(0)
 
     def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         rows = self._rows(labels).to(outputs.dtype)
-        sums = self.training_sums(self.sum_of_losses(outputs, rows, None), outputs, labels)
-        return torch.stack([value.double() for value in sums]), outputs
+        losses = self.losses(outputs, rows, None)
+        return torch.cat([losses[:, None], self._count(outputs, labels)], 1), outputs
+
+    def _count(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Whether each sample has all classes right, and its `_COUNTS`, int64 [n, 4]."""
+        predicted, labelled = outputs > self.cut, self._rows(targets) > 0.5
+        exact = (predicted == labelled).all(1)
+        return torch.stack([exact, (predicted & labelled).sum(1), predicted.sum(1), labelled.sum(1)], 1)
 
     def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(len(outputs), 0, dtype=torch.int64, device=outputs.device), outputs

@@ -6,6 +6,7 @@ import numpy as np
 
 from utils.config.settings import TrainConfig
 from utils.config.table import Table
+from utils.errors import UserError
 from utils.tasks.classification import Classification
 from utils.tasks.multilabel import Binary, MultiLabel
 from utils.tasks.task import Task
@@ -26,22 +27,16 @@ TASKS = Table(
 )
 
 
-def make_task(
-    config: TrainConfig,
-    class_names: list[str],
-    labels: np.ndarray | None,
-    class_weights: list[float] | None = None,
-) -> tuple[TrainConfig, Task]:
+def make_task(config: TrainConfig, class_names: list[str], labels: np.ndarray | None) -> tuple[TrainConfig, Task]:
     """The settings with the names of the task and of its best metric, and the task.
 
-    `labels` are those of the training split, as in Split, and `class_weights` those of the
-    training loss; both are None in eval.py.
+    `labels` are those of the training split, as in Split; None in eval.py.
     """
     name = config.task
     if name == "auto":
         name = "multilabel" if labels is not None and labels.ndim == 2 else "classification"
+    if config.class_weights and name != "classification":
+        raise UserError("--class_weights works only with --task classification", "leave it out")
     task = TASKS.choose(name)(config, class_names, labels)
-    if class_weights is not None:
-        task.weigh(class_weights)
     task.choose_best(config.best_metric)
     return replace(config, task=name, best_metric=task.metric), task

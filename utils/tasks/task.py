@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from utils.console import printable, table
@@ -25,14 +24,14 @@ class Predictions(NamedTuple):
     labels: np.ndarray  # int64 [n], or multi-hot uint8 [n, classes]
     top: np.ndarray  # int64 [n, k], or [n, 0]
     scores: np.ndarray  # float32 [n, k]
-    values: np.ndarray  # float32 [n, sums]: what each sample adds to the sums named by `Task.evaluation`
+    values: np.ndarray  # float32 [n, len(Task.evaluation)]
 
 
 class Task:
     """The loss, the numbers to log, what evaluation gathers, and the metric of the best checkpoint.
 
-    `classification.py` is the example. A task keeps no state. Its numbers are sums over samples, which are added
-    exactly over microbatches, ranks and resumes. Batches may be empty.
+    `classification.py` is the example. A task keeps no state. Its numbers are added exactly over microbatches, ranks
+    and resumes. Batches may be empty.
     """
 
     class_names: list[str]
@@ -52,7 +51,7 @@ class Task:
     uniform_loss: float = math.inf
     """The mean loss of equal scores for all classes; infinity if unknown."""
     evaluation: Sequence[str]
-    """Names of the sums of an evaluation batch; the first one is "loss"."""
+    """Names of the values of a sample in an evaluation; the first one is "loss"."""
     gathered: Sequence[str] = ()
     """The numbers that `metrics` returns."""
     shown: Mapping[str, str]
@@ -67,7 +66,7 @@ class Task:
         raise NotImplementedError
 
     def evaluate(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums named by `evaluation`, float64 [len(evaluation)], and a prediction for each sample, [n, ...]."""
+        """The values named by `evaluation` of each sample, [n, len(evaluation)], and its prediction, [n, ...]."""
         raise NotImplementedError
 
     def summary(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
@@ -80,19 +79,6 @@ class Task:
         They are computed with --metrics, and if `metric` is one of them.
         """
         return {}
-
-    def sample_values(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """What each sample adds to the sums of `evaluate`, float32 [n, len(evaluation)]."""
-
-        def sums_of(row: Tensor, label: Tensor) -> Tensor:
-            return self.evaluate(row[None], label[None])[0].float()
-
-        if not len(outputs):  # vmap needs a row
-            return outputs.new_zeros(0, len(self.evaluation))
-        try:
-            return torch.vmap(sums_of)(outputs, labels)
-        except RuntimeError:  # a loss or a metric that vmap does not support
-            return torch.stack([sums_of(row, label) for row, label in zip(outputs, labels, strict=True)])
 
     def check_predictions(self) -> None:
         """Raise UserError if the outputs have no known meaning as classes."""
@@ -118,10 +104,6 @@ class Task:
         """
         predicted, _ = self.decide(top, scores)
         return [self.class_names[best] for best in predicted], top[:, :count], scores[:, :count]
-
-    def weigh(self, class_weights: list[float]) -> None:
-        """Weight the samples of each class in the training loss by these numbers (--class_weights)."""
-        raise UserError("--class_weights works only with --task classification", "leave it out")
 
     def describe(self) -> str:
         """What the start table says of the task; empty for classification."""

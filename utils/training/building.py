@@ -80,7 +80,7 @@ def resolve(
     plan = make_plan(config, data.train, global_batch_size, config.microbatches or grad_accum * processes)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)
-    config, task = make_task(config, data.class_names, data.train.labels, data.class_weights)
+    config, task = make_task(config, data.class_names, data.train.labels)
     resolved = replace(
         config,
         global_batch_size=plan.global_batch_size,

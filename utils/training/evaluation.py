@@ -64,9 +64,9 @@ class Evaluator:
         sums = torch.zeros(len(task.evaluation), dtype=torch.float64, device=self.accelerator.device)
 
         def step(outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-            own, predicted = task.evaluate(outputs, labels)
-            sums.add_(rounded(own))
-            kept = (*task.most_likely(outputs, TOP), task.sample_values(outputs, labels)) if keep else ()
+            values, predicted = task.evaluate(outputs, labels)
+            sums.add_(rounded(values.double().sum(0)))
+            kept = (*task.most_likely(outputs, TOP), values) if keep else ()
             return predicted, *kept
 
         rows = self.collect(step, stopping)
@@ -113,7 +113,7 @@ class Evaluator:
                 found.append(step(outputs.float(), batch.labels))
                 # Ranks may differ by one block, so they synchronise only after blocks that all of them have.
                 if block <= shared_blocks and interval.due(block):
-                    wants_to_stop = self.batches.error is not None or (stopping is not None and stopping.requested)
+                    wants_to_stop = self.batches.error is not None or bool(stopping and stopping.request)
                     stopped = self._any_wants_to_stop(wants_to_stop, interval, block)
                     if stopped:
                         break

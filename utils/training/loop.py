@@ -44,7 +44,7 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
     state, batches = run.state, run.train_batches
     run.ranks.mark_waiting(f"after update {state.step}, adding up losses")
     failed = batches.error is not None or run.log.error is not None or run.checkpoints.has_failed
-    reduced = run.meter.reduce(run.accelerator, failed, run.stopping.requested)
+    reduced = run.meter.reduce(run.accelerator, failed, bool(run.stopping.request))
     if reduced.failed:
         with run.ranks.agree():
             batches.check()
@@ -73,7 +73,7 @@ def save(run: Run) -> None:
         files = make_files(run.config, state, run.plan, run.data, run.spec, ranks) if ranks.is_main else {}
     run.checkpoints.save(run.accelerator, run.parts, files, state)
     run.meter.restart_save_clock()
-    run.stopping.agreed = ranks.any_rank(run.stopping.agreed or run.stopping.requested)
+    run.stopping.agreed = ranks.any_rank(run.stopping.agreed or bool(run.stopping.request))
     if run.ended or run.stopping.agreed:  # no save follows
         run.checkpoints.wait()
 

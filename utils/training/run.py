@@ -119,7 +119,8 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     model = [config.model, describe_parameters(run.module), run.spec.describe(), *changes]
     optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}", config.lr_schedule]
     chosen = [("" if number else "defaults", line) for number, line in enumerate(run.chosen)]
-    batch = plan.describe(processes)
+    text = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
+    batch = text.format(**plan.sizes(processes))
     if config.microbatches:
         most = plan.microbatches
         batch = f"{plan.global_batch_size} in {most} microbatches; the same bits on 1 to {most} processes"
@@ -161,7 +162,8 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
         words += ["--cache_dir", config.cache_dir] if config.cache_dir != TrainConfig.cache_dir else []
         title, following = "Done", f"evaluate it: {shlex.join(words)}"
     else:
-        title = f"Stopped after update {state.step} of {run.updates} ({run.stopping.reason})"
+        reason = run.stopping.request or "another rank was asked to stop"
+        title = f"Stopped after update {state.step} of {run.updates} ({reason})"
         following = f"resume with: {resume_command(command, config.output_dir, folder.name)}"
         if run.ranks.topology.local_rank == 0:  # each machine has its own launcher
             inform_launcher(f"{title}\n{following}")
