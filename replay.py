@@ -29,14 +29,14 @@ from utils.config.scripts import ReplayConfig
 from utils.config.settings import TrainConfig
 from utils.console import table
 from utils.data.datasets import Batch
-from utils.errors import UserError
 from utils.files import expand, write_file
+from utils.models.layers import restored_buffers
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 from utils.runs.inference import given_settings
 from utils.runs.manifest import checkpoints_of, damage_of, step_of
 from utils.training.first_batch import label_lines, picture
-from utils.training.inspection import first_bad_layer, gradient_norms, observe_layers, restored_buffers
+from utils.training.inspection import first_bad_layer, gradient_norms, observe_layers
 from utils.training.loop import log_training, synchronise
 from utils.training.meter import SyncInterval, rounded
 from utils.training.run import Run
@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         torch.set_num_threads(ranks.threads)
         ranks.join()
         run = train.build(config, ranks, stopping)
-        check_flags(flags, run, records)
+        last = run.plan.microbatches - 1
+        require(flags.update <= run.updates, f"--update {flags.update}: the last one of the run is {run.updates}")
+        fits = (flags.microbatch or 0) <= last
+        require(fits, f"--microbatch {flags.microbatch}: the last one of the update is {last}")
         print(f"replaying update {flags.update} of {flags.run} from {run.resumed_from or 'the initial weights'}")
         print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)
@@ -76,11 +79,6 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     require(path.is_file(), f"--run {folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
     lines = path.read_text().split("\n")[:-1]  # a run may be writing the last line
     return [json.loads(line) for line in lines]
-
-
-def read_losses(folder: Path) -> dict[int, float | None]:
-    """The logged training losses of a run, by the update of their record."""
-    return {record["step"]: record["loss"] for record in read_log(folder) if record["kind"] == "train"}
 
 
 def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> TrainConfig:
@@ -105,17 +103,6 @@ def make_settings(flags: ReplayConfig, records: list[dict], scratch: str) -> Tra
     )
 
 
-def check_flags(flags: ReplayConfig, run: Run, records: list[dict]) -> None:
-    """Raise UserError if the run has no such update or microbatch, or if --init_from has other weights than before."""
-    number, last = flags.microbatch or 0, run.plan.microbatches - 1
-    require(flags.update <= run.updates, f"--update {flags.update}: the last one of the run is {run.updates}")
-    require(number <= last, f"--microbatch {number}: the last one of the update is {last}")
-    before = next((record["init_weights"] for record in records if "init_weights" in record), None)
-    if run.source and before not in (None, run.source.weights):
-        problem = f"--init_from {run.config.init_from}: has other weights now than when the run began"
-        raise UserError(problem, "restore them, or replay an update after a checkpoint of the run")
-
-
 def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
     """Train up to update `until` as the run did, without evaluations, and log at the same updates."""
     run.model.train()
@@ -133,7 +120,7 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, A
     By default, this is the first one with a NaN or infinite loss, else number 0.
     """
     microbatches = [next(batches) for _ in range(run.plan.microbatches)]
-    with restored_buffers(run.module):
+    with restored_buffers(run.module), torch.no_grad():
         losses = [rounded(compute_loss(run, batch)[0]).item() for batch in microbatches]
     run.train_batches.check()
     loss = math.fsum(losses) / max(1, sum(len(batch.labels) for batch in microbatches))
@@ -153,7 +140,8 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, A
 
 def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
     """Whether the computed losses are those in the log; `loss` is that of the update to show."""
-    ours, logged = read_losses(run.folder), read_losses(expand(flags.run))
+    logs = read_log(run.folder), read_log(expand(flags.run))
+    ours, logged = ({each["step"]: each["loss"] for each in log if each["kind"] == "train"} for log in logs)
     if flags.update - 1 in (0, *logged):  # the log may have a record of this update alone
         ours[flags.update] = loss if math.isfinite(loss) else None
     again = [step for step in ours if step in logged]

@@ -100,16 +100,15 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
         resolved = resolve(config, saved, checkpoints.folder, data, source, accelerator)
     config, spec, task = resolved.config, resolved.spec, resolved.task
 
-    train_set, eval_set = make_sets(resolved, ranks)
+    train_set, *loaders = make_batches(resolved, ranks)
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
         module = build_model(config, spec, task.outputs, saved is None, data.class_names, train_set)
     module = change_layers(module, resolved, accelerator, ranks)
     optimizer = build_optimizer(config, module)
-    train_loader, eval_loader = assign_batches(train_set, eval_set, resolved, ranks)
 
     # With --microbatches, TreeGradients exchanges gradients itself, so the model gets no DDP.
     model = accelerator.prepare_model(module, evaluation_mode=config.microbatches is not None)
-    optimizer, train_loader, eval_loader = accelerator.prepare(optimizer, train_loader, eval_loader)
+    optimizer, train_loader, eval_loader = accelerator.prepare(optimizer, *loaders)
     optimizer = init_optimizer(optimizer, accelerator)
     parts = make_parts(accelerator, module, config.ema_decay)
     folder, lines = checkpoints.restore(config, saved, module, optimizer, parts)
@@ -145,27 +144,24 @@ def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data
     return data
 
 
-def make_sets(resolved: Resolved, ranks: Ranks) -> list[ImageDataset]:
-    """The training and the evaluation set. Small images are decoded here, others by the loaders."""
-    config, data, spec = resolved.config, resolved.data, resolved.spec
+def make_batches(resolved: Resolved, ranks: Ranks) -> tuple[ImageDataset, DataLoader, DataLoader]:
+    """The training set, and loaders of the batches of training and evaluation, which Accelerate assigns to the ranks.
+
+    Small images are decoded here, others by the loaders.
+    """
+    config, data, spec, state = resolved.config, resolved.data, resolved.spec, resolved.state
     bar = Terminal(ranks.is_main).progress("decoding")
     with ranks.local_main_first("decoding images"):
         train_set = make_dataset(data.train, spec, config, True, bar)
         eval_set = make_dataset(data.evaluation, spec.for_evaluation(), config, False, bar)
     with ranks.agree():
-        return keep_on_device([train_set, eval_set], config, ranks.device)
-
-
-def assign_batches(
-    train_set: ImageDataset, eval_set: ImageDataset, resolved: Resolved, ranks: Ranks
-) -> list[DataLoader]:
-    """Loaders of the microbatches of all ranks, which Accelerate assigns to the ranks in turn."""
-    config, state = resolved.config, resolved.state
+        train_set, eval_set = keep_on_device([train_set, eval_set], config, ranks.device)
     updates = max(0, resolved.updates - state.step)
     order = UpdateSampler(resolved.plan, ranks.topology.world_size, updates, state.place)
     blocks = BlockSampler(len(eval_set), config.eval_batch_size)
     sets = [(train_set, order), (eval_set, blocks)]
-    return make_loaders(sets, config, ranks.threads, ranks.device)
+    train_loader, eval_loader = make_loaders(sets, config, ranks.threads, ranks.device)
+    return train_set, train_loader, eval_loader
 
 
 def train(run: Run, profiler: profile | None) -> dict | None:

@@ -12,21 +12,20 @@ import pytest
 import torch
 import torchvision
 from helpers.make_data import image_folder
-from helpers.ranks import ALONE, returned, run_ranks, start_ranks
+from helpers.ranks import ALONE, run_ranks, start_ranks
 from helpers.training_runs import refused, same_tensors, slow_train, train_run, weights, working_in
 from helpers.waiting import until
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-import replay
 import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.errors import UserError
 from utils.models.checking import has_batch_norm
-from utils.models.layers import freeze
+from utils.models.layers import checkpoint_blocks, freeze
 from utils.models.matching import copy_matching, find_heads
 from utils.models.zoo import build_model
 from utils.runs import inference, manifest
@@ -156,20 +155,6 @@ def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder):
     assert "--init_from has no effect: a resumed run has the weights of its checkpoint" in outcome.out
     assert f"init_from: {folder / 'gone'}\n" in Path("runs/moved/config.yaml").read_text()
     assert input_of("moved") == (40, [0.4] * 3)
-
-
-def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
-    shutil.copytree("runs/source", "runs/parent")
-    train_run(1, "child", *TUNED, "--init_from", "runs/parent", "--log_every", "1")
-    shutil.rmtree(next(Path("runs/child/checkpoints").glob("step-*")))  # as if it had been killed before its first one
-    returned(1, replay.main, ["--run", "runs/child", "--update", "1", "--cpu"])
-    for checkpoint in Path("runs/parent/checkpoints").glob("step-*"):
-        tensors = {name: tensor + 1 for name, tensor in load_file(checkpoint / "model.safetensors").items()}
-        save_file(tensors, checkpoint / "model.safetensors")
-        (checkpoint / "manifest.json").unlink()
-        write_manifest(checkpoint)
-    line = refused(replay.main, "--run", "runs/child", "--update", "1", "--cpu")
-    assert "has other weights now than when the run began; restore them" in line
 
 
 def test_averaged_weights_take_precedence(folder):
@@ -305,12 +290,12 @@ def test_batch_statistics_are_frozen_exactly_where_all_parameters_are():
 ALL_ON = ["--data", "first", "--microbatches", "4", "--optimizer", "muon", "--lr", "0.01", "--lr_schedule", "constant"]
 ALL_ON += ["--model", "timm/test_resnet", "--global_batch_size", "16", "--threads", "1", "--max_steps", "7"]
 ALL_ON += ["--eval_every", "2", "--save_every", "3", "--keep", "9", "--log_every", "1", "--init_from", "runs/source"]
-ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5"]
+ALL_ON += ["--freeze", "conv1", "bn1", "layer1", "--drop_path", "0.5", "--grad_checkpointing"]
 ALL_ON += ["--layer_decay", "0.8", "--ema_decay", "0.7", "--clip_value", "0.1", "--cooldown_steps", "2"]
 
 
 def test_a_killed_run_with_everything_on_ends_with_the_same_bits_on_other_numbers_of_processes(folder):
-    train_run(1, "whole", *ALL_ON)
+    train_run(1, "whole", *[flag for flag in ALL_ON if flag != "--grad_checkpointing"])  # it changes no bit
     launch = start_ranks(2, slow_train, [*ALL_ON, "--resume", "auto"], 0.0, 4)
     until(lambda: Path("held-0").exists() and Path("held-1").exists())
     until(lambda: Path("runs/run/checkpoints/step-00000003").is_dir())
@@ -342,7 +327,7 @@ def test_the_rates_of_torchvisions_blocks_are_those_of_its_constructors(name):
         expected = [0.3 * block / 11 for block in range(12)]
     else:
         expected = rates(torchvision.models.get_model(name, stochastic_depth_prob=0.3))
-        with pytest.raises(UserError, match="--drop_path has no effect: --model_args set the stochastic depth to 0"):
+        with pytest.raises(UserError, match=r"--model_args for efficientnet_b0: .*change or remove these"):
             build(name, drop_path=0.1, model_args={"stochastic_depth_prob": 0.0})
     assert rates(build(name, drop_path=0.3)) == pytest.approx(expected) and max(expected) > 0.25
     assert set(rates(build(name, drop_path=0.0))) == {0}
@@ -358,3 +343,46 @@ def test_models_without_stochastic_depth_are_refused():
     for name in ("mlp", "resnet18", "timm/densenet121"):
         with pytest.raises(UserError, match=rf"--drop_path: {name} does not support it; use one of timm models.*swin_"):
             build(name, drop_path=0.1)
+
+
+# -- gradient checkpointing ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("timm/test_resnet", {"drop_path": 0.5}),
+        (VIT, {"model_args": SMALL_VIT, "drop_path": 0.3}),
+        ("mobilenet_v3_small", {}),
+        pytest.param("efficientnet_b0", {"drop_path": 0.5}, marks=pytest.mark.full),
+    ],
+)
+def test_checkpointed_blocks_are_computed_twice_with_the_same_bits_and_batch_statistics(name, settings):
+    results, calls = [], []
+    for again in (False, True):
+        model = build(name, **settings)
+        if again:
+            checkpoint_blocks(model, name)
+        block = next(layer for layer in model.modules() if re.search("Block|Residual|MBConv", type(layer).__name__))
+        first = next(layer for layer in block.modules() if not list(layer.children()))
+        first.register_forward_hook(lambda *_: calls.append(1))
+        for step in range(2):
+            torch.manual_seed(step)
+            model(torch.randn(4, 3, 32, 32)).square().sum().backward()
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, 32, 32))
+        results.append({**dict(model.named_buffers()), **{key: p.grad for key, p in model.named_parameters()}})
+    assert same_tensors(*results) and len(calls) == 3 + 5  # two updates and an evaluation
+    with pytest.raises(UserError, match="--grad_checkpointing: mlp does not support it; use a model with blocks"):
+        checkpoint_blocks(build("mlp"), "mlp")
+
+
+def test_checkpointed_blocks_with_random_layers_take_an_empty_batch_that_the_model_refuses(folder):
+    """The third update has one sample: three of four microbatches are empty, and one rank of two has none."""
+    flags = ["--data", "digits", "--model", "timm/test_vit", "--model_args", "{drop_path_rate: 0.3}"]
+    flags += ["--image_size", "32", "--global_batch_size", "6", "--max_train_samples", "13", "--max_steps", "4"]
+    flags += ["--max_eval_samples", "8", "--lr", "0.01", "--threads", "1", "--microbatches", "4"]
+    train_run(1, "plain", *flags)
+    for processes in (1, 2):
+        train_run(processes, f"on-{processes}", *flags, "--grad_checkpointing")
+        assert same_tensors(weights("plain"), weights(f"on-{processes}"))

@@ -225,6 +225,9 @@ class ModelSettings:
     """Start from other weights: a run (its best checkpoint), a checkpoint, a safetensors file, or hf://OWNER/NAME on
     the Hugging Face Hub. Rows of the head are kept for classes of the same name, other tensors if their shape fits.
     Model, input size, mean and std are those of the weights unless they are given."""
+    grad_checkpointing: bool = False
+    """Compute the activations inside blocks again in the backward pass instead of keeping them. This saves memory, is
+    slower, and gives the same results."""
     stem: Fixed[Literal["auto", "small", "standard"]] = "auto"
     """First layers of a torchvision model: standard keeps them; small replaces them with a 3x3 convolution of stride
     1, which is slower but more accurate on small images and does not fit torchvision's weights; auto is small for
@@ -403,6 +406,7 @@ class TrainConfig(
         super().__post_init__()
         exclude(self, "eval_split", "eval_fraction")
         exclude(self, "pretrained", "init_from")
+        exclude(self, "sync_batchnorm", "grad_checkpointing")
         # These change the bits of the microbatches.
         exclude(self, "microbatches", "batch_size", "grad_accum", "sync_batchnorm", "comm_hook")
         self.optimizer = self.optimizer.lower()  # upper and lower case are the same

@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.data.order import Plan
 from utils.data.spec import InputSpec
@@ -35,7 +35,8 @@ def check_output(
         with torch.no_grad():
             logits = model(images)
     except (RuntimeError, AssertionError, ValueError) as error:
-        fix = fix_of_size if in_evaluation else f"try --image_size {_usual_size(name)}"
+        usual = cfg.input_size[1] if (cfg := timm_weights(name)) else MINIMUM_SIZE.get(name, 224)
+        fix = fix_of_size if in_evaluation else f"try --image_size {usual}"
         fix = f"change --model_args, or {fix}" if config.model_args else fix
         what = f"{spec.height}x{spec.width}x{spec.channels} images" + ", the size of evaluation" * in_evaluation
         raise UserError(f"{name} does not accept {what} ({one_line(error)[:100]})", fix) from error
@@ -90,12 +91,6 @@ def accept_empty_batches(model: nn.Module) -> None:
     model.forward = accepting
 
 
-def _usual_size(name: str) -> int:
-    """A side length in pixels that the model accepts."""
-    cfg = timm_weights(name)
-    return cfg.input_size[1] if cfg else MINIMUM_SIZE.get(name, 224)
-
-
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether a layer of a model in training mode uses batch statistics. Frozen ones stay in evaluation mode."""
     return any(isinstance(layer, _BatchNorm) and layer.training for layer in model.modules())
@@ -106,20 +101,10 @@ def check_batch_norm(plan: Plan, updates: int, together: int = 1) -> None:
 
     With synchronised batch normalisation, `together` processes share their statistics.
     """
-    if 1 not in _sample_sizes(plan, updates, together):
-        return
-    helps = 1 not in _sample_sizes(replace(plan, drop_last=True), updates, together)
-    size = f"{plan.samples} samples, global batches of {plan.global_batch_size} in {plan.microbatches} microbatches"
-    raise UserError(
-        f"batch normalisation needs more than one sample, but one batch has only one ({size})",
-        "use --drop_last" if helps else "use another --global_batch_size, or fewer processes or microbatches",
-    )
-
-
-def _sample_sizes(plan: Plan, updates: int, together: int) -> set[int]:
-    """The numbers of samples in the batch statistics of a full update and of the epoch's last update."""
     last = (plan.updates_per_epoch - 1) * plan.global_batch_size
-    positions = (0, last) if updates >= plan.updates_per_epoch else (0,)
-    microbatches = [plan.microbatch_sizes(position) for position in positions]
+    microbatches = [plan.microbatch_sizes(place) for place in (0, last)[: 1 + (updates >= plan.updates_per_epoch)]]
     per_rank = plan.microbatches // together  # ranks compute contiguous ranges; an accumulation step shares statistics
-    return {sum(sizes[step::per_rank]) for sizes in microbatches for step in range(per_rank)}
+    alone = any(sum(sizes[step::per_rank]) == 1 for sizes in microbatches for step in range(per_rank))
+    size = f"{plan.samples} samples, global batches of {plan.global_batch_size} in {plan.microbatches} microbatches"
+    problem = f"batch normalisation needs more than one sample, but one batch has only one ({size})"
+    require(not alone, problem, "use --drop_last, another --global_batch_size, or fewer processes or microbatches")

@@ -1,13 +1,16 @@
-"""What flags change in a model: --drop_path, --freeze and --tta."""
+"""What flags change in a model: --drop_path, --freeze, --grad_checkpointing and --tta."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
 from utils.config.bounds import require
@@ -25,7 +28,7 @@ def unsupported(name: str) -> UserError:
 def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
     """Set the stochastic depth of a torchvision model: its rate grows linearly from block to block, up to `rate`.
 
-    Raises UserError if the model has none, or if --model_args turn it off.
+    Raises UserError if the model has none.
     """
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, StochasticDepth)]
     if not layers:
@@ -33,7 +36,6 @@ def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
     # Not all of torchvision's functions accept a rate, so the rates of the layers are scaled. The last of n blocks has
     # the full rate, except in EfficientNet, where it has (n - 1) / n of it.
     last = max(layer.p for layer in layers)
-    require(last > 0, "--drop_path has no effect: --model_args set the stochastic depth to 0", "use only one of them")
     full = last * len(layers) / (len(layers) - 1) if name.startswith("efficientnet") else last
     for layer in layers:
         layer.p *= rate / full
@@ -69,7 +71,8 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
         if trained and not any(trained):
             for layer in filter(lambda layer: isinstance(layer, _NormBase), module.modules()):
                 layer.eval()
-                layer.__dict__["train"] = _keep_mode  # called by `train` of the model, also after an evaluation
+                # Called by `train` of the model, also after an evaluation
+                layer.__dict__["train"] = lambda mode=True: None
 
 
 def _matches(model: nn.Module, name: str, pattern: str) -> bool:
@@ -78,8 +81,52 @@ def _matches(model: nn.Module, name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def _keep_mode(mode: bool = True) -> None:
-    """Replaces a layer's method `train`, and changes nothing."""
+def checkpoint_blocks(model: nn.Module, name: str) -> None:
+    """Let the model's blocks compute their activations twice; the results are the same, bit for bit.
+
+    Raises UserError for a model without blocks.
+    """
+    blocks = _blocks(model)
+    fix = "use a model with blocks, such as resnet50, convnext_tiny or timm/vit_small_patch16_224"
+    require(bool(blocks), f"--grad_checkpointing: {name} does not support it", fix)
+    for block in blocks:
+        block.forward = partial(_compute_twice, block, block.forward)
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The modules with layers of their own in a list or in a stage of one class, but none that has several of these."""
+    containers, found = nn.Sequential | nn.ModuleList, []
+    in_list = isinstance(module, containers) or len({type(child) for child in module.children()}) == 1
+    in_list = in_list and not isinstance(module, nn.ModuleDict)  # the layers of DenseNet extend one list of tensors
+    for child in module.children():
+        inner = _blocks(child)
+        is_block = in_list and not isinstance(child, containers) and any(child.children())
+        found += [child] if is_block and len(inner) < 2 else inner
+    return found
+
+
+def _compute_twice(block: nn.Module, forward: Callable, *inputs: Any, **named: Any) -> Any:
+    if not block.training:  # also for an empty batch, see `accept_empty_batches`: the second pass would be in training
+        return forward(*inputs, **named)
+    # The second pass has the same random numbers, and must not change the batch statistics again.
+    return checkpoint(
+        forward,
+        *inputs,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), restored_buffers(block)),
+        **named,
+    )
+
+
+@contextmanager
+def restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a module, such as batch statistics, at the end."""
+    before = [buffer.clone() for buffer in module.buffers()]
+    try:
+        yield
+    finally:  # PyTorch ends the second pass of a block by an exception
+        for buffer, value in zip(module.buffers(), before, strict=True):
+            buffer.copy_(value)
 
 
 class Views(nn.Module):

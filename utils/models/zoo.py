@@ -43,16 +43,13 @@ def check_model(config: TrainConfig) -> None:
             raise UserError(f"--model {name}: timm is not installed", "pip install timm")
         import timm
 
-        bare, _, tag = name[5:].partition(".")
+        bare = name[5:].partition(".")[0]
         if not timm.is_model(bare):
             fix = suggestion(bare, timm.list_models(), f"use {OWN_MODELS.describe_values()}", "timm/")
             raise UserError(f"--model {name}: timm has no such model", fix)
-        has_weights = timm.is_model_pretrained(name[5:])
-        if tag and not has_weights:
-            fix = suggestion(f"{bare}.", timm.list_models(f"{bare}.*", pretrained=True), f"use timm/{bare}", "timm/")
-            raise UserError(f"--model {name}: timm has no such weights", fix)
-        if config.pretrained and not has_weights:
-            raise UserError(f"--pretrained: timm has no weights for {bare}", "leave it out or use another model")
+        if config.pretrained and not timm.is_model_pretrained(name[5:]):
+            fix = suggestion(f"{bare}.", timm.list_models(f"{bare}.*", pretrained=True), "use another model", "timm/")
+            raise UserError(f"--pretrained: timm has no weights for {name[5:]}", fix)
     elif name not in torchvision_models():
         raise UserError(f"--model {name}: no such model", _similar_model(name))
     if name not in OWN_MODELS and (given := _NOT_ARGUMENTS & config.model_args.keys()):
@@ -90,10 +87,6 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
         height, width = (round(side * enlarge) for side in seen_size)
     else:
         height = width = 224
-    if config.pretrained and config.model.startswith("vit_") and {height, width} != {weights["size"]}:
-        side = weights["size"]
-        problem = f"--image_size {config.image_size}: the weights of {config.model} are for {side}x{side}"
-        raise UserError(f"{problem} images only", "leave out --image_size")
     given = {"mean": config.mean, "std": config.std}
     for flag, values in given.items():
         if values and len(values) not in (1, channels):
@@ -179,7 +172,7 @@ def _timm(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.
 
 def _torchvision(config: TrainConfig, spec: InputSpec, classes: int, load: bool) -> nn.Module:
     name, arguments = config.model, dict(config.model_args)
-    if name.startswith("vit_"):
+    if name.startswith("vit_") and not (config.pretrained and load):  # its weights are for one size
         arguments = {"image_size": spec.height, **arguments}
     if config.pretrained:
         if spec.channels != 3:

@@ -17,7 +17,7 @@ from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
 from utils.errors import UserError
 from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm
-from utils.models.layers import freeze
+from utils.models.layers import checkpoint_blocks, freeze
 from utils.models.matching import copy_matching
 from utils.models.zoo import check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model
@@ -126,7 +126,8 @@ def resolve_input(
 def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerator, ranks: Ranks) -> nn.Module:
     """The model with the weights of --init_from, compiled if the accelerate config says so; collective.
 
-    --freeze and --sync_batchnorm change its layers. Raises ValueError if a batch is too small for batch statistics.
+    --freeze, --grad_checkpointing and --sync_batchnorm change its layers. Raises ValueError if a batch is too small for
+    batch statistics.
     """
     config, source = resolved.config, resolved.source
     with ranks.agree():
@@ -134,6 +135,8 @@ def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerato
             load_source(module, source, resolved.data.class_names, config.model)
         if config.freeze:
             freeze(module, config.freeze, source.match.new if source and source.match else {})
+        if config.grad_checkpointing:
+            checkpoint_blocks(module, config.model)
         if has_batch_norm(module):
             sharing = ranks.topology.world_size if config.sync_batchnorm else 1
             check_batch_norm(resolved.plan, resolved.updates, sharing)

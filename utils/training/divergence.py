@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from utils.console import join_names
 from utils.errors import UserError
 from utils.launch.command import script_command
 from utils.models.checking import bad_tensors
@@ -24,18 +25,15 @@ _SHOWN = 8  # samples in the message; the log has all
 
 def report_bad_loss(run: Run, rank: int, step: int, microbatch: int) -> None:
     """Raise ValueError, which names a microbatch of update `step`, counted from 0, whose loss is NaN or infinite."""
-    sizes, path = run.plan.microbatch_sizes(run.plan.at(step)[1]), run.log.path
+    sizes = run.plan.microbatch_sizes(run.plan.at(step)[1])
     start = sum(sizes[:microbatch])
     samples = find_samples(run, step)[start : start + sizes[microbatch]]
     run.log.write("bad_loss", step=step + 1, rank=rank, samples=samples)
-    shown = ", ".join(map(str, samples[:_SHOWN]))
-    more = f" and {len(samples) - _SHOWN} more (see {path})" if len(samples) > _SHOWN else ""
-    command = [*script_command("replay.py"), "--run", str(path.parent), "--update", str(step + 1)]
+    command = [*script_command("replay.py"), "--run", str(run.folder), "--update", str(step + 1)]
     command += ["--microbatch", str(microbatch), *(["--cpu"] if run.config.cpu else [])]
-    raise UserError(
-        f"the training loss is NaN or infinite at update {step + 1} on rank {rank}, samples {shown}{more}",
-        f"{_FIX}; to see it: {shlex.join(command)}",
-    )
+    shown = join_names(samples, _SHOWN)
+    problem = f"the training loss is NaN or infinite at update {step + 1} on rank {rank}, samples {shown}"
+    raise UserError(problem, f"{_FIX}; to see it: {shlex.join(command)}")
 
 
 def find_samples(run: Run, step: int) -> list[int]:
@@ -78,16 +76,12 @@ def watch_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
         return
     fall = 0.0 if value is None or state.first_metric is None else state.first_metric - value
     forgets = state.learned and (state.last_loss or math.inf) >= LEARNED * task.uniform_loss
-    if run.evaluator.is_constant and (state.learned or state.step >= warmup_updates(run) + _BEGINNING):
+    usual = 0.3 if run.config.lr_schedule == "onecycle" else 0
+    warmup = count_updates(usual if run.config.warmup_steps is None else run.config.warmup_steps, run.updates)
+    if run.evaluator.is_constant and (state.learned or state.step >= warmup + _BEGINNING):
         _report(run, f"the model predicts the same for all {count} samples, with a loss of {loss:.4g}")
     elif forgets and (fall if task.higher_is_better else -fall) > 2 / math.sqrt(count):
         _report(run, f"{task.metric} was {state.first_metric:.4f} in the first evaluation and is {value:.4f} now")
-
-
-def warmup_updates(run: Run) -> int:
-    """The updates in which the learning rate rises."""
-    steps, usual = run.config.warmup_steps, 0.3 if run.config.lr_schedule == "onecycle" else 0
-    return count_updates(usual if steps is None else steps, run.updates)
 
 
 def _report(run: Run, problem: str) -> None:
@@ -103,7 +97,5 @@ def _report(run: Run, problem: str) -> None:
 def check_weights(run: Run) -> None:
     """Raise ValueError if a weight is NaN or infinite after the last update, although all losses were finite."""
     if bad_tensors(run.module.state_dict()):
-        samples = find_samples(run, run.state.step - 1)
-        shown = ", ".join(map(str, samples[:_SHOWN]))
-        of = f"after update {run.state.step}, of {len(samples)} samples {shown}..."
+        of = f"after update {run.state.step}, of samples {join_names(find_samples(run, run.state.step - 1), _SHOWN)}"
         raise UserError(f"weights are NaN or infinite {of}, although its loss was finite", _FIX)

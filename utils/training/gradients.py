@@ -135,15 +135,11 @@ def make_gradients(
 ) -> Gradients:
     """How the gradients of `model`, which wraps `module` for training, are added up; collective."""
     if resolved.config.microbatches:
-        check_same_weights(module, ranks)
+        # Without DDP, nothing makes the weights of all ranks equal.
+        fix = "use the same kind of processor, the same versions and the same files on all machines"
+        ranks.check_same(hash_tensors(module.state_dict().values()), "different weights at the start", fix)
         return TreeGradients(model, accelerator, resolved.plan)
     spec = resolved.spec
     no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
     prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
     return Gradients(model, accelerator, resolved.plan)
-
-
-def check_same_weights(module: nn.Module, ranks: Ranks) -> None:
-    """Raise UserError if ranks start with different weights. Without DDP, nothing makes them equal. Collective."""
-    fix = "use the same kind of processor, the same versions and the same files on all machines"
-    ranks.check_same(hash_tensors(module.state_dict().values()), "different weights at the start", fix)

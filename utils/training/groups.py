@@ -23,11 +23,10 @@ def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
     A group has its `weight_decay`, and `lr_scale`, the factor of its learning rate. With muon, `hidden` is whether it
     has the matrices that Muon changes.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     undecayed, scales = names_without_decay(model), layer_scales(model, config.layer_decay)
     hidden = hidden_matrices(model) - undecayed if config.optimizer == "muon" else set()
     groups: dict[tuple, dict[str, Any]] = {}
-    for name, parameter in named:
+    for name, parameter in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         decay = 0.0 if name in undecayed else config.weight_decay
         group = {"weight_decay": decay, "lr_scale": scales[name]}
         group |= {"hidden": name in hidden} if config.optimizer == "muon" else {}

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 Layers = list[tuple[str, bool, bool]]  # name, and whether the inputs and the outputs are finite
@@ -27,16 +26,6 @@ def observe_layers(module: nn.Module) -> Iterator[Layers]:
     yield layers
     for handle in handles:
         handle.remove()
-
-
-@contextmanager
-def restored_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a module, such as batch statistics, at the end; without gradients."""
-    before = [buffer.clone() for buffer in module.buffers()]
-    with torch.no_grad():
-        yield
-        for buffer, value in zip(module.buffers(), before, strict=True):
-            buffer.copy_(value)
 
 
 def gradient_norms(module: nn.Module) -> dict[str, float]:

@@ -11,12 +11,11 @@ import torch
 
 from utils.config.bounds import require
 from utils.data.datasets import Batch
-from utils.errors import UserError
 from utils.runs.metadata import make_files
 from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_loss
 from utils.training.first_batch import write_first_batch
 from utils.training.meter import SyncInterval
-from utils.training.run import BAD_IMAGES, Run
+from utils.training.run import Run
 from utils.training.schedule import learning_rate
 
 
@@ -51,9 +50,6 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
             batches.check()
             run.log.check()
         run.checkpoints.wait()
-    if not reduced.totals["count"]:
-        problem = f"no image of the updates up to {state.step} can be read"
-        raise UserError(problem, f"see {run.folder / BAD_IMAGES}")
     if not math.isfinite(reduced.totals["loss"]):
         found = run.ranks.gather(run.meter.first_bad())
         first, rank = min((bad, rank) for rank, bad in enumerate(found) if bad)

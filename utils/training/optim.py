@@ -125,10 +125,7 @@ OPTIMIZERS = Table(
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that --optimizer names. Raises ValueError if it does not accept --optimizer_args."""
-    optimizer = OPTIMIZERS.call(config, parameter_groups(config, model), config)
-    for group in optimizer.param_groups:  # all have one, so that a resumed run keeps its own, not the checkpoint's
-        group.setdefault("lr_scale", 1.0)
-    return optimizer
+    return OPTIMIZERS.call(config, parameter_groups(config, model), config)
 
 
 def _try_arguments(config: TrainConfig) -> None:

@@ -88,7 +88,6 @@ def log_start(run: Run) -> None:
     config, ranks, folder, processes = run.config, run.ranks, run.folder, run.accelerator.num_processes
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
-    numbers |= {"init_weights": run.source.weights} if run.source else {}
     numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
     run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather(ranks.describe()))
@@ -113,46 +112,37 @@ def log_start(run: Run) -> None:
 
 def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     """The rows of the table at the start of a run; `places` describes where each rank runs."""
-    plan, data, processes = run.plan, run.data, len(places)
+    plan, data, config, processes = run.plan, run.data, run.config, len(places)
     interface = f" on {run.ranks.interface}" if run.ranks.interface else ""
+    # Only torchvision's models have the first of these, and models whose head was kept the second.
+    changes = filter(None, [getattr(run.module, name, "") for name in ("stem_change", "head_change")])
+    model = [config.model, describe_parameters(run.module), run.spec.describe(), *changes]
+    optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}", config.lr_schedule]
     chosen = [("" if number else "defaults", line) for number, line in enumerate(run.chosen)]
     text = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
     batch = text.format(**plan.sizes(processes))
-    if run.config.microbatches:
+    if config.microbatches:
         most = plan.microbatches
         batch = f"{plan.global_batch_size} in {most} microbatches; the same bits on 1 to {most} processes"
     rows = [
         *((f"rank {rank}", place) for rank, place in enumerate(places)),
         ("backend", f"{run.ranks.backend}{interface}, precision {run.accelerator.mixed_precision}"),
-        ("data", f"{run.config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
+        ("data", f"{config.data}: {plan.samples} training, {len(data.evaluation)} {data.evaluation.name}"),
         ("classes", classes_row(data)),
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
-        ("model", describe_model(run)),
+        ("model", ", ".join(model)),
         ("input", run.spec.describe_pixels()),
         ("init_from", run.source.describe() if run.source else ""),
         ("batch", batch),
-        ("optimizer", describe_optimizer(run.config)),
+        ("optimizer", ", ".join(optimizer + list_changes(config, OptimizerSettings))),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),
         ("task", run.task.describe()),
-        ("recipe", ", ".join(list_changes(run.config, AugmentationSettings) + list_changes(run.config, LossSettings))),
-        ("mixing", f"training {run.task.when_mixed}" if run.config.mixes else ""),
+        ("recipe", ", ".join(list_changes(config, AugmentationSettings) + list_changes(config, LossSettings))),
+        ("mixing", f"training {run.task.when_mixed}" if config.mixes else ""),
         *chosen,
-        ("depends on topology", differences(run.config, run.module, plan.microbatches // processes, plan.microbatches)),
+        ("depends on topology", differences(config, run.module, plan.microbatches // processes, plan.microbatches)),
     ]
     return [(name, text) for name, text in rows if text]
-
-
-def describe_model(run: Run) -> str:
-    """The model's name, its numbers of parameters, its input, and what was changed in it."""
-    # Only torchvision's models have the first of these, and models whose head was kept the second.
-    changes = [getattr(run.module, name, "") for name in ("stem_change", "head_change")]
-    return ", ".join([run.config.model, describe_parameters(run.module), run.spec.describe(), *filter(None, changes)])
-
-
-def describe_optimizer(config: TrainConfig) -> str:
-    """The optimizer, its learning rate and schedule, and what else was changed in its updates."""
-    words = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}"]
-    return ", ".join([*words, config.lr_schedule, *list_changes(config, OptimizerSettings)])
 
 
 def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
