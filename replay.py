@@ -66,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         require(flags.update <= run.updates, f"--update {flags.update}: the last one of the run is {run.updates}")
         fits = (flags.microbatch or 0) <= last
         require(fits, f"--microbatch {flags.microbatch}: the last one of the update is {last}")
+        before = next((record["init_weights"] for record in records if "init_weights" in record), None)
+        same = run.source is None or before in (None, run.source.weights)
+        fix = "restore them, or replay an update after a checkpoint of the run"
+        require(same, f"--init_from {run.config.init_from}: has other weights now than when the run began", fix)
         print(f"replaying update {flags.update} of {flags.run} from {run.resumed_from or 'the initial weights'}")
         print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)

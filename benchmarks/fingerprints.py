@@ -5,8 +5,8 @@
 
 --cifar10 is a folder with the parquet files of CIFAR-10, --photos an image folder. Each run has one thread per process.
 The hash covers the names and values of the weights, of their average if there is one, and of the last evaluation,
-with five digits, without its seconds. Hashes are only comparable on one machine with the same libraries. Exits with code 1 if one
-differs.
+with five digits, without its seconds. Hashes are only comparable on one machine with the same libraries. Exits with
+code 1 if one differs.
 """
 
 import argparse

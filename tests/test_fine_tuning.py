@@ -12,13 +12,14 @@ import pytest
 import torch
 import torchvision
 from helpers.make_data import image_folder
-from helpers.ranks import ALONE, run_ranks, start_ranks
+from helpers.ranks import ALONE, returned, run_ranks, start_ranks
 from helpers.training_runs import refused, same_tensors, slow_train, train_run, weights, working_in
 from helpers.waiting import until
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.ops import StochasticDepth
 
+import replay
 import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
@@ -155,6 +156,20 @@ def test_a_resumed_run_needs_no_source_and_keeps_what_it_took_from_it(folder):
     assert "--init_from has no effect: a resumed run has the weights of its checkpoint" in outcome.out
     assert f"init_from: {folder / 'gone'}\n" in Path("runs/moved/config.yaml").read_text()
     assert input_of("moved") == (40, [0.4] * 3)
+
+
+def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
+    shutil.copytree("runs/source", "runs/parent")
+    train_run(1, "child", *TUNED, "--init_from", "runs/parent", "--log_every", "1")
+    shutil.rmtree(next(Path("runs/child/checkpoints").glob("step-*")))  # as if it had been killed before its first one
+    returned(1, replay.main, ["--run", "runs/child", "--update", "1", "--cpu"])
+    for checkpoint in Path("runs/parent/checkpoints").glob("step-*"):
+        tensors = {name: tensor + 1 for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+        save_file(tensors, checkpoint / "model.safetensors")
+        (checkpoint / "manifest.json").unlink()
+        write_manifest(checkpoint)
+    line = refused(replay.main, "--run", "runs/child", "--update", "1", "--cpu")
+    assert "has other weights now than when the run began; restore them" in line
 
 
 def test_averaged_weights_take_precedence(folder):
@@ -327,7 +342,7 @@ def test_the_rates_of_torchvisions_blocks_are_those_of_its_constructors(name):
         expected = [0.3 * block / 11 for block in range(12)]
     else:
         expected = rates(torchvision.models.get_model(name, stochastic_depth_prob=0.3))
-        with pytest.raises(UserError, match=r"--model_args for efficientnet_b0: .*change or remove these"):
+        with pytest.raises(UserError, match="--drop_path has no effect: --model_args set the stochastic depth to 0"):
             build(name, drop_path=0.1, model_args={"stochastic_depth_prob": 0.0})
     assert rates(build(name, drop_path=0.3)) == pytest.approx(expected) and max(expected) > 0.25
     assert set(rates(build(name, drop_path=0.0))) == {0}

@@ -36,6 +36,7 @@ def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
     # Not all of torchvision's functions accept a rate, so the rates of the layers are scaled. The last of n blocks has
     # the full rate, except in EfficientNet, where it has (n - 1) / n of it.
     last = max(layer.p for layer in layers)
+    require(last > 0, "--drop_path has no effect: --model_args set the stochastic depth to 0", "use only one of them")
     full = last * len(layers) / (len(layers) - 1) if name.startswith("efficientnet") else last
     for layer in layers:
         layer.p *= rate / full

@@ -40,6 +40,9 @@ class InitialWeights:
     taken: list[str] = field(default_factory=list)  # the settings that were not given
     match: Match | None = None  # once the model has the weights
 
+    def __post_init__(self) -> None:
+        self.weights = hash_tensors(self.tensors.values())
+
     def describe(self) -> str:
         """What the run took from it, for the start table."""
         taken = f"; its {', '.join(self.taken)}" if self.taken else ""
@@ -66,7 +69,7 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
             source = _read(found)
     with ranks.agree():
         filled = _fill(config, source.settings)
-    ranks.check_same(hash_tensors(source.tensors.values()), f"different weights in --init_from {config.init_from}")
+    ranks.check_same(source.weights, f"different weights in --init_from {config.init_from}")
     source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
     return filled, source
 

@@ -88,6 +88,7 @@ def log_start(run: Run) -> None:
     config, ranks, folder, processes = run.config, run.ranks, run.folder, run.accelerator.num_processes
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
+    numbers |= {"init_weights": run.source.weights} if run.source else {}
     numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
     run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
     rows = start_rows(run, ranks.gather(ranks.describe()))
