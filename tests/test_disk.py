@@ -264,12 +264,6 @@ def test_a_link_to_a_folder_that_is_not_mounted_is_named_and_not_tried_forever()
         utils.runs.checkpoint._create_folder(TrainConfig(data="digits"))
 
 
-def test_the_size_of_a_folder_leaves_out_what_is_deleted_meanwhile(tmp_path):
-    (tmp_path / "kept").write_text("1234")
-    (tmp_path / "gone").symlink_to("nothing")  # listed, but not found
-    assert utils.files.size_of(tmp_path) == 4
-
-
 # Folders that vanish
 
 
