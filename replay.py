@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ranks.threads = config.threads or ranks.threads
         torch.set_num_threads(ranks.threads)
         ranks.join()
-        run = train.build(config, ranks, stopping)
+        run = train.build(config, ranks, stopping, given=None)
         last = run.plan.microbatches - 1
         require(flags.update <= run.updates, f"--update {flags.update}: the last one of the run is {run.updates}")
         fits = (flags.microbatch or 0) <= last

@@ -45,7 +45,7 @@ from utils.runs.source import find_source
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
-from utils.training.building import Resolved, change_layers, check_settings, complete_settings, resolve
+from utils.training.building import Resolved, change_layers, check_settings, fill_settings, resolve
 from utils.training.divergence import watch_evaluation
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
@@ -63,7 +63,8 @@ TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULE
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Train and return the last evaluation. Exits with code 75 if the run was stopped early."""
     guard_output()
-    (config, given), command = parse_given(TrainConfig, "train.py", argv, TABLES), typed_command(argv)
+    config, given = parse_given(TrainConfig, "train.py", argv, TABLES)
+    command = typed_command(argv)
     with (
         distributed_session("train.py", config) as ranks,
         Stopping(ranks) as stopping,
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     return result
 
 
-def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str] | None = None) -> Run:
+def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str] | None) -> Run:
     """Load the data, build the model, and restore the checkpoint of a resumed run; collective.
 
     Settings that are not `given` are those of the checkpoint; with None, all are given.
@@ -93,7 +94,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()
     with ranks.agree():
-        config = complete_settings(config, given, saved, ranks, TABLES)
+        config = fill_settings(config, given, saved, ranks, TABLES)
     accelerator = make_accelerator(ranks, config)
     config, source = find_source(config, saved, ranks)
     data = find_data(config, saved, ranks)
@@ -146,7 +147,7 @@ def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data
 
 
 def make_batches(resolved: Resolved, ranks: Ranks) -> tuple[ImageDataset, DataLoader, DataLoader]:
-    """The training set, and loaders of the batches of training and evaluation, which Accelerate assigns to the ranks.
+    """The training set, and the loaders of training and evaluation batches of all ranks.
 
     Small images are decoded here, others by the loaders.
     """

@@ -265,14 +265,23 @@ class DrawnByRank(MLP):
         next(self.parameters()).data.mul_(1 + int(os.environ["RANK"]) * 2**-23)
 
 
-def train_drawn_by_rank(flags: list[str]) -> None:
-    train.OWN_MODELS["drawn"] = DrawnByRank
+class BufferByRank(MLP):
+    """A buffer that is not saved differs between ranks."""
+
+    def __init__(self, spec, classes):
+        super().__init__(spec, classes)
+        self.register_buffer("rank", torch.tensor(int(os.environ["RANK"])), persistent=False)
+
+
+def train_drawn_by_rank(flags: list[str], model: type = DrawnByRank) -> None:
+    train.OWN_MODELS["drawn"] = model
     train.main([*flags, "--model", "drawn", "--max_steps", "2"])
 
 
 def test_ranks_that_draw_different_weights_are_refused_as_no_ddp_makes_them_equal():
-    line = refused(train_drawn_by_rank, *SIZES, processes=2)
-    assert "rank 1 has different weights at the start than rank 0; use the same kind of processor" in line
+    for model in (DrawnByRank, BufferByRank):
+        line = refused(lambda flags, model=model: train_drawn_by_rank(flags, model), *SIZES, processes=2)
+        assert "rank 1 has different weights at the start than rank 0; use the same kind of processor" in line
     ordinary = [flag for flag in SIZES if flag not in ("--microbatches", "8")]
     returned(2, train_drawn_by_rank, ordinary)  # DDP copies the weights of rank 0
 

@@ -18,7 +18,7 @@ from helpers.training_runs import records, rewrite_manifest, same_tensors, train
 
 import eval
 import train
-from utils.config.settings import TrainConfig
+from utils.config.settings import FORMAT, TrainConfig
 from utils.runs import loading, manifest
 from utils.runs.manifest import damage_of, newest_good, write_manifest
 from utils.runs.metadata import read_settings
@@ -445,21 +445,25 @@ def change_state(change):
     rewrite_manifest(NEWEST)
 
 
-def test_a_newer_format_is_refused_with_the_version_that_wrote_it():
-    for main, flags, wrote, writer in (
-        (eval.main, EVAL, {"lockstep": "9.8"}, "Lockstep 9.8"),
-        (train.main, RESUME, None, "Lockstep ?"),
+def test_another_format_is_refused_with_the_version_that_wrote_it():
+    fix = f"this version reads format {FORMAT}; use the version that wrote it"
+    for main, flags, found, wrote, writer in (
+        (eval.main, EVAL, FORMAT + 1, {"lockstep": "9.8"}, "9.8"),
+        (train.main, RESUME, FORMAT - 1, None, "?"),
     ):
-        change_state(lambda values, wrote=wrote: values.update(format=2, state="of another shape", versions=wrote))
+        new = {"format": found, "state": "of another shape", "versions": wrote}
+        change_state(lambda values, new=new: values.update(new))
         before = contents(RUN)
-        problem = f"format 2, written by {writer}, is newer than format 1, which this version reads"
-        refused(run_one(main, flags), f"{NEWEST}/state.json: {problem}; update Lockstep")
+        refused(run_one(main, flags), f"{NEWEST}/state.json: has format {found}, of Lockstep {writer}; {fix}")
         assert contents(RUN) == before
+    (RUN / "config.yaml").write_text("format: 1\nremoved: 3\n")
+    outcome = run_one(train.main, [*FLAGS, "--resume", str(RUN)])
+    refused(outcome, f"{RUN}/config.yaml: has format 1; {fix}")
 
 
 @dataclass
 class LaterState(TrainState):
-    """The training state with a field that a later version has added to format 1."""
+    """The training state with a field that a later version has added without a new format."""
 
     patience: int = field(default=7, metadata={"optional": True})
 

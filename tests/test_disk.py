@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 import train
 import utils.files
 import utils.runs.checkpoint
+from utils.config.settings import TrainConfig
 from utils.runs.manifest import verify
 from utils.runs.writing import update_pointers
 
@@ -254,6 +255,13 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(any
             run_ranks(1, as_nobody, start, flags), "--output_dir runs", "runs is not a folder where this user can write"
         )
         assert names(Path("runs")) == ["run"]
+
+
+def test_a_link_to_a_folder_that_is_not_mounted_is_named_and_not_tried_forever():
+    Path("runs").symlink_to("/not/mounted")
+    check_failed(run_ranks(1, train.main, FLAGS), "--output_dir runs", "runs is not a folder where this user can write")
+    with pytest.raises(FileExistsError):  # if the disk vanishes after the check
+        utils.runs.checkpoint._create_folder(TrainConfig(data="digits"))
 
 
 # Folders that vanish

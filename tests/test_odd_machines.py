@@ -13,6 +13,7 @@ from helpers.training_runs import MLP as FLAGS
 import train
 from utils.data.spec import InputSpec
 from utils.launch.exits import exit_with_error
+from utils.runs import loading
 from utils.runs.manifest import find_checkpoint, verify
 
 RUN = ["--run_name", "run", *FLAGS, "--max_steps", "4", "--save_every", "2"]
@@ -34,10 +35,11 @@ def train_without(what, *more):
     if what == "fsync":
         refuse(os, "fsync", errno.EINVAL, lambda descriptor: Path(f"/proc/self/fd/{descriptor}").is_dir())
     elif what == "chmod":
-        refuse(Path, "chmod", errno.EPERM, lambda *_: True)
+        refuse(Path, "chmod", errno.ENOTSUP, lambda *_: True)
     elif what == "rename":
         refuse(Path, "rename", errno.EPERM, lambda path, _: path.is_dir())
     else:
+        refuse(loading, "load_file", errno.ENODEV, lambda _: True)
 
         class Refusing(mmap.mmap):
             def __new__(cls, *_, **__):
@@ -51,7 +53,7 @@ def train_without(what, *more):
     ("what", "line"),
     [
         ("fsync", "this file system cannot flush folders: if the machine fails, the newest files may be lost (Invalid"),
-        ("chmod", "this file system refuses chmod: other users may be unable to read checkpoints (Operation not"),
+        ("chmod", "this file system refuses chmod: other users may be unable to read checkpoints (Operation not supp"),
     ],
 )
 def test_a_run_goes_on_without_an_operation_and_says_once_what_is_weaker(what, line):
@@ -61,13 +63,15 @@ def test_a_run_goes_on_without_an_operation_and_says_once_what_is_weaker(what, l
     verify(find_checkpoint(Path("runs/run")))
 
 
-def test_decoded_images_that_cannot_be_mapped_are_kept_in_memory():
+def test_images_and_checkpoints_that_cannot_be_mapped_are_read_into_memory():
     image_folder("photos", {"class0": 8, "class1": 8}, size=(20, 20))
     more = ["--data", "photos", "--image_size", "20", "--global_batch_size", "4"]
     (outcome,) = run_ranks(1, train_without, "mmap", *more)
     assert outcome.code == 0, outcome.err
     assert "npy: its file system cannot map files into memory) and are kept in memory" in outcome.out
     assert "choose another --cache_dir" in outcome.out
+    (outcome,) = run_ranks(1, train_without, "mmap", *more, "--max_steps", "6", "--resume", "auto")
+    assert outcome.code == 0 and "resuming from" in outcome.out, outcome.err
 
 
 def test_a_folder_that_cannot_be_renamed_ends_the_run_with_the_fix():

@@ -19,6 +19,7 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.models.small import MnistCNN
+from utils.runs.loading import load_optimizer
 from utils.training.gradients import clip_gradients
 from utils.training.groups import hidden_matrices, layer_numbers, layer_scales, names_without_decay, parameter_groups
 from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
@@ -234,6 +235,22 @@ def test_values_are_clipped_before_the_norm_and_fp16_is_unscaled_once():
 
 
 # Whole runs
+
+
+class Listing(torch.optim.SGD):
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = [parameter.grad]
+
+
+def test_tensors_inside_a_list_are_refused_as_they_cannot_be_restored(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = Listing(model.named_parameters(), lr=0.1)
+    optimizer.step()
+    torch.save(optimizer.state_dict() | {"state": {0: {"history": [torch.ones(1)]}}}, tmp_path / "optimizer.bin")
+    with pytest.raises(ValueError, match="history has tensors inside a list"):
+        load_optimizer(tmp_path, optimizer)
+
 
 RUN = ["--model", "mnist_cnn", "--model_args", "{dropout: 0}", "--image_size", "12", "--threads", "1"]
 RUN += ["--max_train_samples", "480", "--global_batch_size", "120", "--log_every", "1", "--save_every", "3"]

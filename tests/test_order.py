@@ -20,7 +20,7 @@ def drawn_indices(*flags):
     config = parse_args(TrainConfig, "train.py", ["--model", "mlp", *flags])
     with distributed_session("train.py", config) as ranks:
         ranks.join()
-        run = train.build(config, ranks, Stopping(SimpleNamespace(orphaned=False)))
+        run = train.build(config, ranks, Stopping(SimpleNamespace(orphaned=False)), None)
         return [(batch.update, batch.number, batch.indices.tolist()) for batch in run.train_batches]
 
 

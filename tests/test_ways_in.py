@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -18,7 +19,7 @@ from helpers.waiting import PATIENCE, until
 from torch import multiprocessing
 
 import train
-from utils.launch import rendezvous
+from utils.launch import network, rendezvous
 from utils.launch.environment import Topology, first_node
 
 TRAIN = str(ROOT / "train.py")
@@ -98,8 +99,9 @@ def test_variables_exported_by_hand_start_the_same_run(expected):
 
 @pytest.mark.parametrize("method", ["tcp://localhost:{port}", "file://{folder}/meeting"])
 def test_an_init_method_starts_the_same_run(method, tmp_path, expected):
+    (tmp_path / "meeting").touch()  # as mktemp does
     check_run(by_hand("--init_method", method.format(port=free_port(), folder=tmp_path)), expected)
-    assert not (tmp_path / "meeting").exists()
+    assert (tmp_path / "meeting").exists() == method.startswith("tcp")
 
 
 def test_the_file_of_a_killed_run_does_not_keep_the_next_from_meeting(tmp_path, expected):
@@ -219,3 +221,15 @@ def test_an_address_that_is_translated_leads_here_as_far_as_can_be_seen(monkeypa
     with socket.create_server(("", 0)) as holder:
         assert rendezvous.leads_to_this_machine("127.0.0.1", holder.getsockname()[1])  # taken: nothing can be seen
     assert rendezvous.leads_to_this_machine("127.0.0.1", free_port())
+
+
+def test_without_a_default_route_the_only_network_is_the_way_out(monkeypatch):
+    known = [
+        SimpleNamespace(family=socket.AF_INET, address=address) for address in ("127.0.0.1", "10.0.0.7", "10.1.0.7")
+    ]
+    monkeypatch.setattr(network, "_address_towards", lambda address: (_ for _ in ()).throw(OSError("no route")))
+    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: {"lo": known[:1], "eth0": known[1:2]})
+    assert network.outward_address() == "10.0.0.7"
+    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: {"eth0": known[1:2], "eth1": known[2:]})
+    with pytest.raises(ValueError, match="has 2 networks and no default route; set --interface"):
+        network.outward_address()

@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TextIO
@@ -16,7 +16,7 @@ from typing import TextIO
 from utils.errors import UserError, one_line
 
 LOCK = ".lock"  # in a locked folder
-_LACKS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)  # of a file system that lacks an operation
+LACKS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)  # of a file system that lacks an operation
 _MAX_JSON = 2**23  # bytes; the names of a hundred thousand classes need four million
 
 
@@ -118,7 +118,7 @@ def put_in_place(partial: Path, final: Path) -> None:
         partial.rename(final)
         sync(final.parent)
     except OSError as error:
-        if error.errno not in _LACKS:
+        if error.errno not in LACKS:
             raise
         problem = f"this file system cannot rename folders ({error.strerror}); choose a folder on another one"
         raise OSError(error.errno, problem, str(partial)) from error
@@ -130,8 +130,13 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of all files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """The bytes of all files below a folder, where others may create and delete some meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total
 
 
 @cache
@@ -147,7 +152,7 @@ def sync(path: Path) -> None:
         with naming_file(path):
             os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _LACKS or not path.is_dir():
+        if error.errno not in LACKS or not path.is_dir():
             raise
         report_once(error.errno, "cannot flush folders: if the machine fails, the newest files may be lost")
     finally:
@@ -202,7 +207,7 @@ def check_output_folder(flag: str, folder: Path) -> Path:
 
     Returns its innermost part that exists.
     """
-    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         problem = f"{flag} {folder}: {existing} is not a folder where this user can write"
         raise UserError(problem, f"set {flag} to one")

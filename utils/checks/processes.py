@@ -113,14 +113,17 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
         return []
     with ranks.agree():
         file = check_output_folder("--output_dir", expand(config.output_dir)) / names[0]
+    try:
+        with ranks.agree():
+            if ranks.is_main:
+                file.touch()
+        deadline = time.monotonic() + _PATIENCE
+        while not os.path.exists(file) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        unseen = [rank for rank, seen in enumerate(ranks.gather(os.path.exists(file))) if not seen]
+    finally:  # also if a rank fails meanwhile
         if ranks.is_main:
-            file.touch()
-    deadline = time.monotonic() + _PATIENCE
-    while not os.path.exists(file) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    unseen = [rank for rank, seen in enumerate(ranks.gather(os.path.exists(file))) if not seen]
-    if ranks.is_main:
-        file.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
     value = f"no files of rank 0 on {_name_ranks(unseen)}" if unseen else "all ranks see the files of rank 0"
     fix = "all machines must use the same run folder; set --output_dir to a folder on a disk that they share"
     return Finding("folder", f"{value} in {config.output_dir}", not unseen, fix)

@@ -1,5 +1,6 @@
 """The fix for an unknown setting. It knows the names that settings have in other trainers."""
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -58,7 +59,7 @@ OTHER_NAMES = {
     "to": "format",
     "out": "output output_file",
 }
-# What to do instead, where no single setting does it.
+# What to do instead, where no single setting does it. For train.py; the other scripts get what names only their flags.
 ADVICE = {
     "data_dir": "use --data; --data_dir is only the folder of torchvision's data sets",
     "warmup_epochs lr_warmup_epochs": "use --warmup_steps, which counts updates or, below 1, is a fraction of the run",
@@ -92,7 +93,10 @@ def fix_for_unknown(name: str, names: Sequence[str], prefix: str = "") -> str:
     theirs = name.lower().replace("-", "_")
     if theirs in ("input", "images", "image") and "html" in names:
         return "name the images without a flag: predict.py --ckpt RUN PATH..."
-    fixes = {other: text for others, text in ADVICE.items() for other in others.split()}
+    fixes: dict[str, str] = {}
+    for others, text in ADVICE.items():
+        if "lr" in names or set(re.findall(r"--(\w+)", text)) <= set(names):
+            fixes |= dict.fromkeys(others.split(), text)
     for ours, others in OTHER_NAMES.items():
         if ours in names:
             fixes |= dict.fromkeys(others.split(), f"use {prefix}{ours}")

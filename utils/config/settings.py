@@ -37,6 +37,8 @@ from utils.config.bounds import (
 )
 from utils.config.yaml_text import dump_yaml
 
+FORMAT = 2
+"""The format of config.yaml and state.json. A new field that older files may lack does not change it."""
 FROM_DATA: Any = None  # the default of settings that defaults.py fills when the data is known
 
 Pixels = Annotated[PositiveInt, at_most(2**16 - 1)]
@@ -440,4 +442,4 @@ else."""
 
 def to_yaml(config: TrainConfig) -> str:
     """The settings as a YAML file that --config reads."""
-    return dump_yaml({"format": 1} | asdict(config))
+    return dump_yaml({"format": FORMAT} | asdict(config))

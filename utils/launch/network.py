@@ -68,11 +68,14 @@ def is_own_address(address: str) -> bool:
 
 
 def outward_address() -> str:
-    """The IP address of this machine that others can use: the one on its default route."""
-    try:
+    """The IP address of this machine that others can use: the one on its default route, or its only one."""
+    with suppress(OSError):
         return _address_towards("192.0.2.1")  # an address of no machine (RFC 5737); nothing is sent
-    except OSError as error:
-        raise UserError(f"{socket.gethostname()} has no default route", "set --interface") from error
+    known = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == socket.AF_INET}
+    others = [address for address in known if not _is_loopback(address)]
+    if len(others) != 1:
+        raise UserError(f"{socket.gethostname()} has {len(others)} networks and no default route", "set --interface")
+    return others[0]
 
 
 def _address_towards(address: str) -> str:

@@ -140,7 +140,7 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise UserError(f"port {port} of {host} cannot be used ({one_line(error)[:160]})", _OTHER_PORT) from error
-        fix = f"{_OTHER_PORT}, or stop the process that uses it"
+        fix = f"{_OTHER_PORT}, or stop the process that uses it; if it is of this run, both have RANK=0"
         raise UserError(f"port {port} is taken on {host}{port_owner(port)}", fix) from error
 
 
@@ -202,7 +202,7 @@ def _rendezvous_in_file(
     path = Path(urlparse(init_method).path)
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"--init_method {init_method}: must name a file in a folder that exists on all machines")
-    if path.is_file() and _read_place(path) is None:
+    if path.is_file() and path.stat().st_size and _read_place(path) is None:
         raise UserError(f"--init_method {init_method}: was not written by Lockstep", "delete it, or name another")
     if topology.is_main:
         one_machine = topology.local_world_size == topology.world_size

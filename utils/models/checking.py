@@ -66,7 +66,7 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
     """The SHA-256 of the values of these tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

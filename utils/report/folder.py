@@ -56,7 +56,7 @@ def _analysis(path: Path, last: Mapping[str, Any]) -> dict[str, Any]:
 
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:
     """The settings that differ from their defaults, as text, without those of the machine."""
-    usual = asdict(TrainConfig()) | {"format": 1, "best_metric": values.get("best_metric")}
+    usual = asdict(TrainConfig()) | {"best_metric": values.get("best_metric")}
     own = {*OF_THIS_MACHINE, *(name for name, value in _LIKE_DEFAULT.items() if values.get(name) == value)}
     kept = {name: value for name, value in values.items() if name not in own}
     return {name: _text(value) for name, value in without_places(kept).items() if value != usual.get(name, value)}

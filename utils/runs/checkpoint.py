@@ -159,6 +159,8 @@ class CheckpointManager:
             if checkpoint is None:
                 checkpoint = find_checkpoint(named, prefer=("latest",))
                 verify(checkpoint)
+        if checkpoint is None and path is not None and (path / "log.jsonl").exists():
+            print(f"{path} has no checkpoint; starting from the beginning")
         return path, checkpoint
 
     def _lock(self, path: Path) -> Path:
@@ -178,8 +180,6 @@ def _newest_of(folder: Path) -> Path | None:
         raise UserError(f"{'; '.join(damages)}; all checkpoints are damaged", "start a new run with another --run_name")
     for damage in damages:
         print(f"{damage}; resuming from {checkpoint} instead")
-    if checkpoint is None and (folder / "log.jsonl").exists():
-        print(f"{folder} has no checkpoint; starting from the beginning")
     return checkpoint
 
 
@@ -225,7 +225,7 @@ def _create_folder(config: TrainConfig) -> Path:
             path.mkdir(parents=True)
             return path
         except FileExistsError:  # another run started in the same second, or created this name after the check
-            if config.run_name:
+            if config.run_name or not path.exists():  # a folder above it is a broken link
                 raise
             time.sleep(0.2)
 

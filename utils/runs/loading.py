@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor, nn
 
 from utils.console import join_names
@@ -81,9 +81,17 @@ def load_tensors(
 def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, Tensor]:
     """The tensors in a safetensors file. Raises UserError with this fix if it is not one."""
     try:
-        return load_file(path)
+        return _load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path} is not a safetensors file ({one_line(error)[:80]})", fix) from error
+
+
+def _load_file(path: Path) -> dict[str, Tensor]:
+    """The tensors in a safetensors file, also on a file system that cannot map files into memory."""
+    try:
+        return load_file(path)
+    except OSError:
+        return load(path.read_bytes())
 
 
 def check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -114,6 +122,8 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
                 continue
             if difference := _difference(values, own):
                 raise ValueError(f"{difference} in this optimizer")
+            if nested := [key for key, value in values.items() if _holds_tensors(value)]:
+                raise ValueError(f"{nested[0]} has tensors inside a list, tuple or dict")
             tensors = {key: own[key].copy_(value) for key, value in values.items() if isinstance(value, Tensor)}
             optimizer.state[parameter] = values | tensors
     except UnpicklingError as error:
@@ -122,6 +132,12 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     except Exception as error:  # torch.load raises errors of many classes, such as those of struct and zipfile
         problem = f"{path}: not this run's optimizer ({one_line(error)[:160]})"
         raise UserError(problem, "use the same --optimizer, with the same arguments, and the same --model") from error
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is a list, tuple or dict with a tensor in it."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(isinstance(each, Tensor) or _holds_tensors(each) for each in inner)
 
 
 def _by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -152,7 +168,7 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
             lines.append(f"{path.name} is not in the checkpoint: {name} {part.restart()}")
             continue
         try:
-            tensors = load_file(path)
+            tensors = _load_file(path)
             if difference := _difference(tensors, part.state_dict()):
                 raise ValueError(f"{difference} in this run")
             part.load_state_dict(tensors)

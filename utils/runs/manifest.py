@@ -1,5 +1,6 @@
 """Find checkpoints, write their manifests and verify them."""
 
+import errno
 import hashlib
 import json
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from utils.data.record import FILE as SAMPLES
 from utils.errors import UserError, split_error
-from utils.files import read_json, read_text, report_once, write_file
+from utils.files import LACKS, read_json, read_text, report_once, write_file
 
 MANIFEST = "manifest.json"
 FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json", SAMPLES)
@@ -108,7 +109,9 @@ def write_manifest(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         try:
             path.chmod(mode)  # safetensors makes its files readable by the owner only
-        except PermissionError as error:
+        except OSError as error:
+            if error.errno not in (*LACKS, errno.EACCES):
+                raise
             report_once(error.errno, "refuses chmod: other users may be unable to read checkpoints")
         entries[path.name] = entry_of(path)
     write_file(folder / MANIFEST, manifest_text(entries))

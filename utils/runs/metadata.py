@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torchvision
 
-from utils.config.bounds import PositiveInt, at_most, read_fields
+from utils.config.bounds import PositiveInt, at_least, at_most, read_fields
 from utils.config.cli import read_config
-from utils.config.settings import CHOSEN, OF_ONE_START, OF_THIS_MACHINE, BatchSize, TrainConfig, to_yaml
+from utils.config.settings import CHOSEN, FORMAT, OF_ONE_START, OF_THIS_MACHINE, BatchSize, TrainConfig, to_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
 from utils.data.spec import InputSpec
@@ -29,15 +29,12 @@ from utils.version import VERSION, code_commit
 
 _OTHER = "use another checkpoint"
 
-FORMAT = 1
-"""The format of state.json. A new field with a default and the metadata "optional" does not change it."""
-
 
 @dataclass(kw_only=True)
 class SavedState:
     """The contents of state.json: the training state, and the samples and processes that it belongs to."""
 
-    format: Annotated[PositiveInt, at_most(FORMAT)] = FORMAT
+    format: Annotated[PositiveInt, at_least(FORMAT), at_most(FORMAT)] = FORMAT
     state: TrainState
     samples: int = 0
     labels: str = ""  # fingerprint
@@ -60,11 +57,11 @@ class SavedState:
             return read_fields(cls, values)
         except ValueError as error:
             found, wrote = (values.get(name) if isinstance(values, dict) else None for name in ("format", "versions"))
-            if type(found) is not int or found <= FORMAT:
+            if type(found) is not int or found == FORMAT:
                 raise UserError(f"{path}: {error}", _OTHER) from None
             version = str(wrote.get("lockstep"))[:40] if isinstance(wrote, dict) else "?"
-            problem = f"format {found}, written by Lockstep {version}, is newer than format {FORMAT}"
-            raise UserError(f"{path}: {problem}, which this version reads", "update Lockstep") from None
+            problem = f"{path}: has format {found}, of Lockstep {version}; this version reads format {FORMAT}"
+            raise UserError(problem, "use the version that wrote it") from None
 
 
 @dataclass(frozen=True)

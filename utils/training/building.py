@@ -47,7 +47,7 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
         resolve_batch(config, ranks.topology.world_size)
 
 
-def complete_settings(
+def fill_settings(
     config: TrainConfig, given: Set[str] | None, saved: SavedRun | None, ranks: Ranks, tables: Sequence[Table]
 ) -> TrainConfig:
     """The settings, of which those that are not `given` are those of the checkpoint, if there is one; not collective.

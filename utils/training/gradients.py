@@ -137,7 +137,9 @@ def make_gradients(
     if resolved.config.microbatches:
         # Without DDP, nothing makes the weights of all ranks equal.
         fix = "use the same kind of processor, the same versions and the same files on all machines"
-        ranks.check_same(hash_tensors(module.state_dict().values()), "different weights at the start", fix)
+        if ranks.topology.world_size > 1:
+            weights = hash_tensors([*module.parameters(), *module.buffers()])
+            ranks.check_same(weights, "different weights at the start", fix)
         return TreeGradients(model, accelerator, resolved.plan)
     spec = resolved.spec
     no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
