@@ -51,6 +51,25 @@ def test_characters_that_the_output_lacks_are_replaced():
     assert read_classes(find_checkpoint(Path("runs/rün 1"))) == CLASSES
 
 
+@pytest.mark.full
+def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
+    image_folder("photos", dict.fromkeys("abc", 12))
+    Path("names.csv").write_text(
+        "path,label\n"
+        + "".join(
+            f"{path},{CLASSES[number % 3]}\n" for number, path in enumerate(sorted(Path("photos").rglob("*.png")))
+        ),
+        encoding="utf-8",
+    )
+    given = " ".join(f"'{flag}'" for flag in ["--data", "names.csv", "--run_name", "run", *FLAGS])
+    own = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    for command in (f'train.py" {given}', 'replay.py" --cpu --run runs/run --update 2'):
+        done = shell(f'"$python" "$root/{command}', **own)
+        assert done.returncode == 0, done.stderr.decode()
+        assert done.stdout.isascii()
+    assert read_classes(find_checkpoint(Path("runs/run"))) == CLASSES
+
+
 def _train_in(encoding, flags):
     with open("out", "w", encoding=encoding) as sys.stdout:
         train.main(flags)
