@@ -123,17 +123,21 @@ def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, A
 
     By default, this is the first one with a NaN or infinite loss, else number 0.
     """
-    microbatches = [next(batches) for _ in range(run.plan.microbatches)]
+    losses, samples = list[float](), 0
     with restored_buffers(run.module), torch.no_grad():
-        losses = [rounded(compute_loss(run, batch)[0]).item() for batch in microbatches]
+        for number in range(run.plan.microbatches):
+            microbatch = next(batches)
+            samples += len(microbatch.labels)
+            losses.append(rounded(compute_loss(run, microbatch)[0]).item())
+            is_first_bad = math.isfinite(sum(losses[:-1])) and not math.isfinite(losses[-1])
+            if number == (flags.microbatch or 0) or (flags.microbatch is None and is_first_bad):
+                batch = microbatch  # the others are not kept: they may be many
     run.train_batches.check()
-    loss = math.fsum(losses) / max(1, sum(len(batch.labels) for batch in microbatches))
+    loss = math.fsum(losses) / max(1, samples)
     print(f"update {flags.update}: loss {loss}")
     print(compare_losses(run, loss, flags))
-    bad = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), 0)
-    batch = microbatches[bad if flags.microbatch is None else flags.microbatch]
     name = f"microbatch {batch.number} of update {flags.update}"
-    print(f"{name}: sum of losses {losses[batch.number]}; the update has {len(microbatches)} microbatches")
+    print(f"{name}: sum of losses {losses[batch.number]}; the update has {len(losses)} microbatches")
     path = expand(flags.run) / "replay" / f"{name.replace(' ', '-')}.png"
     path.parent.mkdir(exist_ok=True)
     if len(batch.labels):
@@ -149,6 +153,8 @@ def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
     if flags.update - 1 in (0, *logged):  # the log may have a record of this update alone
         ours[flags.update] = loss if math.isfinite(loss) else None
     again = [step for step in ours if step in logged]
+    if not again:
+        return "no loss to compare: the log has no record of this update alone, which --log_every 1 writes"
     different = [step for step in again if ours[step] != logged[step]]
     if not different:
         return f"logged losses computed again: {len(again)}, all with the same bits"

@@ -170,6 +170,8 @@ def train(run: Run, profiler: profile | None) -> dict | None:
     batches = iter(run.train_batches)
     run.model.train()
     if state.owes_evaluation:
+        last = learning_rate(config, state.step - 1, run.updates)
+        set_learning_rate(run.optimizer, last)  # the next checkpoint saves it
         result = evaluate(run)
         save(run)
     run.meter.restart()

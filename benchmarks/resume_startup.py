@@ -42,7 +42,7 @@ BATCH = 1000  # samples of one forward pass
 def train(samples: int, runs: Path, *flags: str) -> dict[str, float]:
     """Run train.py until it exits; returns the time and memory that it took."""
     command = [sys.executable, str(Path(__file__).resolve().parent.parent / "train.py"), "--model", "mlp"]
-    command += ["--data", f"synthetic/10x8x{samples}", "--global_batch_size", str(samples // 100), "--threads", "1"]
+    command += ["--data", f"synthetic/10x1x{samples}", "--global_batch_size", str(samples // 100), "--threads", "1"]
     command += ["--batch_size", str(BATCH), "--lr_schedule", "constant", "--max_eval_samples", "100"]
     command += ["--log_every", "1", "--output_dir", str(runs), *flags]
     updated, lines, begun = None, [], time.perf_counter()

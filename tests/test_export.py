@@ -381,7 +381,7 @@ def test_an_export_that_fails_or_differs_from_the_checkpoint_is_refused_and_no_f
     monkeypatch.setitem(forms.FORMS, "torch", unwritable)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
     line = export_to("out", run)
-    assert line.endswith("mlp cannot be written (unsupported operator): 10 bytes are free on the disk; free space")
+    assert line.endswith("mlp cannot be written (unsupported operator): 0.0 MB are free on the disk; free space")
 
 
 @pytest.mark.full

@@ -336,8 +336,9 @@ def test_a_class_is_predicted_if_its_logit_is_above_the_threshold_as_in_the_eval
     cut = np.float32(task.cut)
     logits = np.array([[cut, np.nextafter(cut, np.float32(9)), 40], [50, 40, -200]], np.float32)
     rows = make_rows(task, np.zeros((2, 0), int), logits, 3)
-    sums, _ = task.evaluate(torch.tensor(logits), torch.zeros(2, 3))
-    assert [row.predicted for row in rows] == [["b", "c"], ["a", "b"]] and sums[task.evaluation.index("predicted")] == 4
+    values, _ = task.evaluate(torch.tensor(logits), torch.zeros(2, 3))
+    assert [row.predicted for row in rows] == [["b", "c"], ["a", "b"]]
+    assert values[:, task.evaluation.index("predicted")].sum() == 4
     assert rows[1] == Row(["a", "b"], [("a", 1.0), ("b", 1.0), ("c", 1.3839e-87)])
 
 

@@ -63,7 +63,6 @@ _PLACE = Bound(
     "env://, tcp://HOST:PORT or file:///PATH",
     re.compile(r"env://$|tcp://([^/:]+|\[[^/\]]+\]):[1-9]\d{0,4}$|file:///+[^/]").match,
 )
-_THREADS = Annotated[PositiveInt, at_most(os.cpu_count() or 1)]
 
 
 @dataclass(kw_only=True)
@@ -79,7 +78,7 @@ class LaunchConfig:
     the machine of rank 0, file:///PATH is a file on a disk that all machines share."""
     interface: str | None = None
     """Network interface between the machines, such as eth0 (default: the one that reaches rank 0's machine)."""
-    threads: _THREADS | None = None
+    threads: PositiveInt | None = None
     """CPU threads per process (default: an equal share of the cores)."""
     timeout: Seconds = 600.0
     """Seconds that a rank waits for another before the run fails; a download on the main process may take longer."""

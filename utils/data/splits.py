@@ -70,12 +70,12 @@ class Split:
         _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
         order, rows = permutation(len(self), 0, 0), self.rows.copy()
         is_usable, kinds = self.readable[order], kinds[order]
-        for place in np.flatnonzero(~is_usable).tolist():
-            same, position = np.flatnonzero(is_usable & (kinds == kinds[place])), order[place]
+        for kind in np.unique(kinds[~is_usable]):
+            same, bad = np.flatnonzero(is_usable & (kinds == kind)), np.flatnonzero(~is_usable & (kinds == kind))
             if not len(same):
-                problem = f"{self.describe(position)}: no other image of its class can be used ({len(self)} checked)"
+                problem = f"{self.describe(order[bad[0]])}: no other image has the same label and can be used"
                 raise UserError(problem, "restore it, or start a new run")
-            rows[position] = self.rows[order[same[np.searchsorted(same, place) % len(same)]]]
+            rows[order[bad]] = self.rows[order[same[np.searchsorted(same, bad) % len(same)]]]
         return replace(self, rows=rows)
 
     def select(self, positions: np.ndarray) -> "Split":

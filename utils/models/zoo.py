@@ -87,6 +87,10 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
         height, width = (round(side * enlarge) for side in seen_size)
     else:
         height = width = 224
+    if config.pretrained and config.model.startswith("vit_") and {height, width} != {weights["size"]}:
+        side = weights["size"]
+        problem = f"--image_size {config.image_size}: the weights of {config.model} are for {side}x{side}"
+        raise UserError(f"{problem} images only", "leave out --image_size")
     given = {"mean": config.mean, "std": config.std}
     for flag, values in given.items():
         if values and len(values) not in (1, channels):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from utils.config.bounds import require
 from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
@@ -48,6 +49,8 @@ class Ranks:
         # number of processes.
         fixed = self.device.type == "cpu" and getattr(launch, "microbatches", None)
         self.threads = launch.threads or (1 if fixed else threads_per_process(topology))
+        cores = os.cpu_count() or 1  # not at the field: a checkpoint's settings are those of another machine
+        require(self.threads <= cores, f"--threads must be at most {cores}, got {self.threads}")
         self.backend = choose_backend(topology, launch.backend, self.device)
         topology.export()
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # otherwise Accelerate would set a different number

@@ -6,7 +6,7 @@ from utils.output import guard_output  # the first import: see its docstring
 import argparse
 from collections.abc import Sequence
 
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 from utils.files import check_output_file, expand
 from utils.launch.exits import exit_with_error
 from utils.report.page import PAGE, write_page
@@ -28,8 +28,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if flags.out:
             check_output_file("--out", out)
         write_page(folders, out, images=not flags.no_images)
-    except Exception as error:  # of any class, if the files are those of another version
+    except (ValueError, OSError) as error:
         exit_with_error(error, parser.prog)
+    except Exception as error:
+        problem = f"log.jsonl, config.yaml or report.json has unknown contents ({one_line(error)})"
+        exit_with_error(UserError(problem, "use the version of Lockstep that wrote them"), parser.prog)
     print(out)
 
 

@@ -16,7 +16,7 @@ MATRIX = 30  # classes; with more, the page lists the most frequent confusions i
 PAIRS, ERRORS = 20, 24  # confusions in that list, and images in the gallery
 _RESAMPLES, _FEWEST = 1000, 100
 _WORK = 10**7  # numbers to add up for all resamples
-_MOST_SCORES = 2 * 10**5  # with more, mAP and AUC have no intervals
+_MOST_SCORES, _MOST_OUTPUTS = 2 * 10**5, 10  # with more, mAP and AUC have no intervals, which would take many seconds
 
 
 def analyse(found: Predictions, task: Task, seed: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def intervals_of(found: Predictions, task: Task, seed: int) -> dict[str, tuple[f
     # The more samples and sums, the fewer resamples.
     count = max(_FEWEST, min(_RESAMPLES, _WORK // found.values.size))
     bounds = intervals(measure, samples, count, seed)
-    if task.cut is not None and found.scores.size <= _MOST_SCORES:
+    if task.cut is not None and found.scores.size <= _MOST_SCORES and task.outputs <= _MOST_OUTPUTS:
         bounds |= intervals(rank, samples, _FEWEST, seed)
     return bounds
 

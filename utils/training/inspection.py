@@ -23,9 +23,11 @@ def observe_layers(module: nn.Module) -> Iterator[Layers]:
         for name, layer in module.named_modules()
         if not list(layer.children())
     ]
-    yield layers
-    for handle in handles:
-        handle.remove()
+    try:
+        yield layers
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def gradient_norms(module: nn.Module) -> dict[str, float]:

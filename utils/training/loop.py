@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from utils.config.bounds import require
 from utils.data.datasets import Batch
+from utils.errors import one_line
 from utils.runs.metadata import make_files
 from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_loss
 from utils.training.first_batch import write_first_batch
@@ -107,7 +107,9 @@ def make_profiler(run: Run) -> AbstractContextManager[torch.profiler.profile | N
     if not run.config.profile:
         return nullcontext()
     first = run.state.step + WAIT + WARM_UP + 1
-    require(first <= run.updates, f"--profile begins with update {first}, but the run ends before", "raise --max_steps")
+    if first > run.updates:
+        run.log.say(f"--profile: the run ends before update {first}, where the trace begins")
+        return nullcontext()
     schedule = torch.profiler.schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=partial(write_trace, run))
 
@@ -116,8 +118,12 @@ def write_trace(run: Run, profiler: torch.profiler.profile) -> None:
     """Write the trace of this rank to the run folder, and print the slowest operations."""
     path = run.folder / f"trace-rank{run.ranks.topology.rank}.json.gz"
     unfinished = path.with_name(f".partial-{path.name}")  # the suffix selects the compression
-    profiler.export_chrome_trace(str(unfinished))
-    os.replace(unfinished, path)
+    try:
+        profiler.export_chrome_trace(str(unfinished))
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:  # the run continues without a trace
+        run.log.say(f"--profile: {path} cannot be written ({one_line(error)[:120]})")
+        return
     by_time = f"self_{run.ranks.device.type}_time_total"
     slowest = profiler.key_averages().table(by_time, _ROWS, max_name_column_width=40)
     run.log.say(f"{slowest}trace: {path} (open it at https://ui.perfetto.dev)")
