@@ -11,13 +11,13 @@ from utils.output import guard_output  # the first import: see its docstring
 
 # isort: split
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import nullcontext
 
 from torch.profiler import profile
 from torch.utils.data import DataLoader
 
-from utils.config.cli import parse_args
+from utils.config.cli import parse_given
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.auto_augment import AUTO_AUGMENTS
@@ -41,12 +41,11 @@ from utils.runs.checkpoint import CheckpointManager
 from utils.runs.loading import make_parts
 from utils.runs.log import RunLog
 from utils.runs.metadata import SavedRun
-from utils.runs.resume import keep_settings
 from utils.runs.source import find_source
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
-from utils.training.building import Resolved, change_layers, check_settings, resolve
+from utils.training.building import Resolved, change_layers, check_settings, complete_settings, resolve
 from utils.training.divergence import watch_evaluation
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
@@ -64,14 +63,14 @@ TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULE
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Train and return the last evaluation. Exits with code 75 if the run was stopped early."""
     guard_output()
-    config, command = parse_args(TrainConfig, "train.py", argv, TABLES), typed_command(argv)
+    (config, given), command = parse_given(TrainConfig, "train.py", argv, TABLES), typed_command(argv)
     with (
         distributed_session("train.py", config) as ranks,
         Stopping(ranks) as stopping,
     ):
         check_settings(config, ranks)  # these errors are reported before the processes connect
         ranks.join()
-        run = build(trial(config), ranks, stopping)
+        run = build(trial(config), ranks, stopping, given)
         log_start(run)
         if config.dry_run:
             return dry_run(run, train_update)
@@ -86,15 +85,17 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     return result
 
 
-def build(config: TrainConfig, ranks: Ranks, stopping: Stopping) -> Run:
-    """Load the data, build the model, and restore the checkpoint of a resumed run; collective."""
+def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str] | None = None) -> Run:
+    """Load the data, build the model, and restore the checkpoint of a resumed run; collective.
+
+    Settings that are not `given` are those of the checkpoint; with None, all are given.
+    """
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()
-    accelerator = make_accelerator(ranks, config, saved.settings.mixed_precision if saved else None)
     with ranks.agree():
-        config = keep_settings(config, saved, ranks.topology.world_size)
+        config = complete_settings(config, given, saved, ranks, TABLES)
+    accelerator = make_accelerator(ranks, config)
     config, source = find_source(config, saved, ranks)
-
     data = find_data(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         resolved = resolve(config, saved, checkpoints.folder, data, source, accelerator)

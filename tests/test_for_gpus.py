@@ -271,7 +271,7 @@ def test_accelerates_launcher_is_recognised(flags, expected):
     assert f"chosen: no {expected}" in out, err
 
 
-def _precision(device, asked, exported, before):
+def _precision(device, asked, exported):
     if exported:
         os.environ["ACCELERATE_MIXED_PRECISION"] = exported
     wrapping.precision_is_chosen = lambda: exported == "no"
@@ -280,21 +280,20 @@ def _precision(device, asked, exported, before):
     with distributed_session("train.py", config) as ranks:
         ranks.join()
         ranks.device = torch.device(device)
-        return wrapping.make_accelerator(ranks, config, before).mixed_precision
+        return wrapping.make_accelerator(ranks, config).mixed_precision
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "exported", "before", "expected"),
+    ("device", "asked", "exported", "expected"),
     [
-        ("cuda", None, None, None, "bf16"),
-        ("cuda", None, None, "no", "no"),  # a resumed run keeps its precision
-        ("cuda", None, "no", "bf16", "no"),
-        ("cuda", "no", None, "bf16", "no"),
-        ("cpu", None, None, "bf16", "no"),
+        ("cuda", None, None, "bf16"),
+        ("cuda", None, "no", "no"),
+        ("cuda", "no", None, "no"),
+        ("cpu", None, None, "no"),
     ],
 )
-def test_on_a_gpu_the_precision_is_automatic_if_nobody_has_chosen_it(device, asked, exported, before, expected):
-    assert returned(1, _precision, device, asked, exported, before) == [expected]
+def test_on_a_gpu_the_precision_is_automatic_if_nobody_has_chosen_it(device, asked, exported, expected):
+    assert returned(1, _precision, device, asked, exported) == [expected]
 
 
 def _kernels_timed(flags):

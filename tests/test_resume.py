@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, train_run
+from helpers.training_runs import records, refused, train_run
 
 import eval
 import train
@@ -146,13 +146,27 @@ def test_the_run_folder_and_its_checkpoints_can_be_named_to_go_on_in_place():
     assert [record["step"] for record in records("run", "start")] == [0, 2, 3, 4]
 
 
-def test_the_path_of_a_run_is_enough_to_resume_it_with_its_data_and_settings():
-    train_run(1, "run", "--data", "synthetic/3x28x480", *FLAGS, "--label_smoothing", "0.1", "--max_steps", "2")
-    train_run(1, "new", "--resume", "runs/run/checkpoints/step-00000002", "--label_smoothing", "0", "--max_steps", "3")
-    old, new = (read_config(Path("runs") / name / "config.yaml") for name in ("run", "new"))
-    assert (
-        new == replace(old, label_smoothing=0.0, max_steps=3, grad_accum=1) and records("new", "start")[-1]["step"] == 2
-    )
+def test_a_resumed_run_has_the_data_and_settings_of_its_checkpoint_unless_others_are_given(monkeypatch):
+    data = ["--data", "synthetic/3x28x480", "--eval_fraction", "0.2", "--mixed_precision", "bf16"]
+    train_run(1, "run", *data, *FLAGS, "--label_smoothing", "0.1", "--max_steps", "2", "--report_to", "tensorboard")
+    old = read_config(Path("runs/run/config.yaml"))
+    Path("runs/run/config.yaml").write_text("")  # no manifest has its checksum, so nothing is read from it
+    monkeypatch.setenv("SCRATCH", str(Path.cwd()))
+    train_run(1, "new", "--resume", "$SCRATCH/runs/run", "--label_smoothing", "0", "--max_steps", "3")
+    train_run(1, "new", "--resume", "auto", "--epochs", "1")  # which --max_steps would override
+    new = read_config(Path("runs/new/config.yaml"))
+    assert new == replace(old, label_smoothing=0.0, epochs=1, max_steps=None, grad_accum=1, report_to=None)
+    assert [record["step"] for record in records("new", "start")] == [2, 3]
+    assert records("new", "train")[-1]["step"] == 12
+
+
+def test_given_settings_are_checked_with_those_of_the_checkpoint():
+    train_run(1, "run", *FLAGS, "--eval_fraction", "0.2", "--max_steps", "2")
+    for flags, text in (
+        (("--lr_schedule_args", "{end: 1}"), "--lr_schedule_args for constant: unknown argument end"),
+        (("--eval_split", "test"), "step-00000002: --eval_split and --eval_fraction cannot be used together"),
+    ):
+        assert text in refused(train.main, "--resume", "runs/run", *flags)
 
 
 def test_a_refused_resume_into_a_new_folder_can_be_typed_again():

@@ -14,7 +14,7 @@ OneStart = Annotated[T, "one start"]  # not saved with the run
 Machine = Annotated[T, "machine"]  # not taken from a checkpoint, which may come from a stranger
 Input = Annotated[T, "input"]  # the model's input depends on it
 Fixed = Annotated[T, "fixed"]  # a resumed run must have the same
-Kept = Annotated[T, "kept"]  # a resumed run takes it from its checkpoint unless it is given
+Kept = Annotated[T, "kept"]  # its default stands for a value that a resumed run takes from its checkpoint
 Chosen = Annotated[T, "chosen"]  # chosen by defaults.py unless it is given; a resumed run keeps it
 
 

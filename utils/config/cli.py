@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from utils.config.bounds import kinds, require
 from utils.config.other_names import fix_for_unknown
-from utils.config.settings import OF_THIS_MACHINE, LaunchConfig, TrainConfig
+from utils.config.settings import LaunchConfig, TrainConfig
 from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
@@ -29,11 +29,23 @@ def parse_args(cls: type[Config], prog: str, argv: Sequence[str] | None = None, 
 
     `tables` are those of settings whose value is a name. --help lists names and arguments, `Table.check` checks them.
     """
+    return parse_given(cls, prog, argv, tables)[0]
+
+
+def parse_given(
+    cls: type[Config], prog: str, argv: Sequence[str] | None = None, tables: Sequence[Table] = ()
+) -> tuple[Config, set[str]]:
+    """As `parse_args`, and the names of the settings that are given, in the file or as flags.
+
+    With --resume, others come from a checkpoint later, so a table is checked only if its name is given.
+    """
     try:
-        config = _fill(cls, prog, list(sys.argv[1:] if argv is None else argv), tables)
+        values = _read_words(cls, prog, list(sys.argv[1:] if argv is None else argv), tables)
+        config = cls(**values)
         for table in tables:
-            table.check(config)
-        return config
+            if table.what in values or not values.get("resume"):
+                table.check(config)
+        return config, set(values)
     except (ValueError, OSError, argparse.ArgumentError) as error:
         exit_with_error(with_rank(error), prog, reports_for_machine())
 
@@ -47,7 +59,8 @@ def read_config(path: Path) -> TrainConfig:
         raise UserError(f"{path}: {error.problem}", error.fix) from None
 
 
-def _fill(cls: type[Config], prog: str, argv: list[str], tables: Sequence[Table]) -> Config:
+def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) -> dict[str, Any]:
+    """The settings that are given."""
     names = [setting.name for setting in fields(cls)]
     end = argv.index("--") if "--" in argv else len(argv)  # the words after it are paths, also if they begin with -
     found, words = _parser(cls, prog, tables).parse_known_args(argv[:end])
@@ -61,8 +74,6 @@ def _fill(cls: type[Config], prog: str, argv: list[str], tables: Sequence[Table]
     for name, value in vars(found).items():
         values[name] = value[0] if isinstance(value, list) and len(value) == 1 else value
     paths = words + argv[end + 1 :]
-    if (run := values.get("resume")) not in (None, "auto"):
-        values = _settings_of_run(Path(str(run)).expanduser()) | values
     if PATHS in names:
         values[PATHS] = paths
     elif paths:
@@ -71,14 +82,7 @@ def _fill(cls: type[Config], prog: str, argv: list[str], tables: Sequence[Table]
     required = [setting.name for setting in fields(cls) if setting.default is setting.default_factory]
     missing = [f"--{name}" for name in required if name not in values]
     require(not missing, f"missing {', '.join(missing)}", "--help describes them")
-    return cls(**values)
-
-
-def _settings_of_run(path: Path) -> dict[str, Any]:
-    """The settings in a run folder or a checkpoint, without those that this machine and its processes decide."""
-    files = [folder / "config.yaml" for folder in (path, path.parent) if (folder / "config.yaml").is_file()]
-    found = _read_file(files[0], TrainConfig) if files else {}
-    return {name: value for name, value in found.items() if name not in (*OF_THIS_MACHINE, "grad_accum")}
+    return values
 
 
 def _parser(cls: type, prog: str, tables: Sequence[Table]) -> argparse.ArgumentParser:

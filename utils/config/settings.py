@@ -114,8 +114,8 @@ class BasicSettings:
     """Folder that contains the run folders."""
     resume: OneStart[str | None] = None
     """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is none. The path of a
-    checkpoint or run resumes from it, with its data and settings unless others are given, in a new run folder, or in
-    the same one if --run_name names it."""
+    checkpoint or run resumes from it in a new run folder, or in the same one if --run_name names it. Data and settings
+    that are not given are those of the checkpoint."""
     optimizer: Fixed[str] = "sgd"
     """Optimizer."""
     weight_decay: Chosen[NonNegativeFloat] = FROM_DATA
@@ -364,7 +364,7 @@ class LogSettings:
     """Updates between evaluations (default: one epoch); the last update is always evaluated."""
     log_every: Chosen[PositiveInt] = FROM_DATA
     """Updates between training records in the log (default: 50, or a quarter of the run's updates if that is less)."""
-    report_to: str | None = None
+    report_to: Machine[str | None] = None
     """Trackers, separated by commas, that also get the records of the log."""
     eval_batch_size: PositiveInt = 256
     """Samples per process in an evaluation batch; the batches are the same on any topology."""
@@ -425,7 +425,7 @@ CHOSEN = find_marked(TrainConfig, Chosen)
 """Settings that defaults.py chooses from the data unless they are given."""
 
 KEPT = CHOSEN + find_marked(TrainConfig, Kept)
-"""Settings that a resumed run takes from its checkpoint unless they are given."""
+"""Settings whose default is never used in a resumed run, even if it is given: they are those of the checkpoint."""
 
 OF_INPUT = find_marked(TrainConfig, Input)
 """Settings that the model's input depends on."""

@@ -38,14 +38,11 @@ def has_native_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, before: str | None = None) -> Accelerator:
-    """An Accelerator on top of the process group of `ranks`; collective.
-
-    `before` is the precision of the checkpoint that the run resumes from.
-    """
+def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelerator:
+    """An Accelerator on top of the process group of `ranks`; collective."""
     precision: str | None = config.mixed_precision
     if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():
-        precision = before or "auto"
+        precision = "auto"
     precision = ranks.gather(precision)[0]  # each machine may have its own accelerate config
     if precision == "auto":
         precision = "no" if ranks.any_rank(not has_native_bf16(ranks.device)) else "bf16"

@@ -1,5 +1,6 @@
 """Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the earlier run."""
 
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from utils.config.settings import FIXED, KEPT, OF_THIS_MACHINE, TrainConfig
 from utils.data.order import Plan
 from utils.data.splits import Data
 from utils.errors import UserError, shorten
+from utils.launch.command import precision_is_chosen
 from utils.runs.metadata import SavedRun
 from utils.runs.state import TrainState
 
@@ -42,16 +44,23 @@ def choose_batch(config: TrainConfig, saved: SavedRun | None, processes: int) ->
     return batch_size, share // batch_size, total
 
 
-def keep_settings(config: TrainConfig, saved: SavedRun | None, processes: int) -> TrainConfig:
-    """The settings; those of `KEPT` that are not given are the checkpoint's, if there is one.
+def keep_settings(config: TrainConfig, given: Set[str], saved: SavedRun) -> TrainConfig:
+    """The settings, of which those that are not `given` are the checkpoint's, except those of this machine.
 
-    Raises ValueError if the batch sizes do not fit, before the data is loaded.
+    Raises UserError if they contradict each other.
     """
-    if saved is not None:
-        unset = [name for name in KEPT if getattr(config, name) == getattr(TrainConfig, name)]
-        config = replace(config, **{name: getattr(saved.settings, name) for name in unset})
-    choose_batch(config, saved, processes)
-    return config
+    own = {name for name in given if name not in KEPT or getattr(config, name) != getattr(TrainConfig, name)}
+    own |= {*OF_THIS_MACHINE, "batch_size", "grad_accum"}  # `choose_batch` chooses these two
+    own |= {"max_steps"} if "epochs" in given else set()
+    own |= {"mixed_precision"} if precision_is_chosen() else set()
+    there = vars(saved.settings)
+    # Arguments belong to the function that has them.
+    own |= {f"{name}_args" for name in own if getattr(config, name) != there[name]}
+    try:
+        return replace(config, **{name: value for name, value in there.items() if name not in own})
+    except UserError as error:
+        fix = "the run has settings that are not given, so leave out those that contradict them"
+        raise UserError(f"{saved.path}: {error.problem}", fix) from None
 
 
 def restore_state(

@@ -58,7 +58,7 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
         kept = saved.settings.init_from
         if config.init_from and absolute_source(config.init_from) != kept:
             Terminal(ranks.is_main).print("--init_from has no effect: a resumed run has the weights of its checkpoint")
-        return replace(_fill(config, vars(saved.settings)) if kept else config, init_from=kept), None
+        return replace(config, init_from=kept), None
     if config.init_from is None:
         return config, None
     if ranks.from_main(partial(_is_run, config.init_from)):

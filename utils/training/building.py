@@ -1,5 +1,6 @@
 """Build a run: checks before the processes connect, the settings that follow from the data, and the model."""
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from utils.config.defaults import choose_images, choose_sizes, resolve_batch
 from utils.config.settings import OF_INPUT, TrainConfig
+from utils.config.table import Table
 from utils.console import join_names
 from utils.data.decode import peek
 from utils.data.order import Plan
@@ -25,7 +27,7 @@ from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.runs.checkpoint import check_run_folder
 from utils.runs.metadata import SavedRun
-from utils.runs.resume import choose_batch, restore_state, resume_lines
+from utils.runs.resume import choose_batch, keep_settings, restore_state, resume_lines
 from utils.runs.source import InitialWeights, absolute_source
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
@@ -43,6 +45,22 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
         raise UserError("--data_dir is for --data torchvision/NAME only", "name a folder of your own with --data")
     if config.resume is None:
         resolve_batch(config, ranks.topology.world_size)
+
+
+def complete_settings(
+    config: TrainConfig, given: Set[str] | None, saved: SavedRun | None, ranks: Ranks, tables: Sequence[Table]
+) -> TrainConfig:
+    """The settings, of which those that are not `given` are those of the checkpoint, if there is one; not collective.
+
+    Raises ValueError or OSError, before the data is loaded, if they or the batch sizes do not work.
+    """
+    if saved is not None and given is not None:
+        config = keep_settings(config, given, saved)
+        check_settings(config, ranks)
+    for table in tables:
+        table.check(config)
+    choose_batch(config, saved, ranks.topology.world_size)
+    return config
 
 
 @dataclass(kw_only=True)
