@@ -81,7 +81,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     """The records of a run. Raises ValueError if its folder has no log."""
     path = folder / "log.jsonl"
     require(path.is_file(), f"--run {folder}: has no log.jsonl", "name a run folder, such as runs/NAME")
-    lines = path.read_text().split("\n")[:-1]  # a run may be writing the last line
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a run may be writing the last line
     return [json.loads(line) for line in lines]
 
 

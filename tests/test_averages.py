@@ -1,4 +1,4 @@
-"""Averages of the weights: over updates (--ema_decay), exact on any topology, and over checkpoints (eval.py)."""
+"""Averages of the weights: over updates (--ema_decay), exact on any topology."""
 
 import json
 import os

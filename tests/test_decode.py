@@ -351,6 +351,16 @@ def test_photographs_are_evaluated_as_timm_does_for_its_weights(name, most):
         assert differences.max() < most and differences.mean() < 0.2
 
 
+@pytest.mark.parametrize("name", ["resnet50"])
+def test_photographs_that_are_decoded_smaller_are_evaluated_nearly_as_torchvision_does(name):
+    spec, own = published(name)
+    for size in ((1536, 1024), (1024, 1536)):
+        image = Image.fromarray(load_sample_image("flower.jpg")).resize(size, Image.Resampling.BICUBIC)
+        raw = large(encoded(image, "JPEG", quality=95))
+        differences = (evaluated(raw, spec) - own(raw)).abs()
+        assert 0.1 < differences.mean() < 1.5 and differences.max() < 30  # libjpeg keeps more detail
+
+
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_training_crops_are_resized_as_the_weights_were(interpolation):
     raw, microbatch = photograph("flower", 427, 640), Microbatch(0, 0, 0, np.arange(1))

@@ -9,6 +9,7 @@ import importlib
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,9 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers.launched_runs import end_commands
 from helpers.make_data import image_folder
-from helpers.ranks import free_port, returned
-from helpers.training_runs import BIN, MLP, ROOT, records, start, train_run, working_in
-from helpers.waiting import PATIENCE
+from helpers.ranks import free_port, returned, run_ranks, start_ranks
+from helpers.training_runs import BIN, MLP, ROOT, records, slow_train, start, train_run, working_in
+from helpers.waiting import PATIENCE, has_logged, until
 from torch.distributed.run import get_args_parser
 
 import eval as eval_script
@@ -189,6 +190,46 @@ CODE = " ".join(CODE.split())
 def test_messages_of_the_troubleshooting_page_are_those_of_the_code(message):
     texts = [text.strip() for text in re.split(INSERTED, message)]
     assert [text for text in texts if text not in CODE] == []
+
+
+def error_of(processes: int, function, *arguments) -> str:
+    return "".join(outcome.err for outcome in run_ranks(processes, function, *arguments))
+
+
+def join_at(port: int) -> None:
+    """Train as rank 0 of two whose other rank is not started."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    train.main([*MLP, "--timeout", "3"])
+
+
+def taken_port() -> str:
+    with socket.create_server(("", 0)) as holder:
+        return error_of(1, join_at, holder.getsockname()[1])
+
+
+def killed_rank() -> str:
+    launch = start_ranks(2, slow_train, [*MLP, "--max_steps", "1000000"])
+    until(has_logged(10))
+    os.kill(launch.pids[1], 9)
+    return "".join(outcome.err for outcome in launch.finish())
+
+
+PROVOKED = {  # what makes Lockstep print a message of the page, by a part of it
+    "is taken on": taken_port,
+    "--interface NAME": lambda: error_of(2, train.main, [*MLP, "--interface", "eth99"]),
+    "loss is NaN": lambda: error_of(1, train.main, [*MLP, "--lr", "1e30", "--max_steps", "9"]),
+    "another process of this run": killed_rank,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", PROVOKED)
+def test_messages_of_the_troubleshooting_page_are_printed(part):
+    (message,) = [message for message in MESSAGES if part in message]
+    pattern = re.sub(r"\b(HOST|PORT|ADDRESS|NAMES?|REASON|PLACE|COMMAND|SAMPLES|N)\b", ".+", re.escape(message))
+    written = PROVOKED[part]()
+    assert re.search(f"^train.py: error: {pattern}$", written, re.M), written
 
 
 def test_the_troubleshooting_page_lists_each_section():

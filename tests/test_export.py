@@ -34,6 +34,7 @@ from utils.export import forms
 from utils.export.card import card, preprocessing
 from utils.export.forms import Code
 from utils.export.loaded import Loaded, compare, load
+from utils.files import new_folder
 from utils.models.zoo import build_model
 from utils.runs.manifest import find_checkpoint, write_manifest
 from utils.runs.metadata import SavedRun, SavedState, read_checkpoint
@@ -409,6 +410,17 @@ def test_an_export_that_is_killed_leaves_no_folder_and_can_be_repeated(run):
     returned(1, export.main, arguments)
     assert sorted(path.name for path in Path("out").iterdir()) == ["README.md", "config.json", "model.pt2"]
     assert len(list(Path().glob("*out*"))) == 1
+
+
+def test_two_processes_do_not_write_the_same_folder(tmp_path):
+    def write_too():
+        with pytest.raises(UserError, match=r"out.partial is in use by process \d+"), new_folder(tmp_path / "out"):
+            pass
+
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "first").touch()
+        returned(1, write_too)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
 
 
 def test_a_missing_package_is_named_with_its_command(run, monkeypatch):

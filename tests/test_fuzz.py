@@ -30,19 +30,20 @@ FLAGS += ["--threads", "1", "--keep", "3", "--report", "false"]
 class Branching(nn.Module):
     """A random graph of linear layers, which are registered in a random order and share one layer."""
 
-    def __init__(self, spec, classes: int, seed: int = 0):
+    def __init__(self, spec, classes: int, seed: int = 0, norm: bool = False, unused: bool = False):
         super().__init__()
         chance, width = random.Random(seed), 96
         count = chance.randrange(6, 12)
         self.sources = [chance.sample(range(node), min(node, chance.randint(1, 3))) for node in range(1, count)]
         self.shared = chance.randrange(1, count)  # its layer is also that of the last node
-        names = [f"node{node}" for node in range(count)] + ["head"]
+        names = [f"node{node}" for node in range(count)] + ["head", "aside"][: 1 + unused]
         chance.shuffle(names)
         self.layers = nn.ModuleDict()
         for name in names:
             inputs = spec.channels * spec.height * spec.width if name == "node0" else width
             layer = nn.Linear(inputs, classes if name == "head" else width)
-            ends = [] if name == "head" else [nn.ReLU(), nn.Dropout(chance.choice((0.0, 0.2)))]
+            ends = [nn.BatchNorm1d(width)] if norm else []
+            ends = [] if name == "head" else [*ends, nn.ReLU(), nn.Dropout(chance.choice((0.0, 0.2)))]
             self.layers[name] = nn.Sequential(layer, *ends)
 
     def forward(self, images):
@@ -53,14 +54,14 @@ class Branching(nn.Module):
         return self.layers["head"](last + sum(nodes) / len(nodes))
 
 
-def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bool] | None = None) -> None:
-    """Train with DDP's buckets of that size, less than two layers.
+def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bool] | None = None) -> int:
+    """Train with buckets of that size. Returns the number of DDP's buckets, 0 without DDP.
 
     `kill`: the update, counted from 0, in which this process kills itself, on which rank (-1: on all), and whether in
     the forward pass.
     """
     train.OWN_MODELS["branching"] = Branching
-    make, update = train.make_accelerator, train.train_update
+    make, update, end, counts = train.make_accelerator, train.train_update, train.log_end, []
 
     def with_small_buckets(*given):
         accelerator = make(*given)
@@ -74,8 +75,14 @@ def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bo
             run.module.layers["head"].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         update(run, batches)
 
-    train.make_accelerator, train.train_update = with_small_buckets, killed
+    def count_buckets(run, *given):
+        log = getattr(run.model, "_get_ddp_logging_data", dict)()
+        counts.append(len((log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes") or "").split()))
+        return end(run, *given)
+
+    train.make_accelerator, train.train_update, train.log_end = with_small_buckets, killed, count_buckets
     train.main(flags)
+    return counts[0]
 
 
 def ends_equal(name: str, other: str) -> bool:
@@ -95,8 +102,11 @@ def ends_equal(name: str, other: str) -> bool:
 
 def drawn(processes: int, chance: random.Random, microbatches: bool) -> tuple[list[str], float]:
     """The flags of a random configuration, and the size of its buckets in MB."""
-    seed, every = chance.randrange(10**6), chance.randint(1, SAVE_EVERY)
-    flags = [*FLAGS, "--model_args", f"{{seed: {seed}}}", "--save_every", str(every)]
+    norm, unused = chance.random() < 0.3, chance.random() < 0.2
+    arguments = f"{{seed: {chance.randrange(10**6)}, norm: {str(norm).lower()}, unused: {str(unused).lower()}}}"
+    flags = [*FLAGS, "--model_args", arguments, "--save_every", str(chance.randint(1, SAVE_EVERY))]
+    flags += ["--drop_last", str(norm).lower()]  # batch statistics need more than one sample
+    flags += ["--find_unused_parameters"] * unused
     flags += ["--optimizer", *chance.choice([("sgd", "--lr", "0.1"), ("adamw", "--lr", "0.003")])]
     flags += ["--ema_decay", "0.8"] * (chance.random() < 0.5) + ["--clip_norm", "0.5"] * (chance.random() < 0.5)
     flags += ["--microbatches", chance.choice("48")] if microbatches else ["--grad_accum", chance.choice("12")]
@@ -116,6 +126,7 @@ def test_a_killed_run_of_a_branching_network_ends_with_the_bits_of_a_whole_one(p
     flags, megabytes = drawn(processes, chance, microbatches)
     whole = run_ranks(processes, train_branching, ["--run_name", "whole", *flags], megabytes)
     assert [outcome.code for outcome in whole] == [0] * processes, whole[0].err
+    assert microbatches or whole[0].value > 2, "too few buckets to show anything"
     again = ["--run_name", "run", *flags, "--resume", "auto"]
     after_a_save = range(2 * SAVE_EVERY, UPDATES)  # the second save waits for the first
     for step in sorted(chance.sample(after_a_save, chance.randint(1, 2))):

@@ -11,7 +11,7 @@ import timm
 import torch
 import torchvision
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, same_tensors, weights
+from helpers.training_runs import records, refused, same_tensors, train_run, weights
 from torch import nn
 
 import eval
@@ -404,3 +404,13 @@ def test_a_model_that_cannot_take_an_empty_batch_computes_an_image_of_zeros_with
 def test_a_model_that_cannot_take_an_empty_batch_is_refused_with_shared_batch_statistics():
     with pytest.raises(ValueError, match=r"does not accept an empty batch.*use another model"):
         build(NO_EMPTY, spec_of(28, 3), model_args=SMALL_SWIN, sync_batchnorm=True)
+
+
+@pytest.mark.full
+def test_a_rank_without_samples_trains_a_model_that_cannot_take_an_empty_batch():
+    flags = ["--data", "digits", "--model", NO_EMPTY, "--model_args", str(SMALL_SWIN), "--image_size", "28"]
+    flags += ["--max_train_samples", "21", "--global_batch_size", "20", "--max_steps", "4", "--log_every", "1"]
+    flags += ["--max_eval_samples", "10", "--threads", "1", "--optimizer", "adamw", "--lr", "0.001"]
+    one, two = (train_run(n, f"of{n}", *flags, "--drop_last", "false") for n in (1, 2))
+    found, expected = ([r["loss"] for r in run if r["kind"] == "train"] for run in (two, one))
+    assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-5)

@@ -51,6 +51,19 @@ def test_characters_that_the_output_lacks_are_replaced():
     assert read_classes(find_checkpoint(Path("runs/rün 1"))) == CLASSES
 
 
+@pytest.mark.full
+def test_a_run_in_the_c_locale_writes_files_that_any_locale_reads():
+    paths = image_folder("photos", dict.fromkeys("abc", 12))
+    rows = [f"{path},{CLASSES[number % 3]}" for number, path in enumerate(paths)]
+    Path("names.csv").write_text("\n".join(["path,label", *rows]), encoding="utf-8")
+    command = '"$python" "$root/train.py" --data names.csv --run_name run ' + " ".join(f"'{flag}'" for flag in FLAGS)
+    done = shell(command, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="")
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"Lockstep  runs/run\n" in done.stdout and done.stdout.isascii()
+    assert read_classes(find_checkpoint(Path("runs/run"))) == CLASSES
+    assert CLASSES[1] in Path("runs/run/report.html").read_text(encoding="utf-8")
+
+
 def _train_in(encoding, flags):
     with open("out", "w", encoding=encoding) as sys.stdout:
         train.main(flags)

@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 import sys
-import time
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -77,8 +77,9 @@ def test_checkpoints_are_completed_one_at_a_time():
 
 
 def _order_of_saves():
-    """What happens to which checkpoint; the first takes until the next save is due and longer."""
-    events, write = [], checkpoint.write_partial
+    """What happens to which checkpoint; the first takes until the next save waits for it."""
+    events, write, wait = [], checkpoint.write_partial, checkpoint.CheckpointManager.wait
+    waiting = threading.Event()
 
     def noted_write(folder, step, *more):
         events.append(("write", step))
@@ -86,12 +87,16 @@ def _order_of_saves():
 
     def publish(step, real):
         if step == 3:
-            until(has_logged(6))
-            time.sleep(0.3)
+            until(lambda: waiting.is_set() or ("write", 6) in events)
         real()
         events.append(("completed", step))
 
-    checkpoint.write_partial = noted_write
+    def noted_wait(manager):
+        if manager._saving is not None:
+            waiting.set()
+        wait(manager)
+
+    checkpoint.write_partial, checkpoint.CheckpointManager.wait = noted_write, noted_wait
     train_with(publish)
     return events
 

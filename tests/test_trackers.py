@@ -19,6 +19,7 @@ from helpers.waiting import has_logged, records_so_far, until
 import replay
 import train
 from utils.config.settings import TrainConfig
+from utils.errors import UserError
 from utils.runs.log import SINKS, RunLog
 from utils.runs.state import TrainState
 from utils.runs.trackers import TRACKERS, Tracker, settings_to_send
@@ -234,3 +235,12 @@ def test_a_run_of_trackio_is_deleted_on_its_own_machine_and_missed_on_another(op
         opened("trackio").close()
         assert (tmp_path / "trackio.id").read_text() == "new"
         assert runs.pop("trackio", ["other"]) == ["other"]  # then the project is on another machine
+
+
+def test_files_of_tensorboard_that_cannot_be_deleted_are_not_mixed_with_new_ones(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "events.out.tfevents.1").touch()
+    (tmp_path / "tensorboard").symlink_to(elsewhere)  # which shutil.rmtree refuses to delete
+    with pytest.raises(UserError, match=r"tensorboard/events.out.tfevents.1 cannot be deleted"):
+        RunLog(tmp_path, True, TrainState(), 9, TASK, TRACKERS.sinks(TrainConfig(report_to="tensorboard")))

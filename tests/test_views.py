@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from helpers.make_data import image_folder
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import refused, train_run, weights
+from PIL import Image
+from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 
@@ -87,3 +90,18 @@ def test_the_metrics_on_one_to_three_processes_are_those_of_the_mean_logits():
     assert "\nviews            flip\n" in outcome.out
     line = refused(eval.main, "--ckpt", "runs/run", "--tta", "crop")
     assert line == "eval.py: error: --tta must be flip, shift or flip,shift, got crop"
+
+
+@pytest.mark.full
+def test_photographs_of_a_binary_task_are_seen_in_all_views():
+    image_folder("photos/train", {"a": 6, "b": 6}, size=(112, 120))
+    paths = image_folder("photos/val", {"a": 5, "b": 4}, size=(112, 120), seed=1)
+    size = ("--image_size", "[112, 120]", "--eval_crop", "1", "--num_workers", "0")  # as they are
+    train_run(1, "run", "--data", "photos", *size, "--task", "binary", *FLAGS, "--max_steps", "3")
+    images = np.stack([np.asarray(Image.open(path)) for path in paths]).transpose(0, 3, 1, 2)
+    logits = mean_logits("run", (images.astype(np.float32) / 255 - 0.5) / 0.5, "flip")[:, 0]
+    labels = torch.tensor([0.0] * 5 + [1.0] * 4, dtype=torch.float64)
+    for record in evaluations("run", "--tta", "flip", "--num_workers", "0", "--eval_batch_size", "2"):
+        assert record["loss"] == pytest.approx(F.binary_cross_entropy_with_logits(logits, labels).item(), rel=1e-4)
+        assert record["accuracy"] == ((logits > 0) == labels).double().mean().item()
+        assert record["auc"] == pytest.approx(roc_auc_score(labels, logits))

@@ -15,7 +15,7 @@ import pytest
 from helpers.environments import topology_of
 from helpers.ranks import Outcome, free_port, run_ranks, start_ranks
 from helpers.training_runs import ROOT, records, train_run, working_in
-from helpers.waiting import PATIENCE, until
+from helpers.waiting import PATIENCE, error_lines, until
 from torch import multiprocessing
 
 import train
@@ -120,6 +120,13 @@ def test_a_file_of_something_else_is_no_place_to_meet(tmp_path):
     for done in by_hand("--init_method", f"file://{tmp_path}/notes", "--timeout", "9999"):
         assert done.code == 2 and "notes: was not written by Lockstep; delete it" in done.err
     assert (tmp_path / "notes").read_text() == "not a meeting\n"
+
+
+def test_what_one_shell_alone_forgot_is_named_in_that_shell():
+    forgetful = {"MASTER_ADDR": "localhost", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    (done,) = run_ranks(1, train_with, [], forgetful)
+    (line,) = error_lines(done.err)
+    assert done.code == 2 and line.startswith("train.py: error: rank 1 on ") and "MASTER_PORT is not set" in line
 
 
 def test_processes_of_one_machine_that_count_as_several_learn_what_to_export():
