@@ -12,7 +12,8 @@ from utils.config.bounds import (
     exclude,
     require,
 )
-from utils.config.settings import LaunchConfig, Seconds, Size
+from utils.config.recipe import Size
+from utils.config.settings import LaunchConfig, Seconds
 
 
 @dataclass(kw_only=True)

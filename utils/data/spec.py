@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from utils.config.bounds import Number, PositiveFloat, read_fields, require
-from utils.config.settings import Pixels
+from utils.config.recipe import Pixels
 
 _LARGEST = 2**27  # numbers of an image; a model for more would fill the memory, and end with an allocator's message
 SMALL = 96  # pixels; images with sides up to this are decoded once and cached

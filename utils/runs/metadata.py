@@ -15,7 +15,8 @@ import torchvision
 
 from utils.config.bounds import PositiveInt, at_least, at_most, read_fields
 from utils.config.cli import read_config
-from utils.config.settings import CHOSEN, FORMAT, OF_ONE_START, OF_THIS_MACHINE, BatchSize, TrainConfig, to_yaml
+from utils.config.recipe import BatchSize
+from utils.config.settings import CHOSEN, FORMAT, OF_ONE_START, OF_THIS_MACHINE, TrainConfig, to_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
 from utils.data.spec import InputSpec

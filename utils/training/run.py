@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.config.defaults import advice, hint_for_few, list_changes
-from utils.config.settings import AugmentationSettings, LossSettings, OptimizerSettings, TrainConfig
+from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
+from utils.config.settings import TrainConfig
 from utils.console import table
 from utils.data.batches import Batches
 from utils.data.datasets import describe_place
