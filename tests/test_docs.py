@@ -251,6 +251,14 @@ def test_links_between_the_pages_lead_to_headings_that_exist():
             assert not anchor or anchor in anchors(target), (page.name, file, anchor)
 
 
+def test_the_readme_has_the_size_of_the_code():
+    text, files = " ".join((ROOT / "README.md").read_text().split()), list((ROOT / "utils").rglob("*.py"))
+    written = int(re.search(r"([\d,]+) lines in `utils/`", text)[1].replace(",", ""))
+    assert sum(len(file.read_text().splitlines()) for file in files) == pytest.approx(written, rel=0.02)
+    assert len(list((ROOT / "utils").glob("*/__init__.py"))) == 12 and "[twelve packages]" in text
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 250 and "`train.py` is 250 lines" in text
+
+
 def test_functions_that_the_page_for_ddp_users_names_are_where_it_says():
     page = " ".join((ROOT / "docs/from-ddp.md").read_text().split())
     named = re.findall(r"((?:`[\w.]+`(?:,| and)? ?)+)(?:\(| in )`(utils/[\w/]+\.py)`", page)
