@@ -23,11 +23,15 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path):
-    """Caches and runs in the test's own folder."""
+    """Caches and runs in the test's own folder, and its own environment."""
     from helpers.training_runs import working_in
 
+    before = dict(os.environ)
     with working_in(tmp_path):
         yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -212,7 +212,7 @@ def test_another_image_of_its_class_takes_the_place_of_a_deleted_one_in_a_resume
     data = load_data(TrainConfig(data="data", bad_images="skip"))
     for name in (data.train.describe(7), data.evaluation.describe(1)):
         Path(name).unlink()
-    line = refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto")
+    line = refused(train.main, *FLAGS, "--run_name", "run", "--resume", "auto", "--bad_images", "error")
     assert "(no longer in the data set)" in line and "--bad_images skip" in line
     shutil.copytree("runs/run", "runs/two")
     gone = data.train.describe(7)
