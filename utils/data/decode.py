@@ -42,7 +42,7 @@ def decode(split: Split, position: int, channels: int, raw=None, shrink: Shrink 
     try:
         return _pixels(split.images[int(split.rows[position])] if raw is None else raw, channels, shrink)
     except Exception as error:  # decoders raise any type of error for damaged bytes
-        if isinstance(error, OSError) and error.errno:  # those of Pillow have no number
+        if isinstance(error, OSError) and error.errno:  # Pillow's own errors have no errno
             raise UserError(f"{split.describe(position)}: {error.strerror}", _IO_FIX) from error
         raise UserError(f"{split.describe(position)}: not a readable image ({_reason(error)})", _FIX) from error
 
