@@ -133,7 +133,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
             parts=parts,
             train_batches=Batches(train_loader, spec, config, device, True, task.outputs),
             evaluator=Evaluator(ranks, accelerator, module, eval_batches, task, config),
-            meter=Meter(task, device, resolved.state.since_log, ranks.is_main),
+            meter=Meter(task, device, resolved.state.since_log, ranks.is_main, optimizer),
             log=RunLog(folder, ranks.is_main, resolved.state, resolved.updates, task, sinks),
         )
 

@@ -1,7 +1,9 @@
 """What GPUs need, checked without one: the launcher's environment, fake CUDA tensors, a patched torch.cuda."""
 
 import itertools
+import math
 import os
+import re
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
@@ -12,8 +14,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.commands import launch as accelerate_launch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from helpers.ranks import returned, run_ranks
@@ -28,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 import doctor
 import train
 import utils.models.zoo
+from utils.config.defaults import hint_for_gpus
 from utils.config.settings import TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
@@ -348,6 +352,37 @@ def test_sums_are_added_in_float64_in_the_order_of_the_batches():
         total += loss.double()
     totals = meter.reduce(SimpleNamespace(num_processes=1, reduce=lambda values, _: values), False, False).totals
     assert (totals["loss"], totals["count"]) == (total.item(), 1050)
+
+
+def _skipped(fused: bool) -> list[float]:
+    """The skipped updates of four, of which two have no finite gradients, after three skipped earlier; read twice."""
+    Accelerator(cpu=True)  # the wrapper of the optimizer needs its state
+    weight, scaler = nn.Parameter(torch.ones(1)), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], fused=fused), False, scaler)
+    sums = {"loss": 0.0, "accuracy": 0.0, "count": 0.0, "wait": 0.0, "skipped": 3.0}
+    meter = Meter(Classification(TrainConfig(), ["a", "b"]), torch.device("cpu"), sums, True, optimizer)
+    for factor in (1.0, math.inf, 1.0, math.nan):
+        meter.updates += 1
+        scaler.scale(weight.sum() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks = SimpleNamespace(num_processes=1, reduce=lambda values, _: values)
+    return [meter.reduce(ranks, False, False).totals["skipped"] for _ in range(2)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_updates_that_fp16_skips_are_counted(fused):
+    assert returned(1, _skipped, fused) == [[5, 5]]
+
+
+@pytest.mark.parametrize(("images", "side", "processes", "words"), [
+    (16, 224, 8, "16 images in a batch cannot .* raise --global_batch_size, or use fewer GPUs"),
+    (128, 28, 1, "128 images in a batch cannot .* raise --global_batch_size$"),
+    (32, 224, 8, None),
+])  # fmt: skip
+def test_a_batch_that_cannot_keep_a_gpu_busy_is_a_line(images, side, processes, words):
+    lines = hint_for_gpus(images, side * side, processes)
+    assert lines == [] if words is None else re.match(words, *lines)
 
 
 def test_a_gpu_normalises_in_one_operation():

@@ -318,6 +318,7 @@ def made_up(folder: Path, classes: int = 10, names: list[str] | None = None, sam
     for step in range(10, 110, 10):
         own = {"step": step, "epoch": 1, "loss": 100 / step**2, "seconds": step}
         log.append(own | {"kind": "train", "accuracy": 0.6, "lr": 0.1, "images_per_second": 9.0, "data_wait": 0.01})
+        log[-1] |= {"gpu_memory": 8 * 10**9, "skipped": 0.0}
         for weights, accuracy in (("raw", 0.5), ("ema", 0.75)):
             log.append(own | {"kind": "eval", "weights": weights, "accuracy": accuracy, "split": "test", "count": 5})
     (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log) + '{"kind": "tra')

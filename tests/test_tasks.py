@@ -107,9 +107,9 @@ def _check_independently(record):
 
 
 def test_a_run_does_not_continue_the_sums_of_another_task():
-    sums = {"loss": 3.0, "accuracy": 2.0, "count": 5.0, "wait": 0.1}
+    sums = {"loss": 3.0, "accuracy": 2.0, "count": 5.0, "wait": 0.1, "skipped": 0.0}
     assert Meter(Classification(TrainConfig(), ["a", "b"]), torch.device("cpu"), sums, True).sums == [3, 2]
-    with pytest.raises(UserError, match="sums loss, accuracy, count, wait; this task needs loss, bias, count, wait"):
+    with pytest.raises(UserError, match="sums loss, accuracy, count, wait, skipped; this task needs loss, bias, count"):
         Meter(Value(None, None), torch.device("cpu"), sums, False)
 
 

@@ -10,6 +10,7 @@ LARGEST_BATCH = 128
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
 _UPDATES_PER_EPOCH = 8
 _RECORDS = 4  # train records of a short run
+BUSY = 32 * 224 * 224  # pixels of a batch; below, starting the kernels takes longer than running them
 
 
 class Rates(NamedTuple):
@@ -187,6 +188,14 @@ def hint_for_few(config: TrainConfig, images: int) -> list[str]:
     if config.pretrained or config.init_from or images >= 1000:
         return []
     return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
+
+
+def hint_for_gpus(images: int, pixels: int, processes: int) -> list[str]:
+    """A line if a batch of this many images, each of this many pixels, is too small to keep a GPU busy."""
+    if images * pixels >= BUSY:
+        return []
+    also = ", or use fewer GPUs" if processes > 1 else ""
+    return [f"{images} images in a batch cannot keep a GPU busy; for speed, raise --global_batch_size{also}"]
 
 
 def list_changes(config: TrainConfig, group: type) -> list[str]:

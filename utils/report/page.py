@@ -17,7 +17,7 @@ from utils.tasks.table import TASKS
 WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26  # space around the plot, for the ticks
 _MOST = 1000  # points of a line
-_FROM_ZERO = ("images/s", "time waiting for data")  # else small changes would look large
+_FROM_ZERO = ("images/s", "time waiting for data", "GPU memory")  # else small changes would look large
 
 
 class Series(NamedTuple):
@@ -122,7 +122,9 @@ def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     shown = {name: word for run in runs for name, word in _metrics_of(run).items() if name != "top5"}
     titles = {"loss": "loss"} | shown | {"lr": "learning rate", "images_per_second": "images/s"}
     made = [line_chart(title, _lines(runs, name), _marks(runs)) for name, title in titles.items()]
-    made.append(line_chart("time waiting for data", _lines(runs, "data_wait", 100), _marks(runs), "%"))
+    others = ("time waiting for data", "data_wait", 100, "%"), ("GPU memory", "gpu_memory", 1e-9, " GB")
+    for title, name, factor, unit in (*others, ("updates skipped in fp16", "skipped", 1, "")):
+        made.append(line_chart(title, _lines(runs, name, factor), _marks(runs), unit))
     return [chart for chart in made if chart]
 
 
@@ -136,7 +138,7 @@ def _marks(runs: Sequence[dict[str, Any]]) -> list[int]:
     return [start["step"] for start in runs[0]["start"] if start["step"]] if len(runs) == 1 else []
 
 
-def _lines(runs: Sequence[dict[str, Any]], name: str, factor: int = 1) -> list[Series]:
+def _lines(runs: Sequence[dict[str, Any]], name: str, factor: float = 1) -> list[Series]:
     """The values of one name in the train and eval records of each run. Averaged weights have a line of their own."""
     lines = []
     for number, run in enumerate(runs):

@@ -22,6 +22,7 @@ from utils.training.schedule import learning_rate
 def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """This rank's microbatches of the next update."""
     state, ranks = run.state, run.ranks
+    run.meter.updates += 1
     for step in range(run.gradients.steps):
         ranks.mark(f"update {state.step + 1}, reading a batch")
         start = time.perf_counter()
@@ -83,6 +84,11 @@ def log_training(run: Run) -> None:
     state, totals, processes = run.state, run.state.since_log, run.accelerator.num_processes
     seconds, count = state.seconds - state.logged_seconds, totals["count"]
     summary = run.task.summary({name: totals[name] for name in run.task.training}, count)
+    of_gpu: dict[str, float] = {}
+    if run.accelerator.device.type == "cuda":
+        of_gpu["gpu_memory"] = torch.cuda.max_memory_allocated(run.accelerator.device)
+    if run.accelerator.scaler:
+        of_gpu["skipped"] = totals["skipped"] / processes
     run.log.write(
         "train",
         step=state.step,
@@ -92,6 +98,7 @@ def log_training(run: Run) -> None:
         images_per_second=count / seconds,
         data_wait=totals["wait"] / processes / seconds,
         seconds=state.seconds,
+        **of_gpu,
     )
     watch_loss(run, summary["loss"], count)
     state.logged_seconds, state.since_log = state.seconds, {}

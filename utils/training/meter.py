@@ -3,11 +3,12 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.optim import Optimizer
 
 from utils.console import join_names
 from utils.data.datasets import Batch
@@ -39,9 +40,9 @@ class SyncInterval:
 class Synchronised(NamedTuple):
     """What all ranks know after they have synchronised.
 
-    `totals` has the task's training sums by name, the `count` of samples, and the seconds that ranks waited for data
-    (`wait`), all since the last train record. `seconds` since the last synchronisation and `since_save` are means over
-    the ranks.
+    `totals` has the task's training sums by name, the `count` of samples, the seconds that ranks waited for data
+    (`wait`), and the updates that fp16 skipped, summed over the ranks (`skipped`), all since the last train record.
+    `seconds` since the last synchronisation and `since_save` are means over the ranks.
     """
 
     totals: dict[str, float]
@@ -57,8 +58,15 @@ class Meter:
     `start` has the totals that a resumed run continues from. The main process adds them to its own.
     """
 
-    def __init__(self, task: Task, device: torch.device, start: Mapping[str, float], is_main: bool):
-        self.task, self.names = task, (*task.training, "count", "wait")
+    def __init__(
+        self,
+        task: Task,
+        device: torch.device,
+        start: Mapping[str, float],
+        is_main: bool,
+        optimizer: Optimizer | None = None,
+    ):
+        self.task, self.names = task, (*task.training, "count", "wait", "skipped")
         if start and start.keys() != set(self.names):
             there, here = join_names(start), join_names(self.names)
             problem = f"the checkpoint has the training sums {there}; this task needs {here}"
@@ -66,6 +74,11 @@ class Meter:
         start = start if is_main else {}
         self.device, self.sums = device, [start.get(name, 0.0) for name in task.training]
         self.count, self.wait = start.get("count", 0.0), start.get("wait", 0.0)  # samples, and seconds waited for them
+        self.skipped, self.updates, self.taken = start.get("skipped", 0.0), 0, torch.zeros((), device=device)
+        scaled = getattr(optimizer, "optimizer", None)  # only fp16 has a wrapper around it
+        self.scaled = scaled is not None
+        if scaled is not None:
+            scaled.register_step_pre_hook(self._count_step)
         self.batches: list[tuple[tuple[int, int], Sequence[Tensor]]] = []  # since the last synchronisation
         self.started = self.saved = time.perf_counter()
 
@@ -74,6 +87,10 @@ class Meter:
         sums = self.task.training_sums(loss.detach(), outputs.detach(), batch.labels)
         self.batches.append(((batch.update, batch.number), sums))
         self.count += len(batch.labels)
+
+    def _count_step(self, optimizer: Optimizer, *_given: Any) -> None:
+        """Count a step on the device. A fused optimizer is called for each update, and skips it on the device."""
+        self.taken += 1 - getattr(optimizer, "found_inf", 0)
 
     def reduce(self, accelerator: Accelerator, failed: bool, stop: bool) -> Synchronised:
         """Add up over the ranks, and agree whether any rank `failed` or wants to `stop`; collective.
@@ -85,8 +102,11 @@ class Meter:
         # On the device, each batch would need several kernels for this.
         for place, column in enumerate(zip(*(sums for _, sums in self.batches), strict=True)):
             self.sums[place] += rounded(torch.stack(column)).sum().item()
-        now = time.perf_counter()
-        own = [self.count, self.wait, now - self.started, now - self.saved, failed, stop]
+        if self.scaled:
+            self.skipped += self.updates - self.taken.item()
+            self.taken.zero_()
+        self.updates, now = 0, time.perf_counter()
+        own = [self.count, self.wait, self.skipped, now - self.started, now - self.saved, failed, stop]
         self.started = now
         values = torch.tensor([*self.sums, *own], dtype=torch.float64, device=self.device)
         # Exact for counts below 2**53.
@@ -111,4 +131,4 @@ class Meter:
     def reset(self) -> None:
         """Start the sums of the next train record."""
         self.sums = [0.0] * len(self.sums)
-        self.count, self.wait = 0.0, 0.0
+        self.count, self.wait, self.skipped = 0.0, 0.0, 0.0

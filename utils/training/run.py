@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.defaults import advice, hint_for_few, list_changes
+from utils.config.defaults import advice, hint_for_few, hint_for_gpus, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
 from utils.console import table
@@ -101,6 +101,8 @@ def log_start(run: Run) -> None:
         *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum),
         *(hint_for_few(config, run.plan.samples) if not run.resumed_from and config.model not in OWN_MODELS else []),
     ]
+    if ranks.device.type == "cuda":
+        lines += hint_for_gpus(numbers["batch_size"], run.spec.height * run.spec.width, processes)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
     run.log.say("\n".join([*run.changed, table(title, rows), *lines]))
     with ranks.agree():
