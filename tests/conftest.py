@@ -10,6 +10,7 @@ import tempfile
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # a forked child of a process with OpenMP threads would hang
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # workers and ranks would compile all modules again, for seconds each
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
 # Tests use the CPU on any machine. Only the children of tests/gpu/ see the GPUs that the user has made visible.
 os.environ.setdefault("LOCKSTEP_TESTS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from sklearn.metrics import confusion_matrix
 
 from utils.data.order import fold_in
 from utils.tasks.task import Predictions, Task, sigmoid
@@ -101,13 +100,16 @@ def _of_classes(found: Predictions, task: Task) -> dict[str, Any]:
         }
         for c in np.flatnonzero(totals).tolist()
     ]
-    few = len(names) <= MATRIX
+    matrix = None
+    if few := len(names) <= MATRIX:
+        matrix = np.zeros((len(names), len(names)), np.int64)
+        np.add.at(matrix, (labels, predicted), 1)
     return {
         "calibration": calibration([(confidence, predicted == labels)]),
         "score": "accuracy",
         "classes": sorted(rows, key=lambda row: row["score"]),
         "names": names if few else [],
-        "matrix": confusion_matrix(labels, predicted, labels=range(len(names))).tolist() if few else None,
+        "matrix": matrix.tolist() if matrix is not None else None,
         "confusions": [
             {"true": names[true], "predicted": names[guessed], "count": count, "share": count / int(totals[true])}
             for (true, guessed), count in pairs[:PAIRS]
