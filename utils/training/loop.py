@@ -87,6 +87,7 @@ def log_training(run: Run) -> None:
     of_gpu: dict[str, float] = {}
     if run.accelerator.device.type == "cuda":
         of_gpu["gpu_memory"] = torch.cuda.max_memory_allocated(run.accelerator.device)
+        torch.cuda.reset_peak_memory_stats(run.accelerator.device)
     if run.accelerator.scaler:
         of_gpu["skipped"] = totals["skipped"] / processes
     run.log.write(
