@@ -65,7 +65,7 @@ def write(loaded: Loaded, form: str, out: Path) -> float:
             if free < sum(tensor.nbytes for tensor in loaded.model.state_dict().values()):
                 problem = f"{model} cannot be written ({reason}): {bytes_text(free)} are free on the disk"
                 raise UserError(f"--to {form}: {problem}", "free space") from error
-            raise UserError(f"--to {form}: {model} cannot be exported ({reason})", "use another form") from error
+            raise UserError(f"--to {form}: {model} cannot be exported ({reason})", "use another format") from error
         (folder / "README.md").write_text(card(loaded, code, difference), encoding="utf-8")
     return difference
 

@@ -1,4 +1,4 @@
-"""Compute one update of a run again, in one process, and show the samples and layers of one of its microbatches.
+"""Recompute one update of a run in one process, and show the samples and layers of one of its microbatches.
 
     python replay.py --run runs/NAME --update 120
     python replay.py --run runs/NAME --update 120 --microbatch 3 --pdb
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         require(fits, f"--microbatch {flags.microbatch}: the last one of the update is {last}")
         before = next((record["init_weights"] for record in records if "init_weights" in record), None)
         same = run.source is None or before in (None, run.source.weights)
-        fix = "restore them, or replay an update after a checkpoint of the run"
-        require(same, f"--init_from {run.config.init_from}: has other weights now than when the run began", fix)
+        fix = "restore them, or choose an --update after the oldest checkpoint"
+        require(same, f"--init_from {run.config.init_from}: the weights have changed since the run began", fix)
         print(f"replaying update {flags.update} of {flags.run} from {run.resumed_from or 'the initial weights'}")
         print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)
@@ -154,13 +154,13 @@ def compare_losses(run: Run, loss: float, flags: ReplayConfig) -> str:
         ours[flags.update] = loss if math.isfinite(loss) else None
     again = [step for step in ours if step in logged]
     if not again:
-        return "no loss to compare: the log has no record of this update alone, which --log_every 1 writes"
+        return "no loss to compare: the log has no record of this update alone; train with --log_every 1"
     different = [step for step in again if ours[step] != logged[step]]
     if not different:
-        return f"logged losses computed again: {len(again)}, all with the same bits"
+        return f"logged losses recomputed: {len(again)}, all bit-identical"
     first = different[0]
     return (
-        f"logged losses computed again: {len(again)}; {len(different)} differ, the first at update {first}: "
+        f"logged losses recomputed: {len(again)}; {len(different)} differ, the first at update {first}: "
         f"{ours[first]} instead of {logged[first]}. On another number of processes, only runs with --microbatches "
         "repeat every bit"
     )

@@ -4,8 +4,8 @@
     python benchmarks/fingerprints.py --cifar10 DIR --photos DIR --compare before.json    on the new one
 
 --cifar10 is a folder with the parquet files of CIFAR-10, --photos an image folder. Each run has one thread per process.
-The hash covers the names and values of the weights, of their average if there is one, and of the last evaluation,
-with five digits, without its seconds. Hashes are only comparable on one machine with the same libraries. Exits with
+The hash covers the weights, their average if there is one, and the last evaluation, to five digits and without its
+duration. Hashes are only comparable on one machine with the same libraries. Exits with
 code 1 if one differs.
 """
 

@@ -59,7 +59,7 @@ def test_a_nan_or_infinite_loss_names_update_rank_and_samples_and_saves_nothing(
 def test_weights_that_an_update_ruins_are_not_saved_though_its_loss_was_fine(processes, step, stops):
     outcomes = run_ranks(processes, _train_and_change_weights, FLAGS, step, _ruin, stops)  # one is due after update 6
     assert [outcome.code for outcome in outcomes] == [2] * processes
-    line = r"weights are NaN or infinite after update [56], of samples (\d+, ){8}\.\.\. \(12 in all\)"
+    line = r"weights are NaN or infinite after update [56] on samples (\d+, ){8}\.\.\. \(12 in all\)"
     assert re.search(line, outcomes[0].err) and outcomes[0].err.count("\n") == 1
     assert newest_good(Path("runs/run/checkpoints"))[0].name == "step-00000004"
 

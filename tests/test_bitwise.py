@@ -290,7 +290,9 @@ def test_a_resume_keeps_the_threads_and_the_microbatches():
     flags = [*SIZES, "--model", "mlp", "--run_name", "run"]
     train_run(1, "run", *flags[:-2], "--max_steps", "3")
     again = [*flags, "--resume", "auto"]
-    assert "keeps its 1 threads per process, not 2" in refused(train.main, *again, "--threads", "2")
+    assert "--microbatches needs the same threads per process: 1, not 2" in refused(
+        train.main, *again, "--threads", "2"
+    )
     assert "--microbatches of 8, not 4" in refused(train.main, *again, "--microbatches", "4")
 
 
@@ -304,7 +306,7 @@ def test_a_replay_computes_the_logged_losses_again(more):
         (outcome,) = run_ranks(1, replay.main, ["--run", "runs/run", "--cpu", "--update", str(update)])
         assert outcome.code == 0, outcome.err
         assert sum(outcome.value["losses"]) / samples == logged[update]
-        assert f"logged losses computed again: {again}, all with the same bits" in outcome.out
+        assert f"logged losses recomputed: {again}, all bit-identical" in outcome.out
         assert f"update {update}: loss {logged[update]}\n" in outcome.out
         assert "dropout masks" not in outcome.out  # a replay computes the microbatches of the run
     assert not list(Path("home").rglob("*.npy"))  # the run's folder of decoded images is used

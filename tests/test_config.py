@@ -89,8 +89,8 @@ def test_batch_sizes_multiply_to_the_global_batch(flags, processes, expected):
 @pytest.mark.parametrize(
     ("flags", "processes", "fix"),
     [
-        (("--global_batch_size", "100"), 3, "set it to 99 or 102"),
-        (("--global_batch_size", "2"), 3, "; set it to 3,"),
+        (("--global_batch_size", "100"), 3, "set --global_batch_size to 99 or 102"),
+        (("--global_batch_size", "2"), 3, "; set --global_batch_size to 3,"),
         (("--global_batch_size", "96", "--batch_size", "40"), 2, "leave out --batch_size"),
         (("--global_batch_size", "96", "--batch_size", "16", "--grad_accum", "2"), 2, "is 64, not"),
     ],

@@ -113,7 +113,7 @@ def train_changing(name: str, always: bool, *flags: str) -> None:
 
 def test_unused_parameters_are_refused_with_the_flags_that_fix_it():
     line = refused(lambda flags: train_changing("run", True, *flags), processes=2)
-    assert "use --find_unused_parameters, or --freeze those" in line
+    assert "set --find_unused_parameters, or name the unused ones in --freeze" in line
 
 
 @pytest.mark.parametrize(

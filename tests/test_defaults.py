@@ -102,10 +102,12 @@ def test_the_model_and_flip_follow_the_images(small, small_input, pretrained, ex
 
 
 def test_processes_that_no_chosen_batch_fits_are_refused_with_the_fix():
-    with pytest.raises(ValueError, match=r"set it to 126 or 132"):
+    with pytest.raises(ValueError, match=r"set --global_batch_size to 126 or 132"):
         resolve_batch(TrainConfig(), 6)
     assert resolve_batch(TrainConfig(global_batch_size=6), 6)[2] == 6
-    with pytest.raises(ValueError, match=r"^the default global batch 16 is not divisible by 32.*; set it to 32"):
+    with pytest.raises(
+        ValueError, match=r"^the default global batch 16 is not divisible by 32.*; set --global_batch_size to 32"
+    ):
         choose_sizes(TrainConfig(), 120, 32)
 
 
@@ -206,7 +208,7 @@ def _train_and_ruin(flags, step, kind):
     ("swapped", ["--log_every", "5", "--eval_every", "99"],
      r"update 45: the training loss is \d\.\d+, while the loss of uniform predictions is 2.303; "),
     ("one class", ["--log_every", "39", "--eval_every", "40"],
-     r"update 40: the model predicts the same for all 180 samples, with a loss of 2\.\d+; "),
+     r"update 40: all 180 predictions are the same, with a loss of 2\.\d+; "),
 ])  # fmt: skip
 def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix(kind, flags, said):
     lines = []
@@ -224,7 +226,7 @@ def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix(kind, 
     ({"accuracy": 0.75}, 2.2, True, False, ""),  # less than chance explains
     ({"accuracy": 0.5, "loss": 2.0}, 2.2, True, False, ""),
     ({"accuracy": 0.8, "count": 1}, 2.2, True, True, ""),
-    ({"accuracy": 0.8}, 2.2, True, True, "predicts the same for all 400 samples"),
+    ({"accuracy": 0.8}, 2.2, True, True, "all 400 predictions are the same"),
     ({"accuracy": 0.8}, 2.2, False, True, ""),  # the learning rate still rises
     ({"accuracy": 0.8, "loss": math.inf}, 2.2, False, False, "the loss of the evaluation is inf"),
 ])  # fmt: skip
@@ -264,12 +266,12 @@ MASKS = "dropout masks (unless processes x accumulation is 6)"
 
 @pytest.mark.parametrize(("model", "settings", "grad_accum", "parts"), [
     ("mlp", {"sync_batchnorm": True}, 2, []),
-    ("mlp", {"comm_hook": "bf16"}, 1, ["gradients, rounded to bf16 (not with --comm_hook no)"]),
+    ("mlp", {"comm_hook": "bf16"}, 1, ["gradients, rounded to bf16 (unless --comm_hook no)"]),
     ("mnist_cnn", {"model_args": {"dropout": 0.0}}, 1, []),
-    ("resnet18", {}, 2, ["batch statistics (not with --sync_batchnorm)"]),
+    ("resnet18", {}, 2, ["batch statistics (unless --sync_batchnorm)"]),
     ("resnet18", {"sync_batchnorm": True}, 1, []),
-    ("resnet18", {"sync_batchnorm": True}, 2, ["batch statistics (not with --grad_accum 1)"]),
-    ("efficientnet_b0", {}, 1, ["batch statistics (not with --sync_batchnorm)", MASKS]),
+    ("resnet18", {"sync_batchnorm": True}, 2, ["batch statistics (unless --grad_accum 1)"]),
+    ("efficientnet_b0", {}, 1, ["batch statistics (unless --sync_batchnorm)", MASKS]),
     ("convnext_tiny", {}, 1, [MASKS]),  # stochastic depth
     ("vit_b_16", {}, 1, []),
     ("vit_b_16", {"model_args": {"attention_dropout": 0.1}}, 1, [MASKS]),

@@ -251,15 +251,13 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(any
     returned(1, as_nobody, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "3"])
     Path("runs").chmod(0o555)
     for flags in ([], ["--run_name", "new"], ["--output_dir", "runs/deep/er"]):
-        check_failed(
-            run_ranks(1, as_nobody, start, flags), "--output_dir runs", "runs is not a folder where this user can write"
-        )
+        check_failed(run_ranks(1, as_nobody, start, flags), "--output_dir runs", "runs is not a writable folder")
         assert names(Path("runs")) == ["run"]
 
 
 def test_a_link_to_a_folder_that_is_not_mounted_is_named_and_not_tried_forever():
     Path("runs").symlink_to("/not/mounted")
-    check_failed(run_ranks(1, train.main, FLAGS), "--output_dir runs", "runs is not a folder where this user can write")
+    check_failed(run_ranks(1, train.main, FLAGS), "--output_dir runs", "runs is not a writable folder")
     with pytest.raises(FileExistsError):  # if the disk vanishes after the check
         utils.runs.checkpoint._create_folder(TrainConfig(data="digits"))
 

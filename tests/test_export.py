@@ -370,8 +370,8 @@ def test_an_export_that_fails_or_differs_from_the_checkpoint_is_refused_and_no_f
         return code
 
     for failing, reason in (
-        (unwritable, "cannot be exported (unsupported operator); use another form"),
-        (unloadable, "cannot be exported (no such kernel); use another form"),
+        (unwritable, "cannot be exported (unsupported operator); use another format"),
+        (unloadable, "cannot be exported (no such kernel); use another format"),
         (other, "has probabilities that differ by"),
     ):
         monkeypatch.setitem(forms.FORMS, "torch", failing)

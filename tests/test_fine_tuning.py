@@ -169,7 +169,7 @@ def test_a_replay_from_initial_weights_that_have_changed_is_refused(folder):
         (checkpoint / "manifest.json").unlink()
         write_manifest(checkpoint)
     line = refused(replay.main, "--run", "runs/child", "--update", "1", "--cpu")
-    assert "has other weights now than when the run began; restore them" in line
+    assert "the weights have changed since the run began; restore them" in line
 
 
 def test_averaged_weights_take_precedence(folder):

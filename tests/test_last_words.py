@@ -71,7 +71,4 @@ def test_the_table_ends_with_what_the_doctor_found():
     outcomes = run_ranks(2, under_launcher, doctor.main, ["--output_dir", "file"])
     *found, verdict = last_lines(outcomes, 4)
     assert verdict == outcomes[0].out.splitlines()[-1] and "are red" in verdict
-    assert any(
-        line.startswith("disk: --output_dir file: file is not a folder where this user can write; set ")
-        for line in found
-    )
+    assert any(line.startswith("disk: --output_dir file: file is not a writable folder; set ") for line in found)

@@ -345,7 +345,7 @@ def shards(folder, total, numbers, name="train", kind="parquet", tail=""):
 def test_a_missing_shard_is_named():
     shards("folder", 10, [number for number in range(10) if number not in (4, 9)], "my-set-train")
     missing = "my-set-train-00004-of-00010, my-set-train-00009-of-00010"
-    refused(f"folder: 2 of 10 shards not found: {missing};", "rename the others without -of-00010")
+    refused(f"folder: 2 of 10 shards not found: {missing};", "remove -of-00010 from the names of the others")
     shards("folder", 10, [4, 9], "my-set-train")
     data = load()
     assert len(data.train) + len(data.evaluation) == 120

@@ -28,14 +28,14 @@ def microbatch(indices, occurrences=None, epoch=2):
     return Microbatch(0, epoch, 0, indices, None if occurrences is None else np.asarray(occurrences))
 
 
-class Emitted(list):
-    """Microbatches, as a sampler emits them."""
+class Yielded(list):
+    """Microbatches, as a sampler yields them."""
 
     largest = 40
 
 
 def read(dataset, microbatches, spec=SPEC, **settings):
-    config, microbatches = TrainConfig(seed=5, num_workers=0, **settings), Emitted(microbatches)
+    config, microbatches = TrainConfig(seed=5, num_workers=0, **settings), Yielded(microbatches)
     batches = Batches(make_loader(dataset, microbatches, config, 1, CPU.device), spec, config, CPU.device, True, 7)
     return list(batches)
 

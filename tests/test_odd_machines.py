@@ -1,4 +1,4 @@
-"""Where a file system lacks an operation, a run goes on and says what is weaker, or ends with the fix."""
+"""Where a file system lacks an operation, a run goes on and prints the risk, or ends with the fix."""
 
 import errno
 import mmap
@@ -77,7 +77,7 @@ def test_images_and_checkpoints_that_cannot_be_mapped_are_read_into_memory():
 def test_a_folder_that_cannot_be_renamed_ends_the_run_with_the_fix():
     (outcome,) = run_ranks(1, train_without, "rename")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "this file system cannot rename folders (Operation not permitted); choose a folder on another" in outcome.err
+    assert "this file system cannot rename folders (Operation not permitted); choose another file system" in outcome.err
     assert not list(Path("runs/run/checkpoints").glob("*step*"))
 
 

@@ -120,7 +120,7 @@ def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, int
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "strengths"),
+    ("ours", "theirs", "magnitudes"),
     [
         (TrivialAugment, v2.TrivialAugmentWide(3), 3),
         (lambda spec: RandAugment(spec, 1, 3), v2.RandAugment(1, 3, 5), 5),
@@ -128,8 +128,8 @@ def test_each_operation_has_the_pixels_of_torchvisions_class(channels, size, int
     ],
     ids=["trivialaugment", "one of randaugment", "randaugment"],
 )
-def test_automatic_augmentation_makes_the_same_images_as_often_as_torchvision(ours, theirs, strengths, monkeypatch):
-    monkeypatch.setattr("utils.data.auto_augment._STRENGTHS", strengths)
+def test_automatic_augmentation_makes_the_same_images_as_often_as_torchvision(ours, theirs, magnitudes, monkeypatch):
+    monkeypatch.setattr("utils.data.auto_augment._MAGNITUDES", magnitudes)
     image = pictures(1, (6, 7))[0]
     made = [[x.tobytes() for x in results(ours(spec_of(6, 7, 3)), image, 2500)]]
     made += [[x.tobytes() for x in torchvision_results(theirs, image, 2500)]]

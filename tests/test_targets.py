@@ -202,7 +202,7 @@ def test_a_resumed_run_has_the_same_bits_keeps_its_best_metric_and_refuses_anoth
     assert records("again", "eval")[-1]["mAP"] == records("two", "eval")[-1]["mAP"]
     more = ["--resume", "auto", "--data", "pairs.csv", *FLAGS, "--max_steps", "9"]
     error = refused(train.main, "--run_name", "binary", *more, "--best_metric", "loss")
-    assert "best checkpoint is by auc, not loss; use the same --best_metric" in error
+    assert "its --best_metric is auc, not loss; use the same --best_metric" in error
     error = refused(train.main, "--run_name", "binary", *more, "--task", "classification")
     assert "trained with a --task of binary, not classification" in error
     assert "auc" in train_run(1, "binary", *more)[-1]

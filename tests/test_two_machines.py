@@ -156,7 +156,7 @@ FAULTS = {
         {"flags": ["--interface", "docker0"]}, 1, "could not connect over gloo, from 172.17.0.1 on interface docker0",
     ),
     "an interface that is not there": (
-        {"flags": ["--interface", "eth9"]}, 0, "--interface eth9: ls-a has docker0, eth0, lo",
+        {"flags": ["--interface", "eth9"]}, 0, "--interface eth9: ls-a has only docker0, eth0, lo",
     ),
     "the loopback interface": (
         {"GLOO_SOCKET_IFNAME": "lo"}, 1, "interface lo is only for ls-b itself, but the run has several machines",

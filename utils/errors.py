@@ -60,4 +60,4 @@ def as_lost_rank(error: BaseException, place: str, waited_for: str) -> BaseExcep
     what = re.sub(r"^\[\S+\] ", "", one_line(error)).split(". ")[0]  # gloo puts its source file first
     where = f", at: {place}; waited for {waited_for}" if waited_for else f", at: {place}" if place else ""
     problem = f"another process of this run exited or stopped answering ({what[:160]}){where}"
-    return LostRank(problem, "read its output, which is empty if it was killed (out of memory)")
+    return LostRank(problem, "read its output; if there is none, it was killed (out of memory?)")

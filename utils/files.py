@@ -105,7 +105,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def put_in_place(partial: Path, final: Path) -> None:
     """Flush a finished folder to the disk and rename it to `final`, which may exist.
 
-    After a kill between the two renames the older folder has the name .NAME.old. Raises OSError if the file system
+    A kill between the two renames leaves the older folder as .NAME.old. Raises OSError if the file system
     cannot rename folders.
     """
     for path in [*partial.rglob("*"), partial]:
@@ -120,7 +120,7 @@ def put_in_place(partial: Path, final: Path) -> None:
     except OSError as error:
         if error.errno not in LACKS:
             raise
-        problem = f"this file system cannot rename folders ({error.strerror}); choose a folder on another one"
+        problem = f"this file system cannot rename folders ({error.strerror}); choose another file system"
         raise OSError(error.errno, problem, str(partial)) from error
     finally:
         if final.exists():
@@ -209,7 +209,7 @@ def check_output_folder(flag: str, folder: Path) -> Path:
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"{flag} {folder}: {existing} is not a folder where this user can write"
+        problem = f"{flag} {folder}: {existing} is not a writable folder"
         raise UserError(problem, f"set {flag} to one")
     return existing
 

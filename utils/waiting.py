@@ -20,7 +20,7 @@ _SECONDS_TO_END = 2.0  # after this time, a worker that lost its connection has 
 class DataWait:
     """A wait of the main thread for data: `what` names it, and `current` is the wait of this moment, if any.
 
-    The watchdog counts the seconds so far, and those after a request to stop, and whether it has reported the wait.
+    The watchdog sets the rest: the seconds so far, those after a request to stop, and whether it reported the wait.
     """
 
     what: str

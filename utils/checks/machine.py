@@ -63,7 +63,7 @@ def check_leftovers() -> Finding:
             waits = parent is not None and any(Path(word).name == script for word in parent.cmdline())
             if process.uids().real == os.getuid() and is_launched(process.environ()) and not waits:
                 age = (time.time() - process.create_time()) / 60
-                found[process.pid] = f"process {process.pid} ({script}, {age:.0f} min old): its launcher is gone"
+                found[process.pid] = f"process {process.pid} ({script}, {age:.0f} min old): its launcher has exited"
     if not found:
         return Finding("leftovers", "no process of an earlier run", True)
     fix = f"they slow this run down or use its memory; unless they should continue, kill {' '.join(map(str, found))}"

@@ -124,7 +124,7 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
     finally:  # also if a rank fails meanwhile
         if ranks.is_main:
             file.unlink(missing_ok=True)
-    value = f"no files of rank 0 on {_name_ranks(unseen)}" if unseen else "all ranks see the files of rank 0"
+    value = f"no files of rank 0 seen by {_name_ranks(unseen)}" if unseen else "all ranks see the files of rank 0"
     fix = "all machines must use the same run folder; set --output_dir to a folder on a disk that they share"
     return Finding("folder", f"{value} in {config.output_dir}", not unseen, fix)
 

@@ -11,10 +11,10 @@ from utils.errors import UserError
 
 T = TypeVar("T")
 OneStart = Annotated[T, "one start"]  # not saved with the run
-Machine = Annotated[T, "machine"]  # not taken from a checkpoint, which may come from a stranger
+Machine = Annotated[T, "machine"]  # not taken from a checkpoint, which is not trusted
 Input = Annotated[T, "input"]  # the model's input depends on it
 Fixed = Annotated[T, "fixed"]  # a resumed run must have the same
-Kept = Annotated[T, "kept"]  # its default stands for a value that a resumed run takes from its checkpoint
+Kept = Annotated[T, "kept"]  # if left at its default, a resumed run uses the checkpoint's value
 Chosen = Annotated[T, "chosen"]  # chosen by defaults.py unless it is given; a resumed run keeps it
 
 
@@ -73,7 +73,7 @@ def check_fields(config: Any) -> None:
 
 
 def read_fields(cls: Any, values: Any) -> Any:
-    """A dataclass from JSON, which may come from a stranger. Raises ValueError, which names the first malformed field.
+    """A dataclass from untrusted JSON. Raises ValueError, which names the first malformed field.
 
     Fields are required, even if they have a default, unless their metadata has "optional". A field whose
     type is a class with `from_dict` is read by that.

@@ -108,7 +108,7 @@ def choose_images(config: TrainConfig, small: bool, small_input: bool) -> tuple[
 def resolve_batch(config: TrainConfig, processes: int, default: int = LARGEST_BATCH) -> tuple[int, int, int]:
     """Return (batch_size, grad_accum, global_batch_size). The last is the product of the first two and `processes`.
 
-    With --microbatches, the first two are the largest numbers of samples in a microbatch, and of those of a process.
+    With --microbatches, the first two are the most samples in a microbatch, and the most microbatches of a process.
     `default` is the global batch if neither batch size is set. Raises UserError, with values that work, if the
     settings contradict each other or are not divisible.
     """
@@ -133,7 +133,7 @@ def resolve_batch(config: TrainConfig, processes: int, default: int = LARGEST_BA
         below, above = total // parts * parts, (total // parts + 1) * parts
         raise UserError(
             f"{name} {total} is not divisible by {processes} processes x {steps} accumulation steps",
-            f"set it to {f'{below} or {above}' if below else above}, or use a different number of processes",
+            f"set --global_batch_size to {f'{below} or ' * bool(below)}{above}, or use a different number of processes",
         )
     return total // parts, steps, total
 

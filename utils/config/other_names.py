@@ -59,7 +59,7 @@ OTHER_NAMES = {
     "to": "format",
     "out": "output output_file",
 }
-# What to do instead, where no single setting does it. For train.py; the other scripts get what names only their flags.
+# What to do instead, where no single setting does it. For train.py; the others use only advice whose flags they have.
 ADVICE = {
     "data_dir": "use --data; --data_dir is only the folder of torchvision's data sets",
     "warmup_epochs lr_warmup_epochs": "use --warmup_steps, which counts updates or, below 1, is a fraction of the run",

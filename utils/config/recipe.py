@@ -81,8 +81,8 @@ class AugmentationSettings:
     """Average the images of each pair of neighbouring training samples, and their targets, with a weight drawn from
     Beta(A, A), where A is this number, usually 0.1 to 1; 0 turns it off."""
     cutmix: Annotated[NonNegativeFloat, at_most(1000)] = 0.0
-    """Swap a random box between the images of each pair, and mix their targets in proportion to its area. This is drawn
-    from Beta(A, A), where A is this number, usually 1; 0 turns it off. With --mixup, each pair gets one of the two."""
+    """Swap a random box between the images of each pair, and mix their targets by its share of the area, drawn from
+    Beta(A, A), where A is this number, usually 1; 0 turns it off. With --mixup, each pair gets one of the two."""
     mix_prob: Probability = 1.0
     """Fraction of the pairs that --mixup and --cutmix mix."""
     mix_off_epoch: NonNegativeInt | None = None
@@ -128,8 +128,8 @@ class BatchSettings:
     weights are then the same, bit for bit, on any number of processes up to this number. This is slower, and on CPUs
     each process then has one thread by default."""
     drop_last: Chosen[bool] = FROM_DATA
-    """Leave out the last samples of an epoch if they do not fill a global batch (default: true if a global batch
-    below 128 was chosen and they would fill less than half of it)."""
+    """Leave out the last samples of an epoch if they do not fill a global batch (default: true if the global
+    batch is the default, below 128, and the last one less than half full)."""
 
 
 @dataclass

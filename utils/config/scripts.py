@@ -134,7 +134,7 @@ class ExportConfig(CheckpointConfig):
     """Export a checkpoint as a folder that loads without Lockstep: weights, config.json and a model card."""
 
     to: Literal["torch", "onnx", "timm"]
-    """Form of the model: timm is a folder that timm.create_model loads, torch is a program of torch.export, and onnx is
+    """Format of the model: timm is a folder for timm.create_model, torch is a program of torch.export, and onnx is
     a file for ONNX Runtime. torch and onnx take uint8 images and return probabilities."""
     out: str
     """Folder to write; it must not exist."""
@@ -142,7 +142,7 @@ class ExportConfig(CheckpointConfig):
 
 @dataclass(kw_only=True)
 class ReplayConfig(LoadingConfig):
-    """Compute one update of a run again, in one process, and show the samples and layers of one of its microbatches."""
+    """Recompute one update of a run in one process, and show the samples and layers of one of its microbatches."""
 
     run: str
     """Run folder."""

@@ -266,7 +266,7 @@ CHOSEN = find_marked(TrainConfig, Chosen)
 """Settings that defaults.py chooses from the data unless they are given."""
 
 KEPT = CHOSEN + find_marked(TrainConfig, Kept)
-"""Settings whose default is never used in a resumed run, even if it is given: they are those of the checkpoint."""
+"""Settings whose default, even if given, means the checkpoint's value in a resumed run."""
 
 OF_INPUT = find_marked(TrainConfig, Input)
 """Settings that the model's input depends on."""

@@ -20,7 +20,7 @@ from utils.data.draws import Operation
 from utils.data.spec import InputSpec
 
 _ORDERS = list(permutations(range(3)))
-_STRENGTHS = 31  # of each operation, as in torchvision
+_MAGNITUDES = 31  # of each operation, as in torchvision
 
 
 class ColorOperation(Operation):
@@ -50,27 +50,27 @@ class ColorJitter(ColorOperation):
 
 
 class TrivialAugment(ColorOperation):
-    """TrivialAugment Wide: one random operation of random strength (Müller and Hutter, 2021)."""
+    """TrivialAugment Wide: one random operation of random magnitude (Müller and Hutter, 2021)."""
 
     streams = ("auto_operation", "auto_magnitude", "auto_sign")
 
     def __init__(self, spec: InputSpec, interpolation: str = "nearest"):
-        self.policy = _Policy(v2.TrivialAugmentWide(_STRENGTHS, _mode(interpolation)), spec)
+        self.policy = _Policy(v2.TrivialAugmentWide(_MAGNITUDES, _mode(interpolation)), spec)
 
     def planes(self, x: Tensor, random: list[float]) -> Tensor:
         operation, place, sign = random
-        return self.policy.apply(x, operation, int(place * _STRENGTHS), sign)
+        return self.policy.apply(x, operation, int(place * _MAGNITUDES), sign)
 
 
 class RandAugment(ColorOperation):
-    """RandAugment: several random operations of the same strength (Cubuk et al., 2019)."""
+    """RandAugment: several random operations of the same magnitude (Cubuk et al., 2019)."""
 
     def __init__(self, spec: InputSpec, num_ops: int = 2, magnitude: int = 9, interpolation: str = "nearest"):
-        if not 0 <= magnitude < _STRENGTHS:
-            raise ValueError(f"magnitude must be between 0 and {_STRENGTHS - 1}, got {magnitude}")
+        if not 0 <= magnitude < _MAGNITUDES:
+            raise ValueError(f"magnitude must be between 0 and {_MAGNITUDES - 1}, got {magnitude}")
         if not 1 <= num_ops <= 16:
             raise ValueError(f"num_ops must be between 1 and 16, got {num_ops}")
-        transform = v2.RandAugment(num_ops, magnitude, _STRENGTHS, _mode(interpolation))
+        transform = v2.RandAugment(num_ops, magnitude, _MAGNITUDES, _mode(interpolation))
         self.policy, self.magnitude = _Policy(transform, spec), magnitude
         self.streams = tuple(f"auto_{what}_{number}" for number in range(num_ops) for what in ("operation", "sign"))
 
@@ -134,34 +134,34 @@ def _mode(interpolation: str) -> InterpolationMode:
 
 
 class _Policy:
-    """The operations of one of torchvision's policies, with their strengths; they are selected by random numbers."""
+    """The operations of a policy of torchvision and their magnitudes; random numbers select one."""
 
     def __init__(self, transform: v2.TrivialAugmentWide | v2.RandAugment, spec: InputSpec):
         self.transform, space = transform, transform._AUGMENTATION_SPACE
         self.operations = [
-            (name, strengths(_STRENGTHS, spec.height, spec.width), is_signed)
-            for name, (strengths, is_signed) in space.items()
+            (name, magnitudes(_MAGNITUDES, spec.height, spec.width), is_signed)
+            for name, (magnitudes, is_signed) in space.items()
         ]
 
     def apply(self, x: Tensor, operation: float, place: int, sign: float) -> Tensor:
-        """Apply the operation that a random number selects, with the strength at this place and a random sign."""
-        name, strengths, is_signed = self.operations[int(operation * len(self.operations))]
-        strength = 0.0 if strengths is None else float(strengths[place])
-        return self.change(x, name, -strength if is_signed and sign < 0.5 else strength)
+        """Apply the operation that a random number selects, with the magnitude at this place and a random sign."""
+        name, magnitudes, is_signed = self.operations[int(operation * len(self.operations))]
+        magnitude = 0.0 if magnitudes is None else float(magnitudes[place])
+        return self.change(x, name, -magnitude if is_signed and sign < 0.5 else magnitude)
 
-    def change(self, x: Tensor, name: str, strength: float) -> Tensor:
+    def change(self, x: Tensor, name: str, magnitude: float) -> Tensor:
         """What torchvision's operation of this name returns for planes, faster."""
         if name == "Sharpness":
-            return _sharpness(x, 1 + strength)
+            return _sharpness(x, 1 + magnitude)
         if name == "Solarize":
-            return _solarize(x, 255 * strength)
+            return _solarize(x, 255 * magnitude)
         if name in ("Color", "Contrast", "AutoContrast", "Equalize"):
             x = x.contiguous()  # faster than with the channels last
         mode, fill = self.transform.interpolation, self.transform._fill
         change = partial(
             self.transform._apply_image_or_video_transform,
             transform_id=name,
-            magnitude=strength,
+            magnitude=magnitude,
             interpolation=mode,
             fill=fill,
         )

@@ -131,7 +131,7 @@ class ResidentImages(DecodedImages):
         return Batch(torch.empty(0), torch.empty(0), microbatch)
 
     def groups(self, batches: Iterable[Batch]) -> Iterator[tuple[Microbatch, list[Microbatch]]]:
-        """Microbatches of one epoch: all of them as one, with its samples as tensors, and each."""
+        """Groups of microbatches of one epoch: joined into one, with its samples as tensors, and as a list."""
         most = _GROUP // max(1, self.images[:1].numel())
         group: list[Microbatch] = []
         count = 0  # samples in the group

@@ -139,7 +139,7 @@ class Plan:
 
 
 class MicrobatchSampler(Sized, Iterable):
-    """Emits microbatches of at most `largest` samples, for a DataLoader that `Accelerator.prepare` wraps.
+    """Yields microbatches of at most `largest` samples, for a DataLoader that `Accelerator.prepare` wraps.
 
     Accelerate assigns microbatch i to rank i modulo the number of processes. It does so without changing the batches
     only because a sampler has neither a `batch_size` nor a `set_epoch` attribute, and `even_batches` is off.
@@ -149,9 +149,9 @@ class MicrobatchSampler(Sized, Iterable):
 
 
 class UpdateSampler(MicrobatchSampler):
-    """Emits the microbatches of `updates` updates over all epochs, from `start`: (update, epoch, position).
+    """Yields the microbatches of `updates` updates over all epochs, from `start`: (update, epoch, position).
 
-    The microbatches of an update are emitted in the order in which Accelerate assigns contiguous ranges to the ranks.
+    The microbatches of an update are yielded in the order in which Accelerate assigns contiguous ranges to the ranks.
     """
 
     def __init__(self, plan: Plan, processes: int, updates: int, start: tuple[int, int, int] = (0, 0, 0)):
@@ -179,7 +179,7 @@ class UpdateSampler(MicrobatchSampler):
 
 
 class BlockSampler(MicrobatchSampler):
-    """Emits 0 .. samples - 1 in blocks of `block_size`, for evaluation.
+    """Yields 0 .. samples - 1 in blocks of `block_size`, for evaluation.
 
     A sample is in the same block on every topology, so its logits are the same too.
     """

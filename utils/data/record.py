@@ -150,8 +150,8 @@ def match_files(
 ) -> MatchedFiles:
     """Find the files of a recorded split in `whole`, the current state of the split that they were taken from.
 
-    Labels are indices into `class_names`, the classes of `whole`. Missing files are marked as unreadable. So are
-    changed images with `skip_changed`, which are then no changes to report.
+    Labels are indices into `class_names`, the classes of `whole`. Missing files are marked as unreadable. With
+    `skip_changed`, changed images are too, instead of being reported.
     """
     recorded, files = _recorded_labels(record, part, class_names), whole.images
     if not isinstance(files, Files) or recorded.ndim != whole.labels.ndim:

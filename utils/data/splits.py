@@ -64,8 +64,8 @@ class Split:
     def replace_unreadable(self) -> "Split":
         """The split with another image of the same classes in the place of each unreadable one.
 
-        So the order of the other samples does not change. It is the next readable image in a fixed random order, so it
-        stays the same when others become unreadable. Raises UserError if there is no such image.
+        So the order of the other samples does not change. The next readable image in a fixed random order is used, so
+        it stays the same if others become unreadable. Raises UserError if there is no such image.
         """
         _, kinds = np.unique(self.labels, return_inverse=True, axis=0)
         order, rows = permutation(len(self), 0, 0), self.rows.copy()

@@ -106,7 +106,7 @@ def _check_shards(files: list[Path]) -> None:
             count = f"{total - len(numbers)} of {total} shards not found"
             raise UserError(
                 f"{files[0].parent}: {count}: {join_names(missing, 3)}",
-                f"add them, or rename the others without -of-{total:05} to use only those",
+                f"add them, or remove -of-{total:05} from the names of the others",
             )
 
 

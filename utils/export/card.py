@@ -165,7 +165,7 @@ def _rows(rows: list[tuple[str, Any]]) -> str:
 
 
 def _measured(loaded: Loaded) -> str:
-    """The last evaluation of these very weights. With --ema_decay, state.json has those of the average only."""
+    """The last evaluation of these weights. With --ema_decay, state.json has only those of the average."""
     saved, precision = loaded.saved, loaded.saved.settings.mixed_precision
     found: dict[str, Any] = {}
     if saved.weights is None or loaded.is_average or not saved.weights.is_choice:

@@ -1,4 +1,4 @@
-"""A checkpoint with its model, ready to be exported, and its probabilities, which those of an export must equal."""
+"""A checkpoint with its model, ready for export, and the probabilities that an export must reproduce."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ def compare(loaded: Loaded, form: str, predict: Callable[[np.ndarray], np.ndarra
         if not difference <= TOLERANCE:  # NaN is not
             what = f"probabilities that differ by {difference:.2g} from the checkpoint's"
             problem = f"--to {form}: {loaded.saved.settings.model} has {what}"
-            raise UserError(problem, "use another form, and check that the weights are finite")
+            raise UserError(problem, "use another format, and check that the weights are finite")
         worst = max(worst, difference)
     return worst
 

@@ -25,7 +25,7 @@ _CLEAR_LINE = "\r\x1b[K"
 _KNOWN = {  # a part of PyTorch's message: problem, in which {} stands for the start of the message, and fix
     "Expected to have finished reduction": (
         "the model does not use all of its parameters",
-        "use --find_unused_parameters, or --freeze those that it never uses",
+        "set --find_unused_parameters, or name the unused ones in --freeze",
     ),
     "Expected more than 1 value per channel": (
         "batch normalisation got a single image, because the others in its batch cannot be read",
@@ -33,7 +33,7 @@ _KNOWN = {  # a part of PyTorch's message: problem, in which {} stands for the s
     ),
     "Duplicate GPU detected": (
         "two ranks have the same GPU",
-        "start no more processes than GPUs, and show each one its own (srun --gpus-per-task 1) or all GPUs",
+        "start at most one process per GPU, which sees only this GPU (srun --gpus-per-task 1) or all GPUs",
     ),
     "no kernel image is available": (
         "this build of PyTorch does not support this GPU",
@@ -93,7 +93,7 @@ def how_to_resume(prog: str) -> str:
 
 
 def delay_exit() -> None:
-    """Wait before this process exits: a launcher then ends the others, one of which prints the error."""
+    """Wait before exiting, so that another process can print the error before the launcher ends it."""
     time.sleep(5 if is_launched() else 0.5)
 
 
@@ -115,8 +115,8 @@ def inform_launcher(text: str, is_cause: bool = True) -> None:
 def repeat_after_launcher(text: str) -> None:
     """Print the text to stderr again when the launcher has exited, below its traceback, unless it starts a new attempt.
 
-    Another process does this, because the launcher waits for this one. It has a session of its own: the launcher ends
-    all processes of this session. A notebook that starts ranks as child processes does not exit.
+    Another process does this, because the launcher waits for this one. It has its own session, because the
+    launcher ends all processes of this one. Ranks of a notebook do not do this: it does not exit.
     """
     if launcher_command() and multiprocessing.parent_process() is None and not attempts_left():
         command = [sys.executable, "-IS", str(Path(__file__).with_name("repeat.py")), str(os.getppid()), text]

@@ -33,7 +33,7 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
             )
     elif not set(name.split(",")) <= set(names):  # gloo accepts several names
         flag = "--interface" if wanted else "GLOO_SOCKET_IFNAME"
-        raise UserError(f"{flag} {name}: {host} has {', '.join(names)}", "choose one of these")
+        raise UserError(f"{flag} {name}: {host} has only {', '.join(names)}", "choose one of these")
     elif several_machines and any(_is_loopback(address_of(part)) for part in name.split(",")):
         problem = f"interface {name} is only for {host} itself, but the run has several machines"
         raise UserError(problem, f"choose another one of {', '.join(names)}")

@@ -140,7 +140,7 @@ def _tcp_store(topology: Topology, address: str, port: int, deadline: float) -> 
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise UserError(f"port {port} of {host} cannot be used ({one_line(error)[:160]})", _OTHER_PORT) from error
-        fix = f"{_OTHER_PORT}, or stop the process that uses it; if it is of this run, both have RANK=0"
+        fix = f"{_OTHER_PORT}, or stop the process that uses it; if that is a process of this run, two have RANK=0"
         raise UserError(f"port {port} is taken on {host}{port_owner(port)}", fix) from error
 
 

@@ -95,7 +95,7 @@ def checkpoint_blocks(model: nn.Module, name: str) -> None:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The modules with layers of their own in a list or in a stage of one class, but none that has several of these."""
+    """The modules with sublayers, in a list or among siblings of one class, that hold at most one other such module."""
     containers, found = nn.Sequential | nn.ModuleList, []
     in_list = isinstance(module, containers) or len({type(child) for child in module.children()}) == 1
     in_list = in_list and not isinstance(module, nn.ModuleDict)  # the layers of DenseNet extend one list of tensors

@@ -15,7 +15,7 @@
 
 Errors of PyTorch with a known cause, such as out of memory, become UserErrors with a fix first (`with_known_fix`).
 
-After an error, a rank first writes to the store that it ends, and why (`Watch.end`). The rank that prints then prints
+After an error, a rank first tells the store that it exits, and why (`Watch.end`). The rank that prints then prints
 the line, and writes it to the error file of torchrun or accelerate, which they repeat at the end. A bug is written
 there by each rank that has it. Ranks that do not print exit last (`delay_exit`), because a launcher ends all
 ranks when one has exited. `ranks/watch.py` ends waits, in a thread, and `launch/exits.py` prints and exits.

@@ -17,8 +17,8 @@ from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.waiting import DataWait, call_with_timeout
 
 PATIENCE = 10.0  # seconds in which data must arrive after a request to stop
-_TICK = 0.5  # seconds between two looks
-_LATE = 1.0  # seconds that a look may be late; if it is later, the process was paused
+_TICK = 0.5  # seconds between checks
+_LATE = 1.0  # seconds that a check may be late; if later, the process was paused
 _ANSWER = 3.0  # seconds that the store may take to answer
 _SILENT = 5.0  # seconds without a heartbeat after which a rank is reported as silent
 _LATER = 3.0  # seconds after the timeout, because at the timeout gloo raises an error in the main thread
@@ -32,12 +32,12 @@ class Watch:
     It reports a wait after a tenth of the timeout, and exits this process after the whole timeout, because the main
     thread may be blocked where no exception can reach it. There are two kinds of wait:
 
-    * For other ranks, in a collective: for those that have entered fewer collectives. Each rank writes what it does to
-      the store as a heartbeat. One of the waiting ranks reports the ranks that are late.
+    * For other ranks, in a collective. Late ranks have entered fewer collectives. Each rank writes heartbeats with what
+      it does to the store. One of the waiting ranks reports the late ones.
     * For data (`DataWait`), as from a dead disk. After a request to stop, or if the launcher has exited, the process
       exits within `PATIENCE` with code 75, since nothing can be saved; after the timeout it exits with code 2.
 
-    A rank that exits with an error writes it to the store, so that the others exit even if no launcher stops them.
+    A rank that exits with an error writes this to the store, so that the others exit even if no launcher stops them.
     """
 
     def __init__(self, rank: int, timeout: float, prog: str, is_orphan: Callable[[], bool]):
@@ -157,10 +157,10 @@ class Watch:
             print_line(self.prog, text)
         still_late = self.describe_late(max(_SILENT, self.timeout / 2))
         if waited > self.timeout + _LATER and still_late and not self.patient:
-            self._exit(f"error: {text}")
+            self._exit(f"error: {text}; read the output of the late ranks, or raise --timeout")
 
     def _follow(self, ended: float, text: str) -> None:
-        """Exit after another rank, unless the main thread works: it may be saving."""
+        """Exit because another rank did; later if the main thread is not waiting, because it may be saving."""
         if text.startswith(_STOPPED) and self.waiting:
             exit_now(EXIT_RESUME)  # that rank prints why
         if self._now - ended > (_GRACE if self.waiting else self.timeout):

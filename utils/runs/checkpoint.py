@@ -75,8 +75,8 @@ class CheckpointManager:
     ) -> tuple[Path, list[str]]:
         """Open the folder of the run, and load the tensors of `saved`, if it is given; deletes later checkpoints.
 
-        `config` has the resolved settings, of which the model is part of the name of a new folder. Returns the folder,
-        and a line for each part that only the checkpoint or only the run has. Raises ValueError, before any file is
+        `config` has the resolved settings; the name of a new folder contains the model. Returns the folder, and
+        a line for each part that only the checkpoint or only the run has. Raises ValueError, before any file is
         changed, if the tensors do not fit.
         """
         self.config = config

@@ -38,7 +38,7 @@ class Part(Protocol):
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> object: ...
 
     def restart(self) -> str:
-        """Called if the checkpoint lacks this part, when the weights are loaded; returns what the part then does."""
+        """Called after the weights are loaded if the checkpoint lacks this part; returns what it does instead."""
         ...
 
 

@@ -125,7 +125,7 @@ def _reopen(path: Path, state: TrainState) -> int:
 
 
 def is_kept(record: Any, state: TrainState) -> bool:
-    """Whether a run resumed from this state keeps the record. It repeats later updates, and an evaluation it owes."""
+    """Whether a run resumed from this state keeps the record. The run repeats later updates and a due evaluation."""
     try:
         is_owed = record["kind"] == "eval" and record["step"] == state.step and state.owes_evaluation
         return record["step"] <= state.step and not is_owed

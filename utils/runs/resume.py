@@ -45,7 +45,7 @@ def choose_batch(config: TrainConfig, saved: SavedRun | None, processes: int) ->
 
 
 def keep_settings(config: TrainConfig, given: Set[str], saved: SavedRun) -> TrainConfig:
-    """The settings, of which those that are not `given` are the checkpoint's, except those of this machine.
+    """The settings: the checkpoint's, except those that are `given` or belong to this machine.
 
     Raises UserError if they contradict each other.
     """
@@ -59,7 +59,7 @@ def keep_settings(config: TrainConfig, given: Set[str], saved: SavedRun) -> Trai
     try:
         return replace(config, **{name: value for name, value in there.items() if name not in own})
     except UserError as error:
-        fix = "the run has settings that are not given, so leave out those that contradict them"
+        fix = "settings that are not given come from the run; leave out flags that contradict them"
         raise UserError(f"{saved.path}: {error.problem}", fix) from None
 
 
@@ -88,7 +88,7 @@ def restore_state(
         if metric != config.best_metric:
             state.best_value, state.evaluations_since_best = None, 0
     elif metric != config.best_metric:
-        problem = f"{saved.path}: its best checkpoint is by {metric}, not {config.best_metric}"
+        problem = f"{saved.path}: its --best_metric is {metric}, not {config.best_metric}"
         raise UserError(problem, "use the same --best_metric, or give another --run_name")
     return state
 
@@ -107,7 +107,7 @@ def check_same_run(saved: SavedRun, config: TrainConfig, plan: Plan, data: Data)
         require(old == new, problem, "use the same settings")
     threads = torch.get_num_threads()
     same = not config.microbatches or there.device != "cpu" or there.threads == threads
-    problem = f"{saved.path}: a run with --microbatches keeps its {there.threads} threads per process, not {threads}"
+    problem = f"{saved.path}: --microbatches needs the same threads per process: {there.threads}, not {threads}"
     require(same, problem, f"set --threads {there.threads}")
 
 

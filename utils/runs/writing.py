@@ -25,9 +25,9 @@ def write_partial(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        # `load_state` is not its counterpart here: it would unpickle random states, and match the optimizer's state by
-        # position, unchecked. So what nothing reads is deleted: random states, which follow from the seed, and fp16's
-        # loss scale, which is a part. Other ranks would write only the former.
+        # Lockstep does not call `load_state`: it would unpickle random states, and match the optimizer's state by
+        # position, unchecked. So files that only it reads are deleted: random states, which follow from the seed, and
+        # fp16's loss scale, which is a part. Other ranks would write only random states.
         accelerator.save_state(str(partial))
         for path in partial.iterdir():
             if path.name not in _KEPT:

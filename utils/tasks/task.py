@@ -88,7 +88,7 @@ class Task:
 
     def most_likely(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """`top` and `scores` of `outputs` [n, outputs], see `Predictions`."""
-        # Of the outputs, as the accuracy is: different outputs may have equal probabilities.
+        # The top outputs, as for the accuracy: their probabilities may be equal.
         top = outputs.topk(min(count, outputs.shape[1]), dim=1).indices
         return top, outputs.softmax(1).gather(1, top)
 

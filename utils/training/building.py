@@ -50,7 +50,7 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
 def fill_settings(
     config: TrainConfig, given: Set[str] | None, saved: SavedRun | None, ranks: Ranks, tables: Sequence[Table]
 ) -> TrainConfig:
-    """The settings, of which those that are not `given` are those of the checkpoint, if there is one; not collective.
+    """The settings; those that are not `given` come from the checkpoint, if there is one; not collective.
 
     Raises ValueError or OSError, before the data is loaded, if they or the batch sizes do not work.
     """

@@ -17,8 +17,8 @@ _FIX = f"lower --lr, {_ALSO}"
 _EXPLODED = 10  # times the loss of uniform predictions
 _NOISE = 10  # the mean loss of n samples differs by less than this / sqrt(n) times that loss
 LEARNED = 0.8  # of that loss: a run with a lower training loss has learned
-_NEARLY = 0.95  # of that loss: always predicting a class with more than 1 / classes of the samples can cost less
-_FEW = 20  # samples of an evaluation, with fewer of which it decides nothing
+_NEARLY = 0.95  # of that loss, because always predicting a frequent class can have a lower one
+_FEW = 20  # samples of an evaluation; a finite loss of fewer is ignored
 _BEGINNING = 100  # updates after the warm-up, in which a network may predict one class for everything
 _SHOWN = 8  # samples in the message; the log has all
 
@@ -63,7 +63,7 @@ def watch_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
     Its loss is NaN or infinite. Or it has at least 20 samples, a loss of at least 0.95 times that of uniform
     predictions, and
 
-    * the model predicts the same for all samples, although it has learned or has had 100 updates after the warm-up, or
+    * all predictions are the same, although the model has learned or has had 100 updates after the warm-up, or
     * the model has learned, the loss of the last train record is again at least 0.8 times that of uniform predictions,
       and the metric is worse than in the first evaluation by more than 2 / sqrt(count).
     """
@@ -79,7 +79,7 @@ def watch_evaluation(run: Run, metrics: Mapping[str, Any]) -> None:
     usual = 0.3 if run.config.lr_schedule == "onecycle" else 0
     warmup = count_updates(usual if run.config.warmup_steps is None else run.config.warmup_steps, run.updates)
     if run.evaluator.is_constant and (state.learned or state.step >= warmup + _BEGINNING):
-        _report(run, f"the model predicts the same for all {count} samples, with a loss of {loss:.4g}")
+        _report(run, f"all {count} predictions are the same, with a loss of {loss:.4g}")
     elif forgets and (fall if task.higher_is_better else -fall) > 2 / math.sqrt(count):
         _report(run, f"{task.metric} was {state.first_metric:.4f} in the first evaluation and is {value:.4f} now")
 
@@ -97,5 +97,5 @@ def _report(run: Run, problem: str) -> None:
 def check_weights(run: Run) -> None:
     """Raise ValueError if a weight is NaN or infinite after the last update, although all losses were finite."""
     if bad_tensors(run.module.state_dict()):
-        of = f"after update {run.state.step}, of samples {join_names(find_samples(run, run.state.step - 1), _SHOWN)}"
+        of = f"after update {run.state.step} on samples {join_names(find_samples(run, run.state.step - 1), _SHOWN)}"
         raise UserError(f"weights are NaN or infinite {of}, although its loss was finite", _FIX)

@@ -37,7 +37,7 @@ class Evaluator:
     """Evaluates a model on a split, in blocks of --eval_batch_size.
 
     `model` is the module without DDP's wrapper, because ranks may have different numbers of blocks. With --metrics, the
-    result has those of `Task.metrics` too; without, only their numbers if --best_metric is one of them.
+    result has `Task.metrics` too; without, only its single numbers, if --best_metric is one of them.
     """
 
     ranks: Ranks
@@ -47,7 +47,7 @@ class Evaluator:
     task: Task
     config: TrainConfig
     predictions: Predictions | None = None  # of the last evaluation that was asked to keep them
-    is_constant: bool = False  # whether the last evaluation predicted the same for all samples
+    is_constant: bool = False  # whether all predictions of the last evaluation are the same
 
     @torch.no_grad()
     def evaluate(self, stopping: Stopping | None = None, keep: bool = False) -> dict | None:

@@ -49,13 +49,13 @@ def differences(config: TrainConfig, module: nn.Module, grad_accum: int, microba
         return ""
     parts = []
     if has_batch_norm(module) and not config.sync_batchnorm:
-        parts.append("batch statistics (not with --sync_batchnorm)")
+        parts.append("batch statistics (unless --sync_batchnorm)")
     elif has_batch_norm(module) and grad_accum > 1:
-        parts.append("batch statistics (not with --grad_accum 1)")
+        parts.append("batch statistics (unless --grad_accum 1)")
     if has_dropout(module):
         parts.append(f"dropout masks (unless processes x accumulation is {microbatches})")
     if config.comm_hook != "no":
-        parts.append(f"gradients, rounded to {config.comm_hook} (not with --comm_hook no)")
+        parts.append(f"gradients, rounded to {config.comm_hook} (unless --comm_hook no)")
     if not parts:
         return ""
     return f"on another number of processes, besides rounding: {', '.join(parts)}"
