@@ -46,7 +46,7 @@ BAD_INPUT = {
     "no such checkpoint": (("--resume", "runs/nope"), "runs/nope: no such checkpoint or run folder", 2),
     "resume of nothing": (("--resume", "auto"), "--resume auto needs --run_name", 1),
     "run that exists": (("--run_name", "taken"), "taken exists; continue it with --resume auto", 2),
-    "output in a file": (("--output_dir", "key.yaml/runs"), "is not a folder", 1),
+    "output in a file": (("--output_dir", "key.yaml/runs"), "is not a writable folder", 1),
     "no output": (("--output_dir", "/proc/nope"), "/proc", 2),
     "threads": (("--threads", "100000"), "--threads must be at most ", 1),
     "init_method": (("--init_method", "tcp://host"), "--init_method must be env://, tcp://HOST:PORT or file://", 1),
