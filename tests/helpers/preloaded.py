@@ -21,6 +21,7 @@ import utils.tasks.metrics  # noqa: F401
 from utils.config import cli
 from utils.config.scripts import DoctorConfig, EvalConfig, PredictConfig
 from utils.config.settings import TrainConfig
+from utils.report.html import template
 
 torch.set_num_threads(1)
 Image.init()
@@ -50,5 +51,7 @@ def _keep_parsers() -> None:
 
 
 _keep_parsers()
+for page in ("page.html", "gallery.html"):  # compiling a template takes a third of a small run
+    template(page).environment.get_template("base.html")
 cli.parse_args(TrainConfig, "train.py", [])  # imports what reads flags
 assert eval.main and predict.main and doctor.main
