@@ -187,7 +187,8 @@ def test_timms_models_have_the_decay_and_the_layer_decay_of_timm(name, on_meta):
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     expected = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
     found = scales_and_decays(model, "--layer_decay", "0.7")
-    assert found.keys() == expected.keys() and len(set(expected.values())) > 4
+    has_layers = name != "levit_128s" or timm.__version__ >= "1.0.31"  # older versions put LeViT in one layer
+    assert found.keys() == expected.keys() and (len(set(expected.values())) > 4 or not has_layers)
     assert all(found[key] == pytest.approx(expected[key]) for key in expected)
     assert {scale for scale, _ in scales_and_decays(model).values()} == {1.0}
 
