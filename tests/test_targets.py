@@ -186,7 +186,7 @@ def test_a_binary_run_has_one_logit_and_the_metrics_of_scikit_learn(runs):
     assert logits.shape == (21, 1)
     for record in (found("binary", 1), found("binary", 2)):
         assert record["auc"] == pytest.approx(roc_auc_score(true, logits[:, 0]))
-        predicted = logits[:, 0].sigmoid() > 0.4
+        predicted = (logits[:, 0].sigmoid() > 0.4).numpy()
         assert record["accuracy"] == pytest.approx(accuracy_score(true, predicted))
         assert record["f1"] == pytest.approx(f1_score(true, predicted))
         both = F.pad(logits, (1, 0))  # the logits of the softmax with the same probability

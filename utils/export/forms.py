@@ -73,7 +73,7 @@ def write_timm(loaded: Loaded, folder: Path) -> Code:
     activation = "softmax(1)" if loaded.task.activation == "softmax" else "sigmoid()"
     written = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     return Code(
-        install="timm",
+        install="'timm>=1.0.26'",  # older versions cannot load a folder
         imports="import timm\nimport torch",
         loading='model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()',
         predicting=f"""mean, std = torch.tensor({spec.mean}), torch.tensor({spec.std})
