@@ -129,11 +129,14 @@ def main() -> None:
         dist.init_process_group("nccl" if cuda else "gloo")
     step = make_step(args, device)
     timed(step, args.warmup, device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()  # cuDNN has tried its kernels
     rate = torch.tensor([args.steps * args.batch_size / timed(step, args.steps, device)], device=device)
     if processes > 1:
         dist.all_reduce(rate)  # the sum over the processes
     if int(os.environ.get("RANK", 0)) == 0:
-        print(json.dumps({"images_per_second": rate.item()}), flush=True)
+        memory = torch.cuda.max_memory_allocated() if cuda else None
+        print(json.dumps({"images_per_second": rate.item(), "peak_memory": memory}), flush=True)
     if processes > 1:
         dist.destroy_process_group()
 

@@ -12,7 +12,8 @@ The second command is a trial on a CPU. The sides are:
   step of train.py alone;
 * all GPUs, if there are several: train.py with DistributedDataParallel, and the same step with DataParallel.
 
-A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their range.
+A ratio is ours divided by theirs in the same round. A cell is the median of the rounds, with their range. The memory is
+the most that PyTorch has used of one GPU at a time, after the first updates, in which kernels are tried.
 """
 
 import argparse
@@ -29,34 +30,51 @@ from input_pipeline import make_photographs
 OURS, ALONE, TIMM, DATA_PARALLEL = "train.py", "its step alone", "timm", "DataParallel"
 # An update takes about a millisecond, so there are more of them.
 SMALL = {"model": "mnist_cnn", "image_size": 28, "channels": 1, "repeat": 10}
+# train.py in one process, with the memory used since the last record in each record of its log.
+MEASURED = f"""
+import sys, torch
+sys.path[0] = {str(ROOT)!r}
+import train
+write = train.RunLog.write
+def write_with_memory(log, kind, **record):
+    if torch.cuda.is_available():
+        record["peak_memory"] = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    write(log, kind, **record)
+train.RunLog.write = write_with_memory
+train.main()
+"""
 
 
-def train_rate(
+def measure_train(
     args: argparse.Namespace, data: str, batch_size: int, processes: int = 1, repeat: int = 1, **settings
-) -> float:
-    """Images per second of train.py in `repeat` times --steps updates, after its first record.
+) -> dict:
+    """Images per second and peak memory of train.py in `repeat` times --steps updates, after its first record.
 
     All batches have the same size, because cuDNN would search for kernels when a smaller one comes.
     """
     steps = repeat * args.steps
     times = flags(max_steps=steps, log_every=max(1, steps // 4), eval_every=steps, max_eval_samples=64)
     work = flags(data=data, batch_size=batch_size, mixed_precision=args.mixed_precision, lr=0.01, save_every=steps)
-    return harmonic_mean(rates(train(processes, *times, *work, *flags(drop_last=True, **settings))))
+    program = ("-c", MEASURED) if processes == 1 else (ROOT / "train.py",)
+    log = train(processes, *times, *work, *flags(drop_last=True, **settings), program=program)
+    memory = [record.get("peak_memory") for record in log if record["kind"] == "train"][-1]
+    return {"images_per_second": harmonic_mean(rates(log)), "peak_memory": memory}
 
 
-def step_rate(args: argparse.Namespace, batch_size: int, repeat: int = 1, **settings) -> float:
-    """Images per second of a step on a batch that stays on the device, or on batches of timm's loader."""
+def measure_step(args: argparse.Namespace, batch_size: int, repeat: int = 1, **settings) -> dict:
+    """The same of a step on a batch that stays on the device, or on batches of timm's loader."""
     steps = repeat * args.steps
     given = flags(batch_size=batch_size, mixed_precision=args.mixed_precision, **settings)
     given += flags(steps=steps, warmup=max(2, steps // 4))
-    return last_json(run([*launch(1), ROOT / "benchmarks" / "bare_step.py", *given])[0])["images_per_second"]
+    return last_json(run([*launch(1), ROOT / "benchmarks" / "bare_step.py", *given])[0])
 
 
-def sides(args: argparse.Namespace, photos: str) -> dict[str, dict[str, Callable[[], float]]]:
+def sides(args: argparse.Namespace, photos: str) -> dict[str, dict[str, Callable[[], dict]]]:
     """The functions that run in a round, by kind and side."""
     network = {"model": args.model, "image_size": args.image_size}
     count, size, gpus = args.batch_size * args.steps, args.image_size, torch.cuda.device_count()
-    ours, alone = partial(train_rate, args), partial(step_rate, args)
+    ours, alone = partial(measure_train, args), partial(measure_step, args)
     small_count = max(64, min(60_000, args.small_batch_size * args.steps))
     found = {
         "generated": {
@@ -101,13 +119,16 @@ def has_timm() -> bool:
     return bool(timm.__version__)
 
 
-def rows(results: dict[str, dict[str, list[float]]]) -> list[list[str]]:
-    """The table: a row for each side of each kind, with our ratio to it."""
-    return [
-        [kind, name, spread(rate), "" if name == OURS else spread(ratios(by_side[OURS], rate), ".2f")]
-        for kind, by_side in results.items()
-        for name, rate in by_side.items()
-    ]
+def rows(results: dict[str, dict[str, list[dict]]]) -> list[list[str]]:
+    """The table: a row for each side of each kind, with our ratio to it and its memory."""
+    table = []
+    for kind, by_side in results.items():
+        rate = {name: [found["images_per_second"] for found in rounds] for name, rounds in by_side.items()}
+        for name, rounds in by_side.items():
+            ratio = "" if name == OURS else spread(ratios(rate[OURS], rate[name]), ".2f")
+            memory = [found["peak_memory"] / 1e9 for found in rounds if found["peak_memory"]]
+            table.append([kind, name, spread(rate[name]), ratio, spread(memory, ".2f") if memory else ""])
+    return table
 
 
 def main() -> None:
@@ -128,7 +149,7 @@ def main() -> None:
         if "photographs" in args.kinds:
             two_classes(photos, args.photos_count)
         results = {kind: in_turns(by_side, args.rounds) for kind, by_side in sides(args, str(photos)).items()}
-    report(args, ["Images", "Side", "Images/s", "Ours over it"], rows(results), results)
+    report(args, ["Images", "Side", "Images/s", "Ours over it", "GB"], rows(results), results)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""Checks of everything that needs a GPU: `make gpu`. Their table is written to build/gpu.md and build/gpu.json.
+"""Checks of everything that needs a GPU; `run.py` runs them in parts. The table is written after each check.
 
 Without a GPU they are skipped. With LOCKSTEP_GPU_TESTS_ON_CPU=1, their parts that need no GPU run on the CPU.
 """
 
 import json
 import os
-import subprocess
-import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers.gpu_runs import ON_CPU, command, end_started, environment, finish, gpu_count
+from helpers.gpu_runs import ON_CPU, ask, command, end_started, finish, gpu_count, seconds_left
 from helpers.gpu_runs import begin as begin_command
 from helpers.training_runs import ROOT
 
+from utils.files import write_file
+
 # A folder for the table
 REPORT = Path(os.environ.get("LOCKSTEP_GPU_REPORT", ROOT / "build")).absolute()
-_RESULTS: list[dict] = []
 
 
 @pytest.fixture(scope="session")
@@ -27,72 +27,77 @@ def gpus() -> int:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left():
-    """A failed test leaves no process behind."""
+def in_time_and_clean(gpus):
+    """Skip a check that cannot run. A failed one leaves no process behind."""
+    if not (gpus or ON_CPU):
+        pytest.skip("no GPU is visible")
+    if seconds_left() < 10:
+        pytest.skip("the part has no time left")
     yield
     end_started()
 
 
 @pytest.fixture(scope="session")
-def pair(gpus, tmp_path_factory) -> list[str]:
-    """Flags for two ranks: none for NCCL, or those for gloo if NCCL does not let them share the only GPU."""
-    if gpus != 1:
-        return []
+def shared_gpu(gpus, tmp_path_factory) -> bool:
+    """Whether two ranks have to use gloo, because there is one GPU, which NCCL does not let them share."""
+    if gpus != 1 or ask("print(torch.cuda.nccl.version() < (2, 30))") == "True":
+        return gpus == 1
     folder = tmp_path_factory.mktemp("pair")
     flags = ["--model", "mlp", "--max_steps", "1", "--output_dir", str(folder / "runs")]
     words = command(2, "train.py", *flags, "--cache_dir", str(folder), "--timeout", "30")
     out = str(folder / "out.txt")
     with suppress(AssertionError):  # NCCL may also hang
-        if finish(begin_command(words, out), out, 120).code == 0:
-            return []
-    print(f"two ranks cannot share the GPU over NCCL:\n{Path(out).read_text()[-2000:]}")
-    return ["--backend", "gloo"]
+        return finish(begin_command(words, out), out, 60).code != 0
+    return True
 
 
 @pytest.fixture
-def over_nccl(pair, gpus) -> None:
+def pair(shared_gpu, record_property) -> list[str]:
+    """Flags for two ranks: none for NCCL, or those for gloo. The table says which of them is used."""
+    record_property("backend", "gloo" if shared_gpu or ON_CPU else "nccl")
+    return ["--backend", "gloo"] * shared_gpu
+
+
+@pytest.fixture
+def over_nccl(shared_gpu) -> None:
     """Skip a check that is about NCCL if two ranks cannot use it."""
-    if pair and not ON_CPU:
+    if shared_gpu:
         pytest.skip("NCCL does not accept two ranks on one GPU, and there is only one")
 
 
-@pytest.hookimpl(trylast=True)  # after `-m` has selected
-def pytest_collection_modifyitems(items):
-    """Without a GPU, one check is skipped for all of them, so that one line says so."""
-    chosen = [item for item in items if "tests/gpu/" in item.nodeid]
-    if chosen and not ON_CPU and not gpu_count():
-        reason = f"no GPU is visible, so none of the {len(chosen)} checks ran"
-        chosen[0].add_marker(pytest.mark.skip(reason=reason))
-        items[:] = [item for item in items if item not in chosen[1:]]
-
-
 def pytest_runtest_logreport(report):
-    if "tests/gpu/" in report.nodeid and (report.when == "call" or report.outcome != "passed"):
+    done = report.when == "call" or report.outcome != "passed"
+    if done and "tests/gpu/" in report.nodeid and "PYTEST_XDIST_WORKER" not in os.environ:
         name = report.nodeid.split("::")[1].removeprefix("test_").replace("_", " ")
-        figures = dict(report.user_properties)
-        _RESULTS.append({"check": name, "outcome": report.outcome, "seconds": report.duration, "figures": figures})
+        row = {"outcome": report.outcome, "seconds": report.duration, "figures": dict(report.user_properties)}
+        crash = getattr(report.longrepr, "reprcrash", None)
+        row["reason"] = report.longrepr[2] if report.skipped else crash.message[:200] if crash else ""
+        add_row(name, row)
 
 
-def pytest_sessionfinish():
-    if any(result["outcome"] != "skipped" for result in _RESULTS):
-        REPORT.mkdir(parents=True, exist_ok=True)
-        (REPORT / "gpu.json").write_text(json.dumps({"machine": machine(), "checks": _RESULTS}, indent=1) + "\n")
-        (REPORT / "gpu.md").write_text(as_markdown(machine(), _RESULTS))
+def add_row(name: str, row: dict) -> None:
+    """Add a check to the table, which may have rows of other parts; a check that runs again replaces its row."""
+    path = REPORT / "gpu.json"
+    tables = json.loads(path.read_text()) if path.exists() else {}  # by machine, then by check
+    tables.setdefault(machine(), {})[name] = row
+    REPORT.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(tables, indent=1) + "\n")
+    write_file(REPORT / "gpu.md", "\n\n".join(as_markdown(*each) for each in tables.items()) + "\n")
 
 
-def machine() -> dict:
-    """The GPUs, the driver and the libraries."""
-    script = "import sys; sys.path[:0] = ['benchmarks']; import common, json; print(json.dumps(common.machine()))"
-    words = [sys.executable, "-c", script]
-    answer = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=ROOT, check=True)
-    return json.loads(answer.stdout.splitlines()[-1])
+@cache
+def machine() -> str:
+    """The processor, the GPUs, the driver and the libraries, in one line."""
+    script = "from utils.launch.devices import nvidia_smi; cuda = torch.version.cuda; print(common.machine_line()"
+    script += " + f', CUDA {cuda}, NCCL {cuda and torch.cuda.nccl.version()}, driver '"
+    return ask(script + " + ', '.join(nvidia_smi('--query-gpu=driver_version')))")
 
 
-def as_markdown(machine: dict, results: list[dict]) -> str:
-    """The table of the checks, in Markdown."""
+def as_markdown(machine: str, rows: dict[str, dict]) -> str:
+    """The table of the checks on a machine, in Markdown."""
     lines = ["| check | result | seconds | figures |", "| --- | --- | --- | --- |"]
-    for result in results:
-        figures = ", ".join(f"{name} {value}" for name, value in result["figures"].items())
-        cells = result["check"], result["outcome"], f"{result['seconds']:.0f}", figures
+    for name, row in rows.items():
+        figures = [f"{key} {value}" for key, value in row["figures"].items()] + [row["reason"]] * bool(row["reason"])
+        cells = name, row["outcome"], f"{row['seconds']:.0f}", ", ".join(figures).replace("\n", " ").replace("|", "/")
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", ", ".join(f"{name} {value}" for name, value in machine.items()), ""])
+    return "\n".join([*lines, "", machine])

@@ -4,9 +4,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers.gpu_runs import begin, command, finish, pick, ranks
+from helpers.gpu_runs import await_update, begin, command, finish, pick, ranks
 from helpers.training_runs import MLP
-from helpers.waiting import SOON, error_lines, has_logged, until
+from helpers.waiting import SOON, error_lines, until
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ def test_a_lost_rank_ends_the_run_with_at_most_one_line(fault, nccl, pair, over_
     env = {"TORCH_DIST_USE_NCCL2": "1" if nccl == "NCCL2" else "0", "LOCKSTEP_WATCHED": "raise"}
     script = "tests/gpu/watched/train.py" if fault == "raises" else "train.py"
     started = begin(command(2, script, *ENDLESS, *pair), **env)
-    until(has_logged(25 if fault == "raises" else 5))
+    await_update(started, 25 if fault == "raises" else 5)
     second = ranks(started)[1] if fault != "raises" else None
     if second is not None:
         second.send_signal(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)

@@ -1,6 +1,5 @@
 """Start commands on the GPUs of this machine, as users do: by accelerate launch, in processes of their own."""
 
-import json
 import os
 import signal
 import subprocess
@@ -15,11 +14,12 @@ import psutil
 
 from helpers.launched_runs import end_commands
 from helpers.training_runs import ROOT
-from helpers.waiting import records_so_far, until
+from helpers.waiting import PATIENCE, has_logged, records_so_far, until
 
 # Run the tests of tests/gpu/ on the CPU, in a small size and without their figures, to find mistakes in them.
 ON_CPU = os.environ.get("LOCKSTEP_GPU_TESTS_ON_CPU") == "1"
 LIMIT = 540.0  # seconds of a command; none may take ten minutes
+UNTIL = float(os.environ.get("LOCKSTEP_GPU_UNTIL", "inf"))  # the time at which tests/gpu/run.py ends its part
 _STARTED: list[subprocess.Popen] = []
 
 
@@ -48,10 +48,20 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @cache
+def ask(script: str) -> str:
+    """What a line of Python prints in a process that sees the GPUs; with torch and the modules of benchmarks/."""
+    words = [sys.executable, "-c", f"import sys; sys.path[:0] = ['.', 'benchmarks']; import common, torch; {script}"]
+    return subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=ROOT, check=True).stdout.strip()
+
+
 def gpu_count() -> int:
-    """The GPUs that PyTorch finds in a process that sees them."""
-    words = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(words, capture_output=True, text=True, env=environment()).stdout or 0)
+    """The GPUs that PyTorch finds."""
+    return int(ask("print(torch.cuda.device_count())"))
+
+
+def seconds_left() -> float:
+    """The seconds until the part ends."""
+    return UNTIL - time.time()
 
 
 def command(processes: int, script: str | Path, *flags: str, launcher: tuple[str, ...] = ()) -> list[str]:
@@ -73,7 +83,7 @@ def begin(words: list[str], out: str = "out.txt", **env: str) -> subprocess.Pope
 
 def finish(process: subprocess.Popen, out: str = "out.txt", seconds: float = LIMIT) -> Ended:
     """Wait for a command. One that takes longer than `seconds` is killed, and the test fails."""
-    begun = time.monotonic()
+    begun, seconds = time.monotonic(), max(0.0, min(seconds, seconds_left()))
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -93,6 +103,12 @@ def train(processes: int, name: str, *flags: str, script: str = "train.py", laun
     """Train in runs/NAME; returns the records of its log."""
     run(command(processes, script, "--run_name", name, *flags, launcher=launcher), **env)
     return records_so_far(Path("runs") / name / "log.jsonl")
+
+
+def await_update(process: subprocess.Popen, step: int) -> None:
+    """Wait until runs/run has logged an update; fails with the output if the command ends before."""
+    until(lambda: has_logged(step)() or process.poll() is not None, seconds=min(PATIENCE, seconds_left()))
+    assert process.poll() is None, Path("out.txt").read_text()[-3000:]
 
 
 def end_started() -> None:
@@ -121,8 +137,3 @@ def stop(process: subprocess.Popen) -> None:
         with suppress(psutil.Error):
             if any(Path(word).name == "train.py" for word in child.cmdline()):
                 child.send_signal(signal.SIGTERM)
-
-
-def last_json(text: str) -> dict:
-    """The last line of JSON in an output."""
-    return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
