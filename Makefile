@@ -3,7 +3,7 @@
 # make test       set everything up and run the quick tests          make test ARGS="tests/test_order.py"
 # make test-all   the quick tests and those marked `full`, more cases of long tables
 # make test-full  only the tests marked `full`
-# make gpu        check everything that needs a GPU; the table is written to build/gpu.md and build/gpu.json
+# make gpu        check everything that needs a GPU, or a part of it   make gpu ARGS="runs"    (table: build/gpu.md)
 # make lint       ruff: rules and format
 # make types      mypy
 # make coverage   the quick tests, and which lines they ran, in child processes too
@@ -38,7 +38,7 @@ test-full: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) -m "full and $(ORDINARY)" $(ARGS)
 
 gpu: $(VENV)/.test
-	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+	$(BIN)/python tests/gpu/run.py $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

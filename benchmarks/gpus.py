@@ -55,7 +55,8 @@ def measure_train(
     """
     steps = repeat * args.steps
     times = flags(max_steps=steps, log_every=max(1, steps // 4), eval_every=steps, max_eval_samples=64)
-    work = flags(data=data, batch_size=batch_size, mixed_precision=args.mixed_precision, lr=0.01, save_every=steps)
+    work = flags(data=data, batch_size=batch_size, mixed_precision=args.mixed_precision, lr=0.01)
+    work += flags(save_every=steps, report=False)
     program = ("-c", MEASURED) if processes == 1 else (ROOT / "train.py",)
     log = train(processes, *times, *work, *flags(drop_last=True, **settings), program=program)
     memory = [record.get("peak_memory") for record in log if record["kind"] == "train"][-1]

@@ -1,5 +1,6 @@
-"""The tests' own helpers: a log that is being written, ranks left by a failed test."""
+"""The tests' own helpers: a log that is being written, ranks left by a failed test, the checks of GPUs."""
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.ranks import end_leftovers, returned, start_ranks
-from helpers.training_runs import records
+from helpers.training_runs import ROOT, records, start
 from helpers.waiting import has_logged, lives, records_so_far, until
 
 LOG = Path("runs/run/log.jsonl")
@@ -57,3 +58,14 @@ def gradient():
     number = torch.ones((), requires_grad=True)
     (3 * number).backward()
     return float(number.grad)
+
+
+@pytest.mark.full  # three processes import PyTorch
+def test_without_a_gpu_the_checks_are_skipped_and_the_table_says_so():
+    earlier = {"outcome": "passed", "seconds": 1, "figures": {"images/s": 2}, "reason": ""}
+    Path("gpu.json").write_text(json.dumps({"another machine": {"an earlier part": earlier}}))
+    ended = start("python", ROOT / "tests/gpu/run.py", "waits", "--report", ".", LOCKSTEP_TESTS_GPUS="")
+    assert "| an earlier part | passed | 1 | images/s 2 |" in ended[1], ended
+    others, rows = json.loads(Path("gpu.json").read_text()).values()
+    assert others == {"an earlier part": earlier} and len(rows) >= 12
+    assert {row["reason"] for row in rows.values()} == {"no GPU is visible"}

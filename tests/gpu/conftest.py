@@ -71,7 +71,8 @@ def pytest_runtest_logreport(report):
         name = report.nodeid.split("::")[1].removeprefix("test_").replace("_", " ")
         row = {"outcome": report.outcome, "seconds": report.duration, "figures": dict(report.user_properties)}
         crash = getattr(report.longrepr, "reprcrash", None)
-        row["reason"] = report.longrepr[2] if report.skipped else crash.message[:200] if crash else ""
+        reason = report.longrepr[2] if report.skipped else crash.message[-200:] if crash else ""
+        row["reason"] = reason.removeprefix("Skipped: ")
         add_row(name, row)
 
 
@@ -88,9 +89,9 @@ def add_row(name: str, row: dict) -> None:
 @cache
 def machine() -> str:
     """The processor, the GPUs, the driver and the libraries, in one line."""
-    script = "from utils.launch.devices import nvidia_smi; cuda = torch.version.cuda; print(common.machine_line()"
-    script += " + f', CUDA {cuda}, NCCL {cuda and torch.cuda.nccl.version()}, driver '"
-    return ask(script + " + ', '.join(nvidia_smi('--query-gpu=driver_version')))")
+    script = "from utils.launch.devices import nvidia_smi; cuda = torch.version.cuda; print(common.machine_line(), "
+    script += "f'CUDA {cuda}, NCCL {cuda and torch.cuda.nccl.version()}, driver', "
+    return ask(script + "*nvidia_smi('--query-gpu=driver_version'), sep=', ')")
 
 
 def as_markdown(machine: str, rows: dict[str, dict]) -> str:

@@ -53,8 +53,7 @@ def test_the_doctor_finds_nothing_wrong(launcher, request):
     ended = finish(begin([*words[launcher], *backend, "--json", "doctor.json"]), seconds=300)
     findings = json.loads(Path("doctor.json").read_text())["findings"]
     red = {found["name"] for found in findings if found["ok"] is False}
-    # Of other users, of the container, or a host name that cannot be resolved.
-    assert red <= {"leftovers", "/dev/shm", "network"}, ended.out
+    assert red <= {"leftovers", "/dev/shm"}, ended.out  # of other users, or of the container
 
 
 def test_a_gpu_learns_the_digits(record_property):
@@ -73,8 +72,9 @@ PLACES = [("gpu", "gpu"), ("two", "gpu"), ("gpu", "cpu"), ("cpu", "gpu"), ("comp
 
 
 @pytest.mark.parametrize("places", PLACES, ids=", ".join)
-def test_an_exact_run_has_the_numbers_of_the_cpu(places, pair, record_property):
+def test_an_exact_run_has_the_numbers_of_the_cpu(places, request, record_property):
     """Also if it is resumed, and evaluated, on the other kind of device."""
+    pair = request.getfixturevalue("pair") if "two" in "".join(places) else []
     flags = [*MLP, *EXACT, "--lr_schedule", "constant"]
     expected = train(1, "cpu", *flags, "--max_steps", "40", "--cpu")
     for place, steps in zip(places, ("20", "40"), strict=True):
@@ -86,8 +86,9 @@ def test_an_exact_run_has_the_numbers_of_the_cpu(places, pair, record_property):
     record_property("largest difference of a loss", f"{apart:.1e}")
     assert len(losses(found)) == 8 and apart < 2e-4
     elsewhere = [] if place == "cpu" else ["--cpu"]
-    for result in (evaluation(found), evaluated(1, newest("gpu"), *elsewhere)):
-        assert abs(result["loss"] - evaluation(expected)["loss"]) < 2e-4
+    # eval.py uses TF32 on a GPU.
+    for result, near in (evaluation(found), 2e-4), (evaluated(1, newest("gpu"), *elsewhere), 2e-3):
+        assert abs(result["loss"] - evaluation(expected)["loss"]) < near
         assert result["accuracy"] == pytest.approx(evaluation(expected)["accuracy"], abs=0.006)  # one image
 
 
@@ -104,15 +105,15 @@ STOPPED = {
     "one rank": ["--mixed_precision", "no"],
     "two ranks": ["--mixed_precision", "no"],
     "one rank, fp16, AdamW, EMA": [*EMA, "--optimizer", "adamw"],
-    "two ranks, fp16, Muon, EMA": [*EMA, "--optimizer", "muon"],
+    "two ranks, fp16, Muon, EMA": [*EMA, "--optimizer", "muon", "--model", "mnist_cnn"],  # it has hidden matrices
 }
 
 
 @pytest.mark.parametrize("kind", STOPPED)
-def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(kind, pair, record_property):
-    processes = 1 + ("two" in kind)
+def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(kind, request, record_property):
+    processes, pair = (2, request.getfixturevalue("pair")) if "two" in kind else (1, [])
     flags = [*MLP, *STOPPED[kind], "--deterministic", "--max_steps", str(pick(2000, 600))]
-    flags += [*(pair if processes == 2 else []), "--save_every", "1000", "--eval_every", "1000"]
+    flags += [*pair, "--save_every", "1000", "--eval_every", "1000"]
     log = train(processes, "whole", *flags)
     assert losses(log)[-1] < 0.5 * losses(log)[0]
     started = begin(command(processes, "train.py", "--run_name", "run", *flags))
@@ -139,6 +140,7 @@ def test_microbatches_give_the_same_bits_on_two_ranks_and_then_on_one(model, pre
 
 # More than the memory of any GPU for the outputs of the first layer.
 HUGE = ["--data", "synthetic/10x8x600000", "--model", "mlp", "--model_args", "{hidden: 1000000}"]
+HUGE += ["--mixed_precision", "no"]
 FAULTS = {
     "deterministic implementation; use another model": ["--model", "vgg11", "--image_size", "32", "--deterministic"],
     "; raise --grad_accum": [*HUGE, "--global_batch_size", "60000"],
