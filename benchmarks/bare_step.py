@@ -136,7 +136,7 @@ def main() -> None:
         dist.all_reduce(rate)  # the sum over the processes
     if int(os.environ.get("RANK", 0)) == 0:
         memory = torch.cuda.max_memory_allocated() if cuda else None
-        print(json.dumps({"images_per_second": rate.item(), "peak_memory": memory}), flush=True)
+        print(json.dumps({"images_per_second": rate.item(), "gpu_memory": memory}), flush=True)
     if processes > 1:
         dist.destroy_process_group()
 

@@ -159,18 +159,13 @@ def flags(**settings) -> list[str]:
     return [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
 
 
-def train(
-    processes: int,
-    *settings: str,
-    then: Callable[[Path], None] | None = None,
-    program: Sequence = (ROOT / "train.py",),
-) -> list[dict]:
-    """Train with train.py, or another program, in a temporary folder; returns the records of its log.
+def train(processes: int, *settings: str, then: Callable[[Path], None] | None = None) -> list[dict]:
+    """Train with train.py in a temporary folder; returns the records of its log.
 
     `then` is called with the run folder before it is deleted.
     """
     with TemporaryDirectory(prefix="lockstep-") as folder:
-        run([*launch(processes), *program, *settings, "--output_dir", folder, "--run_name", "run"])
+        run([*launch(processes), ROOT / "train.py", *settings, "--output_dir", folder, "--run_name", "run"])
         if then:
             then(Path(folder) / "run")
         return [json.loads(line) for line in (Path(folder) / "run" / "log.jsonl").read_text().splitlines()]

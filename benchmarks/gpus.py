@@ -30,20 +30,6 @@ from input_pipeline import make_photographs
 OURS, ALONE, TIMM, DATA_PARALLEL = "train.py", "its step alone", "timm", "DataParallel"
 # An update takes about a millisecond, so there are more of them.
 SMALL = {"model": "mnist_cnn", "image_size": 28, "channels": 1, "repeat": 10}
-# train.py in one process, with the memory used since the last record in each record of its log.
-MEASURED = f"""
-import sys, torch
-sys.path[0] = {str(ROOT)!r}
-import train
-write = train.RunLog.write
-def write_with_memory(log, kind, **record):
-    if torch.cuda.is_available():
-        record["peak_memory"] = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    write(log, kind, **record)
-train.RunLog.write = write_with_memory
-train.main()
-"""
 
 
 def measure_train(
@@ -57,10 +43,9 @@ def measure_train(
     times = flags(max_steps=steps, log_every=max(1, steps // 4), eval_every=steps, max_eval_samples=64)
     work = flags(data=data, batch_size=batch_size, mixed_precision=args.mixed_precision, lr=0.01)
     work += flags(save_every=steps, report=False)
-    program = ("-c", MEASURED) if processes == 1 else (ROOT / "train.py",)
-    log = train(processes, *times, *work, *flags(drop_last=True, **settings), program=program)
-    memory = [record.get("peak_memory") for record in log if record["kind"] == "train"][-1]
-    return {"images_per_second": harmonic_mean(rates(log)), "peak_memory": memory}
+    log = train(processes, *times, *work, *flags(drop_last=True, **settings))
+    memory = [record.get("gpu_memory") for record in log if record["kind"] == "train"][-1]
+    return {"images_per_second": harmonic_mean(rates(log)), "gpu_memory": memory}
 
 
 def measure_step(args: argparse.Namespace, batch_size: int, repeat: int = 1, **settings) -> dict:
@@ -127,7 +112,7 @@ def rows(results: dict[str, dict[str, list[dict]]]) -> list[list[str]]:
         rate = {name: [found["images_per_second"] for found in rounds] for name, rounds in by_side.items()}
         for name, rounds in by_side.items():
             ratio = "" if name == OURS else spread(ratios(rate[OURS], rate[name]), ".2f")
-            memory = [found["peak_memory"] / 1e9 for found in rounds if found["peak_memory"]]
+            memory = [found["gpu_memory"] / 1e9 for found in rounds if found["gpu_memory"]]
             table.append([kind, name, spread(rate[name]), ratio, spread(memory, ".2f") if memory else ""])
     return table
 

@@ -100,12 +100,13 @@ def test_every_precision_learns_the_same(record_property):
         assert len(values) == pick(8, 1) and values[-1] == pytest.approx(found["no"][-1], rel=apart)
 
 
+MUON = ["--optimizer", "muon", "--model", "mnist_cnn", "--image_size", "12"]  # a model with hidden matrices
 EMA = ["--mixed_precision", pick("fp16", "no"), "--ema_decay", "0.9"]
 STOPPED = {
     "one rank": ["--mixed_precision", "no"],
     "two ranks": ["--mixed_precision", "no"],
     "one rank, fp16, AdamW, EMA": [*EMA, "--optimizer", "adamw"],
-    "two ranks, fp16, Muon, EMA": [*EMA, "--optimizer", "muon", "--model", "mnist_cnn"],  # it has hidden matrices
+    "two ranks, fp16, Muon, EMA": [*EMA, *MUON],
 }
 
 

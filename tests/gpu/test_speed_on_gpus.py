@@ -137,7 +137,7 @@ def test_train_py_is_as_fast_as_its_step_and_as_timm(kind, gpus, record_property
     results = json.loads(Path("gpu.json").read_text())["results"].get(kind, {})
     for side, runs in results.items():
         record_property(f"images/s, {side}", round(median(run["images_per_second"] for run in runs)))
-        if memory := [run["peak_memory"] for run in runs if run["peak_memory"]]:
+        if memory := [run["gpu_memory"] for run in runs if run["gpu_memory"]]:
             record_property(f"GB, {side}", round(max(memory) / 1e9, 2))
     # The host hands over a batch of small images in a third of the time of a step. The others are equal but for noise.
     least = {"small images": ("its step alone", 0.6), "generated": ("timm", 0.9), "all GPUs": ("DataParallel", 1)}
