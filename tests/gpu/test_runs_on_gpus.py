@@ -19,8 +19,12 @@ RESNET = ["--model", "resnet18", "--global_batch_size", "64", "--lr", "0.01", "-
 RESNET += ["--max_steps", str(pick(40, 5)), "--eval_every", "1000", "--max_eval_samples", "64"]
 
 
+def trained(log):
+    return [record for record in log if record["kind"] == "train"]
+
+
 def losses(log):
-    return [record["loss"] for record in log if record["kind"] == "train"]
+    return [record["loss"] for record in trained(log)]
 
 
 def evaluation(log):
@@ -62,6 +66,7 @@ def test_a_gpu_learns_the_digits(record_property):
     record_property("accuracy", evaluation(log)["accuracy"])
     assert evaluation(log)["accuracy"] > pick(0.95, 0.5)
     assert log[0]["precision"] == pick("bf16", "no")  # `auto`, as nobody chose one
+    assert ("gpu_memory" in trained(log)[-1]) == (not ON_CPU)
     with gzip.open("runs/run/trace-rank0.json.gz") as file:
         kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
     assert "cpu_op" in kinds and ("kernel" in kinds) == (not ON_CPU)
@@ -93,9 +98,11 @@ def test_an_exact_run_has_the_numbers_of_the_cpu(places, request, record_propert
 
 
 def test_every_precision_learns_the_same(record_property):
-    found = {p: losses(train(1, p, *RESNET, "--mixed_precision", p)) for p in pick(("no", "bf16", "fp16"), ("no",))}
+    logs = {p: train(1, p, *RESNET, "--mixed_precision", p) for p in pick(("no", "bf16", "fp16"), ("no",))}
+    found = {precision: losses(log) for precision, log in logs.items()}
     for precision, values in found.items():
         record_property(f"loss, {precision}", f"{values[-1]:.4f}")
+        record_property(f"skipped updates, {precision}", sum(r.get("skipped", 0) for r in trained(logs[precision])))
         apart = 0.1 if precision == "fp16" else 0.05  # fp16 skips the first updates, until its loss scale is low enough
         assert len(values) == pick(8, 1) and values[-1] == pytest.approx(found["no"][-1], rel=apart)
 
