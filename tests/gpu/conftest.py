@@ -65,9 +65,17 @@ def over_nccl(shared_gpu) -> None:
         pytest.skip("NCCL does not accept two ranks on one GPU, and there is only one")
 
 
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
+
+def pytest_sessionstart():
+    if not IS_WORKER:
+        machine()  # takes seconds, which the part may not have at its end
+
+
 def pytest_runtest_logreport(report):
     done = report.when == "call" or report.outcome != "passed"
-    if done and "tests/gpu/" in report.nodeid and "PYTEST_XDIST_WORKER" not in os.environ:
+    if done and "tests/gpu/" in report.nodeid and not IS_WORKER:
         name = report.nodeid.split("::")[1].removeprefix("test_").replace("_", " ")
         row = {"outcome": report.outcome, "seconds": report.duration, "figures": dict(report.user_properties)}
         crash = getattr(report.longrepr, "reprcrash", None)
@@ -77,10 +85,11 @@ def pytest_runtest_logreport(report):
 
 
 def add_row(name: str, row: dict) -> None:
-    """Add a check to the table, which may have rows of other parts; a check that runs again replaces its row."""
+    """Add a check to the table, which may have rows of other parts; a check that ran again replaces its row."""
     path = REPORT / "gpu.json"
     tables = json.loads(path.read_text()) if path.exists() else {}  # by machine, then by check
-    tables.setdefault(machine(), {})[name] = row
+    rows = tables.setdefault(machine(), {})
+    rows[name] = rows.get(name, row) if row["outcome"] == "skipped" else row
     REPORT.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(tables, indent=1) + "\n")
     write_file(REPORT / "gpu.md", "\n\n".join(as_markdown(*each) for each in tables.items()) + "\n")
