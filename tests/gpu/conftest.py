@@ -65,7 +65,7 @@ def over_nccl(shared_gpu) -> None:
         pytest.skip("NCCL does not accept two ranks on one GPU, and there is only one")
 
 
-IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+IS_WORKER = bool(os.environ.get("PYTEST_XDIST_WORKER"))
 
 
 def pytest_sessionstart():
