@@ -112,7 +112,11 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
     if len(names) == 1:
         return []
     with ranks.agree():
-        file = check_output_folder("--output_dir", expand(config.output_dir)) / names[0]
+        path = expand(config.output_dir)
+        existing = check_output_folder("--output_dir", path)
+        # Folders that do not exist yet differ in their names below the one that does.
+        missing = path.absolute().relative_to(existing.absolute())
+        file = existing / "-".join([names[0], *missing.parts])
     try:
         with ranks.agree():
             if ranks.is_main:
