@@ -13,7 +13,6 @@ from utils.output import guard_output  # the first import: see its docstring
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from utils.config.cli import parse_args
@@ -26,20 +25,23 @@ from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_output
-from utils.models.published import CLASSES, check_classes, names_as_in, resize_input, version_of
-from utils.models.zoo import check_model, input_spec
+from utils.models.published import (
+    resize_input,
+    version_of,
+)
+from utils.models.zoo import check_model
 from utils.predictions.tables import check_table_file, encode, rows_of_split
 from utils.ranks.accelerator import check_precision
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
-from utils.runs.inference import find_saved, given_settings, set_evaluation_input, warn_about_flags
+from utils.runs.foreign import Names, find_run
+from utils.runs.inference import given_settings, set_evaluation_input, warn_about_flags
 from utils.runs.manifest import find_checkpoint
-from utils.runs.metadata import SavedRun, SavedState
-from utils.runs.state import TrainState
+from utils.runs.metadata import SavedRun
 from utils.tasks.table import make_task
 from utils.tasks.task import Predictions, Task
-from utils.training.evaluation import check_outputs, make_evaluator
+from utils.training.evaluation import check_outputs, make_evaluator, model_rate
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -55,50 +57,35 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if flags.predictions:
             check_table_file("--predictions", expand(flags.predictions))
         ranks.join()
-        saved = find_run(flags, ranks)
+        saved, names = find_run(flags, ranks)
         with ranks.agree():
             config, own_data = settings_of(saved, flags)
             check_precision(config, ranks)
             check_model(config)
             check_source(config)
-            config, task = make_task(config, saved.class_names, None)
-            if flags.predictions:
-                task.check_predictions()
         # Use the checkpoint's image size, even if the run derived it from its images.
         spec = spec_of(saved, config)
         for line in warn_about_flags(flags, config, spec):
             Terminal(ranks.is_main).print(line)
         known = replace(config, image_size=[spec.height, spec.width], eval_size=None)
-        split = find_split(saved, known, flags, own_data, ranks)
+        split, found_names = find_split(saved, known, flags, own_data, names, ranks)
+        saved = replace(saved, class_names=found_names)
+        with ranks.agree():
+            config, task = make_task(config, saved.class_names, None)
+            if flags.predictions:
+                task.check_predictions()
         record, found = evaluate(set_evaluation_input(saved, spec), config, flags, task, split, ranks)
         if ranks.is_main:
             more = [
                 ("input", spec.describe_pixels()),
                 *([("views", flags.tta)] if flags.tta else []),
+                *([("model alone", f"{record['model_images_per_second']:,.1f} images/s")] if flags.throughput else []),
             ]
             try:
                 write_files(flags, record, found, task, split)
             finally:
                 print(task.report(record, f"Evaluation of {saved.path}", more))
     return record
-
-
-def find_run(flags: EvalConfig, ranks: Ranks) -> SavedRun:
-    """The verified checkpoint of --ckpt with the weights to evaluate, or published weights for --model; collective."""
-    if not flags.ckpt:
-        with ranks.agree():
-            return published_run(flags)
-    return find_saved(flags.ckpt, flags.weights, ranks)
-
-
-def published_run(flags: EvalConfig) -> SavedRun:
-    """What a checkpoint with the published weights of --model would contain."""
-    assert flags.model
-    config = TrainConfig(model=flags.model, pretrained=True, task="classification", report=False)
-    check_model(config)
-    check_classes(config)
-    values = SavedState(state=TrainState(), input=input_spec(config, 3, None))
-    return SavedRun(Path(flags.model), config, values, CLASSES, None)
 
 
 def settings_of(saved: SavedRun, flags: EvalConfig) -> tuple[TrainConfig, bool]:
@@ -118,16 +105,18 @@ def spec_of(saved: SavedRun, config: TrainConfig) -> InputSpec:
     return saved.spec.for_evaluation().cropped(config.eval_crop)
 
 
-def find_split(saved: SavedRun, config: TrainConfig, flags: EvalConfig, own_data: bool, ranks: Ranks) -> Split:
-    """The split to evaluate, the same on all ranks; collective."""
-    terminal, names = Terminal(ranks.is_main), names_as_in if flags.model else saved.class_names
+def find_split(
+    saved: SavedRun, config: TrainConfig, flags: EvalConfig, own_data: bool, names: Names, ranks: Ranks
+) -> tuple[Split, list[str]]:
+    """The split to evaluate, and the names of its labels, the same on all ranks; collective."""
+    terminal = Terminal(ranks.is_main)
     with ranks.local_main_first("loading the data"):
-        split = load_split(config, flags.split, names, own_data, saved.record, terminal)
+        split, found = load_split(config, flags.split, names, own_data, saved.record, terminal)
     fingerprint = fingerprint_of(split.label_fingerprint, split.content)
     ranks.check_same(fingerprint, f"different images in --data {config.data}")
     for note in split.notes:
         terminal.print(printable(note))
-    return split
+    return split, found
 
 
 def evaluate(
@@ -143,6 +132,8 @@ def evaluate(
     check_outputs(result["loss"], saved.path)
     if flags.tta:
         result["tta"] = flags.tta
+    if flags.throughput:
+        result["model_images_per_second"] = model_rate(evaluator, spec)
     record = {
         "kind": "eval",
         **origin(saved, config, flags),
@@ -171,10 +162,13 @@ def write_files(flags: EvalConfig, record: dict, found: Predictions | None, task
 
 def origin(saved: SavedRun, config: TrainConfig, flags: EvalConfig) -> dict[str, Any]:
     """The fields of the record that identify the weights."""
-    if saved.weights is None:
+    weights = saved.weights
+    if weights is None:
         return {"model": flags.model, "pretrained": version_of(config)}
+    if flags.model:
+        return {"model": flags.model, "weights": flags.weights}
     place = {"checkpoint": str(saved.path.absolute()), "step": saved.state.step, "epoch": saved.state.epochs_begun}
-    return place | saved.weights.describe()
+    return place | weights.describe()
 
 
 if __name__ == "__main__":

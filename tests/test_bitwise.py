@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from torch import nn
 
 import replay
 import train
-from utils.data.order import fold_in
+from utils.data.order import Plan, fold_in
 from utils.models.small import MLP
 from utils.runs.manifest import checkpoints_of, sha256_of
 from utils.training import tree_sum
+from utils.training.loop import watch_ranks
+from utils.training.shares import Exchange, balance
 
 # 4 updates an epoch, the last of 50 samples, which 8 microbatches do not divide evenly.
 SIZES = ["--data", "digits", "--image_size", "16", "--max_train_samples", "350", "--max_eval_samples", "70"]
@@ -50,7 +53,7 @@ def assert_same_run(name: str, other: str) -> None:
 
 def numbers(name: str) -> list[dict]:
     """What a run logged, without times."""
-    times = {"seconds", "images_per_second", "data_wait", "time"}
+    times = {"seconds", "images_per_second", "data_wait", "time", "computing", "waiting"}
     chosen = [record for record in records(name) if record["kind"] in ("train", "eval")]
     return [{key: value for key, value in record.items() if key not in times} for record in chosen]
 
@@ -216,6 +219,66 @@ def test_a_killed_run_that_moves_to_other_numbers_of_processes_ends_with_the_sam
     assert_same_run("whole", "run")
 
 
+def test_unequal_shares_give_the_same_bits():
+    flags = [*SIZES, *MODELS["mnist_cnn"], "--ema_decay", "0.9"]
+    train_run(1, "one", *flags)
+    train_run(2, "two", *flags, "--shares", "7,1")
+    assert_same_run("one", "two")
+    assert same_tensors(*(weights(name, file="ema.safetensors") for name in ("one", "two")))
+    with_ranks = [record for record in records("two") if "computing" in record]
+    assert len(with_ranks) == 4  # of the five records of 2 updates, all but the first
+    for record in with_ranks:
+        assert all(seconds > 0 for seconds in record["computing"]) and min(record["waiting"]) == 0
+        assert len(record["computing"]) == len(record["waiting"]) == 2
+
+
+@pytest.mark.full
+def test_a_killed_run_with_unequal_shares_that_moves_ends_with_the_same_bits():
+    flags = [*SIZES, *MODELS["resnet"]]
+    train_run(1, "whole", *flags)
+    for saved, shares in ((3, "5,1,2"), (6, "3,5")):
+        words = [*flags, "--resume", "auto", "--shares", shares]
+        launch = start_ranks(shares.count(",") + 1, slow_train, words, 0.2)
+        until(lambda saved=saved: (Path("runs/run/checkpoints") / f"step-{saved:08d}").is_dir())
+        launch.kill(signal.SIGKILL)
+        launch.finish()
+    train_run(3, "run", *flags, "--resume", "auto", "--shares", "1,1,6")
+    assert_same_run("whole", "run")
+
+
+def test_a_rank_that_holds_others_up_is_named_once_with_shares_that_fit():
+    said, exchange = [], Exchange(torch.device("cpu"))
+
+    def recorded(microbatches=16, waits=(0.5, 0.5), exchanges=(5.5, 0.5), seconds=8):
+        """The fields of a record of two ranks, the second of which marks its exchange."""
+        exchange.marks += [100.0, 100.0 + exchanges[1]]
+        exchange.add_up()
+        run = SimpleNamespace(
+            gradients=SimpleNamespace(exchange=exchange),
+            accelerator=SimpleNamespace(num_processes=2),
+            meter=SimpleNamespace(wait=waits[1]),
+            ranks=SimpleNamespace(gather=lambda own: [(exchanges[0], waits[0]), own]),
+            plan=Plan(64, 64, microbatches, 0),
+            log=SimpleNamespace(say=said.append),
+        )
+        return watch_ranks(run, seconds)
+
+    assert recorded() == {}  # the first record has other work in it
+    for _ in range(9):
+        assert recorded() == {"computing": [2.0, 7.0], "waiting": [5.0, 0.0]}
+    assert said == ["rank 1 holds up rank 0, which waits 71% of the time; try --shares 12,4"]  # after 30 seconds
+    exchange.computed = [0.0, 0.0]
+    recorded(microbatches=2, seconds=50)
+    assert len(said) == 1  # 44 and 49 seconds: nearly equal
+    exchange.computed = [0.0, 0.0]
+    recorded(microbatches=2, waits=(0.5, 30), exchanges=(30.5, 1), seconds=60)
+    assert len(said) == 1  # the second rank waits for data, which other shares would not change
+    exchange.computed = [0.0, 0.0]
+    recorded(microbatches=2, exchanges=(30.5, 0.5), seconds=40)
+    assert said[1:] == ["rank 1 holds up rank 0, which waits 77% of the time; use more --microbatches"]
+    assert balance([12, 4], [3.0, 3.0]) == [12, 4] and balance([1, 1], [1.0, 9.0]) == [1, 1]
+
+
 def in_the_order_of_all_reduce(flags: list[str]) -> None:
     """Train with the exchange swapped for an all-reduce, and everything else as it is."""
 
@@ -246,6 +309,8 @@ def test_with_an_all_reduce_instead_the_bits_differ():
         (["--microbatches", "8", "--sync_batchnorm"], "--microbatches and --sync_batchnorm cannot be used together"),
         (["--microbatches", "8", "--comm_hook", "bf16"], "--microbatches and --comm_hook cannot be used together"),
         (["--microbatches", "8", "--global_batch_size", "4"], "cannot be divided into 8 microbatches"),
+        (["--microbatches", "8", "--shares", "5", "3"], "--shares 5,3: must be one number for each of 1 processes"),
+        (["--shares", "1"], "with --microbatches as their sum"),
     ],
 )
 def test_settings_that_do_not_go_together_are_one_line(flags, line):

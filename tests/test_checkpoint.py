@@ -94,6 +94,11 @@ def test_only_the_newest_checkpoints_and_the_best_are_kept():
     assert Path("runs/run/checkpoints/latest").read_text() == "step-00000012\n"
 
 
+def test_keep_all_keeps_each_checkpoint():
+    train_run(1, "run", *FLAGS, "--save_every", "4", "--eval_every", "12", "--keep", "all")
+    assert names() == ["best", "latest", "step-00000004", "step-00000008", "step-00000012"]
+
+
 @pytest.mark.parametrize(
     "processes", [2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
 )

@@ -138,6 +138,7 @@ FAULTS = [
     (2, no_memory, "memory", "0.1 of 10.0 GB free", "start fewer processes"),
     (2, unshared_gradients, "gradients", "differ from those of one process by", "try another --backend"),
     (2, flags("--slow", "1000"), "all-reduce", ", GB/s: ", "check --interface"),
+    (2, environment(CUDA_VISIBLE_DEVICE="1"), "environment", "CUDA_VISIBLE_DEVICE has no effect", "correct its name"),
     (1, environment(RANK="2", WORLD_SIZE="2", LOCAL_RANK="0"), "launch", "contradictory environment", "below"),
     (2, several_gpus_less, "launch", "2 processes on this machine, but 1 GPU", "launch with --num_processes 1"),
     (2, flags("--backend", "nccl"), "launch", "--backend nccl needs GPUs", "leave it out"),
@@ -356,7 +357,7 @@ def test_where_machines_cannot_meet_each_prints_its_own_table(tmp_path):
     with network(tmp_path) as places:
         codes, texts = by_hand(places, ["--timeout", "12"], ["--timeout", "12", "--interface", "eth7"])
         assert codes == [1, 1] and red_lines() == {"connection"}
-        assert "rank 1 did not connect" in texts[0] and "✗ --interface eth7: " in texts[1], texts
+        assert "found each other but could not connect" in texts[0] and "✗ --interface eth7: " in texts[1], texts
         places[0].firewall("drop")
         codes, texts = by_hand(places, ["--timeout", "12"], ["--timeout", "12"])
         assert codes == [1, 1] and "rank 1 did not connect" in texts[0] and "✗ no answer from " in texts[1], texts

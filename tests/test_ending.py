@@ -34,7 +34,7 @@ def in_folder(folder, monkeypatch):
 
 def numbers(name):
     """What a run logged, without times."""
-    times = {"seconds", "images_per_second", "data_wait", "time"}
+    times = {"seconds", "images_per_second", "data_wait", "time", "computing", "waiting"}
     return [{k: v for k, v in r.items() if k not in times} for r in records(name) if r["kind"] != "start"]
 
 

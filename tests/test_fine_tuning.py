@@ -132,7 +132,7 @@ def test_a_run_starts_from_the_best_weights_of_another_on_any_number_of_processe
     report = Path("runs/tuned/init_from.txt").read_text().splitlines()
     assert report[0] == str(best) and report[-1] == "classes kept: b, c"
     kept = f"{best}: {len(there) - 2} tensors kept, new: fc.weight, fc.bias (2 of 3 classes kept)"
-    line = re.escape(f"{kept}; its model, channels, image_size, mean, std")
+    line = re.escape(f"{kept}; its model, channels, image_size, mean, std, interpolation")
     assert re.search(f"^init_from +{line}$", outcomes[0].out, re.M)
     assert input_of("tuned") == (40, [0.4] * 3)
 
@@ -141,7 +141,7 @@ def test_given_settings_take_precedence_over_those_of_the_source(folder):
     config = TrainConfig(init_from="runs/source", mean=[0.1], image_size=64, channels=1)
     filled, source = find_source(config, None, ALONE)
     assert (filled.mean, filled.image_size, filled.channels, filled.model) == ([0.1], 64, 1, "timm/test_resnet")
-    assert filled.std == [pytest.approx(0.3)] and source.taken == ["model", "std"]
+    assert filled.std == [pytest.approx(0.3)] and source.taken == ["model", "std", "interpolation"]
     other, _ = find_source(TrainConfig(init_from="runs/source", model="resnet18"), None, ALONE)
     assert other.model == "resnet18" and other.model_args == {}
 
@@ -203,7 +203,7 @@ def test_a_repository_of_the_hub_is_read_with_its_classes_and_its_commit(describ
         found = config.model, config.mean, config.image_size
         assert found == (("timm/test_resnet", [0.1, 0.2, 0.3], [48, 40]) if described else (None, None, None))
     model = build("timm/test_resnet", 2)
-    load_source(model, source, ["a", "z"], "timm/test_resnet")
+    load_source(model, source, ["a", "z"], TrainConfig(model="timm/test_resnet"))
     assert torch.equal(model.fc.weight, published.fc.weight[[1, 0] if described else [0, 1]])
     with pytest.raises(UserError) as error:
         find_source(TrainConfig(init_from="hf://owner/other"), None, ALONE)
@@ -224,7 +224,7 @@ def test_sources_that_do_not_fit_are_one_line(folder):
     Path("odd/config.json").write_text(json.dumps({"pretrained_cfg": {"mean": ["a", "b", "c"]}}))
     for where, line in (
         (["runs/nothing"], "--init_from runs/nothing: no such file or folder"),
-        (["pickled.pth"], "pickled.pth is not a safetensors file"),
+        (["pickled.pth"], "pickled.pth: is refused, because it contains objects whose loading would execute code"),
         (["first"], "first: holds no checkpoint"),
         (["odd"], "config.json: malformed (could not convert string to float: 'a')"),
         (["runs/source", "--pretrained"], "--pretrained and --init_from cannot be used together"),

@@ -72,7 +72,8 @@ def test_the_outer_folder_of_an_archive_is_looked_into_and_reported(inner, split
 
 def test_a_single_class_is_not_taken_for_an_outer_folder():
     image_folder("folder/cat/2020/may", {"day": 30})
-    assert load_split(TrainConfig(data="folder", cache_dir="cache"), "train", ["cat"], own_data=False).labels.max() == 0
+    config = TrainConfig(data="folder", cache_dir="cache")
+    assert load_split(config, "train", ["cat"], own_data=False)[0].labels.max() == 0
     refused("one class, cat")
 
 
@@ -105,7 +106,7 @@ def test_splits_are_known_by_their_usual_names_in_any_case(training, other, name
         assert data.class_names == ["cat", "dog"] and sizes(data) == (20, name, 4)
     assert data.train.name == "train"
     own = TrainConfig(data="folder", cache_dir="cache")
-    assert [len(load_split(own, split, ["cat", "dog"])) for split in (None, "train", name, other)] == [4, 20, 4, 4]
+    assert [len(load_split(own, split, ["cat", "dog"])[0]) for split in (None, "train", name, other)] == [4, 20, 4, 4]
 
 
 def test_the_usual_names_of_the_validation_split_stay_and_validation_means_them_too():
@@ -139,7 +140,7 @@ def test_a_folder_of_only_a_test_split_is_evaluated_and_not_trained_on_unless_as
     image_folder("folder/test", PETS)
     refused("no split called train", "set --train_split to one of test")
     assert sizes(load(train_split="test")) == (18, "hold-out of test", 2)
-    assert len(load_split(TrainConfig(data="folder", cache_dir="cache"), None, ["cat", "dog"], own_data=False)) == 20
+    assert len(load_split(TrainConfig(data="folder", cache_dir="cache"), None, ["cat", "dog"], own_data=False)[0]) == 20
 
 
 def test_an_evaluation_split_without_a_training_split_is_refused():
@@ -394,7 +395,7 @@ def test_integer_labels_with_large_gaps_are_names_of_classes():
         assert [values[label] for label in split.labels] == [values[9 - row % 10] for row in split.rows]
         assert "only the labels that occur are classes: 0, 1000, 2000, ... (10 in all)" in split.notes[0]
     fewer = TrainConfig(data=numbered("fewer", [9000, 0, 3000] * 2), cache_dir="cache")
-    assert load_split(fewer, None, data.class_names, own_data=False).labels.tolist() == [9, 0, 3] * 2
+    assert load_split(fewer, None, data.class_names, own_data=False)[0].labels.tolist() == [9, 0, 3] * 2
     parquet("new", train=table([0, 1000] * 9, Value("int64")), test=table([0, 7], Value("int64")))
     refused("split 'test' has the class 7, but the training split has only 0, 1000", data="new")
 

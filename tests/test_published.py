@@ -159,10 +159,13 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line():
     for flags, text in (
         ([], "--ckpt is missing"),
         (["--ckpt", "runs/a", "--model", "resnet18"], "--model and --ckpt cannot be used together"),
-        (["--model", "resnet18", "--data", "data"], "--model needs --pretrained"),
+        (
+            ["--model", "resnet18", "--data", "data"],
+            "--model needs weights: otherwise they are random; add --pretrained, or --weights FILE",
+        ),
         (["--model", "resnet18", "--pretrained"], "--model needs --data"),
         (["--model", "resnet18", *data], "the class 'cat' of --data is not a class of ImageNet"),
-        (["--model", wide, *data], f"--model {wide}: its weights have 21843 classes, not ImageNet's 1000"),
+        (["--model", wide, *data], "the weights have 21,843 classes, and --data has 3; use data with the classes"),
     ):
         assert refused(eval.main, *flags).startswith(f"eval.py: error: {text}")
 

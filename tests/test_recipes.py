@@ -4,14 +4,17 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.ranks import returned
 from helpers.training_runs import records, train_run
+from timm.scheduler import CosineLRScheduler
 
 import eval
 from train import TABLES
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.models.zoo import check_model, input_spec
+from utils.training.schedule import learning_rate
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 NAMES = sorted(path.name for path in RECIPES.glob("*.yaml"))
@@ -26,6 +29,24 @@ def test_each_recipe_is_accepted_and_listed_and_has_its_command_in_its_header(na
     assert all(line.startswith("#") for line in header.splitlines())
     assert f"train.py --config recipes/{name}" in header
     assert f"(../recipes/{name})" in (RECIPES.parent / "docs/settings.md").read_text()
+
+
+def test_the_swin_recipe_has_the_learning_rates_of_its_authors_and_trains_at_64_pixels():
+    recipe = str(RECIPES / "swin_tiny.yaml")
+    config = parse_args(TrainConfig, "train.py", ["--config", recipe], TABLES)
+    updates, warmup = 300 * (1_281_167 // 1024), 20 * (1_281_167 // 1024)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 5e-4 * 1024 / 512)
+    ends = {"lr_min": 5e-6 * 1024 / 512, "warmup_lr_init": 5e-7 * 1024 / 512, "warmup_t": warmup}
+    theirs = CosineLRScheduler(optimizer, updates - warmup, **ends, t_in_epochs=False, warmup_prefix=True)
+    for update in range(0, updates, 997):
+        (lr,) = theirs._get_lr(update)
+        assert learning_rate(config, update, updates) == pytest.approx(lr, rel=1e-9, abs=(update < warmup) * 1e-6)
+    small = ["--data", "synthetic/4x64x32", "--image_size", "64", "--global_batch_size", "8", "--report", "false"]
+    small += ["--model_args", "{mlp_ratio: 0.5}", "--max_steps", "3", "--warmup_steps", "1", "--log_every", "1"]
+    log = train_run(1, "run", "--config", recipe, *small)
+    trained = [record for record in log if record["kind"] == "train"]
+    assert [record["lr"] for record in trained] == pytest.approx([0.001, 0.001, 0.000505])
+    assert 1 < trained[0]["loss"] < 2 and log[-1]["kind"] == "eval"
 
 
 @pytest.mark.full

@@ -439,13 +439,13 @@ def test_eval_gets_the_split_that_was_evaluated_or_trained_on_or_any_other():
     DatasetDict({name: table(labels_of(size), NAMED) for name, size in sizes.items()}).save_to_disk("tables")
     config = TrainConfig(data="tables", max_train_samples=5)
     for name, expected in ((None, "validation"), ("train", "train"), ("test", "test")):
-        split = load_split(config, name, ANIMALS)
+        split, _ = load_split(config, name, ANIMALS)
         assert (split.name, len(split)) == (expected, sizes[expected])
     with pytest.raises(ValueError, match="--split day: no such split; use one of train, validation, test"):
         load_split(config, "day", ANIMALS)
     config = TrainConfig(data="tables", eval_fraction=0.2, max_eval_samples=4)
     data = load_data(config)
-    held, trained = load_split(config, None, ANIMALS), load_split(config, "train", ANIMALS)
+    held, trained = load_split(config, None, ANIMALS)[0], load_split(config, "train", ANIMALS)[0]
     assert (held.rows == data.evaluation.rows).all() and len(held) == 4
     assert len(trained) == 4 and set(trained.rows) <= set(data.train.rows)
 
@@ -453,7 +453,7 @@ def test_eval_gets_the_split_that_was_evaluated_or_trained_on_or_any_other():
 def test_eval_counts_classes_as_the_checkpoint_does():
     table(labels_of(30), NAMED).save_to_disk("tables")
     config = TrainConfig(data="tables", eval_fraction=0.5)
-    split = load_split(config, "train", ["emu", "ant", "cat", "dog"])
+    split, _ = load_split(config, "train", ["emu", "ant", "cat", "dog"])
     assert split.labels.tolist() == [[2, 3, 0][row % 3] for row in split.rows]
     with pytest.raises(ValueError, match="does not have the class 'dog', only cat, emu"):
         load_split(config, "train", ["cat", "emu"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.ranks import returned
 
-from utils.data.order import share
+from utils.data.order import Plan
 from utils.training.meter import rounded
 from utils.training.tree_sum import TreeSum, subtrees
 
@@ -39,7 +39,7 @@ def summed(microbatches: int, updates: int) -> list[list[np.ndarray]]:
 
     with distributed_session("train.py", LaunchConfig(cpu=True)) as ranks:
         ranks.join()
-        tree = TreeSum(microbatches, ranks.topology.world_size, ranks.topology.rank)
+        tree = TreeSum(Plan(64, 64, microbatches, 0).ranges(ranks.topology.world_size), ranks.topology.rank)
         found = []
         for _ in range(updates):
             for number in tree.own:
@@ -53,7 +53,7 @@ def summed(microbatches: int, updates: int) -> list[list[np.ndarray]]:
 @pytest.mark.parametrize("microbatches", [1, 2, 8, 16])
 def test_ranges_and_subtrees_cover_each_microbatch_once(microbatches):
     for processes in range(1, microbatches + 1):
-        ranges = [share(microbatches, processes, rank) for rank in range(processes)]
+        ranges = Plan(64, 64, microbatches, 0).ranges(processes)
         assert [number for numbers in ranges for number in numbers] == list(range(microbatches))
         assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
         for numbers in ranges:

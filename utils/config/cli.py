@@ -71,8 +71,13 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     values: dict[str, Any] = {}
     for path in vars(found).pop("config", []):
         values |= _read_file(Path(path), cls)
-    for name, value in vars(found).items():
-        values[name] = value[0] if isinstance(value, list) and len(value) == 1 else value
+    flags = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in vars(found).items()}
+    if flags.get("init_from"):  # it also replaces the published weights that a recipe asks for
+        values.pop("pretrained", None)
+    values |= flags
+    if Path(str(values.get("pretrained"))).suffix:
+        fix = f"use --{'init_from' if 'init_from' in names else 'weights'} {values['pretrained']}"
+        raise UserError("--pretrained takes no file: it stands for the published weights", fix)
     paths = words + argv[end + 1 :]
     if PATHS in names:
         values[PATHS] = paths
@@ -149,7 +154,7 @@ def _words(setting: Field, alone: bool) -> dict[str, Any]:
 
 def _yaml(word: str) -> Any:
     try:
-        return load_yaml(word)
+        return load_yaml(f"[{word}]" if "," in word and word[0].isdigit() else word)  # such as 11,5
     except ValueError as error:
         raise argparse.ArgumentTypeError(one_line(error)) from None
 

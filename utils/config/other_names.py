@@ -80,7 +80,7 @@ ADVICE = {
     "push_to_hub hub_model_id": "use export.py --ckpt RUN --to timm --out DIR, then hf upload USER/NAME DIR",
     "test_only evaluate do_eval": "use python eval.py --ckpt RUN, or --model NAME --pretrained for published weights",
     "tta test_time_augmentation": "use python eval.py --ckpt RUN --tta flip,shift",
-    "throughput benchmark": "use --dry_run, which counts the model's operations and times an update",
+    "throughput benchmark": "use --dry_run, which times an update, or eval.py --ckpt RUN --throughput",
     "device no_cuda": "GPUs are used if there are any; --cpu avoids them",
     "gpu gpus gpu_id devices ddp strategy num_gpus nproc_per_node num_processes num_nodes": "the launcher "
     "starts the processes: accelerate launch --num_processes N train.py",

@@ -18,6 +18,7 @@ from utils.config.bounds import (
     NonNegativeFloat,
     NonNegativeInt,
     Number,
+    OneStart,
     PositiveFloat,
     PositiveInt,
     Probability,
@@ -47,6 +48,11 @@ class InputSettings:
     eval_crop: Input[Fraction | None] = None
     """Fraction of a photograph's shorter side that evaluation uses (default: that of the pretrained weights, else
     0.875); images up to 96 pixels are used whole."""
+    interpolation: Input[Literal["bilinear", "bicubic"] | None] = None
+    """Interpolation of photographs (default: that of the pretrained weights, else bilinear)."""
+    squash: Input[bool | None] = None
+    """Resize both sides of a photograph in evaluation, not only the shorter one (default: as for the pretrained
+    weights, else false)."""
     channels: Input[Annotated[int, _CHANNELS] | None] = None
     """Input channels, 1 for grey or 3 for colour (default: those of the pretrained weights, else of the data)."""
     mean: Input[Annotated[list[Number], _PER_CHANNEL] | None] = None
@@ -96,9 +102,12 @@ class ModelSettings:
     model_args: Arguments = field(default_factory=dict)
     """Keyword arguments of the model, such as '{dropout: 0.2}'."""
     init_from: str | None = None
-    """Start from other weights: a run (its best checkpoint), a checkpoint, a safetensors file, or hf://OWNER/NAME on
-    the Hugging Face Hub. Rows of the head are kept for classes of the same name, other tensors if their shape fits.
-    Model, input size, mean and std are those of the weights unless they are given."""
+    """Start from other weights: a run (its best checkpoint), a checkpoint, a file (safetensors, or a state dict that
+    torch.save wrote), or hf://OWNER/NAME on the Hugging Face Hub. Rows of the head are kept for classes of the same
+    name, other tensors if their shape fits. Model and input are those of the weights unless they are given."""
+    init_match: Literal["name", "order"] = "name"
+    """How tensors of --init_from are matched: order is for a file with other names, whose tensors have the shapes of
+    the model's in the same order."""
     grad_checkpointing: bool = False
     """Compute the activations inside blocks again in the backward pass instead of keeping them. This saves memory, is
     slower, and gives the same results."""
@@ -127,6 +136,9 @@ class BatchSettings:
     """Cut each global batch into this many parts, a power of two, and add up their gradients in one fixed order. The
     weights are then the same, bit for bit, on any number of processes up to this number. This is slower, and on CPUs
     each process then has one thread by default."""
+    shares: OneStart[list[PositiveInt] | None] = None
+    """With --microbatches, how many of them each rank computes, such as 11,5 if rank 0 has the faster device (default:
+    equally many). The weights do not change."""
     drop_last: Chosen[bool] = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if the global
     batch is the default, below 128, and the last one less than half full)."""

@@ -8,6 +8,8 @@ from utils.config.bounds import (
     FractionBelow1,
     NonNegativeFloat,
     NonNegativeInt,
+    Number,
+    PositiveFloat,
     PositiveInt,
     exclude,
     require,
@@ -60,11 +62,24 @@ class EvalConfig(LoadingConfig, InferenceConfig):
 
     ckpt: str = ""
     """Run folder (its best checkpoint, else its latest) or checkpoint folder to evaluate."""
+    weights: str | None = None  # type: ignore[assignment]  # of a checkpoint or a file
+    """Weights to use: raw, or ema for their average (default: ema if the run had --ema_decay). With --model: a file
+    (safetensors, or a state dict that torch.save wrote), or hf://OWNER/NAME on the Hugging Face Hub."""
     model: str | None = None
-    """Model to evaluate instead of a checkpoint, with --pretrained and --data: the published weights of a torchvision
-    model or of timm/NAME. The classes of the data must be classes of ImageNet."""
+    """Model to evaluate instead of a checkpoint, with --data: a torchvision model or timm/NAME, with the weights of
+    --weights, or the published ones with --pretrained. Its classes are those of ImageNet, or with --weights FILE, if
+    the data has as many, those of the data."""
     pretrained: bool = False
     """Evaluate the published weights of --model."""
+    init_match: Literal["name", "order"] = "name"
+    """How the tensors of --weights FILE are matched: order is for a file with other names, whose tensors have the
+    shapes of the model's in the same order."""
+    mean: list[Number] | None = None
+    """Mean per channel of the input of --model (default: that of its published weights, else 0.5)."""
+    std: list[PositiveFloat] | None = None
+    """Standard deviation per channel of the input of --model (default: as for --mean)."""
+    interpolation: Literal["bilinear", "bicubic"] | None = None
+    """Interpolation of photographs for --model (default: as for its published weights, else bilinear)."""
     split: str | None = None
     """Split to evaluate (default: as in the run; for other data, validation, else test, else the training split)."""
     data: str | None = None
@@ -86,6 +101,8 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: as in the run)."""
     eval_crop: Fraction | None = None
     """Fraction of a photograph's shorter side to use (default: as in the run)."""
+    throughput: bool = False
+    """Also measure the images per second of the model alone, without reading data."""
     json: str | None = None
     """File to write the results to, as JSON."""
     predictions: str | None = None
@@ -97,13 +114,19 @@ class EvalConfig(LoadingConfig, InferenceConfig):
         super().__post_init__()
         same = self.json is not None and self.json == self.predictions
         require(not same, "--json and --predictions name the same file", "give two files")
+        is_part = self.weights in (None, "raw", "ema")
         if self.model is None:
             require(not self.pretrained, "--pretrained needs --model", "name the model")
+            problem = f"--weights {self.weights} needs --model: a file of weights does not say which model they are of"
+            require(is_part, problem, "add --model NAME --data DATA, or set --weights to raw or ema")
             fix = "give a run folder or a checkpoint, or --model NAME --pretrained for published weights"
             require(self.ckpt != "", "--ckpt is missing", fix)
+            exclude(self, "ckpt", "init_match", "mean", "std", "interpolation")
             return
-        exclude(self, "model", "ckpt", "weights")
-        require(self.pretrained, "--model needs --pretrained: other weights are random", "add --pretrained")
+        exclude(self, "model", "ckpt")
+        exclude(self, "pretrained", "weights", "init_match")
+        fix = "add --pretrained, or --weights FILE"
+        require(self.pretrained or not is_part, "--model needs weights: otherwise they are random", fix)
         require(self.data is not None, "--model needs --data", "name the data to evaluate on")
 
 

@@ -193,8 +193,8 @@ class CheckpointSettings:
     best are always saved."""
     save_seconds: PositiveFloat | None = None
     """Seconds between checkpoints, checked about once a second; with --save_every, whichever is due first."""
-    keep: PositiveInt = 2
-    """Number of newest checkpoints to keep, besides the best one."""
+    keep: PositiveInt | Literal["all"] = 2
+    """Number of newest checkpoints to keep, besides the best one, or all."""
 
 
 @dataclass

@@ -1,15 +1,14 @@
 """The order of the samples, a pure function of (seed, epoch, position), which is the same on any number of processes.
 
 An epoch is as many draws as there are samples: a permutation, or draws with replacement by weight. An update takes the
-next `global_batch_size` draws, fewer at the epoch's end, and divides them into processes x accumulation microbatches,
-numbered by their position in the update. Rank r computes a contiguous range of them: microbatch `r * accumulation + a`
-in accumulation step a.
+next `global_batch_size` draws, fewer at the epoch's end, and divides them into microbatches, numbered by their position
+in the update. Each rank computes a contiguous range of them, one in each accumulation step.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -46,11 +45,6 @@ def count_earlier(drawn: np.ndarray) -> np.ndarray:
     return counts
 
 
-def share(microbatches: int, processes: int, rank: int) -> range:
-    """The numbers of the microbatches that a rank computes: a contiguous range. The counts differ by at most one."""
-    return range(rank * microbatches // processes, (rank + 1) * microbatches // processes)
-
-
 class Microbatch(NamedTuple):
     """The samples of one forward pass on one rank. `update` counts from 0 over the run, `number` from 0 in each update.
     A rank with fewer microbatches than others gets an empty one in their place, with the number -1.
@@ -71,7 +65,8 @@ class Plan:
     """How an epoch divides into updates, and an update into microbatches.
 
     An update has `repeats` copies of each of its samples. With `weights`, float64 [samples], samples are drawn with
-    replacement. With `in_pairs`, microbatches consist of pairs of neighbours, to be mixed.
+    replacement. With `in_pairs`, microbatches consist of pairs of neighbours, to be mixed. `shares` has the number of
+    microbatches of each rank of this start, if they are to differ.
     """
 
     samples: int
@@ -81,6 +76,7 @@ class Plan:
     drop_last: bool = False
     repeats: int = 1
     in_pairs: bool = False
+    shares: Sequence[int] | None = field(default=None, compare=False)
     weights: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -88,12 +84,18 @@ class Plan:
         full, rest = divmod(self.samples, self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
 
+    def ranges(self, processes: int) -> list[range]:
+        """The numbers of the microbatches that each rank computes: contiguous ranges."""
+        count, own = self.microbatches, self.shares
+        ends = accumulate(own, initial=0) if own else [rank * count // processes for rank in range(processes + 1)]
+        return [range(*pair) for pair in pairwise(ends)]
+
     def sizes(self, processes: int) -> dict[str, int]:
         """How the global batch is divided."""
         return {
             "processes": processes,
             "batch_size": -(-self.global_batch_size // self.microbatches),
-            "grad_accum": -(-self.microbatches // processes),
+            "grad_accum": max(map(len, self.ranges(processes))),
             "global_batch_size": self.global_batch_size,
         }
 
@@ -157,10 +159,8 @@ class UpdateSampler(MicrobatchSampler):
     def __init__(self, plan: Plan, processes: int, updates: int, start: tuple[int, int, int] = (0, 0, 0)):
         self.plan, self.updates, self.start = plan, updates, start
         self.largest = max(plan.microbatch_sizes(0))
-        shares = [share(plan.microbatches, processes, rank) for rank in range(processes)]
-        steps = -(-plan.microbatches // processes)
         # -1 stands for no microbatch: all ranks must get the same number of batches.
-        self.numbers = [own[step] if step < len(own) else -1 for step in range(steps) for own in shares]
+        self.numbers = list(chain.from_iterable(zip_longest(*plan.ranges(processes), fillvalue=-1)))
 
     def __len__(self) -> int:
         return self.updates * len(self.numbers)

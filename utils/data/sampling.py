@@ -30,5 +30,6 @@ def make_plan(config: TrainConfig, train: Split, global_batch_size: int, microba
         drop_last=config.drop_last,
         repeats=config.repeats,
         in_pairs=config.mixes,
+        shares=config.shares,
         weights=weights,
     )

@@ -55,8 +55,8 @@ def load_split(
     own_data: bool = True,
     record: Record | None = None,
     terminal: Terminal = SILENT,
-) -> Split:
-    """One split to evaluate, with labels that are indices into `class_names`.
+) -> tuple[Split, list[str]]:
+    """One split to evaluate, with labels that are indices into `class_names`, and these names.
 
     `class_names` can also be a function that takes the data's class names and returns this list.
 
@@ -79,7 +79,7 @@ def load_split(
     split = random_subset(_drop_unreadable(split, config, terminal), config.max_eval_samples, config.seed)
     check_kind(split, config)
     wanted = class_names(source.class_names) if callable(class_names) else class_names
-    return replace(renumber(split, source.class_names, wanted), name=shown)
+    return replace(renumber(split, source.class_names, wanted), name=shown), wanted
 
 
 def _open_checked(config: TrainConfig, terminal: Terminal) -> Source:

@@ -1,13 +1,17 @@
 """Weights from elsewhere: tensors are matched by name and shape, the rows of the head by class name."""
 
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from utils.config.bounds import require
 from utils.console import join_names
+from utils.errors import UserError
 
 
 @dataclass
@@ -35,12 +39,84 @@ class Match:
         return "\n".join([*lines, *(f"not used: {name}" for name in self.unused)]) + "\n"
 
 
+def shape_of(tensor: Tensor) -> str:
+    """The shape of a tensor, in words, and whether it has integers."""
+    return f"{list(tensor.shape)}{' of integers' * (not tensor.is_floating_point())}"
+
+
 def find_heads(model: nn.Module) -> tuple[str, ...]:
     """The names of the layers that compute the logits: those that timm names, else the last linear layer."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)}
     named = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
     named = (named,) if isinstance(named, str) else named
     return tuple(name for name in named if name in layers) or tuple(layers)[-1:]
+
+
+_PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.")  # of modules that wrap a model
+
+
+def fit_names(
+    tensors: Mapping[str, Tensor], model: nn.Module, where: str, name: str, order: bool = False
+) -> Mapping[str, Tensor]:
+    """The tensors of `where` under the names of the model `name`, which are those of a file of anybody's.
+
+    Prefixes that all names have are left out, and timm converts the names of the authors' own code. With `order`, the
+    tensors take the model's names one after the other. Raises UserError if their shapes do not allow that, or if no
+    name fits but it would be possible.
+    """
+    own = model.state_dict()
+    tensors = _with_timm(_strip_prefixes(tensors, own), model)
+    heads = tuple(f"{head}." for head in find_heads(model))
+    pairs = [] if not order and own.keys() & tensors.keys() else _pair_by_order(tensors, own, heads)
+    if order:
+        problem = f"{where}: its tensors do not have the shapes of {name} in the same order"
+        require(bool(pairs), problem, "leave out --init_match order, or use another --model")
+        tensors = {own: tensors[theirs] for own, theirs in pairs}
+    elif pairs:
+        shown = ", ".join(f"{theirs} for {own}" for own, theirs in pairs[:3])
+        problem = f"{where}: no name is one of {name}, but all shapes are those of {name} in the same order ({shown})"
+        raise UserError(problem, "if these are the same layers, add --init_match order")
+    return tensors
+
+
+def _strip_prefixes(tensors: Mapping[str, Tensor], own: Iterable[str]) -> Mapping[str, Tensor]:
+    """The tensors without the prefixes of wrapper modules that all their names have, and not all of the `own` names."""
+    for prefix in _PREFIXES * 2:  # they can be nested in any order
+        if all(name.startswith(prefix) for name in tensors) and not all(name.startswith(prefix) for name in own):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _with_timm(tensors: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """The tensors as timm converts those of the authors' own code, if it can do so and if some of the model's lack."""
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    if convert and not model.state_dict().keys() <= tensors.keys():
+        with suppress(Exception):  # of any class, for tensors that it does not expect
+            return convert(dict(tensors), model)
+    return tensors
+
+
+def _pair_by_order(
+    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], heads: tuple[str, ...]
+) -> list[tuple[str, str]]:
+    """The model's `own` names and those of `tensors`, if their shapes are the same in the same order; else empty.
+
+    The head may have another number of rows.
+    """
+    pairs = list(zip(own, tensors, strict=False))
+
+    def same(name: str, theirs: Tensor) -> bool:
+        first = 1 if name.startswith(heads) else 0
+        return own[name].ndim == theirs.ndim and own[name].shape[first:] == theirs.shape[first:]
+
+    fits = len(own) == len(tensors) and all(same(name, tensors[theirs]) for name, theirs in pairs)
+    return pairs if fits else []
+
+
+def count_outputs(tensors: Mapping[str, Tensor], model: nn.Module) -> int:
+    """The rows of the head among these tensors, which have the names of the model; 0 if there is none."""
+    heads = [tensors[f"{name}.weight"] for name in find_heads(model) if f"{name}.weight" in tensors]
+    return len(heads[0]) if heads else 0
 
 
 @torch.no_grad()
@@ -71,8 +147,8 @@ def copy_matching(model: nn.Module, tensors: Mapping[str, Tensor], there: Sequen
             else:
                 found.new[name] = f"except for the rows of {count} of {len(here)} classes"
                 found.classes = [here[row] for row, _ in pairs[:count]]
-        elif theirs.shape != own.shape:
-            found.new[name] = f"shape {list(own.shape)}, in the source {list(theirs.shape)}"
+        elif shape_of(theirs) != shape_of(own):
+            found.new[name] = f"shape {shape_of(own)}, in the source {shape_of(theirs)}"
         else:
             own.copy_(theirs)
             found.kept.append(name)

@@ -3,7 +3,8 @@
 import importlib.util
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torchvision
 from torch import nn
 
+from utils.config.bounds import require
 from utils.config.settings import TrainConfig
 from utils.data.decode import EVAL_CROP
 from utils.data.spec import InputSpec
@@ -33,15 +35,30 @@ def torchvision_weights(name: str) -> Any:
     return torchvision.models.get_model_weights(name).DEFAULT
 
 
-def published_input(name: str) -> dict:
-    """The input of the published weights: channels, size, mean, std, and how evaluation crops photographs."""
+def published_input(name: str) -> dict[str, Any]:
+    """The settings of the input of the published weights: channels, size, mean, std, and how evaluation crops.
+
+    Empty for a model that has none.
+    """
     if cfg := timm_weights(name):
-        interpolation = "bicubic" if cfg.interpolation == "bicubic" else "bilinear"
-        crop = {"crop": cfg.crop_pct, "interpolation": interpolation, "squash": cfg.crop_mode == "squash"}
-        return {"channels": cfg.input_size[0], "size": cfg.input_size[1], "mean": cfg.mean, "std": cfg.std, **crop}
+        return input_of(cfg.to_dict())
+    if name not in torchvision.models.list_models():
+        return {}
     preset = torchvision_weights(name).transforms()
-    crop = {"crop": preset.crop_size[0] / preset.resize_size[0], "interpolation": preset.interpolation.value}
-    return {"channels": 3, "size": preset.crop_size[0], "mean": preset.mean, "std": preset.std, **crop}
+    (side,), (resized,), how = preset.crop_size, preset.resize_size, preset.interpolation.value
+    shape = {"input_size": [3, side, side], "crop_pct": side / resized, "interpolation": how}
+    return input_of({"mean": preset.mean, "std": preset.std, **shape})
+
+
+def input_of(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the input that timm's description of weights has. Raises errors of many classes if malformed."""
+    values: dict[str, Any] = {name: [*map(float, cfg[name])] for name in ("mean", "std") if name in cfg}
+    if "input_size" in cfg:
+        values |= {"channels": cfg["input_size"][0], "image_size": list(cfg["input_size"][1:])}
+    if "crop_pct" in cfg:
+        values |= {"eval_crop": float(cfg["crop_pct"]), "squash": cfg.get("crop_mode") == "squash"}
+        values["interpolation"] = "bicubic" if cfg.get("interpolation") == "bicubic" else "bilinear"
+    return values
 
 
 def resize_input(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) -> InputSpec:
@@ -49,8 +66,10 @@ def resize_input(spec: InputSpec, config: TrainConfig, size: tuple[int, int]) ->
     weights = published_input(config.model) if config.pretrained else {}
     spec = InputSpec(*size, spec.channels, spec.mean, spec.std)
     if not spec.small:  # small images are resized once, for the cache, with bilinear interpolation
-        spec = replace(spec, **{key: weights[key] for key in ("interpolation", "squash") if key in weights})
-    return spec.cropped(config.eval_crop or weights.get("crop") or EVAL_CROP)
+        squash = weights.get("squash", False) if config.squash is None else config.squash
+        interpolation = config.interpolation or weights.get("interpolation", spec.interpolation)
+        spec = replace(spec, squash=squash, interpolation=interpolation)
+    return spec.cropped(config.eval_crop or weights.get("eval_crop") or EVAL_CROP)
 
 
 def _fix_of_weights(config: TrainConfig) -> str:
@@ -72,13 +91,31 @@ CLASSES: list[str] = torchvision_weights("resnet18").meta["categories"]
 _ENDS = ["n01440764", "n15075141"]  # the first and the last synset
 
 
-def check_classes(config: TrainConfig) -> None:
-    """Raise UserError unless the published weights of this model have ImageNet's 1,000 classes."""
-    cfg = timm_weights(config.model)
-    if cfg and cfg.num_classes != len(CLASSES):
-        counts = f"{cfg.num_classes or 'no'} classes, not ImageNet's {len(CLASSES)}"
-        fix = "use weights whose tag ends in in1k, or train a model on your classes"
-        raise UserError(f"--model {config.model}: its weights have {counts}", fix)
+def published_outputs(name: str) -> int:
+    """The number of outputs of the published weights of a model."""
+    cfg = timm_weights(name)
+    return cfg.num_classes if cfg else len(CLASSES)
+
+
+def names_of_outputs(count: int, names: Sequence[str]) -> list[str]:
+    """The classes of weights with this many outputs, in their order, by the names that a data set uses.
+
+    1,000 outputs are ImageNet's classes (`names_as_in`), 21,841 and some other numbers those of a larger ImageNet if
+    `names` are synsets. Otherwise the data set must have as many classes. Raises UserError if nothing fits.
+    """
+    if count == len(CLASSES):
+        with suppress(UserError) if len(names) == count else nullcontext():
+            return names_as_in(names)
+    if all(re.fullmatch(r"n\d{8}", name) for name in names) and importlib.util.find_spec("timm") is not None:
+        from timm.data import ImageNetInfo, infer_imagenet_subset
+
+        subset = infer_imagenet_subset({"num_classes": count})
+        known = ImageNetInfo(subset).label_names() if subset else []
+        if set(names) <= set(known):
+            return known
+    problem = f"the weights have {count:,} classes, and --data has {len(names):,}"
+    require(len(names) == count, problem, "use data with the classes of these weights")
+    return list(names)
 
 
 def names_as_in(names: Sequence[str]) -> list[str]:
@@ -146,8 +183,9 @@ def keep_head(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
 
     Does nothing for published weights with other classes.
     """
+    if published_outputs(config.model) != len(CLASSES):
+        return
     try:
-        check_classes(config)
         there = names_as_in(names)
     except UserError:
         return

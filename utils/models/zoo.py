@@ -80,15 +80,15 @@ def input_spec(config: TrainConfig, seen_channels: int, seen_size: tuple[int, in
     """
     weights = published_input(config.model) if config.pretrained else {}
     channels = config.channels or weights.get("channels") or seen_channels
-    if config.image_size or weights.get("size"):
-        height, width = sides(config.image_size or weights["size"])
+    if config.image_size or weights.get("image_size"):
+        height, width = sides(config.image_size or weights["image_size"])
     elif seen_size is not None and max(seen_size) <= SMALL:
         enlarge = max(1.0, MINIMUM_SIZE.get(config.model, 32) / min(seen_size))
         height, width = (round(side * enlarge) for side in seen_size)
     else:
         height = width = 224
-    if config.pretrained and config.model.startswith("vit_") and {height, width} != {weights["size"]}:
-        side = weights["size"]
+    if config.pretrained and config.model.startswith("vit_") and [height, width] != weights["image_size"]:
+        side = weights["image_size"][0]
         problem = f"--image_size {config.image_size}: the weights of {config.model} are for {side}x{side}"
         raise UserError(f"{problem} images only", "leave out --image_size")
     given = {"mean": config.mean, "std": config.std}

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
-from safetensors.torch import load, load_file
 from torch import Tensor, nn
 
 from utils.console import join_names
 from utils.errors import UserError, one_line
 from utils.models.checking import bad_tensors
+from utils.models.matching import shape_of
 from utils.models.weight_average import WeightAverage
+from utils.models.weight_files import load_safetensors, read_weights
 from utils.runs.manifest import files_of
 
 LOSS_SCALE = "loss_scale"
@@ -76,22 +76,6 @@ def load_tensors(
     load_optimizer(checkpoint, optimizer)
     module.load_state_dict(weights)
     return load_parts(checkpoint, parts)
-
-
-def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, Tensor]:
-    """The tensors in a safetensors file. Raises UserError with this fix if it is not one."""
-    try:
-        return _load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a safetensors file ({one_line(error)[:80]})", fix) from error
-
-
-def _load_file(path: Path) -> dict[str, Tensor]:
-    """The tensors in a safetensors file, also on a file system that cannot map files into memory."""
-    try:
-        return load_file(path)
-    except OSError:
-        return load(path.read_bytes())
 
 
 def check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -168,7 +152,7 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
             lines.append(f"{path.name} is not in the checkpoint: {name} {part.restart()}")
             continue
         try:
-            tensors = _load_file(path)
+            tensors = load_safetensors(path)
             if difference := _difference(tensors, part.state_dict()):
                 raise ValueError(f"{difference} in this run")
             part.load_state_dict(tensors)
@@ -216,7 +200,7 @@ def choose_weights(checkpoint: Path, kind: str | None) -> Weights:
 def _shapes(values: Mapping[str, Any]) -> dict[str, str]:
     """The shape of each tensor, and the type of each other value except None, in words."""
     return {
-        name: f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        name: f"shape {shape_of(value)}" if isinstance(value, Tensor) else type(value).__name__
         for name, value in values.items()
         if value is not None
     }

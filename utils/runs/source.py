@@ -17,16 +17,19 @@ from utils.errors import UserError, one_line
 from utils.files import expand, read_json
 from utils.models.checking import hash_tensors
 from utils.models.matching import Match
+from utils.models.published import input_of, published_input
+from utils.models.weight_files import read_any
 from utils.ranks.ranks import Ranks
 from utils.runs.inference import find_saved
-from utils.runs.loading import read_weights
 from utils.runs.manifest import MANIFEST, is_checkpoint_name
 from utils.runs.metadata import SavedRun
 
 WEIGHTS = "model.safetensors"
 _HUB = "hf://"
-_SETTINGS = ("model", "model_args", "stem", "channels", "image_size", "mean", "std")
-"""Settings that a run takes from its source unless they are given; the first three belong together."""
+_OF_MODEL = ("model", "model_args", "stem")
+_OF_INPUT = ("channels", "image_size", "mean", "std", "interpolation", "eval_crop", "squash")
+_SETTINGS = _OF_MODEL + _OF_INPUT
+"""Settings that a run takes from its source unless they are given; those of the model belong together."""
 
 
 @dataclass
@@ -64,19 +67,24 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
     if ranks.from_main(partial(_is_run, config.init_from)):
         source = _of_run(find_saved(config.init_from, None, ranks))
     else:
-        found = ranks.from_main(partial(_find, config.init_from), patient=True)
-        with ranks.local_main_first("reading the weights of --init_from"):
-            source = _read(found)
+        source = read_source("--init_from", config.init_from, config.model, ranks)
     with ranks.agree():
-        filled = _fill(config, source.settings)
+        filled = fill_input(config, source.settings)
     ranks.check_same(source.weights, f"different weights in --init_from {config.init_from}")
     source.taken = [name for name in _SETTINGS if getattr(filled, name) != getattr(config, name)]
     return filled, source
 
 
-def _fill(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
+def read_source(flag: str, where: str, model: str | None, ranks: Ranks) -> InitialWeights:
+    """The weights of the file, folder or repository `where` that `flag` names, for this model if given; collective."""
+    found = ranks.from_main(partial(_find, flag, where), patient=True)
+    with ranks.local_main_first(f"reading the weights of {flag}"):
+        return _read(flag, found, model)
+
+
+def fill_input(config: TrainConfig, found: Mapping[str, Any]) -> TrainConfig:
     """The settings, with those of `found` that are not given. Arguments and stem belong to the model that has them."""
-    names = _SETTINGS if config.model in (None, found.get("model")) else _SETTINGS[3:]
+    names = _SETTINGS if config.model in (None, found.get("model")) else _OF_INPUT
     values = {name: found[name] for name in names if getattr(config, name) in (None, {}, "auto") and found.get(name)}
     for name in {"mean", "std"} & values.keys():
         if (config.channels or values.get("channels")) != len(values[name]):
@@ -91,16 +99,16 @@ def _is_run(where: str) -> bool:
     return path.is_dir() and (is_checkpoint or not (path / WEIGHTS).is_file())
 
 
-def _find(where: str) -> str:
-    """The file or folder that --init_from names, as an absolute path, or hf://OWNER/NAME@COMMIT."""
+def _find(flag: str, where: str) -> str:
+    """The file or folder that the flag names, as an absolute path, or hf://OWNER/NAME@COMMIT."""
     if where.startswith(_HUB):
-        return f"{where.partition('@')[0]}@{_download(where).parent.name}"  # snapshots/COMMIT/model.safetensors
-    fix = "give a run, a checkpoint, a safetensors file or hf://OWNER/NAME"
-    require(expand(where).exists(), f"--init_from {where}: no such file or folder", fix)
+        return f"{where.partition('@')[0]}@{_download(flag, where).parent.name}"  # snapshots/COMMIT/model.safetensors
+    fix = f"give {'a run, a checkpoint, ' * (flag == '--init_from')}a file of weights or hf://OWNER/NAME"
+    require(expand(where).exists(), f"{flag} {where}: no such file or folder", fix)
     return os.path.abspath(expand(where))
 
 
-def _download(where: str) -> Path:
+def _download(flag: str, where: str) -> Path:
     """The weights of a repository of the Hub in the local cache, with config.json beside them if there is one."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -112,7 +120,7 @@ def _download(where: str) -> Path:
     try:
         path = hf_hub_download(repository, WEIGHTS, revision=commit or None)
     except Exception as error:  # of many classes
-        problem = f"--init_from {where}: {WEIGHTS} of {repository} cannot be downloaded ({one_line(error)[:160]})"
+        problem = f"{flag} {where}: {WEIGHTS} of {repository} cannot be downloaded ({one_line(error)[:160]})"
         fix = f"correct the name, or, without a network, run `hf download {repository} {WEIGHTS} config.json` elsewhere"
         raise UserError(problem, f"{fix} and copy the files to {HF_HUB_CACHE}") from error
     with suppress(EntryNotFoundError):
@@ -124,19 +132,39 @@ def _of_run(saved: SavedRun) -> InitialWeights:
     """The weights of a checkpoint, which have been read, with its settings."""
     assert saved.weights is not None
     values = {name: vars(saved.settings)[name] for name in ("model", "model_args", "stem")}
-    values |= {name: vars(saved.spec)[name] for name in ("channels", "mean", "std")}
-    values["image_size"] = list(saved.spec.size)
+    values |= {name: vars(saved.spec)[name] for name in ("channels", "mean", "std", "interpolation", "squash")}
+    values |= {"image_size": list(saved.spec.size), "eval_crop": saved.settings.eval_crop}
     if saved.settings.pretrained:
-        values["stem"] = "standard"
+        values |= {
+            "stem": "standard",
+            "eval_crop": values["eval_crop"] or published_input(values["model"])["eval_crop"],
+        }
     return InitialWeights(os.path.abspath(saved.path), saved.weights.tensors, saved.class_names, values)
 
 
-def _read(found: str) -> InitialWeights:
-    """The weights in the file or folder that `_find` has found. Nothing in it is executed."""
-    path = _download(found) if found.startswith(_HUB) else Path(found)
+def _read(flag: str, found: str, model: str | None) -> InitialWeights:
+    """The weights in the file or folder that `_find` has found. Executes nothing."""
+    path = _download(flag, found) if found.startswith(_HUB) else Path(found)
     file = path / WEIGHTS if path.is_dir() else path
-    tensors = read_weights(file, "convert it with safetensors.torch.save_file; other formats may run code")
-    return InitialWeights(found, tensors, *_read_config(file.with_name("config.json")))
+    tensors, inside = read_any(file)
+    names, values = _read_config(file.with_name("config.json")) if file.name == WEIGHTS else ([], {})
+    model = model or values.get("model")
+    if not model:
+        raise UserError(f"{flag} {found}: does not say which model its tensors are of", "add --model NAME")
+    values = input_of_weights(model, tensors) | values
+    return InitialWeights(f"{found} ({inside})" if inside else found, tensors, names, values)
+
+
+def input_of_weights(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The settings of the input for which the published weights of a torchvision or timm model were trained.
+
+    The channels are those of the first convolution in `tensors`, whose names may be others: the only kernels for one
+    or three channels besides it are those of depthwise convolutions, for one.
+    """
+    if not (known := published_input(model)):
+        return {}
+    inputs = {kernel.shape[1] for kernel in tensors.values() if kernel.ndim == 4} & {1, 3}
+    return known | {"model": model, "stem": "standard", "channels": max(inputs, default=known["channels"])}
 
 
 def _read_config(path: Path) -> tuple[list[str], dict[str, Any]]:
@@ -145,9 +173,7 @@ def _read_config(path: Path) -> tuple[list[str], dict[str, Any]]:
     try:
         by_id, cfg = about.get("id2label", {}), about.get("pretrained_cfg", {})
         names = about.get("label_names") or [by_id[str(number)] for number in range(len(by_id))]
-        values: dict[str, Any] = {name: [*map(float, cfg[name])] for name in ("mean", "std") if name in cfg}
-        if "input_size" in cfg:
-            values |= {"channels": cfg["input_size"][0], "image_size": list(cfg["input_size"][1:])}
+        values = input_of(cfg)
         if "architecture" in about:
             values["model"] = f"timm/{about['architecture']}"
         if not all(isinstance(name, str) for name in names):

@@ -60,7 +60,7 @@ def publish(folder: Path, step: int) -> None:
         raise
 
 
-def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -> None:
+def update_pointers(folder: Path, step: int, best_step: int | None, keep: int | str) -> None:
     """Update `latest` and `best` after a save, then delete old checkpoints.
 
     Raises OSError if the pointers cannot be updated. Even then the new checkpoint is kept, and old ones are deleted so
@@ -72,8 +72,10 @@ def update_pointers(folder: Path, step: int, best_step: int | None, keep: int) -
     prune(folder, keep, best)  # what the pointers named
 
 
-def prune(folder: Path, keep: int, best: Path | None = None) -> None:
-    """Delete all checkpoints except the `keep` newest, `best`, and those that the pointers name."""
+def prune(folder: Path, keep: int | str, best: Path | None = None) -> None:
+    """Delete all checkpoints except the `keep` newest, or "all", `best`, and those that the pointers name."""
+    if isinstance(keep, str):
+        return
     kept = (best, read_pointer(folder, "best"), read_pointer(folder, "latest"))
     for old in checkpoints_of(folder)[:-keep]:
         if old not in kept:

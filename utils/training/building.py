@@ -20,7 +20,7 @@ from utils.data.splits import Data, Split
 from utils.errors import UserError
 from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm
 from utils.models.layers import checkpoint_blocks, freeze
-from utils.models.matching import copy_matching
+from utils.models.matching import copy_matching, fit_names
 from utils.models.zoo import check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model
 from utils.ranks.batchnorm import convert_batch_norm
@@ -150,7 +150,7 @@ def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerato
     config, source = resolved.config, resolved.source
     with ranks.agree():
         if source is not None:
-            load_source(module, source, resolved.data.class_names, config.model)
+            load_source(module, source, resolved.data.class_names, config)
         if config.freeze:
             freeze(module, config.freeze, source.match.new if source and source.match else {})
         if config.grad_checkpointing:
@@ -163,16 +163,18 @@ def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerato
     return module
 
 
-def load_source(module: nn.Module, source: InitialWeights, class_names: list[str], name: str) -> None:
+def load_source(module: nn.Module, source: InitialWeights, class_names: list[str], config: TrainConfig) -> None:
     """Copy the weights that fit into the model, and note in `source` which they are.
 
     Raises UserError if no parameter fits, or if a copied tensor is NaN or infinite.
     """
     tensors, source.tensors = source.tensors, {}  # they are not needed again
+    where = f"--init_from {source.name}"
+    tensors = fit_names(tensors, module, where, config.model, config.init_match == "order")
     source.match = copy_matching(module, tensors, source.class_names, class_names)
     if bad := bad_tensors(module.state_dict()):
-        raise UserError(f"--init_from {source.name}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
+        raise UserError(f"{where}: {join_names(bad, 3)} is NaN or infinite", "use other weights")
     if not {key for key, _ in module.named_parameters()} & set(source.match.kept):
         theirs, own = join_names(tensors, 3), join_names(module.state_dict(), 3)
-        problem = f"--init_from {source.name}: none of its tensors ({theirs}) fits {name}, which has {own}"
-        raise UserError(problem, "set --model to the model of these weights")
+        problem = f"{where}: none of its tensors ({theirs}) fits {config.model}, which has {own}"
+        raise UserError(problem, "set --model to the model of these weights, or use others")

@@ -1,6 +1,7 @@
 """The evaluation loop of train.py, eval.py and predict.py: each sample once, on any number of processes."""
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batches
 from utils.data.order import BlockSampler
+from utils.data.spec import InputSpec
 from utils.data.workers import make_loader
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
@@ -160,6 +162,21 @@ def make_evaluator(
     loader = accelerator.prepare(make_loader(dataset, blocks, config, ranks.threads, ranks.device))
     batches = Batches(loader, spec, config, accelerator.device, training=False)
     return Evaluator(ranks, accelerator, model, batches, task, config)
+
+
+@torch.no_grad()
+def model_rate(evaluator: Evaluator, spec: InputSpec) -> float:
+    """Images per second of the model alone, on a random batch on the device, on all ranks at once; collective."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns where CUDA finds no GPU
+    from torch.utils.benchmark import Timer  # takes long to import
+
+    accelerator, shape = evaluator.accelerator, (evaluator.config.eval_batch_size, spec.channels, *spec.size)
+    with evaluator.ranks.agree(), same_kernels(), accelerator.autocast(), fix_for_memory("lower --eval_batch_size"):
+        images = torch.randn(shape, device=accelerator.device).contiguous(memory_format=evaluator.batches.format)
+        names = {"model": evaluator.model.eval(), "images": images}
+        timer = Timer("model(images)", globals=names, num_threads=torch.get_num_threads())
+        own = len(images) / timer.blocked_autorange(min_run_time=2.5).median
+    return sum(evaluator.ranks.gather(own))
 
 
 @contextmanager

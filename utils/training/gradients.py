@@ -18,6 +18,7 @@ from utils.models.checking import hash_tensors
 from utils.ranks.accelerator import prepare_buckets
 from utils.ranks.ranks import Ranks
 from utils.training.building import Resolved
+from utils.training.shares import Exchange
 from utils.training.tree_sum import TreeSum
 
 
@@ -26,8 +27,9 @@ class Gradients:
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
         self.model, self.accelerator, self.plan = model, accelerator, plan
-        self.steps = -(-plan.microbatches // accelerator.num_processes)
+        self.steps = max(map(len, plan.ranges(accelerator.num_processes)))
         """Forward and backward passes of this rank in an update; the last may have no microbatch."""
+        self.exchange = Exchange(accelerator.device)
         self._step = 0  # forward and backward passes of the update so far
 
     def loss_scale(self, position: int) -> float:
@@ -65,7 +67,7 @@ class TreeGradients(Gradients):
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
         super().__init__(model, accelerator, plan)
-        self.tree = TreeSum(plan.microbatches, accelerator.num_processes, accelerator.process_index)
+        self.tree = TreeSum(plan.ranges(accelerator.num_processes), accelerator.process_index)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         buffers = list(model.buffers())
         # Buffers of one type are joined to one vector: a network has hundreds of them, and each kernel takes time.
@@ -94,7 +96,8 @@ class TreeGradients(Gradients):
         self.tree.add(batch.number, tensors)
 
     def reduce(self) -> None:
-        sums = self.tree.total()
+        with self.exchange:
+            sums = self.tree.total()
         for parameter, gradient in zip(self.parameters, sums, strict=False):
             parameter.grad = gradient
         *changes, count = sums[len(self.parameters) :]

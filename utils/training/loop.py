@@ -17,6 +17,7 @@ from utils.training.first_batch import write_first_batch
 from utils.training.meter import SyncInterval
 from utils.training.run import Run
 from utils.training.schedule import learning_rate
+from utils.training.shares import balance
 
 
 def batches_of_update(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -58,6 +59,7 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
             report_bad_loss(run, rank, *first)
     if state.step == 1:  # the ranks always synchronise here, so this is the loss of the initial weights
         state.learned = reduced.totals["loss"] / reduced.totals["count"] < LEARNED * run.task.uniform_loss
+    run.gradients.exchange.add_up()
     interval.synced(state.step, reduced.seconds)
     state.seconds += reduced.seconds
     state.since_log = reduced.totals
@@ -90,6 +92,7 @@ def log_training(run: Run) -> None:
         torch.cuda.reset_peak_memory_stats(run.accelerator.device)
     if run.accelerator.scaler:
         of_gpu["skipped"] = totals["skipped"] / processes
+    of_ranks = watch_ranks(run, seconds) if run.config.microbatches else {}
     run.log.write(
         "train",
         step=state.step,
@@ -100,10 +103,37 @@ def log_training(run: Run) -> None:
         data_wait=totals["wait"] / processes / seconds,
         seconds=state.seconds,
         **of_gpu,
+        **of_ranks,
     )
     watch_loss(run, summary["loss"], count)
     state.logged_seconds, state.since_log = state.seconds, {}
     run.meter.reset()
+
+
+WATCHED, LONG = 30, 0.2  # seconds of computing, and the part of them that a rank may wait for another in silence
+
+
+def watch_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
+    """The seconds that each rank computed, and waited for slower ranks, for a train record; collective.
+
+    The time in which a rank waited for data is neither. Says once if a rank holds others up. Empty for the first record
+    of a start, which has other work in it.
+    """
+    exchange, shares = run.gradients.exchange, list(map(len, run.plan.ranges(run.accelerator.num_processes)))
+    each = run.ranks.gather((exchange.seconds, run.meter.wait))
+    computing, before = [seconds - sum(own) for own in each], exchange.computed
+    exchange.seconds, exchange.computed = 0.0, [0.0 for _ in each]
+    if not before:
+        return {}
+    exchange.computed = total = [own + now for own, now in zip(before, computing, strict=True)]
+    part = 1 - min(total) / max(total)
+    if max(before) < WATCHED <= max(total) and part > LONG:
+        better = balance(shares, total)
+        advice = f"try --shares {','.join(map(str, better))}" if better != shares else "use more --microbatches"
+        slow, fast = total.index(max(total)), total.index(min(total))
+        run.log.say(f"rank {slow} holds up rank {fast}, which waits {part:.0%} of the time; {advice}")
+    fastest = min(own for own, _ in each)
+    return {"computing": computing, "waiting": [own - fastest for own, _ in each]}
 
 
 WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates that are not recorded, recorded and discarded, recorded and kept

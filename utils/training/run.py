@@ -21,6 +21,7 @@ from utils.data.datasets import describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
+from utils.launch.devices import misspelled_variables
 from utils.launch.exits import inform_launcher, repeat_after_launcher
 from utils.memory import bytes_text
 from utils.models.weight_average import WeightAverage
@@ -97,6 +98,7 @@ def log_start(run: Run) -> None:
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
     lines = [
+        *misspelled_variables(),
         *warn_about_data(run.data),
         *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum),
         *(hint_for_few(config, run.plan.samples) if not run.resumed_from and config.model not in OWN_MODELS else []),

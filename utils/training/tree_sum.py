@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from utils.data.order import share
-
 Node = tuple[int, int]  # its level, 0 for microbatches, and its index in the level
 
 
@@ -31,12 +29,12 @@ def subtrees(numbers: range) -> list[Node]:
 
 
 class TreeSum:
-    """The sum of the tensors of all microbatches of an update, in the tree's order."""
+    """The sum of the tensors of all microbatches of an update, in the tree's order; `ranges` has those of each rank."""
 
-    def __init__(self, microbatches: int, processes: int, rank: int):
-        self.microbatches, self.processes = microbatches, processes
-        self.nodes = [subtrees(share(microbatches, processes, each)) for each in range(processes)]
-        self.own = share(microbatches, processes, rank)
+    def __init__(self, ranges: Sequence[range], rank: int):
+        self.microbatches, self.processes = ranges[-1].stop, len(ranges)
+        self.nodes = [subtrees(numbers) for numbers in ranges]
+        self.own = ranges[rank]
         self.parts: dict[Node, list[Tensor]] = {}
 
     def add(self, number: int, tensors: list[Tensor]) -> None:

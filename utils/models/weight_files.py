@@ -1,0 +1,100 @@
+"""Read weights that others have published: safetensors files, and files of torch.save. Nothing in them is executed."""
+
+import argparse
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
+from torch import Tensor
+
+from utils.config.bounds import require
+from utils.errors import UserError, one_line
+from utils.files import naming_file
+
+# Names under which trainers store a model's tensors. Those of an average come first, as it is what was evaluated.
+WRAPPERS = ("model_ema", "state_dict_ema", "ema", "model_state_dict", "state_dict", "model", "module")
+_SAVE = "save only the tensors of the model in it: torch.save(model.state_dict(), FILE)"
+
+
+def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, Tensor]:
+    """The tensors in a safetensors file. Raises UserError with this fix if it is not one."""
+    try:
+        return load_safetensors(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a safetensors file ({one_line(error)[:80]})", fix) from error
+
+
+def load_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors in a safetensors file, also on a file system that cannot map files into memory."""
+    try:
+        return load_file(path)
+    except OSError:
+        return load(path.read_bytes())
+
+
+def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors in a safetensors file or in one of torch.save, and the names of the wrappers around them.
+
+    The wrappers are such as `state_dict`. Raises UserError if loading the file would execute code, or if it does not
+    hold the tensors of one model.
+    """
+    with naming_file(file), file.open("rb") as opened:
+        start = opened.read(16)
+    if start[8:9] == b"{" or file.suffix == ".safetensors":  # its header is JSON, after the length in 8 bytes
+        return plain_tensors(file, read_weights(file, "give another file")), ""
+    return _read_pickled(file)
+
+
+def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
+    try:
+        check_size(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the settings in timm's checkpoints; only data
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        named = re.findall(r"(?:GLOBAL|class) (\S+)", str(error))
+        require(bool(named), f"{path}: is not a file of torch.save", "give another file")
+        problem = f"{path}: is refused, because loading {named[0]} in it would execute code"
+        raise UserError(problem, f"where it is trusted, {_SAVE}") from error
+    except UserError:
+        raise
+    except Exception as error:  # torch.load raises errors of many classes, such as those of struct and zipfile
+        fix = "give a safetensors file, or one of torch.save with a state dict"
+        raise UserError(f"{path}: its weights cannot be read ({one_line(error)[:160]})", fix) from error
+    inside: list[str] = []
+    while isinstance(content, dict) and len(inside) < 4:  # one may contain itself
+        wrappers = [name for name in WRAPPERS if isinstance(content.get(name), dict)]
+        held = [name for name in wrappers if any(isinstance(own, Tensor | dict) for own in content[name].values())]
+        if not held:
+            break
+        inside, content = [*inside, held[0]], content[held[0]]
+    return plain_tensors(path, content), ", ".join(inside)
+
+
+def check_size(path: Path) -> None:
+    """Raise UserError for an archive whose entries are larger than the file: torch.save does not compress them."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        problem = f"{path}: is refused, because its entries expand to {size:,} bytes"
+        require(size <= path.stat().st_size, problem, "save it again with torch.save")
+
+
+def plain_tensors(path: Path, content: Any) -> dict[str, Tensor]:
+    """The tensors of a state dict by name. Other values are left out."""
+    values = content.items() if isinstance(content, Mapping) else ()
+    tensors = {name: value.detach() for name, value in values if isinstance(name, str) and isinstance(value, Tensor)}
+    tensors.pop("n_averaged", None)  # of torch's AveragedModel
+    require(bool(tensors), f"{path}: has no tensors by name", _SAVE)
+    for name, tensor in tensors.items():
+        # A view can be larger than what it is a view of.
+        dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_neg()
+        dense = dense and not tensor.is_quantized and not tensor.is_complex()
+        fits = dense and tensor.nbytes <= tensor.untyped_storage().nbytes()
+        require(fits, f"{path}: {name} is not a plain dense tensor", _SAVE)
+    return tensors
