@@ -246,11 +246,11 @@ def test_a_killed_run_with_unequal_shares_that_moves_ends_with_the_same_bits():
     assert_same_run("whole", "run")
 
 
-def test_a_rank_that_holds_others_up_is_named_once_with_shares_that_fit():
+def test_a_rank_that_another_waits_for_is_named_once_with_shares_to_try():
     said, exchange = [], Exchange(torch.device("cpu"))
 
     def recorded(microbatches=16, waits=(0.5, 0.5), exchanges=(5.5, 0.5), seconds=8):
-        """The fields of a record of two ranks, the second of which marks its exchange."""
+        """The fields of a record of two ranks. This process is the second one."""
         exchange.marks += [100.0, 100.0 + exchanges[1]]
         exchange.add_up()
         run = SimpleNamespace(
@@ -266,7 +266,7 @@ def test_a_rank_that_holds_others_up_is_named_once_with_shares_that_fit():
     assert recorded() == {}  # the first record has other work in it
     for _ in range(9):
         assert recorded() == {"computing": [2.0, 7.0], "waiting": [5.0, 0.0]}
-    assert said == ["rank 1 holds up rank 0, which waits 71% of the time; try --shares 12,4"]  # after 30 seconds
+    assert said == ["rank 0 waits for rank 1 for 71% of the computing time; try --shares 12,4"]  # after 30 seconds
     exchange.computed = [0.0, 0.0]
     recorded(microbatches=2, seconds=50)
     assert len(said) == 1  # 44 and 49 seconds: nearly equal
@@ -275,7 +275,7 @@ def test_a_rank_that_holds_others_up_is_named_once_with_shares_that_fit():
     assert len(said) == 1  # the second rank waits for data, which other shares would not change
     exchange.computed = [0.0, 0.0]
     recorded(microbatches=2, exchanges=(30.5, 0.5), seconds=40)
-    assert said[1:] == ["rank 1 holds up rank 0, which waits 77% of the time; use more --microbatches"]
+    assert said[1:] == ["rank 0 waits for rank 1 for 77% of the computing time; use more --microbatches"]
     assert balance([12, 4], [3.0, 3.0]) == [12, 4] and balance([1, 1], [1.0, 9.0]) == [1, 1]
 
 
@@ -309,8 +309,11 @@ def test_with_an_all_reduce_instead_the_bits_differ():
         (["--microbatches", "8", "--sync_batchnorm"], "--microbatches and --sync_batchnorm cannot be used together"),
         (["--microbatches", "8", "--comm_hook", "bf16"], "--microbatches and --comm_hook cannot be used together"),
         (["--microbatches", "8", "--global_batch_size", "4"], "cannot be divided into 8 microbatches"),
-        (["--microbatches", "8", "--shares", "5", "3"], "--shares 5,3: must be one number for each of 1 processes"),
-        (["--shares", "1"], "with --microbatches as their sum"),
+        (
+            ["--microbatches", "8", "--shares", "5", "3"],
+            "--shares 5,3 is for 2 processes and --microbatches 8, not for 1 and 8; correct it",
+        ),
+        (["--shares", "1"], "--shares 1 is for 1 processes and --microbatches 1, not for 1 and None"),
     ],
 )
 def test_settings_that_do_not_go_together_are_one_line(flags, line):

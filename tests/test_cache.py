@@ -86,7 +86,7 @@ def test_a_table_in_the_place_of_another_of_the_same_size_and_time_is_decoded_an
             shutil.rmtree(folder)
             Path(folder).mkdir()
             rows = data.data.table.cast(data.features.arrow_schema)
-            # Compressed, files with the same rows can differ in size.
+            # Not compressed, because compressed files of equally many rows can differ in size.
             pq.write_table(rows, f"{folder}/train.parquet", compression="none", write_statistics=False)
     file, other = (next(Path(folder).glob("*.[pa]*r*")) for folder in ("tables", "others"))
     other.write_bytes(other.read_bytes().ljust(file.stat().st_size, b"\0"))

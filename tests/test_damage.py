@@ -19,7 +19,8 @@ from helpers.training_runs import records, rewrite_manifest, same_tensors, train
 import eval
 import train
 from utils.config.settings import FORMAT, TrainConfig
-from utils.runs import loading, manifest
+from utils.models import weight_files
+from utils.runs import manifest
 from utils.runs.manifest import damage_of, newest_good, write_manifest
 from utils.runs.metadata import read_settings
 from utils.runs.state import TrainState
@@ -262,7 +263,7 @@ def _verified_and_read(flags):
 
         setattr(owner, name, watched)
 
-    for owner, name in ((manifest, "damage_of"), (loading, "load_file"), (torch, "load")):
+    for owner, name in ((manifest, "damage_of"), (weight_files, "load_file"), (torch, "load")):
         watch(owner, name)
     train.main(flags)
     return paths

@@ -242,7 +242,7 @@ def test_names_of_other_trainers_lead_to_settings_and_are_none_themselves():
         (EvalConfig, ["--checkpoint", "x"], "unknown flag --checkpoint; use --ckpt"),
         (EvalConfig, ["runs/a"], "unexpected argument runs/a; --ckpt runs/a names a run"),
         (ExportConfig, ["--format", "onnx"], "unknown flag --format; use --to"),
-        (EvalConfig, ["--throughput"], "unknown flag --throughput; --help lists all"),
+        (PredictConfig, ["--throughput"], "unknown flag --throughput; --help lists all"),
         (DoctorConfig, ["--warmup_epochs", "1"], "unknown flag --warmup_epochs; --help lists all"),
         (EvalConfig, ["--no_cuda"], "--cpu avoids them"),
     ],

@@ -13,7 +13,7 @@ from helpers.training_runs import MLP as FLAGS
 import train
 from utils.data.spec import InputSpec
 from utils.launch.exits import exit_with_error
-from utils.runs import loading
+from utils.models import weight_files
 from utils.runs.manifest import find_checkpoint, verify
 
 RUN = ["--run_name", "run", *FLAGS, "--max_steps", "4", "--save_every", "2"]
@@ -39,7 +39,7 @@ def train_without(what, *more):
     elif what == "rename":
         refuse(Path, "rename", errno.EPERM, lambda path, _: path.is_dir())
     else:
-        refuse(loading, "load_file", errno.ENODEV, lambda _: True)
+        refuse(weight_files, "load_file", errno.ENODEV, lambda _: True)
 
         class Refusing(mmap.mmap):
             def __new__(cls, *_, **__):

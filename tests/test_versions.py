@@ -1,4 +1,4 @@
-"""The version of Lockstep stands in one place, and the versions of its libraries in two files that agree."""
+"""All files state the same version of Lockstep, and agree on the versions of its libraries."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Weights of files: --init_from FILE, and eval.py --model NAME --weights FILE."""
+"""Weights in files: --init_from FILE, and eval.py --model NAME --weights FILE."""
 
 import argparse
 import io
@@ -29,14 +29,14 @@ from utils.models.matching import fit_names
 from utils.models.published import CLASSES, names_of_outputs
 from utils.models.weight_files import read_any
 
-MODEL = "timm/test_resnet"  # published for 160x160, bicubic, with a mean and std of ImageNet
+MODEL = "timm/test_resnet"  # its published weights have 160x160 pixels, bicubic, and the mean and std of ImageNet
 NAMES = ["cat", "dog", "emu"]
 
 
 def model_of(outputs: int = 3) -> nn.Module:
     torch.manual_seed(1)
     model = timm.create_model("test_resnet", num_classes=outputs)
-    for name, tensor in model.state_dict().items():  # statistics that are not those of a new layer
+    for name, tensor in model.state_dict().items():  # other values than in a new layer
         if name.endswith(("running_mean", "running_var", "bn1.bias")):
             tensor.uniform_(0.5, 1.5)
     return model.eval()
@@ -63,7 +63,7 @@ def write(form: str, state: dict[str, torch.Tensor]) -> list[str]:
 
 
 def expected(model: nn.Module, paths: list[Path]) -> torch.Tensor:
-    """Logits of timm's model for images of the size that its crop is taken from."""
+    """Logits of timm's model for images that need no resizing."""
     cfg = timm.get_pretrained_cfg("test_resnet")
     pixels = torch.from_numpy(np.stack([np.asarray(Image.open(path)) for path in paths])).permute(0, 3, 1, 2) / 255
     images = (pixels - torch.tensor(cfg.mean).view(3, 1, 1)) / torch.tensor(cfg.std).view(3, 1, 1)
@@ -121,7 +121,7 @@ def test_a_run_from_a_file_has_the_input_of_the_published_weights_and_says_so():
     assert "kept conv1.0.weight" in text and "new fc.weight: shape [3, 512], in the source [7, 512]" in text
 
 
-def test_the_description_beside_the_weights_precedes_the_published_input():
+def test_config_json_beside_the_weights_takes_precedence_over_the_published_input():
     """timm's weights of another tag have another crop."""
     Path("hub").mkdir()
     save_file(model_of().state_dict(), "hub/model.safetensors")
@@ -160,7 +160,7 @@ def test_names_of_the_authors_of_swin_are_converted_by_timm():
     assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
 
 
-def test_names_that_do_not_fit_are_shown_and_order_is_offered_but_never_taken():
+def test_names_that_do_not_fit_are_shown_and_order_is_suggested_but_not_used():
     state = model_of().state_dict()
     write("order", state)
     image_folder("data/val", dict.fromkeys(NAMES, 1), size=(160, 160))
@@ -189,7 +189,7 @@ def test_names_that_do_not_fit_are_shown_and_order_is_offered_but_never_taken():
         (eval, ["--model", "resnet18", "--weights", "ema", "--data", "d"], "--model needs weights: .*--weights FILE"),
     ],
 )
-def test_each_attempt_leads_to_the_flag_that_takes_a_file(script, flags, text):
+def test_each_wrong_flag_for_a_file_ends_in_an_error_that_names_the_right_one(script, flags, text):
     assert re.search(text, refused(script.main, *flags))
 
 
@@ -224,15 +224,15 @@ STATE = {"fc.weight": torch.ones(2, 3)}
 HOSTILE = {
     "code": (
         pickle.dumps({"fc.weight": Harmful()}, 2),
-        "loading getattr in it would execute code; where",
+        "loading getattr in it would execute code; if you trust the file",
     ),
     "code in an archive": (saved({"state_dict": STATE, "hook": Harmful()}), "would execute code"),
-    "zip bomb": (bomb(), r"its entries expand to 8,0\d\d,\d{3} bytes"),
+    "zip bomb": (bomb(), r"it is larger when unpacked \(8,0\d\d,\d{3} bytes\)"),
     "truncated": (saved(STATE)[:-200], "cannot be read"),
     "truncated safetensors": (b"\x50" + bytes(7) + b'{"fc.weight":', "is not a safetensors file"),
     "huge header": (b"\xff" * 7 + b"\x7f{", "is not a safetensors file"),
-    "not a state dict": (saved([1, 2]), "has no tensors by name"),
-    "contains itself": (saved(contains_itself()), "has no tensors by name"),
+    "not a state dict": (saved([1, 2]), "has no state dict with tensors"),
+    "contains itself": (saved(contains_itself()), "has no state dict with tensors"),
     "sparse": (saved({"fc.weight": torch.eye(3).to_sparse()}), "fc.weight is not a plain dense tensor"),
     "a view that is larger than its storage": (saved({"a": torch.ones(1).expand(10**6)}), "a is not a plain dense"),
     "empty": (b"", "cannot be read"),
@@ -247,7 +247,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_or_odd_file_is_one_line_and_executes_nothing(name):
+def test_a_malicious_or_malformed_file_ends_with_one_line_and_executes_nothing(name):
     content, text = HOSTILE[name]
     Path("W.pth").write_bytes(content)
     with pytest.raises(UserError, match=text) as caught:
@@ -282,13 +282,17 @@ def test_weights_that_do_not_fit_are_not_evaluated(change, text):
     assert re.search(text, line), line
 
 
-def test_outputs_are_named_by_their_number_and_the_names_of_the_data():
+def test_the_classes_follow_from_the_number_of_outputs_and_the_names_of_the_data():
     larger = ImageNetInfo("imagenet-22k").label_names()
-    assert len(larger) == 21841 and names_of_outputs(21841, ["n02123045", "n01440764"]) == larger
-    assert names_of_outputs(1000, ["tench", "tabby"]) == CLASSES
-    assert names_of_outputs(3, NAMES) == NAMES
+    assert len(larger) == 21841 and names_of_outputs(21841, True, ["n02123045", "n01440764"]) == larger
+    assert names_of_outputs(1000, True, ["tench", "tabby"]) == CLASSES
+    own = [f"class {number}" for number in range(1000)]
+    assert names_of_outputs(3, False, NAMES) == NAMES and names_of_outputs(1000, False, own) == own
+    for count, names in ((3, NAMES), (1000, own)):  # published weights have other classes
+        with pytest.raises(UserError):
+            names_of_outputs(count, True, names)
     with pytest.raises(UserError, match="the weights have 21,841 classes, and --data has 3"):
-        names_of_outputs(21841, NAMES)
+        names_of_outputs(21841, False, NAMES)
 
 
 def test_the_rate_of_the_model_alone_is_that_of_all_ranks():

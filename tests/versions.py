@@ -3,7 +3,7 @@
     python3 tests/versions.py oldest --python python3.11
 
 oldest: the lower bounds in requirements.txt and requirements-dev.txt. tested: constraints.txt. newest: the newest
-versions that both files allow. What these packages need in turn is the newest that fits, except with `tested`.
+versions that both files allow. Except with `tested`, dependencies of these packages have the newest version that fits.
 
 Prints a table with one row; the exit code is that of `make`. Needs Python, make and network. The environment takes
 7 GB in a temporary folder (`TMPDIR`), which is deleted at the end unless --venv names another place.
@@ -39,7 +39,7 @@ def constraints(kind: str, folder: Path) -> str:
 
 
 def make(target: str, *variables: str) -> int:
-    """Run `make`, without settings of another `make` that started this script; its exit code."""
+    """Run `make` without the settings of a `make` that started this script. Returns the exit code."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(["make", "-C", ROOT, target, *variables], env=environment).returncode
 

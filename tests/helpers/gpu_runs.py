@@ -49,7 +49,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @cache
 def ask(script: str) -> str:
-    """What a line of Python prints in a process that sees the GPUs; with torch and the modules of benchmarks/."""
+    """What a line of Python prints in a process that sees the GPUs. It can use torch and benchmarks/common.py."""
     words = [sys.executable, "-c", f"import sys; sys.path[:0] = ['.', 'benchmarks']; import common, torch; {script}"]
     return subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=ROOT, check=True).stdout.strip()
 
@@ -106,7 +106,7 @@ def train(processes: int, name: str, *flags: str, script: str = "train.py", laun
 
 
 def await_update(process: subprocess.Popen, step: int) -> None:
-    """Wait until runs/run has logged an update; fails with the output if the command ends before."""
+    """Wait until runs/run has logged an update. Fails with the output if the command ends before that."""
     until(lambda: has_logged(step)() or process.poll() is not None, seconds=min(PATIENCE, seconds_left()))
     assert process.poll() is None, Path("out.txt").read_text()[-3000:]
 

@@ -114,7 +114,7 @@ def folder(ranks: Ranks, config: DoctorConfig) -> Finding | list[Finding]:
     with ranks.agree():
         path = expand(config.output_dir)
         existing = check_output_folder("--output_dir", path)
-        # Folders that do not exist yet differ in their names below the one that does.
+        # Ranks may name different folders that do not exist yet: their names become part of the file's name.
         missing = path.absolute().relative_to(existing.absolute())
         file = existing / "-".join([names[0], *missing.parts])
     try:

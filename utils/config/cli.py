@@ -77,7 +77,7 @@ def _read_words(cls: type, prog: str, argv: list[str], tables: Sequence[Table]) 
     values |= flags
     if Path(str(values.get("pretrained"))).suffix:
         fix = f"use --{'init_from' if 'init_from' in names else 'weights'} {values['pretrained']}"
-        raise UserError("--pretrained takes no file: it stands for the published weights", fix)
+        raise UserError("--pretrained takes no file: it loads the published weights", fix)
     paths = words + argv[end + 1 :]
     if PATHS in names:
         values[PATHS] = paths
@@ -111,6 +111,7 @@ def _parser(cls: type, prog: str, tables: Sequence[Table]) -> argparse.ArgumentP
         title = f"flags of {prog}" if group is cls else str(group.__doc__).rstrip(".").lower()
         section = parser.add_argument_group(title)
         for name, text in _texts(group.__module__)[group.__name__].items():
+            text = _texts(cls.__module__)[cls.__name__].get(name, text)  # a script may describe a flag differently
             if setting := settings.pop(name, None):
                 text = text.rstrip(".") + more[name] if name in more else text
                 section.add_argument(f"--{name}", help=_help(text, setting), **_words(setting, alone=has_paths))

@@ -114,8 +114,9 @@ def resolve_batch(config: TrainConfig, processes: int, default: int = LARGEST_BA
     """
     batch, accum, total = config.batch_size, config.grad_accum, config.global_batch_size
     if config.shares and (len(config.shares), sum(config.shares)) != (processes, config.microbatches):
-        problem = f"--shares {','.join(map(str, config.shares))}: must be one number for each of {processes} processes"
-        raise UserError(f"{problem}, with --microbatches as their sum", "correct or leave it out")
+        given = f"{len(config.shares)} processes and --microbatches {sum(config.shares)}"
+        problem = f"--shares {','.join(map(str, config.shares))} is for {given}, not for {processes} and"
+        raise UserError(f"{problem} {config.microbatches}", "correct it, or leave it out")
     if config.microbatches:
         return _largest_microbatch(config.microbatches, processes, total or default)
     steps = accum or 1

@@ -51,8 +51,8 @@ class InputSettings:
     interpolation: Input[Literal["bilinear", "bicubic"] | None] = None
     """Interpolation of photographs (default: that of the pretrained weights, else bilinear)."""
     squash: Input[bool | None] = None
-    """Resize both sides of a photograph in evaluation, not only the shorter one (default: as for the pretrained
-    weights, else false)."""
+    """In evaluation, resize a photograph to the shape of the input, which changes its aspect ratio (default: as for
+    the pretrained weights, else false)."""
     channels: Input[Annotated[int, _CHANNELS] | None] = None
     """Input channels, 1 for grey or 3 for colour (default: those of the pretrained weights, else of the data)."""
     mean: Input[Annotated[list[Number], _PER_CHANNEL] | None] = None
@@ -106,8 +106,8 @@ class ModelSettings:
     torch.save wrote), or hf://OWNER/NAME on the Hugging Face Hub. Rows of the head are kept for classes of the same
     name, other tensors if their shape fits. Model and input are those of the weights unless they are given."""
     init_match: Literal["name", "order"] = "name"
-    """How tensors of --init_from are matched: order is for a file with other names, whose tensors have the shapes of
-    the model's in the same order."""
+    """How the tensors of --init_from are assigned to those of the model. order is for a file with other names but the
+    same shapes in the same order."""
     grad_checkpointing: bool = False
     """Compute the activations inside blocks again in the backward pass instead of keeping them. This saves memory, is
     slower, and gives the same results."""
@@ -137,8 +137,8 @@ class BatchSettings:
     weights are then the same, bit for bit, on any number of processes up to this number. This is slower, and on CPUs
     each process then has one thread by default."""
     shares: OneStart[list[PositiveInt] | None] = None
-    """With --microbatches, how many of them each rank computes, such as 11,5 if rank 0 has the faster device (default:
-    equally many). The weights do not change."""
+    """With --microbatches: the number of microbatches that each rank computes, such as 11,5 if rank 0 has the faster
+    device (default: equal numbers). The trained weights are the same, bit for bit."""
     drop_last: Chosen[bool] = FROM_DATA
     """Leave out the last samples of an epoch if they do not fill a global batch (default: true if the global
     batch is the default, below 128, and the last one less than half full)."""

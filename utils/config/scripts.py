@@ -66,14 +66,13 @@ class EvalConfig(LoadingConfig, InferenceConfig):
     """Weights to use: raw, or ema for their average (default: ema if the run had --ema_decay). With --model: a file
     (safetensors, or a state dict that torch.save wrote), or hf://OWNER/NAME on the Hugging Face Hub."""
     model: str | None = None
-    """Model to evaluate instead of a checkpoint, with --data: a torchvision model or timm/NAME, with the weights of
-    --weights, or the published ones with --pretrained. Its classes are those of ImageNet, or with --weights FILE, if
-    the data has as many, those of the data."""
+    """Model to evaluate instead of a checkpoint: a torchvision model or timm/NAME. Needs --data, and --pretrained or
+    --weights. The classes of the data must be classes of ImageNet, or as many as the file has outputs."""
     pretrained: bool = False
     """Evaluate the published weights of --model."""
     init_match: Literal["name", "order"] = "name"
-    """How the tensors of --weights FILE are matched: order is for a file with other names, whose tensors have the
-    shapes of the model's in the same order."""
+    """How the tensors in the file of --weights are assigned to those of the model. order is for a file with other names
+    but the same shapes in the same order."""
     mean: list[Number] | None = None
     """Mean per channel of the input of --model (default: that of its published weights, else 0.5)."""
     std: list[PositiveFloat] | None = None
@@ -117,9 +116,9 @@ class EvalConfig(LoadingConfig, InferenceConfig):
         is_part = self.weights in (None, "raw", "ema")
         if self.model is None:
             require(not self.pretrained, "--pretrained needs --model", "name the model")
-            problem = f"--weights {self.weights} needs --model: a file of weights does not say which model they are of"
-            require(is_part, problem, "add --model NAME --data DATA, or set --weights to raw or ema")
-            fix = "give a run folder or a checkpoint, or --model NAME --pretrained for published weights"
+            problem = f"--weights {self.weights} needs --model: the file does not name the model of its weights"
+            require(is_part, problem, "add --model NAME")
+            fix = "give a run folder or a checkpoint, or --model NAME with --pretrained or --weights FILE"
             require(self.ckpt != "", "--ckpt is missing", fix)
             exclude(self, "ckpt", "init_match", "mean", "std", "interpolation")
             return

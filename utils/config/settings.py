@@ -194,7 +194,7 @@ class CheckpointSettings:
     save_seconds: PositiveFloat | None = None
     """Seconds between checkpoints, checked about once a second; with --save_every, whichever is due first."""
     keep: PositiveInt | Literal["all"] = 2
-    """Number of newest checkpoints to keep, besides the best one, or all."""
+    """Number of newest checkpoints to keep, besides the best one; all keeps every checkpoint."""
 
 
 @dataclass

@@ -66,7 +66,7 @@ class Plan:
 
     An update has `repeats` copies of each of its samples. With `weights`, float64 [samples], samples are drawn with
     replacement. With `in_pairs`, microbatches consist of pairs of neighbours, to be mixed. `shares` has the number of
-    microbatches of each rank of this start, if they are to differ.
+    microbatches of each rank in this start. With None, the numbers differ by at most one.
     """
 
     samples: int

@@ -68,7 +68,8 @@ class InputSpec:
         text, other = f"mean {mean}, standard deviation {std} of pixels in 0 to 1", self.for_evaluation()
         if other.resize is None:
             return text
-        return f"{text}; evaluation: sides resized to {other.resize} ({other.interpolation}), centre cropped"
+        how = f"{'both sides' if other.squash else 'shorter side'} resized to {other.resize} ({other.interpolation})"
+        return f"{text}; evaluation: {how}, centre cropped"
 
     @property
     def size(self) -> tuple[int, int]:

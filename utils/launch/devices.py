@@ -12,7 +12,7 @@ from utils.launch.environment import Topology
 
 
 def misspelled_variables() -> list[str]:
-    """A line for each environment variable that is nearly CUDA_VISIBLE_DEVICES: CUDA ignores it in silence."""
+    """A line for each environment variable with almost the name CUDA_VISIBLE_DEVICES, which CUDA ignores."""
     near = re.compile(r"(?!CUDA_VISIBLE_DEVICES$)(?i:CUDA_?VIS\w*_?DEV)")
     text = "has no effect: CUDA does not read it; did you mean CUDA_VISIBLE_DEVICES?"
     return [f"{name} {text}" for name in os.environ if near.match(name)]

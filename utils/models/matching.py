@@ -40,7 +40,7 @@ class Match:
 
 
 def shape_of(tensor: Tensor) -> str:
-    """The shape of a tensor, in words, and whether it has integers."""
+    """The shape of a tensor as text, with a note if its values are integers."""
     return f"{list(tensor.shape)}{' of integers' * (not tensor.is_floating_point())}"
 
 
@@ -58,11 +58,11 @@ _PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.")  # of modules that 
 def fit_names(
     tensors: Mapping[str, Tensor], model: nn.Module, where: str, name: str, order: bool = False
 ) -> Mapping[str, Tensor]:
-    """The tensors of `where` under the names of the model `name`, which are those of a file of anybody's.
+    """The `tensors` that were read from `where`, renamed to the names of the model, which the user calls `name`.
 
-    Prefixes that all names have are left out, and timm converts the names of the authors' own code. With `order`, the
-    tensors take the model's names one after the other. Raises UserError if their shapes do not allow that, or if no
-    name fits but it would be possible.
+    Prefixes that all names have are removed, and timm converts the names of the authors' own code. With `order`, the
+    tensors get the model's names one after the other. Raises UserError if `order` is set and the shapes differ, or if
+    it is not set, no name fits, and the shapes are the same.
     """
     own = model.state_dict()
     tensors = _with_timm(_strip_prefixes(tensors, own), model)
@@ -80,7 +80,7 @@ def fit_names(
 
 
 def _strip_prefixes(tensors: Mapping[str, Tensor], own: Iterable[str]) -> Mapping[str, Tensor]:
-    """The tensors without the prefixes of wrapper modules that all their names have, and not all of the `own` names."""
+    """The tensors without prefixes of wrapper modules: those that all their names have, but not all `own` names."""
     for prefix in _PREFIXES * 2:  # they can be nested in any order
         if all(name.startswith(prefix) for name in tensors) and not all(name.startswith(prefix) for name in own):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -88,10 +88,10 @@ def _strip_prefixes(tensors: Mapping[str, Tensor], own: Iterable[str]) -> Mappin
 
 
 def _with_timm(tensors: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-    """The tensors as timm converts those of the authors' own code, if it can do so and if some of the model's lack."""
+    """The tensors, converted by timm from the authors' own code if timm can do this and the model needs more names."""
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if convert and not model.state_dict().keys() <= tensors.keys():
-        with suppress(Exception):  # of any class, for tensors that it does not expect
+        with suppress(Exception):  # of any class, if it does not expect these tensors
             return convert(dict(tensors), model)
     return tensors
 
@@ -99,7 +99,7 @@ def _with_timm(tensors: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, 
 def _pair_by_order(
     tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], heads: tuple[str, ...]
 ) -> list[tuple[str, str]]:
-    """The model's `own` names and those of `tensors`, if their shapes are the same in the same order; else empty.
+    """Pairs of an `own` name and a name in `tensors`, in order. Empty if the shapes are not the same in the same order.
 
     The head may have another number of rows.
     """

@@ -38,7 +38,7 @@ def torchvision_weights(name: str) -> Any:
 def published_input(name: str) -> dict[str, Any]:
     """The settings of the input of the published weights: channels, size, mean, std, and how evaluation crops.
 
-    Empty for a model that has none.
+    Empty for a model that neither timm nor torchvision describes.
     """
     if cfg := timm_weights(name):
         return input_of(cfg.to_dict())
@@ -51,7 +51,7 @@ def published_input(name: str) -> dict[str, Any]:
 
 
 def input_of(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the input that timm's description of weights has. Raises errors of many classes if malformed."""
+    """The settings of the input in timm's description of weights. Raises errors of many classes if it is malformed."""
     values: dict[str, Any] = {name: [*map(float, cfg[name])] for name in ("mean", "std") if name in cfg}
     if "input_size" in cfg:
         values |= {"channels": cfg["input_size"][0], "image_size": list(cfg["input_size"][1:])}
@@ -97,14 +97,16 @@ def published_outputs(name: str) -> int:
     return cfg.num_classes if cfg else len(CLASSES)
 
 
-def names_of_outputs(count: int, names: Sequence[str]) -> list[str]:
-    """The classes of weights with this many outputs, in their order, by the names that a data set uses.
+def names_of_outputs(count: int, published: bool, names: Sequence[str]) -> list[str]:
+    """The classes of weights with `count` outputs, in the order of the outputs, with the names that the data set uses.
 
-    1,000 outputs are ImageNet's classes (`names_as_in`), 21,841 and some other numbers those of a larger ImageNet if
-    `names` are synsets. Otherwise the data set must have as many classes. Raises UserError if nothing fits.
+    `names` are the classes of the data set. Weights with 1,000 outputs have ImageNet's classes (`names_as_in`). If
+    `names` are synsets, weights with 21,841 outputs, and some other numbers, have the classes of a larger ImageNet.
+    Other weights, unless they are `published`, have the classes of the data set. Raises UserError if nothing fits.
     """
+    own = len(names) == count and not published
     if count == len(CLASSES):
-        with suppress(UserError) if len(names) == count else nullcontext():
+        with suppress(UserError) if own else nullcontext():
             return names_as_in(names)
     if all(re.fullmatch(r"n\d{8}", name) for name in names) and importlib.util.find_spec("timm") is not None:
         from timm.data import ImageNetInfo, infer_imagenet_subset
@@ -114,7 +116,7 @@ def names_of_outputs(count: int, names: Sequence[str]) -> list[str]:
         if set(names) <= set(known):
             return known
     problem = f"the weights have {count:,} classes, and --data has {len(names):,}"
-    require(len(names) == count, problem, "use data with the classes of these weights")
+    require(own, problem, "use data with the classes of these weights")
     return list(names)
 
 

@@ -17,9 +17,9 @@ from utils.config.bounds import require
 from utils.errors import UserError, one_line
 from utils.files import naming_file
 
-# Names under which trainers store a model's tensors. Those of an average come first, as it is what was evaluated.
+# Names under which trainers store a model's tensors. Averaged weights come first.
 WRAPPERS = ("model_ema", "state_dict_ema", "ema", "model_state_dict", "state_dict", "model", "module")
-_SAVE = "save only the tensors of the model in it: torch.save(model.state_dict(), FILE)"
+_SAVE = "save only the state dict: torch.save(model.state_dict(), FILE)"
 
 
 def read_weights(path: Path, fix: str = "use another checkpoint") -> dict[str, Tensor]:
@@ -39,14 +39,14 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors in a safetensors file or in one of torch.save, and the names of the wrappers around them.
+    """The tensors in a safetensors file or in a file of torch.save, and the keys under which they were found.
 
-    The wrappers are such as `state_dict`. Raises UserError if loading the file would execute code, or if it does not
-    hold the tensors of one model.
+    The keys are those of `WRAPPERS`, such as `state_dict`. Raises UserError if loading the file would execute code, or
+    if it has no state dict.
     """
     with naming_file(file), file.open("rb") as opened:
         start = opened.read(16)
-    if start[8:9] == b"{" or file.suffix == ".safetensors":  # its header is JSON, after the length in 8 bytes
+    if start[8:9] == b"{" or file.suffix == ".safetensors":  # the length of a header in 8 bytes, and JSON
         return plain_tensors(file, read_weights(file, "give another file")), ""
     return _read_pickled(file)
 
@@ -54,20 +54,20 @@ def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
 def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
     try:
         check_size(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # the settings in timm's checkpoints; only data
+        with torch.serialization.safe_globals([argparse.Namespace]):  # in timm's checkpoints; holds only data
             content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         named = re.findall(r"(?:GLOBAL|class) (\S+)", str(error))
         require(bool(named), f"{path}: is not a file of torch.save", "give another file")
         problem = f"{path}: is refused, because loading {named[0]} in it would execute code"
-        raise UserError(problem, f"where it is trusted, {_SAVE}") from error
+        raise UserError(problem, f"if you trust the file, load it and {_SAVE}") from error
     except UserError:
         raise
     except Exception as error:  # torch.load raises errors of many classes, such as those of struct and zipfile
         fix = "give a safetensors file, or one of torch.save with a state dict"
         raise UserError(f"{path}: its weights cannot be read ({one_line(error)[:160]})", fix) from error
     inside: list[str] = []
-    while isinstance(content, dict) and len(inside) < 4:  # one may contain itself
+    while isinstance(content, dict) and len(inside) < 4:  # a dictionary may contain itself
         wrappers = [name for name in WRAPPERS if isinstance(content.get(name), dict)]
         held = [name for name in wrappers if any(isinstance(own, Tensor | dict) for own in content[name].values())]
         if not held:
@@ -77,11 +77,11 @@ def _read_pickled(path: Path) -> tuple[dict[str, Tensor], str]:
 
 
 def check_size(path: Path) -> None:
-    """Raise UserError for an archive whose entries are larger than the file: torch.save does not compress them."""
+    """Raise UserError for an archive whose entries are larger than the file. torch.save never compresses them."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
-        problem = f"{path}: is refused, because its entries expand to {size:,} bytes"
+        problem = f"{path}: is refused, because it is larger when unpacked ({size:,} bytes)"
         require(size <= path.stat().st_size, problem, "save it again with torch.save")
 
 
@@ -90,9 +90,9 @@ def plain_tensors(path: Path, content: Any) -> dict[str, Tensor]:
     values = content.items() if isinstance(content, Mapping) else ()
     tensors = {name: value.detach() for name, value in values if isinstance(name, str) and isinstance(value, Tensor)}
     tensors.pop("n_averaged", None)  # of torch's AveragedModel
-    require(bool(tensors), f"{path}: has no tensors by name", _SAVE)
+    require(bool(tensors), f"{path}: has no state dict with tensors", _SAVE)
     for name, tensor in tensors.items():
-        # A view can be larger than what it is a view of.
+        # A view can have more bytes than its storage.
         dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_neg()
         dense = dense and not tensor.is_quantized and not tensor.is_complex()
         fits = dense and tensor.nbytes <= tensor.untyped_storage().nbytes()

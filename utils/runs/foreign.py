@@ -1,4 +1,4 @@
-"""What eval.py evaluates: a checkpoint, published weights, or those of a file."""
+"""What eval.py evaluates: a checkpoint, published weights, or weights in a file."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,13 +18,13 @@ from utils.runs.metadata import SavedRun, SavedState
 from utils.runs.source import fill_input, read_source
 from utils.runs.state import TrainState
 
-Names = list[str] | Callable[[list[str]], list[str]]  # class names, or what chooses them by those of the data
+Names = list[str] | Callable[[list[str]], list[str]]  # class names, or a function of those of the data
 
 
 def find_run(flags: EvalConfig, ranks: Ranks) -> tuple[SavedRun, Names]:
-    """The verified checkpoint of --ckpt, or what one with the weights of --model would contain; collective.
+    """The verified checkpoint of --ckpt, or the values that a checkpoint of --model would have; collective.
 
-    Also returns its classes, as `load_split` takes them.
+    Also returns the class names, in the form that `load_split` takes.
     """
     if flags.ckpt:
         saved = find_saved(flags.ckpt, flags.weights, ranks)
@@ -37,12 +37,12 @@ def find_run(flags: EvalConfig, ranks: Ranks) -> tuple[SavedRun, Names]:
         if flags.pretrained:
             values = SavedState(state=TrainState(), input=input_spec(config, 3, None))
             outputs = published_outputs(config.model)
-            return SavedRun(Path(config.model), config, values, [], None), partial(names_of_outputs, outputs)
+            return SavedRun(Path(config.model), config, values, [], None), partial(names_of_outputs, outputs, True)
     return run_of_file(config, f"{flags.weights}", ranks)
 
 
 def run_of_file(config: TrainConfig, file: str, ranks: Ranks) -> tuple[SavedRun, Names]:
-    """As `find_run`, for the weights of a file; collective."""
+    """Like `find_run`, for weights in a file; collective."""
     where = f"--weights {file}"
     source = read_source("--weights", file, config.model, ranks)
     ranks.check_same(source.weights, f"different weights in {where}")
@@ -52,10 +52,8 @@ def run_of_file(config: TrainConfig, file: str, ranks: Ranks) -> tuple[SavedRun,
         model = build_model(config, spec, classes=1, load=False)  # for the names of its tensors
         tensors = fit_names(source.tensors, model, where, config.model, config.init_match == "order")
         outputs = count_outputs(tensors, model)
-        # Files of old versions of PyTorch do not have the numbers of batches.
-        counters = {key: own for key, own in model.state_dict().items() if key.endswith("num_batches_tracked")}
         require(outputs > 0, f"{where}: has no head for {config.model}", "set --model to the model of these weights")
-    weights = Weights(Path(source.name), "model", False, counters | dict(tensors))
+    weights = Weights(Path(source.name), "model", False, tensors)
     values = SavedState(state=TrainState(), input=spec)
     saved = SavedRun(weights.checkpoint, config, values, [], None, weights)
-    return saved, source.class_names or partial(names_of_outputs, outputs)
+    return saved, source.class_names or partial(names_of_outputs, outputs, False)

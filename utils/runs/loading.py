@@ -210,6 +210,7 @@ def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """The first name whose shapes differ, in words; empty if none does."""
     there, here = _shapes(saved), _shapes(own)
     for name in [*here, *there]:
-        if here.get(name) != there.get(name):
+        # Files of old versions of PyTorch lack these counters, and loading creates them.
+        if here.get(name) != there.get(name) and not name.endswith("num_batches_tracked"):
             return f"{name}: {there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')}"
     return ""

@@ -56,7 +56,10 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
                 return found
         if checkpoints_of(folder):
             return checkpoints_of(folder)[-1]
-    raise UserError(f"{path}: holds no checkpoint", "use a run folder that has one")
+    raise UserError(
+        f"{path}: holds no checkpoint",
+        "use a run folder that has one, or --model NAME --weights FILE of eval.py for a file",
+    )
 
 
 def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:

@@ -76,7 +76,7 @@ def find_source(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tu
 
 
 def read_source(flag: str, where: str, model: str | None, ranks: Ranks) -> InitialWeights:
-    """The weights of the file, folder or repository `where` that `flag` names, for this model if given; collective."""
+    """The weights in the file, folder or repository `where`, the value of `flag`, for this `model`; collective."""
     found = ranks.from_main(partial(_find, flag, where), patient=True)
     with ranks.local_main_first(f"reading the weights of {flag}"):
         return _read(flag, found, model)
@@ -143,23 +143,23 @@ def _of_run(saved: SavedRun) -> InitialWeights:
 
 
 def _read(flag: str, found: str, model: str | None) -> InitialWeights:
-    """The weights in the file or folder that `_find` has found. Executes nothing."""
+    """The weights in the file or folder that `_find` has found. Nothing in it is executed."""
     path = _download(flag, found) if found.startswith(_HUB) else Path(found)
     file = path / WEIGHTS if path.is_dir() else path
     tensors, inside = read_any(file)
     names, values = _read_config(file.with_name("config.json")) if file.name == WEIGHTS else ([], {})
     model = model or values.get("model")
     if not model:
-        raise UserError(f"{flag} {found}: does not say which model its tensors are of", "add --model NAME")
+        raise UserError(f"{flag} {found}: does not name the model of its tensors", "add --model NAME")
     values = input_of_weights(model, tensors) | values
     return InitialWeights(f"{found} ({inside})" if inside else found, tensors, names, values)
 
 
 def input_of_weights(model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The settings of the input for which the published weights of a torchvision or timm model were trained.
+    """The model, and the settings of the input of its published weights. Empty if there are none.
 
-    The channels are those of the first convolution in `tensors`, whose names may be others: the only kernels for one
-    or three channels besides it are those of depthwise convolutions, for one.
+    The number of channels is that of the first convolution in `tensors`. It is found by its kernel for one or three
+    channels, because the names may differ. Only depthwise convolutions also have such kernels, for one channel.
     """
     if not (known := published_input(model)):
         return {}

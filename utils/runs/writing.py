@@ -73,7 +73,7 @@ def update_pointers(folder: Path, step: int, best_step: int | None, keep: int | 
 
 
 def prune(folder: Path, keep: int | str, best: Path | None = None) -> None:
-    """Delete all checkpoints except the `keep` newest, or "all", `best`, and those that the pointers name."""
+    """Delete all checkpoints except the `keep` newest, `best`, and those that the pointers name. "all" deletes none."""
     if isinstance(keep, str):
         return
     kept = (best, read_pointer(folder, "best"), read_pointer(folder, "latest"))

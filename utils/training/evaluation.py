@@ -167,7 +167,7 @@ def make_evaluator(
 @torch.no_grad()
 def model_rate(evaluator: Evaluator, spec: InputSpec) -> float:
     """Images per second of the model alone, on a random batch on the device, on all ranks at once; collective."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns where CUDA finds no GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns if CUDA finds no GPU
     from torch.utils.benchmark import Timer  # takes long to import
 
     accelerator, shape = evaluator.accelerator, (evaluator.config.eval_batch_size, spec.channels, *spec.size)

@@ -110,14 +110,14 @@ def log_training(run: Run) -> None:
     run.meter.reset()
 
 
-WATCHED, LONG = 30, 0.2  # seconds of computing, and the part of them that a rank may wait for another in silence
+WATCHED, LONG = 30, 0.2  # the seconds of computing before a message, and the part of them that a rank may wait
 
 
 def watch_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
     """The seconds that each rank computed, and waited for slower ranks, for a train record; collective.
 
-    The time in which a rank waited for data is neither. Says once if a rank holds others up. Empty for the first record
-    of a start, which has other work in it.
+    Time in which a rank waited for data is in neither. Says once if a rank waits long for another. Empty for the first
+    record of a start, because its time includes other work.
     """
     exchange, shares = run.gradients.exchange, list(map(len, run.plan.ranges(run.accelerator.num_processes)))
     each = run.ranks.gather((exchange.seconds, run.meter.wait))
@@ -131,7 +131,7 @@ def watch_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
         better = balance(shares, total)
         advice = f"try --shares {','.join(map(str, better))}" if better != shares else "use more --microbatches"
         slow, fast = total.index(max(total)), total.index(min(total))
-        run.log.say(f"rank {slow} holds up rank {fast}, which waits {part:.0%} of the time; {advice}")
+        run.log.say(f"rank {fast} waits for rank {slow} for {part:.0%} of the computing time; {advice}")
     fastest = min(own for own, _ in each)
     return {"computing": computing, "waiting": [own - fastest for own, _ in each]}
 

@@ -1,4 +1,4 @@
-"""How long each rank computes and waits with --microbatches, and which --shares of them would balance the ranks."""
+"""With --microbatches: how long each rank computes and waits, and --shares with which all need the same time."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 
 
 class Exchange:
-    """A context that adds up the seconds of the exchange of gradients; the host does not wait for the device."""
+    """A context manager that measures the exchange of gradients. The host does not wait for the device."""
 
     def __init__(self, device: torch.device):
         self.device, self.seconds = device, 0.0
@@ -30,14 +30,17 @@ class Exchange:
         return event
 
     def add_up(self) -> None:
-        """Add up what was marked since the last call. A GPU must have completed its work."""
+        """Add the seconds of the exchanges since the last call. A GPU must have completed them."""
         for begin, end in zip(self.marks[::2], self.marks[1::2], strict=True):
             self.seconds += begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
         self.marks.clear()
 
 
 def balance(shares: Sequence[int], seconds: Sequence[float]) -> list[int]:
-    """Shares with which ranks that needed these seconds for their `shares` need the same time, if all are above 0."""
+    """Shares with which all ranks need the same time, if they needed these `seconds` for their `shares`.
+
+    Returns `shares` if a rank would get none.
+    """
     speeds = [share / max(time, 1e-9) for share, time in zip(shares, seconds, strict=True)]
     ends = [round(sum(shares) * end / sum(speeds)) for end in accumulate(speeds, initial=0.0)]
     found = [end - begin for begin, end in pairwise(ends)]

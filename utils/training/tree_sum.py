@@ -29,7 +29,10 @@ def subtrees(numbers: range) -> list[Node]:
 
 
 class TreeSum:
-    """The sum of the tensors of all microbatches of an update, in the tree's order; `ranges` has those of each rank."""
+    """The sum of the tensors of all microbatches of an update, in the tree's order.
+
+    `ranges` has the numbers of the microbatches of each rank.
+    """
 
     def __init__(self, ranges: Sequence[range], rank: int):
         self.microbatches, self.processes = ranges[-1].stop, len(ranges)
