@@ -56,10 +56,8 @@ def find_checkpoint(path: Path, prefer: tuple[str, ...] = ("best", "latest")) ->
                 return found
         if checkpoints_of(folder):
             return checkpoints_of(folder)[-1]
-    raise UserError(
-        f"{path}: holds no checkpoint",
-        "use a run folder that has one, or --model NAME --weights FILE of eval.py for a file",
-    )
+    fix = "use a run folder that has one, or for a file of weights eval.py --model NAME --weights FILE"
+    raise UserError(f"{path}: holds no checkpoint", fix)
 
 
 def verify(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> None:

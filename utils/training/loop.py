@@ -132,8 +132,7 @@ def watch_ranks(run: Run, seconds: float) -> dict[str, list[float]]:
         advice = f"try --shares {','.join(map(str, better))}" if better != shares else "use more --microbatches"
         slow, fast = total.index(max(total)), total.index(min(total))
         run.log.say(f"rank {fast} waits for rank {slow} for {part:.0%} of the computing time; {advice}")
-    fastest = min(own for own, _ in each)
-    return {"computing": computing, "waiting": [own - fastest for own, _ in each]}
+    return {"computing": computing, "waiting": [own - min(each)[0] for own, _ in each]}
 
 
 WAIT, WARM_UP, ACTIVE = 8, 2, 10  # updates that are not recorded, recorded and discarded, recorded and kept
