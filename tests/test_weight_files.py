@@ -184,7 +184,7 @@ def test_names_that_do_not_fit_are_shown_and_order_is_suggested_but_not_used():
             ["--init_from", "x.pth"],
             "--init_from x.pth: no such file or folder; give a run, a checkpoint, a file",
         ),
-        (eval, ["--weights", "x.pth"], "--weights x.pth needs --model: .*; add --model NAME --data DATA"),
+        (eval, ["--weights", "x.pth"], "--weights x.pth needs --model: .*; add --model NAME$"),
         (eval, ["--ckpt", "run", "--mean", "0.5"], "--ckpt and --mean cannot be used together"),
         (eval, ["--model", "resnet18", "--weights", "ema", "--data", "d"], "--model needs weights: .*--weights FILE"),
     ],
