@@ -25,10 +25,7 @@ from utils.data.sources import absolute_data, check_source
 from utils.data.spec import InputSpec, sides
 from utils.data.splits import Split, fingerprint_of
 from utils.files import check_output_file, expand, write_output
-from utils.models.published import (
-    resize_input,
-    version_of,
-)
+from utils.models.published import resize_input, version_of
 from utils.models.zoo import check_model
 from utils.predictions.tables import check_table_file, encode, rows_of_split
 from utils.ranks.accelerator import check_precision

@@ -29,7 +29,7 @@ from utils.models.matching import fit_names
 from utils.models.published import CLASSES, names_of_outputs
 from utils.models.weight_files import read_any
 
-MODEL = "timm/test_resnet"  # its published weights have 160x160 pixels, bicubic, and the mean and std of ImageNet
+MODEL = "timm/test_resnet"  # its published weights are for 160x160 pixels, bilinear, mean and std 0.5
 NAMES = ["cat", "dog", "emu"]
 
 
@@ -114,7 +114,7 @@ def test_a_run_from_a_file_has_the_input_of_the_published_weights_and_says_so():
     torch.save(dict(enumerate_names(model.state_dict())), "W.pth")
     found, cfg = settings_of("--model", "timm/resnet10t", "--init_match", "order"), timm.get_pretrained_cfg("resnet10t")
     assert (found["mean"], found["std"]) == ([*cfg.mean], [*cfg.std]) and cfg.mean[0] == 0.485
-    assert (found["image_size"], found["eval_crop"]) == ([176, 176], 0.95 if cfg.crop_pct == 0.95 else cfg.crop_pct)
+    assert (found["image_size"], found["eval_crop"]) == ([176, 176], cfg.crop_pct)
     assert (found["interpolation"], found["channels"]) == ("bicubic", 3)
     assert weights("run").keys() == model.state_dict().keys() and weights("run")["fc.weight"].shape[0] == 3
     text = Path("runs/run/init_from.txt").read_text()
