@@ -1,10 +1,12 @@
 """The benchmarks' helpers compute what they say, and each script says how it is used."""
 
+import argparse
 import importlib
 import json
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 from helpers.waiting import SOON, lives, until
 
@@ -61,6 +63,31 @@ def test_scaling_compares_speed_ups_and_says_what_the_exchange_costs(benchmark):
     table = {(row[0], row[1]): row[2:] for row in scaling.rows(results)}
     assert table[scaling.TRAIN, 2] == ["180", "333.3", "1.80", "90%", ""]
     assert table[scaling.DDP, 2] == ["150", "400.0", "1.50", "75%", "25.0%"]
+
+
+def test_photos_compares_the_wrong_images_of_each_side(benchmark, monkeypatch):
+    photos = benchmark("photos")
+    monkeypatch.setattr(photos, "forty_lines", lambda args: {"wrong": 7})
+    found = {"--freeze backbone": 8, "--lr 0.1": 6}
+    monkeypatch.setattr(photos, "ours", lambda args, how, seeds, *_: {"wrong": found[how] + 2 * next(seeds)})
+    settings = {"head": "--freeze backbone", "everything": "--lr 0.1", "first_seed": 0, "seeds": 2, "images": 100}
+    header, rows, results = photos.measure_accuracy(argparse.Namespace(**settings))
+    assert rows == [
+        ["forty lines", 7, 7, "7.0", "93.0%", "", ""],
+        ["head only", 8, 10, "9.0", "91.0%", "+2.0", ""],
+        ["everything", 6, 8, "7.0", "93.0%", "+0.0", "-2.0"],
+    ]
+    assert len(header) == len(rows[0]) and results["everything"] == [{"wrong": 6}, {"wrong": 8}]
+
+
+def test_photos_writes_the_same_number_of_images_of_each_class(benchmark, tmp_path):
+    for split in ("train", "test"):
+        stored = [{"bytes": b"%d" % index, "path": None} for index in range(400)]
+        frame = pandas.DataFrame({"img": stored, "label": [index % 3 for index in range(400)]})
+        frame.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    benchmark("photos").write_cifar10(tmp_path, tmp_path / "folder")
+    written = {part: len(list((tmp_path / "folder" / part / "2").glob("*.png"))) for part in ("train", "val")}
+    assert written == {"train": 50, "val": 100} and (tmp_path / "folder/val/2/5.png").read_bytes() == b"5"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
