@@ -5,8 +5,10 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import shlex
+import signal
 import socket
 from pathlib import Path
 
@@ -15,9 +17,11 @@ import pytest
 import torch
 from helpers.browser import browser
 from helpers.make_data import encoded
+from helpers.ranks import run_ranks
 from helpers.training_runs import MLP, ROOT, records, returned, train_run, working_in
 from PIL import Image
 from scipy.special import expit
+from scipy.stats import binomtest
 from sklearn.metrics import average_precision_score, confusion_matrix, f1_score, recall_score, roc_auc_score
 
 import eval
@@ -27,8 +31,8 @@ from utils.data.selection import load_data
 from utils.data.splits import Files, Split
 from utils.report.__main__ import main
 from utils.report.analysis import BINS, MATRIX, analyse, calibration, intervals
-from utils.report.folder import read_run
-from utils.report.page import Series, line_chart, settings_rows, write_page
+from utils.report.folder import best_evaluation, read_run
+from utils.report.page import Series, best_first, line_chart, settings_rows, write_page
 from utils.report.writing import Evaluated, report_evaluation, write_report
 from utils.tasks.classification import Classification
 from utils.tasks.losses import LOSSES
@@ -124,6 +128,22 @@ def test_intervals_are_the_same_each_time_and_hold_the_metrics():
     }
     assert first.keys() == values.keys()
     assert all(first[name][0] < value < first[name][1] for name, value in values.items())
+
+
+@pytest.mark.parametrize(("samples", "right"), [(60, 60), (60, 0), (60, 51), (400, 399)])
+def test_the_interval_of_a_share_is_that_of_wilson_even_if_all_images_are_right(samples, right):
+    found = predictions(10, samples)
+    found.values[:, 1] = np.arange(samples) < right
+    found.values[:, 2] = 1
+    bounds = analyse(found, task_of(10), 0)["intervals"]
+    for name, count in (("accuracy", right), ("top5", samples)):
+        expected = binomtest(count, samples).proportion_ci(method="wilson")
+        assert bounds[name] == pytest.approx((expected.low, expected.high), abs=1e-4) and bounds[name][0] < 1
+
+
+def test_classes_without_an_evaluation_image_are_counted():
+    analysis = analyse(predictions(10), task_of(12), 0)
+    assert (analysis["without_images"], analysis["all_classes"]) == (2, 12)
 
 
 def test_multilabel_has_the_precision_of_each_class_and_the_calibration_of_all_probabilities():
@@ -273,6 +293,60 @@ def test_each_error_in_the_gallery_is_an_image_of_the_split_that_the_weights_get
         assert error["true"] == str(split.labels[error["index"]]) != error["text"].split()[0]
 
 
+def _train_to_a_constant_answer(flags: list[str], die_at: int | None = None) -> None:
+    """Train; from update 5 on, the weights are 0. Before update `die_at`, counted from 0, the process is killed."""
+    update = train.train_update
+
+    def damaged(run, batches):
+        if run.state.step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        update(run, batches)
+        for weight in run.module.parameters():
+            weight.data *= run.state.step < 5
+
+    train.train_update = damaged
+    train.main(["--run_name", "worse", *flags])
+
+
+def test_the_page_shows_the_best_checkpoint_after_a_kill_and_before_and_after_eval_py(inside):
+    flags = [*MLP, "--report", "true", "--max_steps", "12", "--lr", "0.05", "--eval_every", "4", "--save_every", "4"]
+    (killed,) = run_ranks(1, _train_to_a_constant_answer, flags, 9)
+    assert killed.code == -signal.SIGKILL
+    (outcome,) = run_ranks(1, _train_to_a_constant_answer, [*flags, "--resume", "auto"])
+    folder = Path("runs/worse")
+    trained, page = json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+    returned(1, eval.main, ["--ckpt", "runs/worse"])
+    evaluated, again = json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+    best, *_, last = records("worse", "eval")
+    assert (best["step"], last["step"]) == (4, 12) and best["accuracy"] > last["accuracy"]
+    for analysis in (trained, evaluated):
+        assert analysis["record"]["step"] == 4 and analysis["record"]["loss"] == pytest.approx(best["loss"])
+        assert np.trace(analysis["matrix"]) / 180 == pytest.approx(best["accuracy"]) == analysis["record"]["accuracy"]
+    for name in ("matrix", "classes", "always", "errors", "confusions"):
+        assert trained[name] == evaluated[name], name
+    place = "<td>update 4, the best by accuracy</td>"
+    assert place in page and place in again and not (folder / "best_predictions.npz").exists()
+    data = load_data(TrainConfig(max_train_samples=480, cache_dir="cache"))
+    counts = [data.train.labels.tolist().count(label) for label in range(10)]
+    common = counts.index(max(counts))
+    share = data.evaluation.labels.tolist().count(common) / 180
+    assert trained["always"] == {"class": str(common), "accuracy": pytest.approx(share)}
+    assert re.search(rf"^always class {common} +{share:.4f}$", outcome.out, re.M)
+    assert f'{share:.4f} <span class="dim">class {common}</span>' in again
+    assert f"; always class {common}: {share:.4f}" in again
+
+
+def test_the_best_evaluation_is_that_of_the_checkpoint_which_eval_py_takes():
+    def found(metric, *values):
+        return best_evaluation([{"step": step, "accuracy": value, "loss": value} for step, value in values], metric)
+
+    rows = [(1, 0.5), (2, None), (3, 0.7), (4, 0.7), (5, 0.1)]
+    assert found("accuracy", *rows)["step"] == 3 and found("loss", *rows)["step"] == 5
+    assert found("f1", *rows)["step"] == 5 and found("accuracy", (1, None), (2, None))["step"] == 2
+    assert found("accuracy", (1, 0.9), (1, 0.2), (2, 0.8), (2, 0.3))["accuracy"] == 0.3  # raw, then averaged weights
+    assert found("accuracy") == {}
+
+
 def test_the_page_shows_settings_starts_versions_and_marks_the_resume(inside):
     page, run = (inside / "report.html").read_text(), read_run(inside)
     assert run["settings"]["flip"] == "true" and not run["settings"].keys() & {"seed", "output_dir", "cache_dir"}
@@ -356,10 +430,9 @@ def test_the_page_says_which_weights_and_views_were_evaluated_and_shows_a_dash_f
     images = Files([str(tmp_path / f"{n}.png") for n in range(507)], str(tmp_path))  # they are gone
     split = Split("val", images, predictions(10).labels, np.arange(500) + 7, "")
     found = predictions(10)._replace(indices=np.arange(500))
-    said = []
-    write_report(folder, Evaluated(Classification(TrainConfig(), NAMES[:10]), split, found, record, 0), said.append)
+    write_report(folder, Evaluated(Classification(TrainConfig(), NAMES[:10]), split, found, record, 0))
     page, analysis = (folder / "report.html").read_text(), json.loads((folder / "report.json").read_text())
-    assert not said and "update 100, views flip</td>" in page
+    assert "update 100, the last evaluated, views flip</td>" in page
     assert '<th>loss</th><td class="number">–</td>' in page and page.count("<img") == 1  # of the first batch
     assert all(error["file"] == f"{error['index'] + 7}.png" for error in analysis["errors"])
 
@@ -386,11 +459,37 @@ def test_several_runs_are_compared_on_one_page(tmp_path, capsys):
     main([*map(str, folders), "--out", str(tmp_path / "page.html"), "--no_images"])
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
+    assert page.count("<h2>Confusions</h2>") == 1 and page.count('class="matrix"') == 2
     assert "<td>default</td><td>adamw</td>" in page and "<th>lr</th>" not in page
     assert all(f"</i>run ({number}), training <b>" in page for number in (1, 2))  # of the same name
     assert "<img" not in page and "data:image" not in page
     main([str(folders[0])])
     assert "<img" in (folders[0] / "report.html").read_text()
+
+
+def test_runs_are_sorted_by_their_best_values_and_their_inputs_compared(tmp_path):
+    folders = []
+    for name, accuracy in (("low", 0.6), ("high", 0.8), ("none", None)):
+        folders.append(made_up(tmp_path / name, best_metric="accuracy"))
+        log = (folders[-1] / "log.jsonl").read_text().replace('"accuracy": 0.75', f'"accuracy": {json.dumps(accuracy)}')
+        (folders[-1] / "log.jsonl").write_text(log.replace("mean 0.5", f"mean of {name}"))
+    write_page(folders, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<th></th><th>high</th><th>low</th><th>none</th>" in page
+    assert "<td>accuracy 0.8000, update 10</td><td>accuracy 0.6000, update 10</td><td>–</td>" in page
+    assert "<th>input</th><td>mean of high</td><td>mean of low</td><td>mean of none</td>" in page
+    runs = [{"metric": "loss", "best": {"loss": value}} for value in (0.4, 0.2, 0.3)]
+    assert [run["best"]["loss"] for run in best_first(runs)] == [0.2, 0.3, 0.4]
+    assert best_first([runs[0], {"metric": "accuracy", "best": {"accuracy": 0.9}}])[0] == runs[0]
+
+
+def test_the_page_of_few_images_says_which_differences_may_be_chance(tmp_path):
+    for samples in (150, 250):
+        folder = made_up(tmp_path / str(samples), samples=samples)
+        write_page([folder], folder / "report.html")
+        low, high = read_run(folder)["analysis"]["intervals"]["accuracy"]
+        text = f"With {samples} images, differences in accuracy below {50 * (high - low):.0f} points may be chance."
+        assert (text in (folder / "report.html").read_text()) == (samples == 150)
 
 
 def test_a_saved_value_that_means_the_same_as_the_default_is_no_difference(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 
 from utils.data.order import fold_in
 from utils.tasks.task import Predictions, Task, sigmoid
+from utils.training.summary import count_classes, interval_of_share
 
 BINS = 15  # of the confidence, equally wide
 MATRIX = 30  # classes; with more, the page lists the most frequent confusions instead of a matrix
@@ -21,11 +22,16 @@ _MOST_SCORES, _MOST_OUTPUTS = 2 * 10**5, 10  # with more, mAP and AUC have no in
 def analyse(found: Predictions, task: Task, seed: int) -> dict[str, Any]:
     """All numbers of an evaluation as JSON values."""
     parts = _of_classes(found, task) if found.labels.ndim == 1 else _of_sets(found, task)
-    return {"count": len(found.indices), "intervals": intervals_of(found, task, seed), **parts}
+    counts = count_classes(found.labels, len(task.class_names))
+    absent = {"without_images": int((counts == 0).sum()), "all_classes": len(counts)}
+    return {"count": len(found.indices), "intervals": intervals_of(found, task, seed), **absent, **parts}
 
 
 def intervals_of(found: Predictions, task: Task, seed: int) -> dict[str, tuple[float, float]]:
-    """The intervals of the metrics that follow from sums over samples, and, for few scores, of mAP and AUC."""
+    """The intervals of the metrics that follow from sums over samples, and, for few scores, of mAP and AUC.
+
+    Proportions have Wilson score intervals, other metrics bootstrap intervals. Intervals of width zero are left out.
+    """
     samples = len(found.indices)
 
     def measure(rows: np.ndarray) -> dict[str, Any]:
@@ -40,7 +46,10 @@ def intervals_of(found: Predictions, task: Task, seed: int) -> dict[str, tuple[f
     bounds = intervals(measure, samples, count, seed)
     if task.cut is not None and found.scores.size <= _MOST_SCORES and task.outputs <= _MOST_OUTPUTS:
         bounds |= intervals(rank, samples, _FEWEST, seed)
-    return bounds
+    for name, values in zip(task.evaluation[1:], found.values.T[1:], strict=True):  # the first is the loss
+        if name in bounds and np.isin(values, (0, 1)).all():
+            bounds[name] = interval_of_share(float(values.mean()), samples)
+    return {name: (low, high) for name, (low, high) in bounds.items() if low < high}
 
 
 def intervals(

@@ -1,7 +1,7 @@
-"""What the page shows of a run folder: its settings, log and pictures, and the analysis of its last evaluation."""
+"""What the page shows of a run folder: its settings, log and pictures, and the analysis of its best checkpoint."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,29 +29,43 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # a killed run may have cut the last one
     records = [json.loads(line) for line in lines]
     kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("start", "train", "eval")}
-    last, evaluation = ((kinds[kind] or [{}])[-1] for kind in ("train", "eval"))
-    analysis = _analysis(folder / ANALYSIS, evaluation)
+    settings, last = read_yaml(folder / "config.yaml"), (kinds["train"] or [{}])[-1]
+    best = best_evaluation(kinds["eval"], settings["best_metric"] or "")
+    analysis = _analysis(folder / ANALYSIS, best)
     return {
         "name": folder.absolute().name,
-        "settings": changed_settings(read_yaml(folder / "config.yaml")),
+        "settings": changed_settings(settings),
+        "metric": settings["best_metric"] or "",
+        "best": best,
         **kinds,
         "last": last,
         "time": tqdm.format_interval(last.get("seconds", 0)),
-        "evaluation": analysis.get("record") or evaluation,
+        "evaluation": analysis.get("record") or best,
         "analysis": analysis,
         "errors": analysis.get("errors", []) if images else [],
         "first_batch": sheet(folder / "first_batch.png") if images else "",
     }
 
 
-def _analysis(path: Path, last: Mapping[str, Any]) -> dict[str, Any]:
-    """The analysis in report.json; empty if there is none, or if it is that of a training that went on since.
+def best_evaluation(records: Sequence[dict[str, Any]], metric: str) -> dict[str, Any]:
+    """The evaluation of the best checkpoint by `metric`: the first of equal ones, or the last one if none has a value.
 
-    `last` is the last evaluation of the log. An evaluation of eval.py, which names its checkpoint, is kept.
+    With --ema_decay, that of the averaged weights counts. Its record follows that of the raw weights.
+    """
+    of_step = {record["step"]: record for record in records}
+    known = [record for record in of_step.values() if record.get(metric) is not None]
+    choose = min if metric == "loss" else max
+    return choose(known, key=lambda record: record[metric], default=records[-1] if records else {})
+
+
+def _analysis(path: Path, best: Mapping[str, Any]) -> dict[str, Any]:
+    """The analysis in report.json; empty if there is none, or if training has found a better checkpoint since.
+
+    An evaluation of eval.py, which names its checkpoint, is kept.
     """
     analysis = read_json(path) if path.is_file() else {}
     record = analysis.get("record", {})
-    return analysis if "checkpoint" in record or record.get("step") == last.get("step") else {}
+    return analysis if "checkpoint" in record or record.get("step") == best.get("step") else {}
 
 
 def changed_settings(values: Mapping[str, Any]) -> dict[str, str]:

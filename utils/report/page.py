@@ -1,7 +1,7 @@
 """report.html: the page of one or several runs, a single file that loads nothing else.
 
 To add a section, add it to page.html. `read_run` (folder.py) has its values: the log, the settings, and the numbers of
-the last evaluation (analysis.py).
+an evaluation (analysis.py).
 """
 
 import math
@@ -13,6 +13,7 @@ from utils.files import write_output
 from utils.report.folder import read_run
 from utils.report.html import render
 from utils.tasks.table import TASKS
+from utils.training.summary import FEW
 
 WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26  # space around the plot, for the ticks
@@ -107,14 +108,27 @@ PAGE = "report.html"
 def write_page(folders: Sequence[Path], out: Path, images: bool = True) -> None:
     """Write the page of these run folders. Raises ValueError or OSError if one of them is not the folder of a run.
 
-    If folders have the same name, all are numbered.
+    The runs are in the order of `best_first`. If folders have the same name, all are numbered.
     """
     runs = [read_run(folder, images) for folder in folders]
     if len({run["name"] for run in runs}) < len(runs):
         for number, run in enumerate(runs, 1):
             run["name"] += f" ({number})"
-    rows = {"settings": settings_rows(runs), "metrics": metrics_rows(runs)}
+    runs = best_first(runs)
+    rows = {"settings": settings_rows(runs), "metrics": metrics_rows(runs), "few": FEW}
     write_output(out, render("page.html", runs=runs, charts=charts(runs), **rows))
+
+
+def best_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs sorted by the value of their best checkpoint, or in the given order if metrics differ; None is last."""
+    metrics = {run["metric"] for run in runs}
+    sign = 0 if len(metrics) > 1 else 1 if metrics == {"loss"} else -1
+
+    def rank(run: dict[str, Any]) -> float:
+        value = run["best"].get(run["metric"])
+        return math.inf if value is None else sign * value
+
+    return sorted(runs, key=rank)
 
 
 def charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -158,11 +172,14 @@ def settings_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]
     """The settings that differ from the defaults, or, with several runs, between them."""
     names = dict.fromkeys(name for run in runs for name in run["settings"])
     rows = [(name, [run["settings"].get(name, "default") for run in runs]) for name in names]
-    return [(name, values) for name, values in rows if len(runs) == 1 or len(set(values)) > 1]
+    if len(runs) == 1:
+        return rows
+    rows.append(("input", [(run["start"] or [{}])[-1].get("input", "unknown") for run in runs]))
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
 def metrics_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The metrics of each run's last evaluation, with their intervals; a cell without a value has no interval."""
+    """The metrics of the evaluation of each run, with their intervals; a cell without a value has no interval."""
     words = {name: word for run in runs for name, word in _metrics_of(run).items()}
     found = {
         name: name.replace("_", " ")

@@ -1,5 +1,6 @@
 """What is printed about a model and its data: classes, parameters, FLOPs, and what depends on the topology."""
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -68,12 +69,13 @@ def has_dropout(module: nn.Module) -> bool:
         rates = [getattr(layer, name, 0.0) for name in names]
         if isinstance(layer, _DropoutNd) or type(layer).__name__ == "StochasticDepth":
             rates.append(layer.p)
-        if any(isinstance(rate, int | float) and rate > 0 for rate in rates):
+        if layer.training and any(isinstance(rate, int | float) and rate > 0 for rate in rates):
             return True
     return False
 
 
-_FEW = 20  # evaluation samples; one of fewer changes the accuracy by more than 5 percent
+FEW = 200  # evaluation images; with fewer, the 95 % interval of an accuracy of 90 % is wider than 8 points
+_UNEQUAL = 10  # times as many images; the mildest imbalance of the long-tailed CIFAR sets (Cui et al., 2019)
 
 
 def classes_row(data: Data) -> str:
@@ -85,29 +87,59 @@ def classes_row(data: Data) -> str:
     return f"{len(names)}{several}, each with {counts}"
 
 
-def warn_about_data(data: Data) -> list[str]:
-    """Lines to print about the data at the start of a run."""
+def warn_about_data(data: Data, has_accuracy: bool = True) -> list[str]:
+    """Lines to print about the data at the start of a run; `has_accuracy` is whether its metric is the accuracy."""
     lines, names = [*data.train.notes, *data.evaluation.notes], data.class_names
     for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
-        absent = [names[index] for index in np.flatnonzero(_counts(split, len(names)) == 0)]
+        absent = [names[index] for index in np.flatnonzero(count_classes(split.labels, len(names)) == 0)]
         if absent:
             lines.append(f"{len(absent)} of {len(names)} classes have no {word} image: {join_names(absent)}")
-    if (count := len(data.evaluation)) < _FEW:
+    counts = count_classes(data.train.labels, len(names))
+    rarest = int(np.where(counts, counts, len(data.train) + 1).argmin())
+    if (always := always_answering(data)) and counts.max() >= _UNEQUAL * counts[rarest]:
+        name, share = always
+        problem = f"class {name} has {counts.max()} of {len(data.train)} training images, {names[rarest]} has "
+        problem += f"{counts[rarest]}: always predicting {name} has an accuracy of {share:.4f}"
+        lines.append(f"{problem}; consider --sampler balanced or --class_weights balanced")
+    if (count := len(data.evaluation)) < FEW and has_accuracy:
+        low, high = interval_of_share(0.9, count)
+        problem = f"{count} evaluation images are few: near an accuracy of 90 %, differences below "
         fix = "give more with --eval_fraction or --eval_split"
-        lines.append(f"{count} evaluation images are too few to compare models or checkpoints; {fix}")
+        lines.append(f"{problem}{50 * (high - low):.0f} points may be chance (95 % interval); {fix}")
     return [printable(line) for line in dict.fromkeys(lines)]
+
+
+def always_answering(data: Data) -> tuple[str, float] | None:
+    """The most frequent class of the training images, and the evaluation accuracy of always predicting it.
+
+    None for multi-label data.
+    """
+    labels = data.train.labels
+    if labels.ndim == 2:
+        return None
+    most = int(np.bincount(labels).argmax())
+    return data.class_names[most], float((data.evaluation.labels == most).mean())
+
+
+def interval_of_share(share: float, count: int) -> tuple[float, float]:
+    """The 95 % Wilson score interval of a proportion of `count` samples (Wilson, 1927).
+
+    Unlike a bootstrap interval, it is wider than zero if the share is 0 or 1.
+    """
+    weight = 1.96**2 / count
+    centre, half = share + weight / 2, math.sqrt(weight * (share * (1 - share) + weight / 4))
+    return (centre - half) / (1 + weight), (centre + half) / (1 + weight)
 
 
 def _range(split: Split, names: list[str]) -> str:
     """For example `12 (class cat) to 40 (class dog)`, or `12` if all classes have the same number."""
-    counts = _counts(split, len(names))
+    counts = count_classes(split.labels, len(names))
     least, most = int(counts.argmin()), int(counts.argmax())
     if counts[least] == counts[most]:
         return str(counts[least])
     return " to ".join(f"{counts[index]} (class {printable(names[index])})" for index in (least, most))
 
 
-def _counts(split: Split, classes: int) -> np.ndarray:
-    """The number of samples of each class, int64 [classes]."""
-    labels = split.labels
+def count_classes(labels: np.ndarray, classes: int) -> np.ndarray:
+    """The number of samples of each class, int64 [classes]; `labels` are those of a split."""
     return labels.sum(0, dtype=np.int64) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
