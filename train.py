@@ -22,9 +22,8 @@ from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.auto_augment import AUTO_AUGMENTS
 from utils.data.batches import Batches
-from utils.data.cache import make_dataset
-from utils.data.datasets import Batch, ImageDataset, keep_on_device
-from utils.data.order import BlockSampler, UpdateSampler
+from utils.data.datasets import AnyDataset, Batch, keep_on_device
+from utils.data.order import UpdateSampler, evaluation_blocks
 from utils.data.selection import load_data
 from utils.data.sources import SOURCES
 from utils.data.splits import Data
@@ -45,10 +44,18 @@ from utils.runs.source import find_source
 from utils.runs.trackers import TRACKERS
 from utils.tasks.losses import LOSSES
 from utils.tasks.table import TASKS
-from utils.training.building import Resolved, change_layers, check_settings, fill_settings, resolve
+from utils.training.building import (
+    Resolved,
+    change_layers,
+    check_settings,
+    fill_settings,
+    make_datasets,
+    resolve,
+)
 from utils.training.divergence import watch_evaluation
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
+from utils.training.features import replace_by_features
 from utils.training.gradients import clip_gradients, make_gradients
 from utils.training.loop import batches_of_update, log_training, make_profiler, save, synchronise
 from utils.training.meter import Meter, SyncInterval
@@ -101,20 +108,20 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         resolved = resolve(config, saved, checkpoints.folder, data, source, accelerator)
     config, spec, task = resolved.config, resolved.spec, resolved.task
-
-    train_set, *loaders = make_batches(resolved, ranks)
+    images = make_datasets(data, spec, config, ranks)
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
-        module = build_model(config, spec, task.outputs, saved is None, data.class_names, train_set)
+        module = build_model(config, spec, task.outputs, saved is None, data.class_names, images[0])
     module = change_layers(module, resolved, accelerator, ranks)
     optimizer = build_optimizer(config, module)
 
     # With --microbatches, TreeGradients exchanges gradients itself, so the model gets no DDP.
     model = accelerator.prepare_model(module, evaluation_mode=config.microbatches is not None)
-    optimizer, train_loader, eval_loader = accelerator.prepare(optimizer, *loaders)
-    optimizer = init_optimizer(optimizer, accelerator)
+    optimizer = init_optimizer(accelerator.prepare(optimizer), accelerator)
     parts = make_parts(accelerator, module, config.ema_decay)
     folder, lines = checkpoints.restore(config, saved, module, optimizer, parts)
     resolved.changed += lines
+    sets = replace_by_features(images, resolved, module, accelerator, ranks)  # with --freeze backbone
+    train_loader, eval_loader = accelerator.prepare(*make_batches(sets, resolved, ranks))
     gradients = make_gradients(resolved, model, module, accelerator, ranks)
     sinks, device = TRACKERS.sinks(config), accelerator.device
     eval_batches = Batches(eval_loader, spec.for_evaluation(), config, device, training=False)
@@ -146,24 +153,16 @@ def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data
     return data
 
 
-def make_batches(resolved: Resolved, ranks: Ranks) -> tuple[ImageDataset, DataLoader, DataLoader]:
-    """The training set, and the loaders of training and evaluation batches of all ranks.
-
-    Small images are decoded here, others by the loaders.
-    """
-    config, data, spec, state = resolved.config, resolved.data, resolved.spec, resolved.state
-    bar = Terminal(ranks.is_main).progress("decoding")
-    with ranks.local_main_first("decoding images"):
-        train_set = make_dataset(data.train, spec, config, True, bar)
-        eval_set = make_dataset(data.evaluation, spec.for_evaluation(), config, False, bar)
+def make_batches(sets: Sequence[AnyDataset], resolved: Resolved, ranks: Ranks) -> list[DataLoader]:
+    """The loaders of training and evaluation batches of all ranks."""
+    config, state = resolved.config, resolved.state
     with ranks.agree():
-        train_set, eval_set = keep_on_device([train_set, eval_set], config, ranks.device)
+        train_set, eval_set = keep_on_device(sets, config, ranks.device)
     updates = max(0, resolved.updates - state.step)
     order = UpdateSampler(resolved.plan, ranks.topology.world_size, updates, state.place)
-    blocks = BlockSampler(len(eval_set), config.eval_batch_size)
-    sets = [(train_set, order), (eval_set, blocks)]
-    train_loader, eval_loader = make_loaders(sets, config, ranks.threads, ranks.device)
-    return train_set, train_loader, eval_loader
+    blocks = evaluation_blocks(len(eval_set), config.eval_batch_size)
+    parts = [(train_set, order), (eval_set, blocks)]
+    return make_loaders(parts, config, ranks.threads, ranks.device)
 
 
 def train(run: Run, profiler: profile | None) -> dict | None:
@@ -232,7 +231,7 @@ def evaluate(run: Run) -> dict | None:
     for weights in ("raw", "ema") if run.average else ("raw",):
         with run.average.applied() if run.average and weights == "ema" else nullcontext():
             run.ranks.broadcast_buffers(run.module)
-            metrics = run.evaluator.evaluate(run.stopping, keep=run.may_end)
+            metrics = run.evaluator.evaluate(run.stopping, keep=run.config.report)
         if metrics is None:
             return None
         result = {"weights": weights, **metrics} if run.average else metrics

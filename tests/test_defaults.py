@@ -70,7 +70,8 @@ def test_values_that_are_given_are_kept_even_if_they_are_those_of_another_case()
 
 def test_the_learning_rate_follows_optimizer_start_and_batch():
     assert chosen(120).lr == pytest.approx(0.05 * 16 / 128)
-    assert chosen(120, pretrained=True, model="resnet18").lr == pytest.approx(0.01 / 8)
+    assert chosen(120, pretrained=True, model="resnet18", optimizer="sgd").lr == pytest.approx(0.01 / 8)
+    assert chosen(120, pretrained=True, model="resnet18", freeze=["backbone"]).lr == pytest.approx(0.05 / 8)
     assert chosen(120, optimizer="adamw").lr == pytest.approx(1e-3 / math.sqrt(8))
     assert chosen(9999, optimizer="adamw", pretrained=True, model="resnet18").lr == pytest.approx(1e-4)
     assert (chosen(120, optimizer="adamw").weight_decay, chosen(120).weight_decay) == (0.05, 5e-4)
@@ -78,6 +79,33 @@ def test_the_learning_rate_follows_optimizer_start_and_batch():
     assert chosen(9999, global_batch_size=1024).lr == 0.05  # not raised: larger ones made mnist_cnn fail
     assert chosen(9999, batch_size=8, grad_accum=2, processes=2).lr == pytest.approx(0.05 / 4)
     assert chosen(120, optimizer="of somebody else").lr == chosen(120, optimizer="adamw").lr
+
+
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({}, ("sgd", None, None, None)),
+    ({"pretrained": True}, ("adamw", 10.0, True, 0.35)),
+    ({"init_from": "W.pth"}, ("adamw", 10.0, True, 0.35)),
+    ({"pretrained": True, "lr": 0.01}, ("adamw", 10.0, True, 0.35)),
+    ({"pretrained": True, "optimizer": "sgd"}, ("sgd", None, None, 0.35)),
+    ({"pretrained": True, "layer_decay": 0.8, "sync_batchnorm": True}, ("adamw", None, None, 0.35)),
+    ({"pretrained": True, "freeze": ["backbone"]}, ("sgd", None, None, None)),
+    ({"pretrained": True, "head_scale": 2.0, "keep_batch_stats": False, "min_scale": 0.5}, ("adamw", 2.0, False, 0.5)),
+])  # fmt: skip
+def test_fine_tuning_all_layers_has_gentle_defaults(settings, expected):
+    config, _ = choose_images(chosen(200, model="resnet18", **settings), small=False, small_input=False)
+    assert (config.optimizer, config.head_scale, config.keep_batch_stats, config.min_scale) == expected
+
+
+def test_a_run_on_cached_features_has_more_epochs_and_fewer_evaluations_and_checkpoints():
+    head, own = {"pretrained": True, "model": "resnet18", "freeze": ["backbone"]}, {"eval_every": 3, "save_every": 5}
+    for settings, expected in (
+        (head, (40, 32, None, 10.0)),  # 8 updates per epoch
+        ({**head, **own}, (40, 3, 5, None)),
+        ({**head, "feature_views": 0}, (40, None, None, None)),
+        ({"pretrained": True, "model": "resnet18"}, (20, None, None, None)),
+    ):
+        config = chosen(120, **settings)
+        assert (config.epochs, config.eval_every, config.save_every, config.save_seconds) == expected
 
 
 @pytest.mark.parametrize(("samples", "settings", "every"), [

@@ -13,12 +13,12 @@ FLAGS = ["--model", "mlp", "--threads", "1", "--run_name", "run", "--max_steps",
 
 
 def test_a_dry_run_says_what_an_update_and_an_evaluation_batch_need_and_leaves_no_run():
-    main, other = run_ranks(2, sizes_of_dry_run, [*FLAGS, "--max_eval_samples", "150", "--eval_batch_size", "100"])
+    main, other = run_ranks(2, sizes_of_dry_run, [*FLAGS, "--max_eval_samples", "150", "--eval_batch_size", "10"])
     assert (main.code, other.code) == (0, 0), main.err
     found, sizes = main.value
     assert found["eval_memory"] >= found["memory"] > 10**8 and found["seconds"] > 0 < found["eval_seconds"]
-    assert (sizes, other.value[1]) == ([100, 1], [50])  # rank 0 counts the operations of an image
-    assert "an evaluation batch of 100 images" in main.out and "Lockstep  dry run\n" in main.out and other.out == ""
+    assert (sizes, other.value[1]) == ([10, 1], [10])  # rank 0 counts the operations of an image
+    assert "an evaluation batch of 10 images" in main.out and "Lockstep  dry run\n" in main.out and other.out == ""
     assert not list(Path("runs").iterdir())
 
 

@@ -85,6 +85,21 @@ def test_training_evaluates_alike_on_every_topology():
         assert one["loss"] == pytest.approx(two["loss"], abs=1e-6) == pytest.approx(three["loss"], abs=1e-6)
 
 
+def test_all_ranks_have_work_in_an_evaluation_of_few_samples():
+    train_run(1, "run", *FLAGS)
+    (alone, _), *ranks = (found for n in (1, 4) for found in returned(n, _evaluate_and_count))
+    assert [count for _, count in ranks] == [16 * 3, 16 * 2 + 9, 16 * 2, 16 * 2]  # blocks in turn, the last one of 9
+    for result, _ in ranks:
+        assert result["accuracy"] == alone["accuracy"] and result["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+
+
+def _evaluate_and_count() -> tuple[dict, int]:
+    """The result, and the number of samples that this rank evaluated."""
+    gather, counts = evaluation.Evaluator.gather, []
+    evaluation.Evaluator.gather = lambda self, own: counts.append(len(own[0])) or gather(self, own)
+    return eval.main(["--ckpt", "runs/run", "--max_eval_samples", "153"]), *counts
+
+
 def test_batch_norm_is_evaluated_with_the_statistics_that_are_saved():
     flags = ("--data", "synthetic/3x32x96", "--model", "shufflenet_v2_x0_5", "--stem", "standard")
     flags += ("--global_batch_size", "12", "--max_steps", "2")

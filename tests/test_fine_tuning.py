@@ -1,6 +1,7 @@
 """Starting from other weights, frozen layers, stochastic depth and gradient checkpointing."""
 
 import json
+import math
 import pickle
 import re
 import shutil
@@ -13,7 +14,7 @@ import torch
 import torchvision
 from helpers.make_data import image_folder
 from helpers.ranks import ALONE, returned, run_ranks, start_ranks
-from helpers.training_runs import refused, same_tensors, slow_train, train_run, weights, working_in
+from helpers.training_runs import records, refused, same_tensors, slow_train, train_run, weights, working_in
 from helpers.waiting import until
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -118,13 +119,12 @@ def folder(made, monkeypatch):
 
 
 def test_a_run_starts_from_the_best_weights_of_another_on_any_number_of_processes(folder):
-    train_run(1, "new", *STILL, "--data", "second", "--image_size", "40")
     outcomes = run_ranks(2, train.main, [*TUNED, "--run_name", "tuned", "--init_from", "runs/source"])
     assert outcomes[0].code == 0, outcomes[0].err
-    there, new, tuned = weights("source", "best"), weights("new"), weights("tuned")
+    there, tuned = weights("source", "best"), weights("tuned")
     expected = {name: there[name] for name in there if name.endswith(("weight", "bias")) and "fc" not in name}
     for name in ("fc.weight", "fc.bias"):  # classes a, b, c there and b, c, z here
-        expected[name] = torch.stack([there[name][1], there[name][2], new[name][2]])
+        expected[name] = torch.stack([there[name][1], there[name][2], torch.zeros_like(there[name][0])])
     assert len(expected) > 20
     for name, tensor in expected.items():  # an update adds about 1e-30 where a weight is 0
         torch.testing.assert_close(tuned[name], tensor, rtol=0, atol=1e-20)
@@ -135,6 +135,34 @@ def test_a_run_starts_from_the_best_weights_of_another_on_any_number_of_processe
     line = re.escape(f"{kept}; its model, channels, image_size, mean, std, interpolation")
     assert re.search(f"^init_from +{line}$", outcomes[0].out, re.M)
     assert input_of("tuned") == (40, [0.4] * 3)
+
+
+def test_rows_of_new_classes_start_at_zero_the_head_learns_faster_and_batch_statistics_are_kept(folder):
+    (outcome,) = run_ranks(1, train.main, [*TUNED, "--run_name", "still", "--init_from", "runs/source"])
+    assert outcome.code == 0, outcome.err
+    assert weights("still")["fc.weight"].abs().amax(1).gt(1e-20).tolist() == [True, True, False]  # b and c, not z
+    flags = [*TINY[2:], "--data", "second", "--max_steps", "1", "--run_name", "gentle", "--init_from", "runs/source"]
+    (outcome,) = run_ranks(1, train.main, flags)
+    assert outcome.code == 0, outcome.err
+    before, after, lr = weights("still"), weights("gentle"), records("gentle", "train")[0]["lr"]
+    assert lr == pytest.approx(1e-4 * math.sqrt(16 / 128))
+    moved = {name: (after[name] - before[name]).abs().max().item() for name in ("fc.bias", "bn1.bias")}
+    assert moved == pytest.approx({"fc.bias": 10 * lr, "bn1.bias": lr}, rel=0.01)  # the size of the first step of Adam
+    statistics = [name for name in before if "running" in name]
+    assert statistics and all(torch.equal(after[name], weights("source", "best")[name]) for name in statistics)
+
+
+def test_batch_statistics_that_were_not_given_cannot_be_kept(folder):
+    tensors = weights("source", "best")
+    save_file(
+        {name: each for name, each in tensors.items() if not name.startswith("layer1.0.bn1.")}, "part.safetensors"
+    )
+    flags = [*TINY[:2], "--data", "second", "--init_from", "part.safetensors", "--mean", "0.4", "--max_steps", "1"]
+    line = refused(train.main, *flags)
+    assert "--keep_batch_stats: the given weights have no layer1.0.bn1.running_mean" in line
+    assert line.endswith("use --keep_batch_stats false")
+    (outcome,) = run_ranks(1, train.main, [*flags, "--keep_batch_stats", "false", "--report", "false"])
+    assert outcome.code == 0, outcome.err
 
 
 def test_given_settings_take_precedence_over_those_of_the_source(folder):
@@ -303,6 +331,16 @@ def test_batch_statistics_are_frozen_exactly_where_all_parameters_are():
     dropping = build("mnist_cnn")
     freeze(dropping, ["backbone"])
     assert dropping.drop_units.training
+
+
+def test_frozen_layers_compute_as_in_evaluation():
+    model = build(VIT, drop_path=0.5, model_args={**SMALL_VIT, "proj_drop_rate": 0.5})
+    freeze(model, ["blocks.[01]"])
+    inputs, expected = torch.randn(4, 17, 32), []
+    for training in (False, True):
+        model.train(training)
+        expected.append([block(inputs) for block in model.blocks])
+    assert [torch.equal(*pair) for pair in zip(*expected, strict=True)] == [True, True, False, False]
 
 
 ALL_ON = ["--data", "first", "--microbatches", "4", "--optimizer", "muon", "--lr", "0.01", "--lr_schedule", "constant"]

@@ -10,7 +10,7 @@ from helpers.ranks import returned
 import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
-from utils.data.order import BlockSampler, Plan, UpdateSampler, fold_in, permutation
+from utils.data.order import BlockSampler, Plan, UpdateSampler, evaluation_blocks, fold_in, permutation
 from utils.ranks.session import distributed_session
 from utils.ranks.stopping import Stopping
 
@@ -107,6 +107,12 @@ def test_pieces_of_an_update_differ_by_at_most_one_sample():
 def test_blocks_are_consecutive_and_of_fixed_size():
     blocks = [(block.number, block.indices.tolist()) for block in BlockSampler(10, 4)]
     assert blocks == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7]), (2, [8, 9])] and len(BlockSampler(10, 4)) == 3
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(10, [10]), (153, [16] * 9 + [9]), (4097, [256] * 16 + [1])])
+def test_few_evaluation_samples_are_cut_into_up_to_sixteen_blocks_and_many_by_the_batch_size(samples, sizes):
+    blocks = [block.indices.tolist() for block in evaluation_blocks(samples, 256)]
+    assert list(map(len, blocks)) == sizes and sum(blocks, []) == list(range(samples))
 
 
 def test_positions_run_on_without_a_gap():

@@ -184,7 +184,8 @@ def test_only_changed_settings_are_sent_and_no_folder_or_host_name():
     places |= {"run_name": "client", "cpu": True, "threads": 1, "profile": True}  # of one start
     config = TrainConfig(data="/home/someone/pets", init_from="~/weights.safetensors", flip=False, **places)
     config = replace(config, optimizer_args={"betas": [0.9, 0.95]})
-    sent = {"data": "pets", "init_from": "weights.safetensors", "optimizer_args/betas": "[0.9, 0.95]", "flip": False}
+    sent = {"data": "pets", "init_from": "weights.safetensors", "optimizer": "adamw", "flip": False}
+    sent["optimizer_args/betas"] = "[0.9, 0.95]"
     assert settings_to_send(config) == sent and settings_to_send(TrainConfig()) == {}
 
 

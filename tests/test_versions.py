@@ -19,7 +19,7 @@ def requirements(name: str) -> list[Requirement]:
 
 
 def test_the_newest_entry_of_the_changelog_and_the_citation_have_the_version_of_the_code():
-    assert re.search(r"^## \[(.+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == VERSION
+    assert re.search(r"^## \[(?!Unreleased)(.+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == VERSION
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == VERSION and citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= citation.keys()

@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+from utils.config.recipe import BACKBONE
 from utils.config.settings import KEPT, TrainConfig
 from utils.errors import UserError
 
@@ -10,6 +11,7 @@ LARGEST_BATCH = 128
 _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
 _UPDATES_PER_EPOCH = 8
 _RECORDS = 4  # train records of a short run
+_RANDOM = "crop_padding min_scale auto_augment color_jitter random_erasing cutout"
 BUSY = 32 * 224 * 224  # pixels of a batch; below, starting the kernels takes longer than running them
 
 
@@ -71,6 +73,13 @@ def choose_sizes(config: TrainConfig, samples: int, processes: int) -> tuple[Tra
         updates = config.max_steps or config.epochs * per_epoch
         chosen["log_every"] = max(1, min(50, updates // _RECORDS))
         lines.append(f"log every {chosen['log_every']} update{'s' * (chosen['log_every'] != 1)}")
+    if BACKBONE in config.freeze and config.feature_views != 0:  # an epoch of a new head takes milliseconds
+        if not config.eval_every:
+            chosen["eval_every"] = 4 * per_epoch
+            lines.append("evaluation after every fourth epoch")
+        if not (config.save_every or config.save_seconds):
+            chosen["save_seconds"] = 10.0
+            lines.append("checkpoints 10 s apart")
     rates, reasons = _choose_rates(config, batch)
     return replace(config, **chosen, **rates), [", ".join(part) for part in (lines, reasons) if part]
 
@@ -82,15 +91,27 @@ def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list
     own = RATES.get(config.optimizer, RATES["adamw"])
     if config.lr is None:
         base, start = (own.pretrained, "pretrained") if config.pretrained or config.init_from else (own.new, "new")
+        if BACKBONE in config.freeze:
+            base, start = own.new, "new head of a"
         chosen["lr"] = base * min(1.0, batch / LARGEST_BATCH) ** own.power
         lines.append(f"lr {chosen['lr']:.3g} ({config.optimizer}, {start} model: {base:g} for batch 128)")
     if config.weight_decay is None:
         chosen["weight_decay"] = own.weight_decay
         lines.append(f"weight decay {own.weight_decay:g}")
+    # Only for adamw: with fixed batch statistics, sgd diverged at usual learning rates.
+    gently = config.fine_tunes and config.optimizer == "adamw"
+    if config.head_scale is None and gently and not config.layer_decay:
+        chosen["head_scale"] = own.new / own.pretrained
+        lines.append(f"{chosen['head_scale']:g} times this lr for the head")
+    if config.keep_batch_stats is None and gently and not config.sync_batchnorm:
+        chosen["keep_batch_stats"] = True
+        lines.append("batch statistics of the pretrained weights")
     return chosen, lines
 
 
-def choose_images(config: TrainConfig, small: bool, small_input: bool) -> tuple[TrainConfig, list[str]]:
+def choose_images(
+    config: TrainConfig, small: bool, small_input: bool, is_new: bool = True
+) -> tuple[TrainConfig, list[str]]:
     """Fill the model and --flip, for small images or photographs, and for a small or large model input.
 
     Returns the settings, and lines with the chosen values and their reason.
@@ -102,6 +123,9 @@ def choose_images(config: TrainConfig, small: bool, small_input: bool) -> tuple[
         chosen["flip"] = not small
     texts = [f"model {value}" if name == "model" else "flip" if value else "no flip" for name, value in chosen.items()]
     reason = "images up to 96 pixels" if small else "photographs"
+    if is_new and config.min_scale is None and config.fine_tunes and not (small or small_input):
+        chosen["min_scale"] = 0.35
+        texts.append("random crops of at least 0.35 of the image")
     return replace(config, **chosen), [f"{', '.join(texts)} ({reason})"] if chosen else []
 
 
@@ -159,11 +183,12 @@ def advice(
     has_columns: bool,
     processes: int,
     has_momentum: bool = True,
+    centre: bool = False,
 ) -> list[str]:
     """A line for each changed setting that has no effect in this run or does not suit its data.
 
     `small`: whether training and evaluation use small images. With `by_loader`, loader processes augment them.
-    `has_momentum`: whether --momentum applies to the optimizer.
+    `has_momentum`: whether --momentum applies to the optimizer. `centre`: whether only the centre of images is used.
     """
     alone, targets = processes == 1, config.task == "classification"
     unused = (
@@ -174,6 +199,7 @@ def advice(
         ("data_on_device", not any(small), "only small images are decoded before training"),
         ("eval_crop", small[1], "small images are evaluated whole"),
         ("pos_weight threshold", targets, "only --task multilabel and binary use it"),
+        (_RANDOM, centre, "cached features are those of the centre; --feature_views 4 caches random views"),
         ("image_column label_column", not has_columns, f"{config.data} has no columns"),
     )
     lines = [

@@ -31,6 +31,7 @@ from utils.config.bounds import (
     require,
 )
 from utils.config.recipe import (
+    BACKBONE,
     FROM_DATA,
     AugmentationSettings,
     BatchSettings,
@@ -100,8 +101,8 @@ class BasicSettings:
     image_size: Input[Size] = None
     """Side of the square model input in pixels, or '[HEIGHT, WIDTH]' (default: that of the pretrained weights, else
     that of the images if it is at most 96 pixels, else 224)."""
-    epochs: PositiveInt = 20
-    """Passes over the training data."""
+    epochs: PositiveInt = FROM_DATA
+    """Passes over the training data (default: 20, or 40 to train only the head)."""
     global_batch_size: Chosen[BatchSize] = FROM_DATA
     """Samples per update over all processes and accumulation steps (default: 128, or less for up to 896 samples)."""
     lr: Chosen[PositiveFloat] = FROM_DATA
@@ -114,8 +115,8 @@ class BasicSettings:
     """auto resumes the run --run_name from its newest valid checkpoint, or starts it if there is none. The path of a
     checkpoint or run resumes from it in a new run folder, or in the same one if --run_name names it. Data and settings
     that are not given are those of the checkpoint."""
-    optimizer: Fixed[str] = "sgd"
-    """Optimizer."""
+    optimizer: Fixed[str] = FROM_DATA
+    """Optimizer (default: adamw to train all layers of a model with given weights, else sgd)."""
     weight_decay: Chosen[NonNegativeFloat] = FROM_DATA
     """Weight decay of matrices and kernels; biases, normalisation layers, position embeddings and class tokens have
     none (default: 5e-4 for sgd and asgd, 0.05 for adamw and muon, else 0)."""
@@ -152,7 +153,7 @@ class DataSettings:
     data_dir: Machine[str | None] = None
     """Folder of torchvision data sets, where missing ones are downloaded (default: CACHE_DIR/torchvision)."""
     cache_dir: Machine[str] = "~/.cache/lockstep"
-    """Folder for decoded small images and the results of image checks."""
+    """Folder for decoded small images, cached features and the results of image checks."""
     num_workers: Machine[NonNegativeInt | None] = None
     """Loader processes per rank that decode photographs (default: the threads per process, at most 8, or
     up to 16 if there are that many physical cores)."""
@@ -249,9 +250,16 @@ class TrainConfig(
         exclude(self, "sync_batchnorm", "grad_checkpointing")
         # These change the bits of the microbatches.
         exclude(self, "microbatches", "batch_size", "grad_accum", "sync_batchnorm", "comm_hook")
-        self.optimizer = self.optimizer.lower()  # upper and lower case are the same
+        self.epochs = self.epochs or (40 if BACKBONE in self.freeze else 20)
+        default = "adamw" if self.fine_tunes else "sgd"
+        self.optimizer = (self.optimizer or default).lower()  # upper and lower case are the same
         named = self.resume != "auto" or self.run_name is not None
         require(named, "--resume auto needs --run_name", "give the name of the run to resume")
+
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether a model with pretrained weights is trained, and not only its head."""
+        return bool(self.pretrained or self.init_from) and BACKBONE not in self.freeze
 
     @property
     def mixes(self) -> bool:

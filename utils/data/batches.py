@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
-from utils.data.datasets import Batch, ResidentImages
+from utils.data.datasets import Batch, Features, ResidentImages
 from utils.data.mixing import Mix, Mixing
 from utils.data.spec import InputSpec
 from utils.waiting import wait_for_items
@@ -61,18 +61,19 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         loaded = wait_for_items(self.loader, self.what)
-        is_resident = isinstance(self.dataset, ResidentImages)
+        is_resident, are_features = (isinstance(self.dataset, kind) for kind in (ResidentImages, Features))
         for batch in self._drawn(loaded) if is_resident else self._streamed(loaded):
             self.error = batch.error or self.error
             mix, labels = None, batch.labels
             if self.mixing and (mix := _to(self.mixing.draw(batch.microbatch), self.device)):
                 labels = mix.targets(labels, self.mixing.outputs)
             labels = labels.float() if labels.ndim == 2 else labels  # copied to the device as bytes
-            yield batch._replace(images=self._normalise(batch.images, mix), labels=labels)
+            images = batch.images if are_features else self._normalise(batch.images, mix)
+            yield batch._replace(images=images, labels=labels)
 
     def _streamed(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         """Batches on the device from batches of pixels, augmented."""
-        if self.dataset.in_loader:
+        if self.dataset.in_loader or isinstance(self.dataset, Features):
             yield from _upload(loaded, self.device)
             return
         augmentation = self.dataset.augmentation

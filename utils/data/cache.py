@@ -34,8 +34,8 @@ from utils.waiting import wait_for_items
 _BLOCK = 2**24  # bytes that are hashed at once
 
 
-def open_pixels(path: Path) -> np.memmap:
-    """Map the file into memory; `damage` checks it."""
+def open_array(path: Path) -> np.memmap:
+    """Map the file of an array into memory; `damage` checks it."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
@@ -45,9 +45,9 @@ def open_pixels(path: Path) -> np.memmap:
 
 
 def damage(path: Path) -> str:
-    """What is wrong with a file of images; "" if nothing is. Raises OSError if it cannot be read."""
+    """What is wrong with the file of an array; "" if nothing is. Raises OSError if it cannot be read."""
     try:
-        mapped = open_pixels(path)
+        mapped = open_array(path)
     except OSError:
         raise
     except Exception as error:  # numpy raises errors of any class for a damaged header
@@ -56,20 +56,20 @@ def damage(path: Path) -> str:
     with naming_file(path), path.open("rb", buffering=0) as file:
         if os.pread(file.fileno(), 1000, end) == _footer(file, end):  # not mapped: a bad disk would raise SIGBUS
             return ""
-    return "truncated, or its pixels have changed since they were written"
+    return "truncated, or changed since it was written"
 
 
-def write_pixels(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray]) -> None:
-    """Write chunks of images to the file, in order, completely or not at all. An OSError names the file."""
+def write_array(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray], dtype: str = "|u1") -> None:
+    """Write the chunks of an array to the file, in order, completely or not at all. An OSError names the file."""
     partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
         with naming_file(path), partial.open("x+b") as file:
             with suppress(OSError):  # some network file systems have no locks
                 fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
-            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+            np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
             file.flush()  # a file that is not empty has a lock, see `remove_leftovers`
-            for pixels in chunks:
-                file.write(pixels.data)  # not to a memory map, because a full disk would raise SIGBUS
+            for chunk in chunks:
+                file.write(chunk.data)  # not to a memory map, because a full disk would raise SIGBUS
             file.flush()
             file.write(_footer(file, file.tell()))
             file.flush()
@@ -92,7 +92,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _footer(file: BinaryIO, end: int) -> bytes:
-    """What follows the pixels: the SHA-256 of all before it."""
+    """What follows the array: the SHA-256 of all before it."""
     digest, fileno = hashlib.sha256(), file.fileno()
     for start in range(0, end, _BLOCK):
         digest.update(os.pread(fileno, min(_BLOCK, end - start), start))
@@ -131,18 +131,29 @@ def decode_all(split: Split, height: int, width: int, channels: int, cache_dir: 
         return images[..., None] if images.ndim == 3 else images.transpose(0, 2, 3, 1)
     path = expand(cache_dir) / "decoded" / f"v{VERSION}-{split.cache_key}-{height}x{width}x{channels}.npy"
     try:
-        if not _is_cached(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(path.parent)
-            _check_free_space(path.parent, len(split) * math.prod(shape))
-            write_pixels(path, (len(split), *shape), _decoded(split, shape, progress))
-        return open_pixels(path)
+        if not is_cached(path, "decoding the images again"):
+            _prepare_folder(path.parent, len(split) * math.prod(shape))
+            write_array(path, (len(split), *shape), _decoded(split, shape, progress))
+        return open_array(path)
     except OSError as error:
         return _decode_in_memory(split, shape, progress, one_line(error))
 
 
-def _is_cached(path: Path) -> bool:
-    """Whether the file exists and is valid. Deletes a damaged file."""
+def keep_array(path: Path, array: np.ndarray) -> np.ndarray:
+    """The float32 array, mapped from the file, which is written if needed. If this fails, the array itself."""
+    try:
+        if not path.exists():
+            _prepare_folder(path.parent, array.nbytes)
+            write_array(path, array.shape, [array], "<f4")
+        return open_array(path)
+    except OSError as error:
+        where = f"features cannot be cached ({one_line(error)}) and are kept in memory, {bytes_text(array.nbytes)}"
+        print_for_machine(f"{where} in each process; choose another --cache_dir to cache them")
+        return array
+
+
+def is_cached(path: Path, following: str) -> bool:
+    """Whether the file exists and is valid. Deletes a damaged file, and prints this and `following`, the next step."""
     if not path.exists():
         return False
     is_first = local_rank_and_size()[0] == 0  # the other ranks run this after the first one
@@ -154,14 +165,17 @@ def _is_cached(path: Path) -> bool:
     except OSError as error:
         problem = f"{path}: damaged ({wrong}) and cannot be deleted ({error.strerror})"
         raise UserError(problem, "delete it, or choose another --cache_dir") from error
-    print_for_machine(f"{path}: damaged ({wrong}); decoding the images again")
+    print_for_machine(f"{path}: damaged ({wrong}); {following}")
     return False
 
 
-def _check_free_space(folder: Path, size: int) -> None:
+def _prepare_folder(folder: Path, size: int) -> None:
+    """Create the folder for a file of `size` bytes. Raises OSError if the disk has less free space."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     free = shutil.disk_usage(folder).free
     if size > free:  # reported now, and not much later when the disk is full
-        raise OSError(f"{folder}: {bytes_text(size)} needed for the decoded images, {bytes_text(free)} free")
+        raise OSError(f"{folder}: {bytes_text(size)} needed, {bytes_text(free)} free")
 
 
 def _decoded(split: Split, shape: tuple[int, int, int], progress: Callable) -> Iterator[np.ndarray]:

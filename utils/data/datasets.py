@@ -1,5 +1,5 @@
-"""Data sets that return one microbatch at a time: small images that are already decoded, also on the device, and
-photographs.
+"""Data sets that return one microbatch at a time: small images that are already decoded, also on the device,
+photographs, and features of images.
 """
 
 import warnings
@@ -24,9 +24,9 @@ from utils.memory import bytes_text
 class Batch(NamedTuple):
     """A microbatch, from its data set to the model; n >= 0.
 
-    `images` are uint8 [n, H, W, C], and in the end float32 [n, C, H, W]. `labels` are classes, int64 [n], or multi-hot,
-    [n, classes]. With Mixup or CutMix, they become the share of each class, float32 [n, outputs]. `error` is why a
-    sample could not be read; the batch is then empty.
+    `images` are uint8 [n, H, W, C], and in the end float32 [n, C, H, W], or features, float32 [n, ...]. `labels` are
+    classes, int64 [n], or multi-hot, [n, classes]. With Mixup or CutMix, they become the share of each class, float32
+    [n, outputs]. `error` is why a sample could not be read; the batch is then empty.
     """
 
     images: Tensor
@@ -72,6 +72,10 @@ class DecodedImages(Dataset):
     def image_bytes(self) -> int:
         return self.pixels[:1].nbytes
 
+    def with_augmentation(self, augmentation: Augmentation) -> "DecodedImages":
+        """The same images with another augmentation."""
+        return DecodedImages(self.pixels, self.labels, augmentation)
+
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         images = torch.from_numpy(self.pixels[microbatch.indices])
         if self.in_loader:
@@ -93,6 +97,10 @@ class EncodedImages(Dataset):
     @property
     def image_bytes(self) -> int:
         return self.spec.height * self.spec.width * self.spec.channels
+
+    def with_augmentation(self, augmentation: Augmentation) -> "EncodedImages":
+        """The same images with another augmentation."""
+        return EncodedImages(self.split, self.spec, augmentation)
 
     def __getitems__(self, microbatch: Microbatch) -> Batch:
         spec, indices = self.spec, microbatch.indices.tolist()
@@ -152,7 +160,51 @@ class ResidentImages(DecodedImages):
 ImageDataset = DecodedImages | EncodedImages
 
 
-def keep_on_device(sets: Sequence[ImageDataset], config: TrainConfig, device: torch.device) -> list[ImageDataset]:
+class Features(Dataset):
+    """The outputs of frozen layers for the images of a split, float32 [N, ...] for each of K views.
+
+    A sample has the view (epoch + occurrence) modulo K. `images` is the data set from which the features were computed.
+    `origin` describes the views, and whether they were computed or found in the cache.
+    """
+
+    in_loader = False
+
+    def __init__(self, views: Sequence[np.ndarray], images: ImageDataset, origin: str):
+        self.views, self.images, self.labels, self.origin = views, images, images.labels, origin
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def image_bytes(self) -> int:
+        return self.views[0][:1].nbytes
+
+    def __getitems__(self, microbatch: Microbatch) -> Batch:
+        indices, view = microbatch.indices, self._choose(microbatch)
+        rows = np.empty((len(indices), *self.views[0].shape[1:]), np.float32)
+        for number in np.unique(view):
+            rows[view == number] = self.views[number][indices[view == number]]
+        return Batch(torch.from_numpy(rows), torch.from_numpy(self.labels[indices]), microbatch)
+
+    def pixels(self, microbatch: Microbatch, most: int) -> Tensor:
+        """The images from which the first features of a microbatch were computed, uint8 [n, H, W, C], n <= `most`."""
+        chosen = zip(microbatch.indices[:most, None], self._choose(microbatch).tolist(), strict=False)
+        return torch.cat([self._image(Microbatch(0, view, 0, index)) for index, view in chosen])
+
+    def _image(self, microbatch: Microbatch) -> Tensor:
+        images, augmentation = self.images.__getitems__(microbatch).images, self.images.augmentation
+        return images if self.images.in_loader else augmentation.batch(images, augmentation.prepare(microbatch))
+
+    def _choose(self, microbatch: Microbatch) -> np.ndarray:
+        """The view of each sample, int64 [n]."""
+        occurrences = 0 if microbatch.occurrences is None else microbatch.occurrences
+        return (microbatch.epoch + occurrences + np.zeros_like(microbatch.indices)) % len(self.views)
+
+
+AnyDataset = ImageDataset | Features
+
+
+def keep_on_device(sets: Sequence[AnyDataset], config: TrainConfig, device: torch.device) -> list[AnyDataset]:
     """The data sets of a run, with decoded images on the device as --data_on_device says.
 
     Images that loader processes augment stay in host memory.
@@ -170,8 +222,14 @@ def keep_on_device(sets: Sequence[ImageDataset], config: TrainConfig, device: to
     return [ResidentImages(each, device) if each in decoded else each for each in sets]
 
 
-def describe_place(sets: Sequence[ImageDataset]) -> str:
-    """Where the images of a run are, and their size, for the table at the start of the run."""
+def describe_place(sets: Sequence[AnyDataset]) -> str:
+    """Where the images or features of a run are, and their size, for the table at the start of the run."""
+    if features := [each for each in sets if isinstance(each, Features)]:
+        size = bytes_text(sum(view.nbytes for each in features for view in each.views))
+        origins = [f"{word}: {each.origin}" for each, word in zip(features, ("training", "evaluation"), strict=True)]
+        numbers = " x ".join(map(str, features[0].views[0].shape[1:]))
+        place = "cached" if all(isinstance(each.views[0], np.memmap) for each in features) else "in memory"
+        return f"{numbers} features of each view, {size} {place}; {'; '.join(origins)}"
     decoded = [each for each in sets if isinstance(each, DecodedImages)]
     if not decoded:
         return "photographs, decoded for each batch"

@@ -181,11 +181,11 @@ class UpdateSampler(MicrobatchSampler):
 class BlockSampler(MicrobatchSampler):
     """Yields 0 .. samples - 1 in blocks of `block_size`, for evaluation.
 
-    A sample is in the same block on every topology, so its logits are the same too.
+    A sample is in the same block on every topology, so its logits are the same too. `epoch` selects the augmentation.
     """
 
-    def __init__(self, samples: int, block_size: int):
-        self.samples, self.block_size = samples, block_size
+    def __init__(self, samples: int, block_size: int, epoch: int = 0):
+        self.samples, self.block_size, self.epoch = samples, block_size, epoch
         self.largest = min(samples, block_size)
 
     def __len__(self) -> int:
@@ -194,4 +194,13 @@ class BlockSampler(MicrobatchSampler):
     def __iter__(self) -> Iterator:
         for number in range(len(self)):
             start = number * self.block_size
-            yield Microbatch(0, 0, number, np.arange(start, min(start + self.block_size, self.samples)))
+            indices = np.arange(start, min(start + self.block_size, self.samples))
+            yield Microbatch(0, self.epoch, number, indices)
+
+
+def evaluation_blocks(samples: int, most: int, epoch: int = 0) -> BlockSampler:
+    """The blocks of an evaluation, of at most `most` samples. They do not depend on the number of ranks.
+
+    A small split has smaller blocks, of at least 16 samples, so that up to 16 ranks have work.
+    """
+    return BlockSampler(samples, min(most, max(16, -(-samples // 16))), epoch)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from utils.config.settings import TrainConfig
-from utils.data.datasets import Batch, ImageDataset, ResidentImages
+from utils.data.datasets import AnyDataset, Batch, ResidentImages
 from utils.data.order import MicrobatchSampler
 from utils.errors import UserError, one_line
 from utils.launch.environment import local_rank_and_size, print_for_machine
@@ -131,14 +131,14 @@ def _await_parents_sigterm(parent: int) -> None:
 
 
 def make_loader(
-    dataset: ImageDataset, sampler: MicrobatchSampler, config: TrainConfig, threads: int, device: torch.device
+    dataset: AnyDataset, sampler: MicrobatchSampler, config: TrainConfig, threads: int, device: torch.device
 ) -> DataLoader:
     """`make_loaders` for a single loader."""
     return make_loaders([(dataset, sampler)], config, threads, device)[0]
 
 
 def make_loaders(
-    parts: Sequence[tuple[ImageDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
+    parts: Sequence[tuple[AnyDataset, MicrobatchSampler]], config: TrainConfig, threads: int, device: torch.device
 ) -> list[DataLoader]:
     """The loaders of a rank, for `Accelerator.prepare`. They are created together, because they share /dev/shm.
 

@@ -1,6 +1,6 @@
 """What flags change in a model: --drop_path, --freeze, --grad_checkpointing and --tta."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
 from utils.config.bounds import require
+from utils.config.recipe import BACKBONE
 from utils.config.table import suggestion
 from utils.errors import UserError
 from utils.models.matching import find_heads
@@ -42,20 +43,18 @@ def set_drop_path(model: nn.Module, name: str, rate: float) -> None:
         layer.p *= rate / full
 
 
-BACKBONE = "backbone"
-"""The pattern that stands for all parameters but those of the head."""
-
-
 def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {}) -> None:
-    """Freeze the parameters that match a pattern, and the batch statistics of layers whose parameters are all frozen.
+    """Freeze the parameters that match a pattern. Modules whose parameters are all frozen stay in evaluation mode.
+
+    Their batch normalisation keeps its running statistics, and their dropout is off.
 
     A pattern is `backbone`, or the name of a layer or parameter, with the wildcards of `fnmatch`. Raises UserError for
     a pattern that matches nothing or a parameter in `new`, and if no parameter is left to train. `new` has parameters
     that --init_from did not set, with the reason; they would stay random.
     """
-    parameters = dict(model.named_parameters())
+    parameters, heads = dict(model.named_parameters()), tuple(f"{head}." for head in find_heads(model))
     for pattern in patterns:
-        matching = [name for name in parameters if _matches(model, name, pattern)]
+        matching = [name for name in parameters if _matches(heads, name, pattern)]
         if not matching:
             layers = [name for name, _ in model.named_modules() if name]
             fix = suggestion(pattern, [*layers, *parameters], f"use {BACKBONE}, or names such as {layers[0]}")
@@ -70,15 +69,31 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
     for module in model.modules():
         trained = [parameter.requires_grad for parameter in module.parameters()]
         if trained and not any(trained):
-            for layer in filter(lambda layer: isinstance(layer, _NormBase), module.modules()):
-                layer.eval()
-                # Called by `train` of the model, also after an evaluation
-                layer.__dict__["train"] = lambda mode=True: None
+            for layer in module.modules():
+                _stay_in_evaluation(layer)
 
 
-def _matches(model: nn.Module, name: str, pattern: str) -> bool:
+def keep_batch_stats(model: nn.Module, new: Collection[str]) -> None:
+    """Let batch normalisation use its running statistics in training, and not change them.
+
+    Raises UserError if some of them are in `new`, the names of tensors that the given weights do not have.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            problem = f"--keep_batch_stats: the given weights have no {name}.running_mean of this shape"
+            require(f"{name}.running_mean" not in new, problem, "use --keep_batch_stats false")
+            _stay_in_evaluation(layer)
+
+
+def _stay_in_evaluation(layer: nn.Module) -> None:
+    layer.training = False
+    # Called by `train` of the model, also after an evaluation
+    layer.__dict__["train"] = lambda mode=True: None
+
+
+def _matches(heads: tuple[str, ...], name: str, pattern: str) -> bool:
     if pattern == BACKBONE:
-        return not name.startswith(tuple(f"{head}." for head in find_heads(model)))
+        return not name.startswith(heads)
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 

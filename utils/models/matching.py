@@ -120,6 +120,18 @@ def count_outputs(tensors: Mapping[str, Tensor], model: nn.Module) -> int:
 
 
 @torch.no_grad()
+def zero_heads(model: nn.Module) -> None:
+    """Set the layers that compute the logits to zero, for a new head on pretrained weights.
+
+    All classes then have the same probability. The gradients of a random head would first change the pretrained weights
+    for the worse: for two classes, timm draws its weights from -0.7 to 0.7.
+    """
+    for name in find_heads(model):
+        for parameter in model.get_submodule(name).parameters():
+            parameter.zero_()
+
+
+@torch.no_grad()
 def copy_matching(model: nn.Module, tensors: Mapping[str, Tensor], there: Sequence[str], here: Sequence[str]) -> Match:
     """Copy the tensors that the model has under the same name and in the same shape.
 

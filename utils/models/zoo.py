@@ -17,7 +17,7 @@ from utils.data.spec import SMALL, InputSpec, sides
 from utils.errors import UserError, one_line
 from utils.models.checking import MINIMUM_SIZE, check_output
 from utils.models.layers import set_drop_path, unsupported
-from utils.models.matching import find_heads
+from utils.models.matching import find_heads, zero_heads
 from utils.models.published import keep_head, published_input, published_model, resize_input
 from utils.models.small import MLP, FastNet, MnistCNN, some_images
 
@@ -135,8 +135,10 @@ def build_model(
                 set_drop_path(model, name, config.drop_path)
         if images is not None and isinstance(model, FastNet):
             model.initialise(some_images(images))
-        if config.pretrained and load and names:
-            keep_head(model, config, names)
+        if config.pretrained and load:
+            zero_heads(model)
+            if names:
+                keep_head(model, config, names)
         check_output(model, config, spec, classes)
         if (other := spec.for_evaluation()).size != spec.size:
             check_output(model, config, other, classes, in_evaluation=True)

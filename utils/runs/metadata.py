@@ -17,6 +17,7 @@ from utils.config.bounds import PositiveInt, at_least, at_most, read_fields
 from utils.config.cli import read_config
 from utils.config.recipe import BatchSize
 from utils.config.settings import CHOSEN, FORMAT, OF_ONE_START, OF_THIS_MACHINE, TrainConfig, to_yaml
+from utils.config.yaml_text import read_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
 from utils.data.spec import InputSpec
@@ -121,6 +122,8 @@ def make_files(
 def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint; settings that affect this machine have their defaults."""
     settings = read_config(checkpoint / "config.yaml")
+    if "feature_views" not in read_yaml(checkpoint / "config.yaml"):  # its run computed frozen layers for each batch
+        settings.feature_views = 0
     for name in CHOSEN:
         if getattr(settings, name) is None:
             raise UserError(f"{checkpoint / 'config.yaml'}: {name!r} is missing", _OTHER)

@@ -7,10 +7,14 @@ from pathlib import Path
 from accelerate import Accelerator
 from torch import nn
 
+from utils.config.bounds import require
 from utils.config.defaults import choose_images, choose_sizes, resolve_batch
+from utils.config.recipe import BACKBONE
 from utils.config.settings import OF_INPUT, TrainConfig
 from utils.config.table import Table
-from utils.console import join_names
+from utils.console import Terminal, join_names
+from utils.data.cache import make_dataset
+from utils.data.datasets import ImageDataset
 from utils.data.decode import peek
 from utils.data.order import Plan
 from utils.data.sampling import make_plan
@@ -19,8 +23,9 @@ from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
 from utils.errors import UserError
 from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm
-from utils.models.layers import checkpoint_blocks, freeze
-from utils.models.matching import copy_matching, fit_names
+from utils.models.features import accept_features, find_last_part
+from utils.models.layers import checkpoint_blocks, freeze, keep_batch_stats
+from utils.models.matching import copy_matching, fit_names, zero_heads
 from utils.models.zoo import check_model, input_spec
 from utils.ranks.accelerator import check_precision, compile_model
 from utils.ranks.batchnorm import convert_batch_norm
@@ -78,6 +83,7 @@ class Resolved:
     spec: InputSpec
     task: Task
     state: TrainState
+    last_part: nn.Module | None = None  # of the model, if it is trained on cached features
 
 
 def resolve(
@@ -137,8 +143,18 @@ def resolve_input(
     small = size is not None and max(size) <= SMALL
     # mnist_cnn takes images of one size.
     small_input = max(sides(config.image_size or 0)) <= SMALL and config.eval_size is None
-    config, lines = choose_images(config, small, small_input)
+    config, lines = choose_images(config, small, small_input, saved is None)
     return config, lines, input_spec(config, channels, size)
+
+
+def make_datasets(data: Data, spec: InputSpec, config: TrainConfig, ranks: Ranks) -> list[ImageDataset]:
+    """The data sets of training and evaluation; collective. The first rank of a machine decodes small images."""
+    bar = Terminal(ranks.is_main).progress("decoding")
+    with ranks.local_main_first("decoding images"):
+        return [
+            make_dataset(data.train, spec, config, True, bar),
+            make_dataset(data.evaluation, spec.for_evaluation(), config, False, bar),
+        ]
 
 
 def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerator, ranks: Ranks) -> nn.Module:
@@ -151,8 +167,14 @@ def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerato
     with ranks.agree():
         if source is not None:
             load_source(module, source, resolved.data.class_names, config)
+        new = source.match.new if source and source.match else {}
         if config.freeze:
-            freeze(module, config.freeze, source.match.new if source and source.match else {})
+            freeze(module, config.freeze, new)
+        if config.keep_batch_stats:
+            keep_batch_stats(module, new)
+        if config.freeze or config.feature_views:
+            resolved.last_part, reason = choose_last_part(module, config, resolved.spec)
+            resolved.chosen += [f"features are not cached: {reason}"] * (BACKBONE in config.freeze and reason != "")
         if config.grad_checkpointing:
             checkpoint_blocks(module, config.model)
         if has_batch_norm(module):
@@ -163,6 +185,26 @@ def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerato
     return module
 
 
+def choose_last_part(module: nn.Module, config: TrainConfig, spec: InputSpec) -> tuple[nn.Module | None, str]:
+    """The last part of the model, to train on cached features, or None to train on images, and the reason.
+
+    Raises UserError for settings that need images, and if --feature_views is given but features cannot be cached.
+    """
+    if config.feature_views == 0:
+        return None, ""
+    part, reason = find_last_part(module, spec)
+    if part is None:
+        problem = f"--feature_views {config.feature_views}: features cannot be cached, because {reason}"
+        require(not config.feature_views, problem, "leave it out, or try --freeze backbone")
+        return None, reason
+    fix = "leave it out, or use --feature_views 0, which computes the frozen layers in each epoch"
+    for name in ("mixup", "cutmix"):
+        problem = f"--{name} mixes images, but with --freeze the last part is trained on cached features"
+        require(not getattr(config, name), problem, fix)
+    accept_features(module, part, spec)
+    return part, ""
+
+
 def load_source(module: nn.Module, source: InitialWeights, class_names: list[str], config: TrainConfig) -> None:
     """Copy the weights that fit into the model, and note in `source` which they are.
 
@@ -171,6 +213,7 @@ def load_source(module: nn.Module, source: InitialWeights, class_names: list[str
     tensors, source.tensors = source.tensors, {}  # they are not needed again
     where = f"--init_from {source.name}"
     tensors = fit_names(tensors, module, where, config.model, config.init_match == "order")
+    zero_heads(module)
     source.match = copy_matching(module, tensors, source.class_names, class_names)
     if bad := bad_tensors(module.state_dict()):
         raise UserError(f"{where}: {join_names(bad, 3)} is NaN or infinite", "use other weights")

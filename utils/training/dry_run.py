@@ -11,6 +11,7 @@ import torch
 
 from utils.config.settings import TrainConfig
 from utils.data.datasets import Batch
+from utils.data.order import evaluation_blocks
 from utils.files import expand
 from utils.launch.exits import fix_for_memory
 from utils.memory import bytes_text
@@ -27,7 +28,7 @@ def trial(config: TrainConfig) -> TrainConfig:
     resume, folder = config.resume, expand(config.output_dir) / (config.run_name or "")
     if resume == "auto":
         resume = str(folder) if (folder / "checkpoints" / "latest").exists() else None
-    return replace(config, run_name=None, resume=resume, report_to=None)
+    return replace(config, run_name=None, resume=resume, report_to=None, feature_views=0)  # caches nothing
 
 
 def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
@@ -36,7 +37,8 @@ def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
     Both begin with their largest batch. The run folder is deleted. Returns their seconds and the largest memory of a
     process in bytes.
     """
-    size, block = run.plan.update_size(run.state.position), min(run.config.eval_batch_size, len(run.data.evaluation))
+    size = run.plan.update_size(run.state.position)
+    block = evaluation_blocks(len(run.data.evaluation), run.config.eval_batch_size).largest
     where = "GPU memory" if run.accelerator.device.type == "cuda" else "memory of a process"
     try:
         seconds, memory = _measured(run, lambda: _first_update(run, update))

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batches
-from utils.data.order import BlockSampler
+from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
 from utils.data.workers import make_loader
 from utils.errors import UserError
@@ -92,20 +92,23 @@ class Evaluator:
         return result | {"seconds": time.perf_counter() - start}
 
     @torch.no_grad()
-    def collect(self, step: Step, stopping: Stopping | None = None) -> list[Tensor] | None:
+    def collect(
+        self, step: Step, stopping: Stopping | None = None, shape: Sequence[int] = (), what: str = "evaluating"
+    ) -> list[Tensor] | None:
         """The indices of this rank's samples, and what `step(outputs, labels)` returns for them; collective.
 
         About once a second, the ranks agree whether to stop early: if a rank could not read a sample, or, with
         `stopping`, if it was asked to stop. Returns None if asked to stop. Raises ValueError if a rank could not read
-        an image.
+        an image. `shape` is the shape of the output for one image, by default that of the task.
         """
         device, was_training, stopped = self.accelerator.device, self.model.training, False
-        shared_blocks = -(-len(self.batches.labels) // self.config.eval_batch_size) // self.accelerator.num_processes
+        blocks = evaluation_blocks(len(self.batches.labels), self.config.eval_batch_size)
+        shared_blocks = len(blocks) // self.accelerator.num_processes
         no_labels = torch.tensor(self.batches.labels[:0], device=device)
         # A rank without samples needs the shapes and types, too.
-        found = [step(torch.zeros(0, self.task.outputs, device=device), no_labels)]
+        found = [step(torch.zeros(0, *(shape or [self.task.outputs]), device=device), no_labels)]
         indices: list[Tensor] = []  # on the host, or all on the device
-        bar, interval = Terminal(self.ranks.is_main).progress("evaluating"), SyncInterval()
+        bar, interval = Terminal(self.ranks.is_main).progress(what), SyncInterval()
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
             for block, batch in enumerate(bar(self.batches), 1):
@@ -158,7 +161,7 @@ def make_evaluator(
     """What evaluates a checkpoint on a data set of eval.py or predict.py, with the views `tta`; collective."""
     accelerator, spec = make_accelerator(ranks, config), saved.spec.for_evaluation()
     model = place_model(load_for_inference(saved, config, task, ranks), tta, accelerator)
-    blocks = BlockSampler(len(dataset), config.eval_batch_size)
+    blocks = evaluation_blocks(len(dataset), config.eval_batch_size)
     loader = accelerator.prepare(make_loader(dataset, blocks, config, ranks.threads, ranks.device))
     batches = Batches(loader, spec, config, accelerator.device, training=False)
     return Evaluator(ranks, accelerator, model, batches, task, config)

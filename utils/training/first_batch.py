@@ -11,7 +11,7 @@ from torchvision.transforms.v2.functional import InterpolationMode, pad, resize,
 from torchvision.utils import make_grid
 
 from utils.console import printable
-from utils.data.datasets import Batch
+from utils.data.datasets import Batch, Features
 from utils.errors import one_line
 from utils.files import write_file
 from utils.training.run import Run
@@ -39,7 +39,11 @@ def write_first_batch(run: Run, batch: Batch) -> None:
 def picture(run: Run, batch: Batch) -> bytes:
     """The first images of a batch and their classes, as the bytes of a PNG file."""
     std, mean = (torch.tensor(values)[:, None, None] for values in (run.spec.std, run.spec.mean))
-    pixels = (batch.images[:_MOST].detach().float().cpu() * std + mean).mul(255).round().clamp(0, 255).byte()
+    dataset = run.train_batches.dataset
+    if isinstance(dataset, Features):
+        pixels = dataset.pixels(batch.microbatch, _MOST).permute(0, 3, 1, 2)
+    else:
+        pixels = (batch.images[:_MOST].detach().float().cpu() * std + mean).mul(255).round().clamp(0, 255).byte()
     names = [drawable(name, number) for number, name in enumerate(run.data.class_names)]
     lines = [label_lines(label, names) for label in batch.labels[:_MOST].tolist()]
     file = io.BytesIO()

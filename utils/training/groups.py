@@ -24,11 +24,13 @@ def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
     has the matrices that Muon changes.
     """
     undecayed, scales = names_without_decay(model), layer_scales(model, config.layer_decay)
+    of_head = tuple(f"{head}." for head in find_heads(model))
     hidden = hidden_matrices(model) - undecayed if config.optimizer == "muon" else set()
     groups: dict[tuple, dict[str, Any]] = {}
     for name, parameter in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         decay = 0.0 if name in undecayed else config.weight_decay
-        group = {"weight_decay": decay, "lr_scale": scales[name]}
+        scale = scales[name] * ((config.head_scale or 1.0) if name.startswith(of_head) else 1.0)
+        group = {"weight_decay": decay, "lr_scale": scale}
         group |= {"hidden": name in hidden} if config.optimizer == "muon" else {}
         key = (name in undecayed, *group.values())
         groups.setdefault(key, {"params": []} | group)["params"].append((name, parameter))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from utils.config.defaults import advice, hint_for_few, hint_for_gpus, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
-from utils.console import table
+from utils.console import printable, table
 from utils.data.batches import Batches
 from utils.data.datasets import describe_place
 from utils.data.sources import has_columns
@@ -36,7 +36,7 @@ from utils.training.building import Resolved
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
-from utils.training.summary import classes_row, describe_parameters, differences, warn_about_data
+from utils.training.summary import always_answering, classes_row, describe_parameters, differences, warn_about_data
 
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
@@ -79,11 +79,6 @@ class Run(Resolved):
             return "max_seconds"
         return "early_stopping" if state.evaluations_since_best >= (config.early_stopping or math.inf) else ""
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the evaluation at this update may be the last one, whose predictions report.html shows."""
-        return self.config.report and (bool(self.ended) or self.config.early_stopping is not None)
-
 
 def log_start(run: Run) -> None:
     """Print what runs where, and write the settings to the run folder; collective."""
@@ -97,10 +92,11 @@ def log_start(run: Run) -> None:
     by_loader = run.train_batches.dataset.in_loader
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
+    centre = run.last_part is not None and not config.feature_views
     lines = [
         *misspelled_variables(),
-        *warn_about_data(run.data),
-        *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum),
+        *warn_about_data(run.data, run.task.metric == "accuracy"),
+        *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum, centre),
         *(hint_for_few(config, run.plan.samples) if not run.resumed_from and config.model not in OWN_MODELS else []),
     ]
     if ranks.device.type == "cuda":
@@ -185,6 +181,8 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     rows = [(name, f"{result[name]:.4f}") for name in names if name in result] if result else []
     if result and "weights" in result:
         rows.append(("weights", result["weights"]))
+    if result and run.task.metric == "accuracy" and (always := always_answering(run.data)):
+        rows.append((printable(f"always class {always[0]}"), f"{always[1]:.4f}"))
     if done and state.step < run.updates:
         setting = f"--{run.ended} {getattr(run.config, run.ended)}"
         rows.append(("ended by", f"{setting} after update {state.step} of {run.updates}; raise it to continue"))

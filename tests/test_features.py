@@ -1,0 +1,352 @@
+"""Cached features: a run on them has the numbers of a run that computes the frozen layers for each batch."""
+
+import copy
+import json
+import re
+import shutil
+import signal
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from helpers.make_data import image_folder, pictures
+from helpers.ranks import returned, run_ranks, start_ranks
+from helpers.training_runs import (
+    records,
+    refused,
+    rewrite_manifest,
+    same_tensors,
+    slow_train,
+    train_run,
+    weights,
+    working_in,
+)
+from helpers.waiting import until
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import eval as evaluation
+import export
+import predict
+import replay
+import train
+from utils.config.settings import TrainConfig
+from utils.data.augment import Augmentation, ShiftAndFlip
+from utils.data.datasets import DecodedImages, Features
+from utils.data.order import Microbatch
+from utils.data.spec import InputSpec
+from utils.models.features import find_last_part
+from utils.models.layers import freeze
+from utils.models.zoo import build_model
+from utils.runs.manifest import find_checkpoint, sha256_of
+
+CLASSES = ("ant", "bee", "wasp")
+FLAGS = ["--init_from", "runs/source", "--freeze", "backbone", "--threads", "1", "--num_workers", "0", "--lr", "0.05"]
+FLAGS += ["--global_batch_size", "12", "--max_steps", "30", "--log_every", "1", "--eval_every", "10", "--ema_decay"]
+FLAGS += ["0.9", "--save_every", "3", "--report", "false", "--flip"]  # 4 updates an epoch
+SMALL = [*FLAGS, "--data", "small", "--image_size", "32", "--crop_padding", "4"]
+PHOTOS = [*FLAGS, "--data", "photos", "--image_size", "100", "--min_scale", "0.3"]
+CENTRE = ["--min_scale", "1", "--crop_padding", "0", "--flip", "false"]
+VIEWS = ["--feature_views", "3"]
+FULL = pytest.mark.full
+FILES = ("model.safetensors", "ema.safetensors")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with small images, photographs, and runs/source, whose batch statistics are those of training."""
+    folder = tmp_path_factory.mktemp("features")
+    with working_in(folder):
+        for seed, (name, size) in enumerate({"small": (32, 32), "photos": (110, 130)}.items()):
+            image_folder(f"{name}/train", dict.fromkeys(CLASSES, 16), size, seed=2 * seed)
+            image_folder(f"{name}/val", dict.fromkeys(CLASSES, 7), size, seed=2 * seed + 1)
+        flags = ["--data", "small", "--model", "timm/test_resnet", "--mean", "0.4", "--lr", "0.01", "--threads", "1"]
+        train_run(1, "source", *flags, "--global_batch_size", "16", "--max_steps", "6", "--report", "false")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def folder(made, own_folders):
+    """A copy of `made` with empty caches."""
+    shutil.copytree(made, ".", dirs_exist_ok=True, ignore=shutil.ignore_patterns("home"))
+
+
+def in_turn(views: int, flags: list[str]) -> None:
+    """Train on images whose random numbers in epoch e are those of epoch e modulo `views`."""
+    draw = Augmentation.draw
+    Augmentation.draw = lambda self, batch: draw(self, batch._replace(epoch=batch.epoch % views))
+    train.main(flags)
+
+
+def numbers(name: str) -> list[float]:
+    """Losses and accuracies of all updates, and of all evaluations of the weights and of their average."""
+    found = [record for record in records(name) if record["kind"] in ("train", "eval")]
+    assert len(found) == 30 + 3 * 2
+    return [record[key] for record in found for key in ("loss", "accuracy") if key in record]
+
+
+# -- the numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "more"),
+    [(PHOTOS, []), (SMALL, VIEWS), pytest.param(PHOTOS, VIEWS, marks=FULL), pytest.param(SMALL, [], marks=FULL)],
+)
+def test_losses_on_cached_features_are_those_of_layers_computed_for_each_batch(data, more):
+    plain = [*data, *([] if more else CENTRE), "--feature_views", "0", "--run_name", "plain"]
+    returned(1, in_turn, 3 if more else 1, plain)
+    for processes in (1, 2, 3):
+        name = f"on-{processes}"
+        train_run(processes, name, *data, *more, "--cache_dir", name)
+        assert len(list(Path(name, "features").iterdir())) == (4 if more else 2)
+        assert numbers(name) == pytest.approx(numbers("plain"), rel=1e-5)
+
+
+def test_features_are_those_of_plain_pytorch_and_so_is_the_first_update():
+    """All training images are in one update of plain sgd, so that their order does not matter."""
+    flags = ["--max_steps", "1", "--global_batch_size", "48", "--weight_decay", "0", "--momentum", "0"]
+    train_run(1, "run", *SMALL, *flags, "--lr_schedule", "constant", "--cache_dir", "cache")
+    model = timm.create_model("test_resnet", num_classes=3).eval()
+    model.load_state_dict(weights("source", "best"))
+    head, model.fc = model.fc, nn.Identity()
+    pixels = np.stack([np.asarray(Image.open(path)) for path in sorted(Path("small/train").rglob("*.png"))])
+    with torch.no_grad():
+        x = model(torch.from_numpy((pixels / 255 - 0.4) / 0.5).float().permute(0, 3, 1, 2))
+        error = head(x).softmax(1) - torch.eye(3).repeat_interleave(16, 0)  # of the loss by the logits
+    cached = {len(array): array for array in map(np.load, Path("cache/features").iterdir())}
+    np.testing.assert_allclose(cached[48], x, rtol=1e-4, atol=1e-5)
+    found, expected = weights("run"), head.state_dict()
+    for name, gradient in (("weight", error.T @ x), ("bias", error.sum(0))):
+        torch.testing.assert_close(found[f"fc.{name}"], expected[name] - 0.05 / 48 * gradient, rtol=1e-5, atol=1e-6)
+
+
+# -- exact resume ----------------------------------------------------------------------------------------------------
+
+
+def killed(processes: int, flags: list[str]) -> None:
+    """Train in runs/run, and kill all ranks in the third epoch, after a save in the second."""
+    launch = start_ranks(processes, slow_train, flags, 0.0, 8)
+    until(lambda: len(list(Path().glob("held-*"))) == processes)
+    until(Path("runs/run/checkpoints/step-00000006").is_dir)
+    launch.kill(signal.SIGKILL)
+    launch.finish()
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_killed_run_ends_with_the_same_bits(has_cache):
+    flags = [*SMALL, *VIEWS, "--max_steps", "9", "--cache_dir", "cache"]
+    train_run(2, "whole", *flags)
+    killed(2, flags)
+    if not has_cache:
+        shutil.rmtree("cache")
+    train_run(2, "run", *flags, "--resume", "auto")
+    for file in FILES:
+        assert same_tensors(weights("run", file=file), weights("whole", file=file))
+
+
+@pytest.mark.parametrize(("data", "more"), [(PHOTOS, []), pytest.param(SMALL, VIEWS, marks=FULL)])
+def test_microbatches_give_the_same_files_on_any_number_of_processes(data, more):
+    flags = [*data, *more, "--max_steps", "9", "--microbatches", "4", "--threads", "null"]
+    for processes in (1, 2, 3):
+        train_run(processes, f"on-{processes}", *flags, "--cache_dir", f"cache-{processes}")
+    killed(2, flags)
+    train_run(3, "run", *flags, "--resume", "auto", "--cache_dir", "empty")
+    for file in FILES:
+        paths = [f"runs/{name}/checkpoints/step-00000009/{file}" for name in ("on-1", "on-2", "on-3", "run")]
+        assert len({sha256_of(Path(path)) for path in paths}) == 1
+    one, *others = ({path.name: path.read_bytes() for path in Path(f"cache-{n}/features").iterdir()} for n in (1, 2, 3))
+    assert others == [one, one]
+
+
+# -- a whole model ---------------------------------------------------------------------------------------------------
+
+
+def test_the_checkpoint_is_a_whole_model_for_eval_predict_export_and_replay():
+    train_run(1, "run", *SMALL, *VIEWS)
+    best = min(records("run", "eval"), key=lambda r: (r["weights"] != "ema", -r["accuracy"], r["step"]))
+    found = returned(2, evaluation.main, ["--ckpt", "runs/run", "--threads", "1", "--num_workers", "0"])[0]
+    assert found["count"] == 21 and found["accuracy"] == best["accuracy"]
+    assert found["loss"] == pytest.approx(best["loss"], rel=1e-5)
+    returned(1, predict.main, ["--ckpt", "runs/run", "--num_workers", "0", "--out", "found.json", "small/val"])
+    rows = json.loads(Path("found.json").read_text())
+    assert np.mean([Path(row["path"]).parent.name == row["predicted"] for row in rows]) == best["accuracy"]
+    returned(1, export.main, ["--ckpt", "runs/run", "--to", "timm", "--out", "exported"])
+    assert same_tensors(load_file("exported/model.safetensors"), weights("run", "best", "ema.safetensors"))
+    (replayed,) = run_ranks(1, replay.main, ["--run", "runs/run", "--update", "8", "--cpu"])
+    assert "logged losses recomputed: 8, all bit-identical" in replayed.out, replayed.out
+
+
+# -- the cache -------------------------------------------------------------------------------------------------------
+
+
+def place(outcome) -> str:
+    """The line of the start table that says where the features come from."""
+    assert outcome.code == 0, outcome.err
+    return next(line for line in outcome.out.splitlines() if "features of each view" in line)
+
+
+def started(*flags: str, processes: int = 1) -> str:
+    """`place` of a run of one update."""
+    return place(run_ranks(processes, train.main, [*SMALL, "--max_steps", "1", "--cache_dir", "cache", *flags])[0])
+
+
+def test_a_second_start_finds_the_features_and_another_backbone_or_augmentation_does_not():
+    first = started(processes=2)
+    assert first.count("centre, computed in") == 2 and re.search(r" 0\.\d MB cached", first)
+    tensors = load_file(find_checkpoint(Path("runs/source")) / "model.safetensors")
+    save_file(tensors | {"fc.bias": tensors["fc.bias"] + 1}, "head.safetensors")  # it is not in the features
+    given = ["--model", "timm/test_resnet", "--mean", "0.4"]
+    for more in ([], ["--seed", "5"], ["--crop_padding", "2"], [*given, "--init_from", "head.safetensors"]):
+        assert started(*more).count("centre, found in cache/features") == 2, more
+    name = next(name for name in tensors if "running_var" in name)
+    save_file(tensors | {name: tensors[name] * 1.001}, "other.safetensors")
+    for more in ([*given, "--init_from", "other.safetensors"], ["--mean", "0.5"], ["--image_size", "40"]):
+        assert started(*more).count("centre, computed in") == 2, more
+    assert "2 random views, computed in" in started("--feature_views", "2")
+    assert "3 random views, 1 of them computed in" in started("--feature_views", "3")
+    for more in (["--seed", "5"], ["--crop_padding", "2"], ["--flip", "false"]):
+        line = started("--feature_views", "2", *more)
+        assert "2 random views, computed in" in line and "centre, found in" in line
+
+
+def test_a_damaged_file_is_named_and_computed_again():
+    started()
+    path = max(Path("cache/features").iterdir(), key=lambda path: path.stat().st_size)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:500] + bytes([whole[500] ^ 1]) + whole[501:])
+    outcome = run_ranks(2, train.main, [*SMALL, "--max_steps", "1", "--cache_dir", "cache"])[0]
+    assert f"{path}: damaged (truncated, or changed since it was written); computing the features again" in outcome.out
+    assert "training: centre, computed in" in place(outcome) and "evaluation: centre, found in" in place(outcome)
+    assert path.read_bytes() == whole
+
+
+def test_without_a_cache_features_are_kept_in_memory():
+    Path("cache").write_text("a file")
+    flags = [*SMALL, "--max_steps", "9", "--num_workers", "1"]
+    main, other = run_ranks(2, train.main, [*flags, "--run_name", "run", "--cache_dir", "cache"])
+    lines = [line for line in main.out.splitlines() if "features cannot be cached (" in line]
+    assert len(lines) == 2 and all("are kept in memory" in line for line in lines)  # two files
+    assert "features" not in other.out
+    train_run(2, "cached", *flags)
+    assert same_tensors(weights("run"), weights("cached"))
+    Path("cache").unlink()
+    started()
+    largest = max(Path("cache/features").iterdir(), key=lambda path: path.stat().st_size)
+    largest.unlink()
+    largest.mkdir()  # a file that cannot be read
+    outcome = run_ranks(1, train.main, [*SMALL, "--max_steps", "1", "--cache_dir", "cache"])[0]
+    assert "Is a directory) and are kept in memory" in outcome.out and "training: centre, computed in" in place(outcome)
+
+
+def test_a_checkpoint_of_a_version_without_cached_features_goes_on_without_them():
+    constant = [*SMALL, "--lr_schedule", "constant"]
+    flags = [*constant, "--run_name", "run", "--resume", "auto"]
+    train_run(1, "whole", *constant, "--feature_views", "0", "--max_steps", "6")
+    returned(1, train.main, [*flags, "--feature_views", "0", "--max_steps", "3"])
+    checkpoint = find_checkpoint(Path("runs/run"), prefer=("latest",))
+    settings = (checkpoint / "config.yaml").read_text()
+    new = r"^(feature_views|head_scale|keep_batch_stats): .*\n"
+    assert len(re.findall(new, settings, re.M)) == 3
+    (checkpoint / "config.yaml").write_text(re.sub(new, "", settings, flags=re.M))
+    rewrite_manifest(checkpoint)
+    (outcome,) = run_ranks(1, train.main, [*flags, "--max_steps", "6"])
+    assert outcome.code == 0 and "features of each view" not in outcome.out, outcome.err
+    assert [r["loss"] for r in records("run", "train")] == [r["loss"] for r in records("whole", "train")]
+
+
+@pytest.mark.full
+def test_another_stem_with_the_same_tensors_has_other_features():
+    torch.save(
+        build_model(TrainConfig(model="mobilenet_v3_small"), InputSpec(64, 64, 3, [], []), 3).state_dict(), "m.pth"
+    )
+    flags = ["--image_size", "64", "--model", "mobilenet_v3_small", "--init_from", "m.pth"]
+    for stem in ("standard", "small"):
+        assert started(*flags, "--stem", stem).count("centre, computed in") == 2
+
+
+def test_a_photograph_that_cannot_be_read_is_one_line_of_all_ranks():
+    path = Path("photos/train/bee/003.png")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
+    path.write_bytes(data)
+    line = refused(train.main, *PHOTOS, "--cache_dir", "cache", processes=3)
+    assert f"{path}: not a readable image" in line
+    assert not list(Path("cache").rglob("*.npy"))
+
+
+# -- which model and settings ----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_exact_on_features_is_refused():
+    for name in ("mixup", "cutmix"):
+        line = refused(train.main, *SMALL, f"--{name}", "0.5")
+        assert f"--{name} mixes images, but with --freeze the last part" in line and "--feature_views 0" in line
+    flags = [flag for flag in SMALL if flag not in ("--freeze", "backbone")]
+    for more, reason in (
+        (["--freeze", "layer1"], "the trained layers are in several modules"),
+        (["--freeze", "backbone", "--model", "mnist_cnn", "--init_from", "null"], "the input of fc2 is random in"),
+    ):
+        line = refused(train.main, *flags, *more, "--feature_views", "2", processes=2)
+        assert f"--feature_views 2: features cannot be cached, because {reason}" in line
+        train_run(1, f"without-{more[1]}", *flags, *more, "--max_steps", "1")
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "frozen", "part", "shape"),
+    [
+        ("resnet18", 32, "backbone", "fc", (512,)),
+        ("mobilenet_v3_small", 64, "backbone", "classifier", (576,)),
+        ("vgg11", 32, "features", "classifier", (25088,)),
+        ("squeezenet1_1", 64, "backbone", None, "the output of the model is not that of classifier"),
+        pytest.param("vit_b_32", 64, "backbone", "heads", (768,), marks=FULL),
+        ("mlp", 8, "backbone", "output", (256,)),
+    ],
+)
+def test_the_last_part_has_all_trained_parameters_and_computes_the_logits(model, size, frozen, part, shape):
+    spec = InputSpec(size, size, 3, [0.5] * 3, [0.5] * 3)
+    module = build_model(TrainConfig(model=model), spec, 5)
+    freeze(module, [frozen])
+    before = copy.deepcopy(module.state_dict())
+    found, reason = find_last_part(module, spec)
+    assert same_tensors(module.state_dict(), before) and module.training
+    if part is None:
+        assert (found, reason) == (None, shape)
+        return
+    assert (found, reason) == (module.get_submodule(part), "")
+    features: list = []
+    found.register_forward_pre_hook(lambda _, inputs: features.extend(inputs))
+    logits = module.eval()(torch.rand(3, 3, size, size))
+    assert features[0].shape == (3, *shape) and torch.equal(found(features[0]), logits)
+
+
+# -- views -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_is_drawn_again_takes_the_next_view_and_its_pixels_are_those_of_this_view():
+    """The features are the pixels themselves."""
+    augmentation = Augmentation(3, {"shift": ShiftAndFlip(InputSpec(8, 8, 3, [], []), 2, True)})
+    images, everything = DecodedImages(pictures(10), np.arange(10), augmentation), np.arange(10)
+    draws = [augmentation.prepare(Microbatch(0, epoch, 0, everything)) for epoch in range(3)]
+    views = [augmentation.batch(torch.from_numpy(images.pixels), draw) for draw in draws]
+    features = Features([view.float().numpy() for view in views], images, "")
+    indices, occurrences = np.array([4, 9, 4, 0, 4]), np.array([0, 0, 1, 0, 2])
+    for epoch, again in product(range(7), (None, occurrences)):
+        batch = features.__getitems__(Microbatch(5, epoch, 0, indices, again))
+        turns = epoch + (occurrences if again is not None else np.zeros(5, int))
+        expected = torch.stack([views[turn % 3][index] for turn, index in zip(turns, indices, strict=True)])
+        assert torch.equal(batch.images, expected.float()) and batch.labels.tolist() == indices.tolist()
+        assert torch.equal(features.pixels(batch.microbatch, 4), expected[:4])
+
+
+@pytest.mark.parametrize("data", [PHOTOS, pytest.param(SMALL, marks=FULL)])
+def test_the_first_batch_shows_the_images_of_the_features(data):
+    flags = [*data, "--max_steps", "1"]
+    for name, more, plain in (("views", ["--feature_views", "2"], []), ("centre", [], CENTRE)):
+        train_run(1, name, *flags, *more)
+        train_run(1, f"{name}-plain", *flags, *plain, "--feature_views", "0")
+        found, expected = (np.asarray(Image.open(f"runs/{run}/first_batch.png")) for run in (name, f"{name}-plain"))
+        assert np.array_equal(found, expected) and found.size > 12 * 100 * 100 * 3

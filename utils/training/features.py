@@ -1,0 +1,135 @@
+"""Compute the features of each image and view once, and cache them for all ranks and later runs."""
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from utils.config.bounds import require
+from utils.config.recipe import AugmentationSettings
+from utils.data.augment import make_augmentation
+from utils.data.batches import Batches
+from utils.data.cache import VERSION, is_cached, keep_array, open_array
+from utils.data.datasets import AnyDataset, Features, ImageDataset
+from utils.data.order import evaluation_blocks
+from utils.data.spec import InputSpec
+from utils.data.splits import Split, fingerprint_of
+from utils.data.workers import make_loader
+from utils.files import expand
+from utils.launch.environment import local_rank_and_size
+from utils.memory import bytes_text, free_memory
+from utils.models.checking import hash_tensors
+from utils.models.features import FrozenPart
+from utils.ranks.ranks import Ranks
+from utils.training.building import Resolved
+from utils.training.evaluation import Evaluator
+
+
+def replace_by_features(
+    sets: Sequence[ImageDataset], resolved: Resolved, module: nn.Module, accelerator: Accelerator, ranks: Ranks
+) -> list[AnyDataset]:
+    """The features of the training and evaluation sets, or the sets if the model has no last part; collective.
+
+    The frozen weights of `module` must be final. Raises ValueError if an image cannot be read or memory is too small.
+    """
+    config, data, spec, (train_set, eval_set) = resolved.config, resolved.data, resolved.spec, sets
+    if resolved.last_part is None:
+        return list(sets)
+    cache = FeatureCache(resolved, FrozenPart(module, resolved.last_part), accelerator, ranks)
+    views: list[list] = [[]]
+    if config.feature_views:
+        augmentation = [config.seed, *(getattr(config, field.name) for field in fields(AugmentationSettings))]
+        views = [[epoch, *augmentation] for epoch in range(config.feature_views)]
+    else:
+        train_set = train_set.with_augmentation(make_augmentation(config, spec, False))
+    return [
+        cache.load(train_set, data.train, spec, views),
+        cache.load(eval_set, data.evaluation, spec.for_evaluation(), [[]]),
+    ]
+
+
+@dataclass
+class FeatureCache:
+    """Features in files of --cache_dir, one for each view of a split.
+
+    The name of a file is a hash of all that its bits depend on: images, view, frozen weights, device and settings.
+    """
+
+    resolved: Resolved
+    frozen: FrozenPart
+    accelerator: Accelerator
+    ranks: Ranks
+
+    def load(self, images: ImageDataset, split: Split, spec: InputSpec, keys: Sequence[list]) -> Features:
+        """The features of a split, one view for each of the `keys`. Views that are not cached are computed."""
+        start, computed, views, folder = time.perf_counter(), 0, [], expand(self.resolved.config.cache_dir) / "features"
+        block_size = evaluation_blocks(len(images), self.resolved.config.eval_batch_size).block_size
+        how = [*self._key, block_size]
+        for epoch, key in enumerate(keys):
+            name, found = fingerprint_of(how, split.cache_key, spec, key), False
+            path = folder / f"v{VERSION}-{name}.npy"
+            with self.ranks.local_main_first("checking cached features"), suppress(OSError):
+                found = is_cached(path, "computing the features again")
+            if self.ranks.any_rank(not found):
+                array, computed = self._compute(images, spec, epoch), computed + 1
+                with self.ranks.local_main_first("writing features"):
+                    views.append(keep_array(path, array))
+            else:
+                with self.ranks.agree():
+                    views.append(open_array(path))
+        seconds = time.perf_counter() - start
+        view = f"{len(keys)} random view{'s' * (len(keys) > 1)}" if keys[0] else "centre"
+        number = f"{computed} of them " * (computed < len(keys))
+        origin = f"{number}computed in {seconds:.1f} s" if computed else f"found in {folder}"
+        return Features(views, images, f"{view}, {origin}")
+
+    @property
+    def _key(self) -> Any:
+        """What the features depend on besides the images. Rounding depends on device, threads and versions."""
+        config, device = self.resolved.config, self.accelerator.device
+        of_part, of_model = (each.state_dict(keep_vars=True).values() for each in (self.frozen.part, self.frozen.model))
+        trained = {id(tensor) for tensor in of_part}
+        frozen = [tensor for tensor in of_model if id(tensor) not in trained]
+        if device.type == "cuda":
+            place: Any = torch.cuda.get_device_name(device), config.tf32, config.deterministic
+        else:
+            place = torch.backends.cpu.get_cpu_capability(), self.ranks.threads
+        versions = [getattr(sys.modules.get(name), "__version__", "") for name in ("torch", "torchvision", "timm")]
+        model = (
+            config.model,
+            getattr(self.frozen.model, "stem_change", ""),
+            sorted(config.model_args.items()),
+            hash_tensors(frozen),
+        )
+        return [*model, self.accelerator.mixed_precision, config.channels_last, *place, *versions]
+
+    def _compute(self, images: ImageDataset, spec: InputSpec, epoch: int) -> np.ndarray:
+        """The features of all images, float32 [N, ...], on every rank; collective."""
+        config, ranks, accelerator, frozen = self.resolved.config, self.ranks, self.accelerator, self.frozen
+        image = torch.zeros(1, spec.channels, *spec.size, device=accelerator.device)
+        with torch.no_grad(), ranks.agree(), torch.compiler.set_stance("force_eager"):
+            shape = frozen.eval()(image).shape[1:]
+            size, free = 4 * len(images) * math.prod(shape), free_memory()[0] // local_rank_and_size()[1]
+            if image.is_cuda:
+                free = min(free, torch.cuda.mem_get_info(image.device)[0])
+            need = 3 * size  # the rows of this rank, of all ranks, and sorted
+            problem = f"features need {bytes_text(need)} of memory in each process, {bytes_text(free)} are free"
+            require(need < free, problem, "use --feature_views 0, which computes them for each batch")
+        blocks = evaluation_blocks(len(images), config.eval_batch_size, epoch)
+        loader = accelerator.prepare(make_loader(images, blocks, config, ranks.threads, ranks.device))
+        batches = Batches(loader, spec, config, accelerator.device, training=False)
+        with torch.compiler.set_stance("force_eager"):
+            evaluator = Evaluator(ranks, accelerator, frozen, batches, self.resolved.task, config)
+            rows = evaluator.collect(lambda outputs, _: (outputs,), shape=shape, what="features")
+        assert rows is not None  # it is only with `stopping`
+        frozen.model.train()
+        accelerator._dataloaders.remove(loader)  # otherwise its workers would live as long as the run
+        return evaluator.gather(rows)[1]
