@@ -17,7 +17,7 @@ from utils.config.bounds import require
 from utils.config.recipe import BACKBONE
 from utils.config.table import suggestion
 from utils.errors import UserError
-from utils.models.matching import find_heads
+from utils.models.matching import head_prefixes
 
 FAMILIES = "timm models such as timm/vit_* and timm/convnext_*; convnext_*, efficientnet_*, maxvit_t and swin_*"
 
@@ -52,7 +52,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
     a pattern that matches nothing or a parameter in `new`, and if no parameter is left to train. `new` has parameters
     that --init_from did not set, with the reason; they would stay random.
     """
-    parameters, heads = dict(model.named_parameters()), tuple(f"{head}." for head in find_heads(model))
+    parameters, heads = dict(model.named_parameters()), head_prefixes(model)
     for pattern in patterns:
         matching = [name for name in parameters if _matches(heads, name, pattern)]
         if not matching:

@@ -52,6 +52,11 @@ def find_heads(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in named if name in layers) or tuple(layers)[-1:]
 
 
+def head_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """What the names of the tensors of the layers that compute the logits begin with."""
+    return tuple(f"{name}." for name in find_heads(model))
+
+
 _PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.")  # of modules that wrap a model
 
 
@@ -66,7 +71,7 @@ def fit_names(
     """
     own = model.state_dict()
     tensors = _with_timm(_strip_prefixes(tensors, own), model)
-    heads = tuple(f"{head}." for head in find_heads(model))
+    heads = head_prefixes(model)
     pairs = [] if not order and own.keys() & tensors.keys() else _pair_by_order(tensors, own, heads)
     if order:
         problem = f"{where}: its tensors do not have the shapes of {name} in the same order"
@@ -139,7 +144,7 @@ def copy_matching(model: nn.Module, tensors: Mapping[str, Tensor], there: Sequen
     known, the rows of the head are copied by class name; names that occur twice are left out.
     """
     state, found = model.state_dict(), Match()
-    heads = tuple(f"{name}." for name in find_heads(model))
+    heads = head_prefixes(model)
     counts = Counter(there)
     row_of = {name: row for row, name in enumerate(there) if counts[name] == 1}
     pairs = [(row, row_of[name]) for row, name in enumerate(here) if name in row_of]

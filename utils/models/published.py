@@ -18,7 +18,7 @@ from utils.config.settings import TrainConfig
 from utils.data.decode import EVAL_CROP
 from utils.data.spec import InputSpec
 from utils.errors import UserError, one_line
-from utils.models.matching import copy_matching, find_heads
+from utils.models.matching import copy_matching, head_prefixes
 
 
 def timm_weights(name: str) -> Any:
@@ -193,7 +193,7 @@ def keep_head(model: Any, config: TrainConfig, names: Sequence[str]) -> None:
         return
     arguments: dict[str, Any] = {key: value for key, value in config.model_args.items() if key != "num_classes"}
     published = published_model(config, **arguments)
-    heads = tuple(f"{name}." for name in find_heads(published))
+    heads = head_prefixes(published)
     tensors = {name: tensor for name, tensor in published.state_dict().items() if name.startswith(heads)}
     copy_matching(model, tensors, there, names)
     model.head_change = f"head of the published weights for all {len(names)} classes"

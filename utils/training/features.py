@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class FeatureCache:
         origin = f"{number}computed in {seconds:.1f} s" if computed else f"found in {folder}"
         return Features(views, images, f"{view}, {origin}")
 
-    @property
+    @cached_property
     def _key(self) -> Any:
         """What the features depend on besides the images. Rounding depends on device, threads and versions."""
         config, device = self.resolved.config, self.accelerator.device

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from utils.config.settings import TrainConfig
-from utils.models.matching import find_heads
+from utils.models.matching import head_prefixes
 from utils.training.summary import count_parameters
 
 Groups = list[dict[str, Any]]
@@ -24,7 +24,7 @@ def parameter_groups(config: TrainConfig, model: nn.Module) -> Groups:
     has the matrices that Muon changes.
     """
     undecayed, scales = names_without_decay(model), layer_scales(model, config.layer_decay)
-    of_head = tuple(f"{head}." for head in find_heads(model))
+    of_head = head_prefixes(model)
     hidden = hidden_matrices(model) - undecayed if config.optimizer == "muon" else set()
     groups: dict[tuple, dict[str, Any]] = {}
     for name, parameter in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
@@ -107,5 +107,5 @@ def hidden_matrices(model: nn.Module) -> set[str]:
         if isinstance(module, nn.Linear | nn.Conv2d | nn.MultiheadAttention) and not is_grouped:
             own = module.named_parameters(path, recurse=False)
             names += [name for name, parameter in own if parameter.ndim > 1]
-    heads = tuple(f"{name}." for name in find_heads(model))
+    heads = head_prefixes(model)
     return {name for name in names[1:] if not name.startswith(heads)}
