@@ -12,7 +12,7 @@ import pytest
 from helpers.make_data import image_folder
 from helpers.ranks import run_ranks, start_ranks
 from helpers.training_runs import records
-from helpers.waiting import has_logged, until
+from helpers.waiting import has_logged, lives, until
 
 import eval
 import train
@@ -120,14 +120,16 @@ def _fill(launch_flags, processes, name):
     """Train until something is logged; then a file takes the rest of /dev/shm. Returns the outcomes and the seconds."""
     launch = start_ranks(processes, train.main, [*FLAGS, "--run_name", name, *launch_flags])
     until(has_logged(2, name))
+    started = time.monotonic()
     with open("/dev/shm/filler", "wb", buffering=0) as file:
-        try:
-            while file.write(b"x" * 2**16):
-                pass
-        except OSError:
-            pass
-    filled = time.monotonic()
-    return launch.finish(), time.monotonic() - filled
+        while any(lives(pid) for pid in launch.pids):
+            try:
+                file.write(b"x" * 2**16)
+            except OSError:
+                # The loaders may have their largest number of batches right now. They would then go on with what they
+                # free themselves, so the file takes that too.
+                time.sleep(0.001)
+    return launch.finish(), time.monotonic() - started
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
