@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -213,6 +214,18 @@ def test_what_a_killed_process_was_writing_goes_and_what_a_live_one_writes_stays
     stopped.kill(signal.SIGCONT)
     assert stopped.finish()[0].value == expected.sum(dtype=int)
     assert all(name.endswith(".npy") for name in cached_files())
+
+
+def test_files_that_no_run_has_used_for_a_month_are_deleted_when_another_is_written():
+    used, unused, third = (folder_split(name, seed=seed)[0] for seed, name in enumerate(("used", "unused", "third")))
+    for split in (used, unused):
+        decode_all(split, 8, 8, 3, "cache", iter)
+    for name in cached_files():
+        os.utime(Path("cache/decoded", name), (0, time.time() - 31 * 24 * 3600))
+    decode_all(used, 8, 8, 3, "cache", iter)
+    assert len(cached_files()) == 2
+    decode_all(third, 8, 8, 3, "cache", iter)
+    assert [sum(each.cache_key in name for name in cached_files()) for each in (used, unused, third)] == [1, 0, 1]
 
 
 def decode_and_name_the_decoders(split):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import shutil
 import signal
@@ -43,6 +44,7 @@ from utils.models.features import find_last_part
 from utils.models.layers import freeze
 from utils.models.zoo import build_model
 from utils.runs.manifest import find_checkpoint, sha256_of
+from utils.training import features
 
 CLASSES = ("ant", "bee", "wasp")
 FLAGS = ["--init_from", "runs/source", "--freeze", "backbone", "--threads", "1", "--num_workers", "0", "--lr", "0.05"]
@@ -146,6 +148,40 @@ def test_a_killed_run_ends_with_the_same_bits(has_cache):
     train_run(2, "run", *flags, "--resume", "auto")
     for file in FILES:
         assert same_tensors(weights("run", file=file), weights("whole", file=file))
+
+
+def killed_at_the_last_features(flags: list[str]) -> None:
+    """Train, and kill the process when it has computed the features of all files but has not written the last one."""
+
+    def keep_or_be_killed(path, array, keep=features.keep_array):
+        if len(list(path.parent.glob("*.npy"))) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return keep(path, array)
+
+    features.keep_array = keep_or_be_killed
+    train.main(flags)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=FULL)])
+def test_a_run_that_was_killed_between_two_files_of_features_computes_only_the_missing_one(processes):
+    flags = [*SMALL, *VIEWS, "--max_steps", "9", "--run_name", "run", "--cache_dir", "cache"]
+    outcomes = run_ranks(processes, killed_at_the_last_features, flags)
+    assert -signal.SIGKILL in [outcome.code for outcome in outcomes]
+    assert len(list(Path("cache/features").iterdir())) == 3
+    (main, *_) = run_ranks(processes, train.main, [*flags, "--resume", "auto"])
+    assert main.code == 0 and "3 random views, found in" in place(main) and "centre, computed in" in place(main)
+    train_run(processes, "whole", *flags[:-4])
+    assert same_tensors(weights("run"), weights("whole"))
+
+
+def test_a_resumed_run_with_another_number_of_views_says_so():
+    flags = [*SMALL, "--run_name", "run", "--resume", "auto", "--lr_schedule", "constant"]
+    returned(1, train.main, [*flags, *VIEWS, "--max_steps", "3"])
+    (outcome,) = run_ranks(1, train.main, [*flags, "--feature_views", "2", "--max_steps", "6"])
+    assert outcome.code == 0 and "2 random views, found in" in place(outcome), outcome.err
+    assert "feature_views" in outcome.out
+    (outcome,) = run_ranks(1, train.main, [*flags, "--max_steps", "9"])
+    assert outcome.code == 0 and "2 random views, found in" in place(outcome), outcome.err
 
 
 @pytest.mark.parametrize(("data", "more"), [(PHOTOS, []), pytest.param(SMALL, VIEWS, marks=FULL)])

@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -32,6 +33,7 @@ from utils.memory import bytes_text, free_memory, usable_cores
 from utils.waiting import wait_for_items
 
 _BLOCK = 2**24  # bytes that are hashed at once
+_UNUSED = 30 * 24 * 3600  # seconds after which a file that no run uses is deleted
 
 
 def open_array(path: Path) -> np.memmap:
@@ -88,6 +90,14 @@ def remove_leftovers(folder: Path) -> None:
         with suppress(OSError), path.open("r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_size:
+                path.unlink()
+
+
+def remove_unused(folder: Path) -> None:
+    """Delete the files that no run has used for 30 days. On a local disk, a run that has opened one keeps it."""
+    for path in folder.glob("v*.npy"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _UNUSED:
                 path.unlink()
 
 
@@ -159,6 +169,8 @@ def is_cached(path: Path, following: str) -> bool:
     is_first = local_rank_and_size()[0] == 0  # the other ranks run this after the first one
     wrong = damage(path) if is_first else ""
     if not wrong:
+        with suppress(OSError):  # for example if it is another user's
+            os.utime(path)  # see `remove_unused`
         return True
     try:
         path.unlink(missing_ok=True)
@@ -173,6 +185,7 @@ def _prepare_folder(folder: Path, size: int) -> None:
     """Create the folder for a file of `size` bytes. Raises OSError if the disk has less free space."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
+    remove_unused(folder)
     free = shutil.disk_usage(folder).free
     if size > free:  # reported now, and not much later when the disk is full
         raise OSError(f"{folder}: {bytes_text(size)} needed, {bytes_text(free)} free")

@@ -87,8 +87,8 @@ def classes_row(data: Data) -> str:
     return f"{len(names)}{several}, each with {counts}"
 
 
-def warn_about_data(data: Data, has_accuracy: bool = True) -> list[str]:
-    """Lines to print about the data at the start of a run; `has_accuracy` is whether its metric is the accuracy."""
+def warn_about_data(data: Data, config: TrainConfig) -> list[str]:
+    """Lines to print about the data at the start of a run."""
     lines, names = [*data.train.notes, *data.evaluation.notes], data.class_names
     for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
         absent = [names[index] for index in np.flatnonzero(count_classes(split.labels, len(names)) == 0)]
@@ -100,8 +100,9 @@ def warn_about_data(data: Data, has_accuracy: bool = True) -> list[str]:
         name, share = always
         problem = f"class {name} has {counts.max()} of {len(data.train)} training images, {names[rarest]} has "
         problem += f"{counts[rarest]}: always predicting {name} has an accuracy of {share:.4f}"
-        lines.append(f"{problem}; consider --sampler balanced or --class_weights balanced")
-    if (count := len(data.evaluation)) < FEW and has_accuracy:
+        fix = "; consider --sampler balanced or --class_weights balanced"
+        lines.append(problem + fix * (config.sampler == "shuffle" and not config.class_weights))
+    if (count := len(data.evaluation)) < FEW and always:
         low, high = interval_of_share(0.9, count)
         problem = f"{count} evaluation images are few: near an accuracy of 90 %, differences below "
         fix = "give more with --eval_fraction or --eval_split"
