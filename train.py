@@ -120,7 +120,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     parts = make_parts(accelerator, module, config.ema_decay)
     folder, lines = checkpoints.restore(config, saved, module, optimizer, parts)
     resolved.changed += lines
-    sets = replace_by_features(images, resolved, module, accelerator, ranks)  # with --freeze backbone
+    sets = replace_by_features(images, resolved, module, accelerator, ranks)  # if only the last part is trained
     train_loader, eval_loader = accelerator.prepare(*make_batches(sets, resolved, ranks))
     gradients = make_gradients(resolved, model, module, accelerator, ranks)
     sinks, device = TRACKERS.sinks(config), accelerator.device

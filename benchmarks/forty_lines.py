@@ -1,10 +1,10 @@
-"""A classifier of photographs in about forty lines of timm and scikit-learn, which benchmarks/photos.py compares with.
+"""Classify photographs with about forty lines of timm and scikit-learn; benchmarks/photos.py compares train.py with it.
 
     python benchmarks/forty_lines.py --data FOLDER --weights FILE --model tf_efficientnet_lite0
 
-FOLDER has train/CLASS/IMAGE and val/CLASS/IMAGE. Each photograph is read once. The model without its head computes its
-features, and a logistic regression is fitted to those of train/. This file uses nothing of Lockstep. The model runs
-with PyTorch's default number of threads. On many CPUs it is faster with --channels_last.
+FOLDER has train/CLASS/IMAGE and val/CLASS/IMAGE. Each photograph is read once, and the model without its head computes
+its features. A logistic regression is fitted to the features of train/. This file does not use Lockstep. The model runs
+with PyTorch's default number of threads. On many CPUs, the model is faster with --channels_last.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torchvision.datasets import ImageFolder
 
 
 def backbone(name: str, weights: Path) -> torch.nn.Module:
-    """The model without its head, with the weights of a file. If names differ from timm's, tensors match by order."""
+    """The model without its head, with the weights of a file, matched by order if their names are not timm's."""
     model = timm.create_model(name)
     source = load_file(weights) if weights.suffix == ".safetensors" else torch.load(weights, weights_only=True)
     if source.keys() != model.state_dict().keys():

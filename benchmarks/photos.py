@@ -1,11 +1,11 @@
-"""A classifier of your own photographs on two CPU processes, against forty lines of timm and scikit-learn.
+"""train.py with photographs, on two CPU processes, compared with forty lines of timm and scikit-learn.
 
     python benchmarks/photos.py --what time --data FOLDER --weights FILE --model tf_efficientnet_lite0
     python benchmarks/photos.py --what accuracy --cifar10 PARQUET --weights FILE --model tf_efficientnet_lite0
 
 FOLDER has train/CLASS/IMAGE and val/CLASS/IMAGE. --cifar10 writes such a folder of PNG files from CIFAR-10: 50 training
-images and 100 test images of each class. All sides start from the same published weights. All other settings of
-train.py have their defaults, unless --head, --everything or --args change them.
+images and 100 test images of each class. The three methods below start from the same published weights. All other
+settings of train.py have their defaults, unless --head, --everything or --args change them.
 
 * forty lines: forty_lines.py, which computes the features of each photograph once. --forty_lines=--channels_last makes
   it faster on many CPUs.
@@ -14,11 +14,11 @@ train.py have their defaults, unless --head, --everything or --args change them.
 
 `time` measures whole commands, from start to exit. Each round runs four of them: the forty lines; head only with empty
 caches and a new run folder (from nothing); the same with the caches of an earlier run (second start); and that earlier
-run, resumed although it is finished (no update). The files have been read before, so the disk plays no part. If other
-programs slow the machine down, compare the processor times, which include all processes of a command.
+run, which is finished, resumed (no update). All files have been read before, so the speed of the disk has no effect. If
+other programs slow the machine down, compare the processor times, which include all processes of a command.
 
-`accuracy` counts the misclassified images of val/ after the last update, for each seed. No epoch is selected by them.
-The forty lines use no random numbers, so they run once.
+`accuracy` counts the misclassified images of val/ after the last update, for each seed. They are not used
+to select an epoch. The forty lines use no random numbers, so they run once.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def forty_lines(args: argparse.Namespace) -> dict[str, float]:
 
 
 def ours(args: argparse.Namespace, settings: str, seeds: count, folder=None, caches=None) -> dict[str, float]:
-    """The same of train.py. The run folder and the caches are new unless they are given."""
+    """The times of train.py, and its number of misclassified images. Without `folder` and `caches`, these are new."""
     with TemporaryDirectory(prefix="lockstep-") as new:
         folder, caches = Path(folder or new), Path(caches or new, "caches")
         weights = flags(model=f"timm/{args.model}", init_from=args.weights, init_match=args.init_match)
@@ -130,14 +130,14 @@ def main() -> None:
     data.add_argument("--data", type=Path, metavar="FOLDER", help="photographs, in train/ and val/")
     data.add_argument("--cifar10", type=Path, metavar="PARQUET", help="CIFAR-10's parquet files as on the Hub")
     parser.add_argument("--weights", type=Path, metavar="FILE", required=True, help="published weights")
-    parser.add_argument("--model", metavar="NAME", required=True, help="timm's name of their model")
-    parser.add_argument("--init_match", default="order", help="as for train.py: order, or name for timm's names")
-    parser.add_argument("--head", default="--freeze backbone", help="settings of head only (default: %(default)s)")
-    parser.add_argument("--everything", default="", help="settings of everything (default: none)")
+    parser.add_argument("--model", metavar="NAME", required=True, help="timm's name of the model of these weights")
+    parser.add_argument("--init_match", default="order", help="as for train.py; name if the file has timm's names")
+    parser.add_argument("--head", default="--freeze backbone", help="settings of `head only` (default: %(default)s)")
+    parser.add_argument("--everything", default="", help="settings of `everything` (default: none)")
     parser.add_argument("--args", default="", help="more settings of train.py, quoted as one argument (default: none)")
     parser.add_argument("--forty_lines", default="", help="settings of the forty lines (default: none)")
-    parser.add_argument("--seeds", type=int, default=5, help="number, for --what accuracy (default: %(default)s)")
-    parser.add_argument("--first_seed", type=int, default=0, help="the others follow it (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="how many, for --what accuracy (default: %(default)s)")
+    parser.add_argument("--first_seed", type=int, default=0, help="the other seeds follow it (default: %(default)s)")
     args = parser.parse_args()
     with TemporaryDirectory(prefix="lockstep-") as folder:
         if args.cifar10:

@@ -151,7 +151,7 @@ def test_a_killed_run_ends_with_the_same_bits(has_cache):
 
 
 def killed_at_the_last_features(flags: list[str]) -> None:
-    """Train, and kill the process when it has computed the features of all files but has not written the last one."""
+    """Train, and kill the process when it has computed all features but has not written the last file."""
 
     def keep_or_be_killed(path, array, keep=features.keep_array):
         if len(list(path.parent.glob("*.npy"))) == 3:
@@ -234,7 +234,7 @@ def test_a_second_start_finds_the_features_and_another_backbone_or_augmentation_
     first = started(processes=2)
     assert first.count("centre, computed in") == 2 and re.search(r" 0\.\d MB cached", first)
     tensors = load_file(find_checkpoint(Path("runs/source")) / "model.safetensors")
-    save_file(tensors | {"fc.bias": tensors["fc.bias"] + 1}, "head.safetensors")  # it is not in the features
+    save_file(tensors | {"fc.bias": tensors["fc.bias"] + 1}, "head.safetensors")  # features do not depend on it
     given = ["--model", "timm/test_resnet", "--mean", "0.4"]
     for more in ([], ["--seed", "5"], ["--crop_padding", "2"], [*given, "--init_from", "head.safetensors"]):
         assert started(*more).count("centre, found in cache/features") == 2, more

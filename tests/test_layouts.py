@@ -455,6 +455,6 @@ def test_an_evaluation_of_few_images_is_reported_with_the_differences_that_may_b
         bounds = binomtest(round(0.9 * count), count).proportion_ci(method="wilson")
         if points:
             assert abs(50 * (bounds.high - bounds.low) - points) < 0.8
-            text = f"near an accuracy of 90 %, differences below {points} points may be chance (95 % interval)"
+            text = f"near an accuracy of 90 %, differences below {points} points may be due to chance (95 % interval)"
             text = f"{count} evaluation images are few: {text}; give more with --eval_fraction or --eval_split"
         assert lines == ([text] if points else [])

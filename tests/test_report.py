@@ -331,9 +331,9 @@ def test_the_page_shows_the_best_checkpoint_after_a_kill_and_before_and_after_ev
     common = counts.index(max(counts))
     share = data.evaluation.labels.tolist().count(common) / 180
     assert trained["always"] == {"class": str(common), "accuracy": pytest.approx(share)}
-    assert re.search(rf"^always class {common} +{share:.4f}$", outcome.out, re.M)
+    assert re.search(rf"^always predicting {common} +{share:.4f}$", outcome.out, re.M)
     assert f'{share:.4f} <span class="dim">class {common}</span>' in again
-    assert f"; always class {common}: {share:.4f}" in again
+    assert f"; always predicting class {common}: {share:.4f}" in again
 
 
 def test_the_best_evaluation_is_that_of_the_checkpoint_which_eval_py_takes():
@@ -488,7 +488,8 @@ def test_the_page_of_few_images_says_which_differences_may_be_chance(tmp_path):
         folder = made_up(tmp_path / str(samples), samples=samples)
         write_page([folder], folder / "report.html")
         low, high = read_run(folder)["analysis"]["intervals"]["accuracy"]
-        text = f"With {samples} images, differences in accuracy below {50 * (high - low):.0f} points may be chance."
+        text = f"With {samples} images, differences in accuracy below {50 * (high - low):.0f} points may be due"
+        text += " to chance."
         assert (text in (folder / "report.html").read_text()) == (samples == 150)
 
 

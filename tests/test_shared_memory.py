@@ -126,8 +126,8 @@ def _fill(launch_flags, processes, name):
             try:
                 file.write(b"x" * 2**16)
             except OSError:
-                # The loaders may have their largest number of batches right now. They would then go on with what they
-                # free themselves, so the file takes that too.
+                # The loaders may already hold their largest number of batches. They could then go on with the memory
+                # that they free themselves, so the file takes this memory too.
                 time.sleep(0.001)
     return launch.finish(), time.monotonic() - started
 

@@ -76,7 +76,7 @@ class AugmentationSettings:
     min_scale: Fraction | None = None
     """Smallest area of a random training crop, as a fraction of the image; with 1, images are not cropped at random,
     and photographs are cropped to their centre as in evaluation (default: 1 for images up to 96 pixels, 0.35 to
-    train all layers of a model with given weights, else 0.08)."""
+    fine-tune more than the head, else 0.08)."""
     auto_augment: str | None = None
     """Change colours and shapes of training images by a policy."""
     auto_augment_args: Arguments = field(default_factory=dict)
@@ -160,19 +160,19 @@ class OptimizerSettings:
     """For fine-tuning: each layer has this factor, usually 0.65 to 0.9, times the learning rate of the next layer
     (default: all layers have the same learning rate)."""
     head_scale: PositiveFloat | None = None
-    """Factor of the learning rate of the head (default: 10 to train all layers of a model with given weights by adamw,
+    """The learning rate of the head, as a multiple of --lr (default: 10 to fine-tune more than the head with adamw and
     without --layer_decay, else 1)."""
     keep_batch_stats: bool | None = None
     """In training, batch normalisation uses the running statistics of the pretrained weights without updating them
-    (default: true to train all layers of a model with given weights by adamw, without --sync_batchnorm, else false)."""
+    (default: true to fine-tune more than the head with adamw, if --sync_batchnorm is off, else false)."""
     freeze: Fixed[list[str]] = field(default_factory=list)
     """Names or patterns of layers or parameters that are not trained, such as conv1 'layer[12]'; backbone is everything
     except the head. Layers whose parameters are all frozen stay in evaluation mode. If only the last part is trained,
     the outputs of the frozen layers are computed once and cached, see --feature_views."""
     feature_views: NonNegativeInt | None = None
-    """With --freeze: the number of random views of each training image whose features are cached; epochs use them in
-    turn. With 0, nothing is cached, and each epoch computes the frozen layers again (default: one view, the centre of
-    the image)."""
+    """With --freeze: the number of random views of each training image for which features are cached; epochs use these
+    views in turn. With 0, no features are cached, and each epoch computes the frozen layers again (default: one view,
+    the centre of the image)."""
     drop_path: ProbabilityBelow1 | None = None
     """Probability of dropping the residual branch of the last block, per sample (stochastic depth); lower in earlier
     blocks (default: that of the model)."""

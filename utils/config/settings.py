@@ -116,7 +116,7 @@ class BasicSettings:
     checkpoint or run resumes from it in a new run folder, or in the same one if --run_name names it. Data and settings
     that are not given are those of the checkpoint."""
     optimizer: Fixed[str] = FROM_DATA
-    """Optimizer (default: adamw to train all layers of a model with given weights, else sgd)."""
+    """Optimizer (default: adamw to fine-tune more than the head of a model, else sgd)."""
     weight_decay: Chosen[NonNegativeFloat] = FROM_DATA
     """Weight decay of matrices and kernels; biases, normalisation layers, position embeddings and class tokens have
     none (default: 5e-4 for sgd and asgd, 0.05 for adamw and muon, else 0)."""
@@ -258,7 +258,7 @@ class TrainConfig(
 
     @property
     def fine_tunes(self) -> bool:
-        """Whether a model with pretrained weights is trained, and not only its head."""
+        """Whether more than the head of a model with given weights is trained."""
         return bool(self.pretrained or self.init_from) and BACKBONE not in self.freeze
 
     @property

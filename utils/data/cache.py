@@ -33,7 +33,7 @@ from utils.memory import bytes_text, free_memory, usable_cores
 from utils.waiting import wait_for_items
 
 _BLOCK = 2**24  # bytes that are hashed at once
-_UNUSED = 30 * 24 * 3600  # seconds after which a file that no run uses is deleted
+_UNUSED = 30 * 24 * 3600  # seconds; files that no run has used for so long are deleted
 
 
 def open_array(path: Path) -> np.memmap:
@@ -94,7 +94,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_unused(folder: Path) -> None:
-    """Delete the files that no run has used for 30 days. On a local disk, a run that has opened one keeps it."""
+    """Delete the files that no run has used for 30 days. On a local disk, a run keeps the files that it has open."""
     for path in folder.glob("v*.npy"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _UNUSED:
@@ -150,7 +150,7 @@ def decode_all(split: Split, height: int, width: int, channels: int, cache_dir: 
 
 
 def keep_array(path: Path, array: np.ndarray) -> np.ndarray:
-    """The float32 array, mapped from the file, which is written if needed. If this fails, the array itself."""
+    """The float32 array, mapped from the file. A missing file is written; if this fails, returns the array itself."""
     try:
         if not path.exists():
             _prepare_folder(path.parent, array.nbytes)
@@ -163,14 +163,14 @@ def keep_array(path: Path, array: np.ndarray) -> np.ndarray:
 
 
 def is_cached(path: Path, following: str) -> bool:
-    """Whether the file exists and is valid. Deletes a damaged file, and prints this and `following`, the next step."""
+    """Whether the file exists and is valid. Deletes a damaged file, and prints this and the next step, `following`."""
     if not path.exists():
         return False
     is_first = local_rank_and_size()[0] == 0  # the other ranks run this after the first one
     wrong = damage(path) if is_first else ""
     if not wrong:
-        with suppress(OSError):  # for example if it is another user's
-            os.utime(path)  # see `remove_unused`
+        with suppress(OSError):  # for example if the file is another user's
+            os.utime(path)  # so that `remove_unused` keeps it
         return True
     try:
         path.unlink(missing_ok=True)
@@ -182,7 +182,7 @@ def is_cached(path: Path, following: str) -> bool:
 
 
 def _prepare_folder(folder: Path, size: int) -> None:
-    """Create the folder for a file of `size` bytes. Raises OSError if the disk has less free space."""
+    """Create the folder of a new file, and delete unused files. Raises OSError if less than `size` bytes are free."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     remove_unused(folder)

@@ -24,9 +24,9 @@ from utils.memory import bytes_text
 class Batch(NamedTuple):
     """A microbatch, from its data set to the model; n >= 0.
 
-    `images` are uint8 [n, H, W, C], and in the end float32 [n, C, H, W], or features, float32 [n, ...]. `labels` are
-    classes, int64 [n], or multi-hot, [n, classes]. With Mixup or CutMix, they become the share of each class, float32
-    [n, outputs]. `error` is why a sample could not be read; the batch is then empty.
+    `images` are uint8 [n, H, W, C] and become float32 [n, C, H, W], or they are features, float32 [n, ...]. `labels`
+    are classes, int64 [n], or multi-hot, [n, classes]. With Mixup or CutMix, they become the share of each class,
+    float32 [n, outputs]. `error` is why a sample could not be read; the batch is then empty.
     """
 
     images: Tensor
@@ -163,8 +163,9 @@ ImageDataset = DecodedImages | EncodedImages
 class Features(Dataset):
     """The outputs of frozen layers for the images of a split, float32 [N, ...] for each of K views.
 
-    A sample has the view (epoch + occurrence) modulo K. `images` is the data set from which the features were computed.
-    `origin` describes the views, and whether they were computed or found in the cache.
+    A sample has view (epoch + occurrence) modulo K; its occurrence in the epoch counts from 0. `images` is the data set
+    from which the features were computed. `origin` describes the views, and says whether they were computed or found in
+    the cache.
     """
 
     in_loader = False

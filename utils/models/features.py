@@ -13,8 +13,8 @@ from utils.models.layers import restored_buffers
 def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None, str]:
     """The module that has all trained parameters and computes the logits from features, or None and why there is none.
 
-    Its input is one tensor that is not random in training, and its output is that of the model. A module in an
-    nn.Sequential stands for all of it, with layers such as dropout.
+    Its input is one tensor that is not random in training, and its output is that of the model. If the module is in an
+    nn.Sequential, the whole nn.Sequential is used, which may also contain layers such as dropout.
     """
     trained = [name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad]
     name = os.path.commonpath([each.replace(".", "/") for each in trained]).replace("/", ".")
@@ -25,7 +25,7 @@ def find_last_part(model: nn.Module, spec: InputSpec) -> tuple[nn.Module | None,
     part, was_training = model.get_submodule(name), model.training
     inputs, outputs = list[tuple](), list[Tensor]()
     images = torch.rand(2, spec.channels, *spec.size, generator=torch.Generator().manual_seed(0))
-    before = part.register_forward_pre_hook(lambda _, given: inputs.append(deepcopy(given)))  # may be changed in place
+    before = part.register_forward_pre_hook(lambda _, given: inputs.append(deepcopy(given)))  # layers may change it
     after = part.register_forward_hook(lambda _, given, output: outputs.append(output))
     with before, after, torch.no_grad(), torch.random.fork_rng(devices=[]), restored_buffers(model):
         returned = [model.train(training)(images) for training in (False, True)]

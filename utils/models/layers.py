@@ -74,9 +74,9 @@ def freeze(model: nn.Module, patterns: Sequence[str], new: Mapping[str, str] = {
 
 
 def keep_batch_stats(model: nn.Module, new: Collection[str]) -> None:
-    """Let batch normalisation use its running statistics in training, and not change them.
+    """Let batch normalisation use its running statistics in training without updating them.
 
-    Raises UserError if some of them are in `new`, the names of tensors that the given weights do not have.
+    Raises UserError if some of these statistics are in `new`, the names of tensors that the given weights do not have.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm):

@@ -53,7 +53,7 @@ def find_heads(model: nn.Module) -> tuple[str, ...]:
 
 
 def head_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """What the names of the tensors of the layers that compute the logits begin with."""
+    """The prefixes of tensor names, such as `fc.`, of the layers that compute the logits."""
     return tuple(f"{name}." for name in find_heads(model))
 
 
@@ -128,8 +128,8 @@ def count_outputs(tensors: Mapping[str, Tensor], model: nn.Module) -> int:
 def zero_heads(model: nn.Module) -> None:
     """Set the layers that compute the logits to zero, for a new head on pretrained weights.
 
-    All classes then have the same probability. The gradients of a random head would first change the pretrained weights
-    for the worse: for two classes, timm draws its weights from -0.7 to 0.7.
+    All classes then have the same probability. With a random head, the first gradients would make the pretrained
+    weights worse: for two classes, the head of timm's EfficientNets has random weights from -0.7 to 0.7.
     """
     for name in find_heads(model):
         for parameter in model.get_submodule(name).parameters():

@@ -48,7 +48,7 @@ def read_run(folder: Path, images: bool = True) -> dict[str, Any]:
 
 
 def best_evaluation(records: Sequence[dict[str, Any]], metric: str) -> dict[str, Any]:
-    """The evaluation of the best checkpoint by `metric`: the first of equal ones, or the last one if none has a value.
+    """The evaluation of the best checkpoint by `metric`, the first of equal ones; without values, the last evaluation.
 
     With --ema_decay, that of the averaged weights counts. Its record follows that of the raw weights.
     """

@@ -29,8 +29,8 @@ _STORED = "best_predictions.npz"  # in the run folder, until the page is written
 class Evaluated:
     """An evaluation; `record` has its metrics and origin.
 
-    `common` is the most frequent class of the training images. If it is None, that of the older analysis is used, if
-    any. If `predictions` is None, the older analysis is kept.
+    `common` is the most frequent class of the training images. If it is None, the class of the older analysis is used,
+    if there is one. If `predictions` is None, the older analysis is kept.
     """
 
     task: Task
@@ -44,10 +44,10 @@ class Evaluated:
 def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
     """Write the page of a run if it is complete; collective.
 
-    `result` is an evaluation that has just ended, if any. The page shows the best checkpoint, as eval.py does. So the
-    predictions of the best one so far are stored, also for a resumed run. They are analysed only at the end, because
-    this takes time. Call this before the checkpoint is saved: if the run is killed while it writes, the resumed run
-    evaluates and writes again.
+    `result` is an evaluation that has just ended, if any. The page shows the best checkpoint, which eval.py evaluates
+    too. So the predictions of the best checkpoint so far are stored, where a resumed run finds them. They are analysed
+    only at the end, because this takes time. Call this before the checkpoint is saved: if the run is killed while it
+    writes, the resumed run evaluates and writes again.
     """
     state, found, stored = run.state, run.evaluator.predictions, run.folder / _STORED
     if result and found and run.config.report and run.ranks.is_main and state.best_step in (None, state.step):
@@ -69,7 +69,7 @@ def report_training(run: Run, result: Mapping[str, Any] | None = None) -> None:
 
 def _read(path: Path, step: int) -> Predictions | None:
     """The stored predictions, if they are those of the evaluation after this update."""
-    with suppress(Exception), np.load(path) as values:  # of any class, for a damaged file
+    with suppress(Exception), np.load(path) as values:  # a damaged file raises errors of any class
         if values["step"] == step:
             return Predictions(*(values[name] for name in Predictions._fields))
     return None
@@ -105,7 +105,7 @@ def write_report(folder: Path, evaluated: Evaluated) -> None:
 
 @contextmanager
 def _warned(say: Callable[[str], None]) -> Iterator[None]:
-    """Print an error of any class with `say`, because the run itself has succeeded."""
+    """Print an error of any class with `say` instead of raising it, because the run itself has succeeded."""
     try:
         yield
     except Exception as error:

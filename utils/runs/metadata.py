@@ -122,7 +122,7 @@ def make_files(
 def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint; settings that affect this machine have their defaults."""
     settings = read_config(checkpoint / "config.yaml")
-    if "feature_views" not in read_yaml(checkpoint / "config.yaml"):  # its run computed frozen layers for each batch
+    if "feature_views" not in read_yaml(checkpoint / "config.yaml"):  # before features were cached
         settings.feature_views = 0
     for name in CHOSEN:
         if getattr(settings, name) is None:

@@ -83,7 +83,7 @@ class Resolved:
     spec: InputSpec
     task: Task
     state: TrainState
-    last_part: nn.Module | None = None  # of the model, if it is trained on cached features
+    last_part: nn.Module | None = None  # of the model, if this part is trained on cached features
 
 
 def resolve(
@@ -186,7 +186,7 @@ def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerato
 
 
 def choose_last_part(module: nn.Module, config: TrainConfig, spec: InputSpec) -> tuple[nn.Module | None, str]:
-    """The last part of the model, to train on cached features, or None to train on images, and the reason.
+    """The last part of the model, to train it on cached features; or None, to train on images, and the reason.
 
     Raises UserError for settings that need images, and if --feature_views is given but features cannot be cached.
     """

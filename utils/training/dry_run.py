@@ -28,7 +28,7 @@ def trial(config: TrainConfig) -> TrainConfig:
     resume, folder = config.resume, expand(config.output_dir) / (config.run_name or "")
     if resume == "auto":
         resume = str(folder) if (folder / "checkpoints" / "latest").exists() else None
-    return replace(config, run_name=None, resume=resume, report_to=None, feature_views=0)  # caches nothing
+    return replace(config, run_name=None, resume=resume, report_to=None, feature_views=0)  # caches no features
 
 
 def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:

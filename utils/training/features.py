@@ -37,9 +37,9 @@ from utils.training.evaluation import Evaluator
 def replace_by_features(
     sets: Sequence[ImageDataset], resolved: Resolved, module: nn.Module, accelerator: Accelerator, ranks: Ranks
 ) -> list[AnyDataset]:
-    """The features of the training and evaluation sets, or the sets if the model has no last part; collective.
+    """The features of the training and evaluation sets, or these sets if the model has no last part; collective.
 
-    The frozen weights of `module` must be final. Raises ValueError if an image cannot be read or memory is too small.
+    The frozen weights of `module` must be final. Raises ValueError if an image cannot be read or memory is short.
     """
     config, data, spec, (train_set, eval_set) = resolved.config, resolved.data, resolved.spec, sets
     if resolved.last_part is None:
@@ -121,8 +121,8 @@ class FeatureCache:
             size, free = 4 * len(images) * math.prod(shape), free_memory()[0] // local_rank_and_size()[1]
             if image.is_cuda:
                 free = min(free, torch.cuda.mem_get_info(image.device)[0])
-            need = 3 * size  # the rows of this rank, of all ranks, and sorted
-            problem = f"features need {bytes_text(need)} of memory in each process, {bytes_text(free)} are free"
+            need = 3 * size  # the rows of this rank, those of all ranks, and these sorted
+            problem = f"features need {bytes_text(need)} of memory in each process, but {bytes_text(free)} are free"
             require(need < free, problem, "use --feature_views 0, which computes them for each batch")
         blocks = evaluation_blocks(len(images), config.eval_batch_size, epoch)
         loader = accelerator.prepare(make_loader(images, blocks, config, ranks.threads, ranks.device))
@@ -130,7 +130,7 @@ class FeatureCache:
         with torch.compiler.set_stance("force_eager"):
             evaluator = Evaluator(ranks, accelerator, frozen, batches, self.resolved.task, config)
             rows = evaluator.collect(lambda outputs, _: (outputs,), shape=shape, what="features")
-        assert rows is not None  # it is only with `stopping`
+        assert rows is not None  # only with `stopping`
         frozen.model.train()
         accelerator._dataloaders.remove(loader)  # otherwise its workers would live as long as the run
         return evaluator.gather(rows)[1]

@@ -182,7 +182,7 @@ def result_rows(run: Run, result: dict | None, done: bool) -> list[tuple[str, st
     if result and "weights" in result:
         rows.append(("weights", result["weights"]))
     if result and run.task.metric == "accuracy" and (always := always_answering(run.data)):
-        rows.append((printable(f"always class {always[0]}"), f"{always[1]:.4f}"))
+        rows.append((printable(f"always predicting {always[0]}"), f"{always[1]:.4f}"))
     if done and state.step < run.updates:
         setting = f"--{run.ended} {getattr(run.config, run.ended)}"
         rows.append(("ended by", f"{setting} after update {state.step} of {run.updates}; raise it to continue"))

@@ -75,7 +75,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 FEW = 200  # evaluation images; with fewer, the 95 % interval of an accuracy of 90 % is wider than 8 points
-_UNEQUAL = 10  # times as many images; the mildest imbalance of the long-tailed CIFAR sets (Cui et al., 2019)
+_UNEQUAL = 10  # times as many images; the smallest imbalance factor of the long-tailed CIFAR sets (Cui et al., 2019)
 
 
 def classes_row(data: Data) -> str:
@@ -106,7 +106,7 @@ def warn_about_data(data: Data, config: TrainConfig) -> list[str]:
         low, high = interval_of_share(0.9, count)
         problem = f"{count} evaluation images are few: near an accuracy of 90 %, differences below "
         fix = "give more with --eval_fraction or --eval_split"
-        lines.append(f"{problem}{50 * (high - low):.0f} points may be chance (95 % interval); {fix}")
+        lines.append(f"{problem}{50 * (high - low):.0f} points may be due to chance (95 % interval); {fix}")
     return [printable(line) for line in dict.fromkeys(lines)]
 
 
