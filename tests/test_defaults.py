@@ -73,7 +73,7 @@ def test_the_learning_rate_follows_optimizer_start_and_batch():
     assert chosen(120, pretrained=True, model="resnet18", optimizer="sgd").lr == pytest.approx(0.01 / 8)
     assert chosen(120, pretrained=True, model="resnet18", freeze=["backbone"]).lr == pytest.approx(0.05 / 8)
     assert chosen(120, optimizer="adamw").lr == pytest.approx(1e-3 / math.sqrt(8))
-    assert chosen(9999, optimizer="adamw", pretrained=True, model="resnet18").lr == pytest.approx(3e-5)
+    assert chosen(9999, optimizer="adamw", pretrained=True, model="resnet18").lr == pytest.approx(1e-4)
     assert (chosen(120, optimizer="adamw").weight_decay, chosen(120).weight_decay) == (0.05, 5e-4)
     assert chosen(9999, global_batch_size=32).lr == pytest.approx(0.05 / 4)
     assert chosen(9999, global_batch_size=1024).lr == 0.05  # not raised: larger ones made mnist_cnn fail
@@ -83,11 +83,11 @@ def test_the_learning_rate_follows_optimizer_start_and_batch():
 
 @pytest.mark.parametrize(("settings", "expected"), [
     ({}, ("sgd", None, None, None)),
-    ({"pretrained": True}, ("adamw", 33, True, 0.6)),
-    ({"init_from": "W.pth"}, ("adamw", 33, True, 0.6)),
-    ({"pretrained": True, "lr": 0.01}, ("adamw", 33, True, 0.6)),
-    ({"pretrained": True, "optimizer": "sgd"}, ("sgd", None, None, 0.6)),
-    ({"pretrained": True, "layer_decay": 0.8, "sync_batchnorm": True}, ("adamw", None, None, 0.6)),
+    ({"pretrained": True}, ("adamw", 10.0, True, 0.35)),
+    ({"init_from": "W.pth"}, ("adamw", 10.0, True, 0.35)),
+    ({"pretrained": True, "lr": 0.01}, ("adamw", 10.0, True, 0.35)),
+    ({"pretrained": True, "optimizer": "sgd"}, ("sgd", None, None, 0.35)),
+    ({"pretrained": True, "layer_decay": 0.8, "sync_batchnorm": True}, ("adamw", None, None, 0.35)),
     ({"pretrained": True, "freeze": ["backbone"]}, ("sgd", None, None, None)),
     ({"pretrained": True, "head_scale": 2.0, "keep_batch_stats": False, "min_scale": 0.5}, ("adamw", 2.0, False, 0.5)),
 ])  # fmt: skip

@@ -35,7 +35,7 @@ class Rates(NamedTuple):
 # have that of adam, and rmsprop has a lower one, because --momentum makes its steps up to 10 times as large.
 RATES = {
     **dict.fromkeys(("sgd", "asgd"), Rates(new=0.05, pretrained=0.01, power=1.0, weight_decay=5e-4)),
-    "adamw": Rates(new=1e-3, pretrained=3e-5, power=0.5, weight_decay=0.05),
+    "adamw": Rates(new=1e-3, pretrained=1e-4, power=0.5, weight_decay=0.05),
     **dict.fromkeys(("adam", "adamax", "nadam", "radam"), Rates(1e-3, 1e-4, 0.5, 0.0)),
     "rmsprop": Rates(new=3e-4, pretrained=3e-5, power=0.5, weight_decay=0.0),
     "adadelta": Rates(new=1.0, pretrained=0.1, power=0.5, weight_decay=0.0),
@@ -101,7 +101,7 @@ def _choose_rates(config: TrainConfig, batch: int) -> tuple[dict[str, Any], list
     # Only for adamw: with fixed batch statistics, sgd diverged at usual learning rates.
     gently = config.fine_tunes and config.optimizer == "adamw"
     if config.head_scale is None and gently and not config.layer_decay:
-        chosen["head_scale"] = round(own.new / own.pretrained)
+        chosen["head_scale"] = own.new / own.pretrained
         lines.append(f"{chosen['head_scale']:g} times this lr for the head")
     if config.keep_batch_stats is None and gently and not config.sync_batchnorm:
         chosen["keep_batch_stats"] = True
@@ -124,8 +124,8 @@ def choose_images(
     texts = [f"model {value}" if name == "model" else "flip" if value else "no flip" for name, value in chosen.items()]
     reason = "images up to 96 pixels" if small else "photographs"
     if is_new and config.min_scale is None and config.fine_tunes and not (small or small_input):
-        chosen["min_scale"] = 0.6
-        texts.append("random crops of at least 0.6 of the image")
+        chosen["min_scale"] = 0.35
+        texts.append("random crops of at least 0.35 of the image")
     return replace(config, **chosen), [f"{', '.join(texts)} ({reason})"] if chosen else []
 
 

@@ -75,7 +75,7 @@ class AugmentationSettings:
     (default: true for photographs)."""
     min_scale: Fraction | None = None
     """Smallest area of a random training crop, as a fraction of the image; with 1, images are not cropped at random,
-    and photographs are cropped to their centre as in evaluation (default: 1 for images up to 96 pixels, 0.6 to
+    and photographs are cropped to their centre as in evaluation (default: 1 for images up to 96 pixels, 0.35 to
     fine-tune more than the head, else 0.08)."""
     auto_augment: str | None = None
     """Change colours and shapes of training images by a policy."""
