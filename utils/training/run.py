@@ -95,7 +95,7 @@ def log_start(run: Run) -> None:
     centre = run.last_part is not None and not config.feature_views
     lines = [
         *misspelled_variables(),
-        *warn_about_data(run.data, config),
+        *warn_about_data(run.data, config, run.task.metric),
         *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum, centre),
         *(hint_for_few(config, run.plan.samples) if not run.resumed_from and config.model not in OWN_MODELS else []),
     ]

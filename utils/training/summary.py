@@ -87,8 +87,8 @@ def classes_row(data: Data) -> str:
     return f"{len(names)}{several}, each with {counts}"
 
 
-def warn_about_data(data: Data, config: TrainConfig) -> list[str]:
-    """Lines to print about the data at the start of a run."""
+def warn_about_data(data: Data, config: TrainConfig, metric: str) -> list[str]:
+    """Lines to print about the data at the start of a run; `metric` is that of the task."""
     lines, names = [*data.train.notes, *data.evaluation.notes], data.class_names
     for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
         absent = [names[index] for index in np.flatnonzero(count_classes(split.labels, len(names)) == 0)]
@@ -102,7 +102,7 @@ def warn_about_data(data: Data, config: TrainConfig) -> list[str]:
         problem += f"{counts[rarest]}: always predicting {name} has an accuracy of {share:.4f}"
         fix = "; consider --sampler balanced or --class_weights balanced"
         lines.append(problem + fix * (config.sampler == "shuffle" and not config.class_weights))
-    if (count := len(data.evaluation)) < FEW and always:
+    if (count := len(data.evaluation)) < FEW and metric == "accuracy":
         low, high = interval_of_share(0.9, count)
         problem = f"{count} evaluation images are few: near an accuracy of 90 %, differences below "
         fix = "give more with --eval_fraction or --eval_split"
