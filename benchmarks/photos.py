@@ -4,13 +4,14 @@
     python benchmarks/photos.py --what accuracy --cifar10 PARQUET --weights FILE --model tf_efficientnet_lite0
 
 FOLDER has train/CLASS/IMAGE and val/CLASS/IMAGE. --cifar10 writes such a folder of PNG files from CIFAR-10: 50 training
-images and 100 test images of each class. The three methods below start from the same published weights. All other
-settings of train.py have their defaults, unless --head, --everything or --args change them.
+images and 100 test images of each class. The three methods below use the same published weights. All other settings of
+train.py have their defaults, unless --head, --everything or --args change them.
 
 * forty lines: forty_lines.py, which computes the features of each photograph once. --forty_lines=--channels_last makes
   it faster on many CPUs.
 * head only: `accelerate launch --config_file accelerate_configs/2cpu.yaml train.py ... --freeze backbone`.
-* everything: the same without --freeze.
+* everything: `train.py --config recipes/photos.yaml`, from the run of `head only` with the same seed. With
+  --from_weights, it starts from the published weights instead, with the defaults of train.py.
 
 `time` measures whole commands, from start to exit. Each round runs four of them: the forty lines; head only with empty
 caches and a new run folder (from nothing); the same with the caches of an earlier run (second start); and that earlier
@@ -74,6 +75,18 @@ def ours(args: argparse.Namespace, settings: str, seeds: count, folder=None, cac
     return times | {"wrong": round((1 - last["accuracy"]) * last["count"])}
 
 
+def everything(args: argparse.Namespace, seeds: count, caches: str) -> dict[str, float]:
+    """Like `ours`, for all layers, from the head of the same seed or from the published weights."""
+    if args.from_weights:
+        return ours(args, args.everything, seeds, None, caches)
+    seed = next(seeds)
+    with TemporaryDirectory(prefix="lockstep-") as folder:
+        once = "--eval_every 1000000"  # the best checkpoint is the last one, so it is not selected by val/
+        ours(args, f"{args.head} {once}", count(seed), folder, caches)
+        start = flags(config=ROOT / "recipes/photos.yaml", init_from=Path(folder, "run"), init_match="name")
+        return ours(args, f"{shlex.join(map(str, start))} {args.everything}", count(seed), None, caches)
+
+
 def measure_time(args: argparse.Namespace) -> tuple[list[str], list[list], dict]:
     """The header, the rows and all numbers of --what time."""
     with TemporaryDirectory(prefix="lockstep-") as kept:
@@ -100,8 +113,10 @@ def measure_accuracy(args: argparse.Namespace) -> tuple[list[str], list[list], d
     """The header, the rows and all numbers of --what accuracy."""
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     with TemporaryDirectory(prefix="lockstep-") as kept:  # all seeds share its caches
-        how = {HEAD: args.head, EVERYTHING: args.everything}
-        sides = {name: partial(ours, args, how[name], count(args.first_seed), None, kept) for name in how}
+        sides = {
+            HEAD: partial(ours, args, args.head, count(args.first_seed), None, kept),
+            EVERYTHING: partial(everything, args, count(args.first_seed), kept),
+        }
         results = {FORTY: [forty_lines(args)] * args.seeds} | in_turns(sides, args.seeds)
     wrong, rows = {name: [one["wrong"] for one in side] for name, side in results.items()}, []
     for name, mine in wrong.items():
@@ -133,7 +148,8 @@ def main() -> None:
     parser.add_argument("--model", metavar="NAME", required=True, help="timm's name of the model of these weights")
     parser.add_argument("--init_match", default="order", help="as for train.py; name if the file has timm's names")
     parser.add_argument("--head", default="--freeze backbone", help="settings of `head only` (default: %(default)s)")
-    parser.add_argument("--everything", default="", help="settings of `everything` (default: none)")
+    parser.add_argument("--everything", default="", help="more settings of `everything` (default: none)")
+    parser.add_argument("--from_weights", action="store_true", help="start `everything` from the published weights")
     parser.add_argument("--args", default="", help="more settings of train.py, quoted as one argument (default: none)")
     parser.add_argument("--forty_lines", default="", help="settings of the forty lines (default: none)")
     parser.add_argument("--seeds", type=int, default=5, help="how many, for --what accuracy (default: %(default)s)")

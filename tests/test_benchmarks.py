@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import sys
+from itertools import count
 from pathlib import Path
 
 import pandas
@@ -71,6 +72,7 @@ def test_photos_compares_the_wrong_images_of_each_side(benchmark, monkeypatch):
     found = {"--freeze backbone": 8, "--lr 0.1": 6}
     monkeypatch.setattr(photos, "ours", lambda args, how, seeds, *_: {"wrong": found[how] + 2 * next(seeds)})
     settings = {"head": "--freeze backbone", "everything": "--lr 0.1", "first_seed": 0, "seeds": 2, "images": 100}
+    settings["from_weights"] = True
     header, rows, results = photos.measure_accuracy(argparse.Namespace(**settings))
     assert rows == [
         ["forty lines", 7, 7, "7.0", "93.0%", "", ""],
@@ -78,6 +80,16 @@ def test_photos_compares_the_wrong_images_of_each_side(benchmark, monkeypatch):
         ["everything", 6, 8, "7.0", "93.0%", "+0.0", "-2.0"],
     ]
     assert len(header) == len(rows[0]) and results["everything"] == [{"wrong": 6}, {"wrong": 8}]
+
+
+def test_photos_trains_everything_from_the_head_of_the_same_seed(benchmark, monkeypatch):
+    photos, calls = benchmark("photos"), []
+    monkeypatch.setattr(photos, "ours", lambda args, how, seeds, *_: calls.append((how, next(seeds))) or {"wrong": 1})
+    args = argparse.Namespace(head="--freeze backbone", everything="--lr 0.1", from_weights=False)
+    assert photos.everything(args, count(3), "caches") == {"wrong": 1}
+    (head, seed), (everything, same) = calls
+    assert seed == same == 3 and head == "--freeze backbone --eval_every 1000000"
+    assert "recipes/photos.yaml --init_from " in everything and everything.endswith("/run --init_match name --lr 0.1")
 
 
 def test_photos_writes_the_same_number_of_images_of_each_class(benchmark, tmp_path):
