@@ -125,7 +125,7 @@ def choose_images(
     reason = "images up to 96 pixels" if small else "photographs"
     if is_new and config.min_scale is None and config.fine_tunes and not (small or small_input):
         chosen["min_scale"] = 0.35
-        texts.append("random crops of at least 0.35 of the image")
+        texts.append(f"random crops of at least {chosen['min_scale']} of the image")
     return replace(config, **chosen), [f"{', '.join(texts)} ({reason})"] if chosen else []
 
 
