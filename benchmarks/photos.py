@@ -3,23 +3,29 @@
     python benchmarks/photos.py --what time --data FOLDER --weights FILE --model tf_efficientnet_lite0
     python benchmarks/photos.py --what accuracy --cifar10 PARQUET --weights FILE --model tf_efficientnet_lite0
 
-FOLDER has train/CLASS/IMAGE and val/CLASS/IMAGE. --cifar10 writes such a folder of PNG files from CIFAR-10: 50 training
-images and 100 test images of each class. The three methods below use the same published weights. All other settings of
-train.py have their defaults, unless --head, --everything or --args change them.
+FOLDER has train/CLASS/IMAGE and val/CLASS/IMAGE. --cifar10 makes a temporary FOLDER with PNG files of CIFAR-10: 50
+training images and 100 test images of each class. The three methods start from the same published weights:
 
 * forty lines: forty_lines.py, which computes the features of each photograph once. --forty_lines=--channels_last makes
   it faster on many CPUs.
 * head only: `accelerate launch --config_file accelerate_configs/2cpu.yaml train.py ... --freeze backbone`.
-* everything: `train.py --config recipes/photos.yaml`, from the run of `head only` with the same seed. With
-  --from_weights, it starts from the published weights instead, with the defaults of train.py.
+* everything: the same launcher with `train.py --config recipes/photos.yaml`, from a run of `head only` with the same
+  seed. With --from_weights, it starts from the published weights instead and does not use the recipe.
 
-`time` measures whole commands, from start to exit. Each round runs four of them: the forty lines; head only with empty
-caches and a new run folder (from nothing); the same with the caches of an earlier run (second start); and that earlier
-run, which is finished, resumed (no update). All files have been read before, so the speed of the disk has no effect. If
-other programs slow the machine down, compare the processor times, which include all processes of a command.
+Settings that are not named here have the defaults of train.py. --head, --everything and --args add settings.
 
-`accuracy` counts the misclassified images of val/ after the last update, for each seed. They are not used
-to select an epoch. The forty lines use no random numbers, so they run once.
+`--what time` measures four whole commands, from start to exit, in each round:
+
+* forty lines
+* head only, from nothing: with empty caches and a new run folder
+* head only, second start: with the caches of an earlier run and a new run folder
+* head only, no update: a finished run is resumed
+
+The photographs have been read before, so the speed of the disk has no effect. If other programs slow the machine down,
+compare the processor times. They include all processes of a command.
+
+`--what accuracy` counts the misclassified images of val/ after the last update, for each seed. The images of val/ are
+not used to select an epoch. The forty lines use no random numbers, so they run only once.
 """
 
 import argparse
