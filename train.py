@@ -59,9 +59,10 @@ from utils.training.features import replace_by_features
 from utils.training.gradients import clip_gradients, make_gradients
 from utils.training.loop import batches_of_update, log_training, make_profiler, save, synchronise
 from utils.training.meter import Meter, SyncInterval
-from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
+from utils.training.optim import OPTIMIZERS, build_optimizer, set_learning_rate
 from utils.training.run import Run, log_end, log_start
 from utils.training.schedule import SCHEDULES, due_after, learning_rate
+from utils.training.sharding import prepare_training
 
 # Tables of names, which --help lists
 TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
@@ -113,10 +114,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         module = build_model(config, spec, task.outputs, saved is None, data.class_names, images[0])
     module = change_layers(module, resolved, accelerator, ranks)
     optimizer = build_optimizer(config, module)
-
-    # With --microbatches, TreeGradients exchanges gradients itself, so the model gets no DDP.
-    model = accelerator.prepare_model(module, evaluation_mode=config.microbatches is not None)
-    optimizer = init_optimizer(accelerator.prepare(optimizer), accelerator)
+    model, optimizer = prepare_training(module, optimizer, resolved, accelerator, ranks)
     parts = make_parts(accelerator, module, config.ema_decay)
     folder, lines = checkpoints.restore(config, saved, module, optimizer, parts)
     resolved.changed += lines

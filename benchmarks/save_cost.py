@@ -23,11 +23,13 @@ from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.files import put_in_place, sync, write_file
 from utils.models.zoo import build_model
+from utils.runs.loading import tensors_to_save
 from utils.runs.manifest import MANIFEST, manifest_text, sha256_of
+from utils.runs.writing import write_partial
 from utils.training.optim import build_optimizer
 
 SPEC = InputSpec(height=224, width=224, channels=3, mean=[0.5] * 3, std=[0.5] * 3)
-STEPS = ("save_state", "hash", "fsync", "rename")
+STEPS = ("write", "hash", "fsync", "rename")
 HEADER = ["model, optimizer", "MB", "tensors, s", "SHA-256, s", "fsync, s", "manifest, rename, s"]
 
 
@@ -40,19 +42,17 @@ def seconds(action: Callable, *arguments) -> float:
 def measure(name: str, optimizer_name: str, folder: Path, rounds: int) -> tuple[float, dict[str, list[float]]]:
     """The size of a checkpoint in MB, and the seconds of each step of a save in each round."""
     config = TrainConfig(model=name, optimizer=optimizer_name, lr=0.05, weight_decay=5e-4)
-    accelerator = Accelerator()
-    module = build_model(config, SPEC, classes=1000).to(accelerator.device)
+    module = build_model(config, SPEC, classes=1000).to(Accelerator().device)
     optimizer = build_optimizer(config, module)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates its state
     optimizer.zero_grad()
-    accelerator.prepare(module, optimizer)
     results: dict[str, list[float]] = {step: [] for step in STEPS}
     for step in range(rounds):
         partial = folder / f".step-{step:08d}.partial"
-        partial.mkdir()
-        results["save_state"].append(seconds(accelerator.save_state, str(partial)))
+        tensors = tensors_to_save(module, optimizer, {})
+        results["write"].append(seconds(write_partial, folder, step, tensors, {}, True))
         files = sorted(partial.iterdir())
         results["hash"].append(sum(seconds(sha256_of, path) for path in files))
         results["fsync"].append(sum(seconds(sync, path) for path in files))
@@ -61,7 +61,6 @@ def measure(name: str, optimizer_name: str, folder: Path, rounds: int) -> tuple[
         results["rename"].append(manifest + renaming)
         size = sum(path.stat().st_size for path in (folder / f"step-{step:08d}").iterdir()) / 1e6
         shutil.rmtree(folder / f"step-{step:08d}")
-    accelerator.free_memory()
     return size, results
 
 
@@ -79,7 +78,7 @@ def main() -> None:
         row = [pair.replace(":", ", "), f"{size:.0f}", *(spread(steps[step], ".2f") for step in STEPS)]
         if args.epoch_seconds:
             whole = [sum(times) / args.epoch_seconds for times in zip(*steps.values(), strict=True)]
-            waits = [time / args.epoch_seconds for time in steps["save_state"]]
+            waits = [time / args.epoch_seconds for time in steps["write"]]
             row += [spread(whole, ".1%"), spread(waits, ".1%")]
         rows.append(row)
     shares = ["whole save / epoch", "wait / epoch"] if args.epoch_seconds else []

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import (
     records,
@@ -21,8 +20,7 @@ from helpers.training_runs import (
     train_with_average,
     weights,
 )
-from safetensors.torch import load_file, save
-from torch import nn
+from safetensors.torch import load_file, save, save_file
 
 import eval
 import train
@@ -31,6 +29,7 @@ from utils.config.cli import read_config
 from utils.runs.loading import LOSS_SCALE, LossScale, load_parts
 from utils.runs.manifest import find_checkpoint
 from utils.runs.state import TrainState
+from utils.runs.tensors import read_metadata
 from utils.runs.writing import publish, write_partial
 from utils.version import VERSION
 
@@ -51,7 +50,7 @@ def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_pat
         os.umask(before)
     checkpoint = find_checkpoint(Path("runs/run"))
     assert {path.name for path in checkpoint.iterdir()} == {
-        "model.safetensors", "optimizer.bin",
+        "model.safetensors", "optimizer.safetensors",
         "state.json", "config.yaml", "labels.json", "samples.json.gz", "manifest.json",
     }  # fmt: skip
     assert {stat.S_IMODE(path.stat().st_mode) for path in checkpoint.iterdir()} == {0o640}  # as the umask says
@@ -232,14 +231,6 @@ RUN = ["--run_name", "run", *SHORT, "--resume", "auto"]
 CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
 
 
-def optimizer_state(name):
-    """All tensors of a run's optimizer, by their places."""
-    folder = Path("runs") / name / "checkpoints"
-    path = folder / (folder / "latest").read_text().strip() / "optimizer.bin"
-    states = torch.load(path, weights_only=True)["state"]
-    return {f"{number} {key}": value for number, state in states.items() for key, value in state.items()}
-
-
 def train_with_adafactor(flags):
     train.OPTIMIZERS["adafactor"] = lambda groups, config: torch.optim.Adafactor(groups, lr=config.lr)
     train_with_average([*flags, "--optimizer", "adafactor"])
@@ -249,9 +240,10 @@ def test_parts_and_an_optimizer_with_statistics_of_rows_resume_bit_identically()
     returned(2, train_with_adafactor, ["--run_name", "whole", *SHORT])
     for stop in ("3", "7"):
         returned(2, train_with_adafactor, [*RUN, "--max_steps", stop])
-    shapes = {tuple(value.shape) for name, value in optimizer_state("whole").items() if "row" in name}
+    file = "optimizer.safetensors"
+    shapes = {tuple(value.shape) for name, value in weights("whole", file=file).items() if "row" in name}
     assert len(shapes) > 2 and all(shape[-1] == 1 for shape in shapes)  # not those of the weights
-    assert same_tensors(optimizer_state("run"), optimizer_state("whole"))
+    assert same_tensors(weights("run", file=file), weights("whole", file=file))
     assert same_tensors(weights("run"), weights("whole"))
     file = "average.safetensors"
     assert same_tensors(weights("run", file=file), weights("whole", file=file))
@@ -260,19 +252,16 @@ def test_parts_and_an_optimizer_with_statistics_of_rows_resume_bit_identically()
 
 def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
     train_run(1, "run", *SHORT, "--max_steps", "4", "--optimizer", "adamw")
-    path, flags = CHECKPOINT / "optimizer.bin", [*RUN, "--optimizer", "adamw"]
-    good = path.read_bytes()
+    path, flags = CHECKPOINT / "optimizer.safetensors", [*RUN, "--optimizer", "adamw"]
+    tensors, metadata = load_file(path), read_metadata(path)
     for name, value, said in (
         ("exp_avg", torch.zeros(1), "exp_avg: shape [1] in the checkpoint, shape [32, 1, 3, 3] in this optimizer"),
         ("max_exp_avg_sq", torch.zeros(1), "max_exp_avg_sq: shape [1] in the checkpoint, nothing in this optimizer"),
     ):
-        saved = torch.load(path, weights_only=True)
-        saved["state"][0][name] = value
-        torch.save(saved, path)
+        save_file(tensors | {f"conv1.weight/{name}": value}, path, metadata)
         rewrite_manifest(CHECKPOINT)
         problem = f"{path}: not this run's optimizer ({said}); use the same --optimizer"
         assert problem in refused(train.main, *flags)
-        path.write_bytes(good)
 
 
 def test_parts_that_only_the_run_or_only_the_checkpoint_has_are_reported():
@@ -308,14 +297,13 @@ def test_the_loss_scale_of_fp16_is_a_part():
 
 
 def _save_and_load_a_loss_scale():
-    folder, accelerator, layer = Path("checkpoints"), Accelerator(cpu=True), nn.Linear(2, 2)
-    accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    folder = Path("checkpoints")
     used, fresh = torch.amp.GradScaler("cpu", growth_interval=7), torch.amp.GradScaler("cpu")
     used.scale(torch.ones(()))
     used.update(512.0)
     used._growth_tracker.fill_(5)
     folder.mkdir()
-    write_partial(folder, 3, accelerator, {LOSS_SCALE: LossScale(used)}, {})
+    write_partial(folder, 3, {f"{LOSS_SCALE}.safetensors": (LossScale(used).state_dict(), {})}, {}, writes=True)
     publish(folder, 3)
     assert load_parts(folder / "step-00000003", {LOSS_SCALE: LossScale(fresh)}) == []
     assert fresh.state_dict() == used.state_dict() and fresh.get_scale() == 512.0

@@ -14,16 +14,18 @@ import pytest
 import torch
 import yaml
 from helpers.ranks import NOBODY, as_nobody, run_ranks
-from helpers.training_runs import records, rewrite_manifest, same_tensors, train_run, weights, working_in
+from helpers.training_runs import make_old, records, rewrite_manifest, same_tensors, train_run, weights, working_in
+from safetensors.torch import load_file, save_file
 
 import eval
 import train
-from utils.config.settings import FORMAT, TrainConfig
+from utils.config.settings import FORMAT, OLDEST_FORMAT, TrainConfig
 from utils.models import weight_files
 from utils.runs import manifest
 from utils.runs.manifest import damage_of, newest_good, write_manifest
 from utils.runs.metadata import read_settings
 from utils.runs.state import TrainState
+from utils.runs.tensors import read_metadata
 
 FLAGS = ("--data", "digits", "--model", "mlp", "--model_args", "{hidden: 16}", "--threads", "1", "--keep", "9")
 FLAGS += ("--lr_schedule", "constant", "--save_every", "2", "--eval_every", "99", "--report", "false")
@@ -87,7 +89,7 @@ def exchange(rng, path):
 
 def take_from_the_checkpoint_before(rng, path):
     """A file that each update changes; the others may be the same in both."""
-    name = rng.choice(["model.safetensors", "optimizer.bin", "state.json", "manifest.json"])
+    name = rng.choice(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
     before = CHECKPOINTS / STEPS[STEPS.index(path.parent.name) - 1]
     shutil.copy(before / name, path.parent / name)
 
@@ -246,7 +248,7 @@ def test_all_is_verified_before_anything_is_loaded():
     damage("flip a bit", NEWEST, random.Random(0))
     verified, good, *read = run_one(_verified_and_read, RESUME).value
     assert (verified, good) == (NEWEST, CHECKPOINTS / STEPS[-2])
-    assert read == [good / "model.safetensors", good / "optimizer.bin"]
+    assert read == [good / "model.safetensors", good / "optimizer.safetensors"]
     assert NEWEST.with_name(f"{NEWEST.name}.damaged").is_dir()
 
 
@@ -324,7 +326,8 @@ PICKLES = {
 }
 CODES = {  # of train.py and of eval.py when a file is something else than it should be
     "model.safetensors": (2, 2),
-    "optimizer.bin": (2, 0),
+    "optimizer.safetensors": (2, 0),
+    "optimizer.bin": (2, 0),  # of an old checkpoint
     "random_states_0.pkl": (0, 0),  # of Accelerate, for its load_state
     "state.json": (2, 2),
     "config.yaml": (2, 2),
@@ -361,7 +364,15 @@ def test_the_pickles_would_be_executed_by_who_loads_them_carelessly():
 
 
 QUICK = [("optimizer.bin", "torch"), ("optimizer.bin", "pickle"), ("config.yaml", "yaml"),
-         ("random_states_0.pkl", "torch"), ("model.safetensors", "torch")]  # fmt: skip
+         ("random_states_0.pkl", "torch"), ("model.safetensors", "torch"),
+         ("optimizer.safetensors", "torch")]  # fmt: skip
+
+
+def file_of(name):
+    """The file of the newest checkpoint, which becomes an old one for the file that only those have."""
+    if name == "optimizer.bin":
+        make_old(NEWEST)
+    return NEWEST / name
 
 
 def cases(every, quick):
@@ -373,14 +384,13 @@ def cases(every, quick):
 @cases([(name, kind) for name in CODES for kind in PICKLES], QUICK)
 def test_no_file_of_a_checkpoint_is_executed(case):
     name, kind = case
-    PICKLES[kind](NEWEST / name)
+    PICKLES[kind](file_of(name))
     both(*CODES[name])
 
 
 def test_an_optimizer_file_with_code_is_refused_as_such():
-    PICKLES["torch"](NEWEST / "optimizer.bin")
-    (NEWEST / "manifest.json").unlink()
-    write_manifest(NEWEST)
+    PICKLES["torch"](file_of("optimizer.bin"))
+    rewrite_manifest(NEWEST)
     (outcome,) = run_ranks(1, train.main, RESUME)
     refused(outcome, f"{NEWEST / 'optimizer.bin'}: is refused, because it contains objects whose loading would execute")
 
@@ -393,6 +403,7 @@ MALFORMED = {  # the first of each is quick
     "labels.json": [b"null", b"[[]]", b"[1, 2]"],
     "config.yaml": [f"{BOMB}}}".encode(), b"[" * 500, b"model: !!bool x", b"lr: {}", b"[]", b"1: 2"],
     "optimizer.bin": [b".", b"\x80\x02.", b"PK\x03\x04"],
+    "optimizer.safetensors": [b"\xff" * 8, b"\xff" * 3 + bytes(5) + b"{" * 99, b"", b"\x02" + bytes(7) + b"{}"],
     "model.safetensors": [b"\xff" * 8, b"", b"\x02" + bytes(7) + b"[]"],
 }  # fmt: skip
 
@@ -421,7 +432,30 @@ def put(name, content):
         settings = yaml.safe_load((NEWEST / name).read_bytes())
         settings.pop(content.split(b":")[0].decode(), None)
         content = yaml.safe_dump(settings).encode() + content + b"\n"
-    (NEWEST / name).write_bytes(content)
+    file_of(name).write_bytes(content)
+
+
+def test_an_optimizer_file_that_was_cut_off_is_one_line():
+    path = NEWEST / "optimizer.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    both(2, 0)
+
+
+OF_OPTIMIZER = [  # values in the metadata of optimizer.safetensors, None for those that lack; the first two are quick
+    ("parameters", None), ("values", "not JSON"), ("values", "[" * 100_000), ("values", "[]"), ("values", None),
+    ("values", '{"hidden.weight/momentum_buffer": "text"}'), ("parameters", "9" * 5000), ("parameters", "5"),
+    ("parameters", "[[]]"), ("parameters", '["hidden.weight"]'), ("parameters", "null"),
+]  # fmt: skip
+
+
+@cases(OF_OPTIMIZER, OF_OPTIMIZER[:2])
+def test_metadata_of_an_optimizer_that_are_malformed_are_one_line(case):
+    name, value = case
+    path = NEWEST / "optimizer.safetensors"
+    metadata = read_metadata(path) | {name: value}
+    save_file(load_file(path), path, {key: text for key, text in metadata.items() if text is not None})
+    rewrite_manifest(NEWEST)
+    refused(run_one(train.main, RESUME), f"{path}: not this run's optimizer (")
 
 
 WRONG = [  # in state.json: one for each kind of check; the first five are quick
@@ -458,7 +492,7 @@ def test_another_format_is_refused_with_the_version_that_wrote_it():
     fix = f"this version reads format {FORMAT}; use the version that wrote it"
     for main, flags, found, wrote, writer in (
         (eval.main, EVAL, FORMAT + 1, {"lockstep": "9.8"}, "9.8"),
-        (train.main, RESUME, FORMAT - 1, None, "?"),
+        (train.main, RESUME, OLDEST_FORMAT - 1, None, "?"),
     ):
         new = {"format": found, "state": "of another shape", "versions": wrote}
         change_state(lambda values, new=new: values.update(new))
@@ -491,13 +525,13 @@ def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint():
     assert [evaluation["step"] for evaluation in found] == [8, 8, 10]  # update 8 had one already
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
 def test_a_manifest_that_does_not_name_a_needed_file_is_refused(name):
     listed = json.loads((NEWEST / "manifest.json").read_text())
     del listed["files"][name]
     (NEWEST / "manifest.json").write_text(json.dumps(listed, indent=1) + "\n")
     evaluated, problem = run_one(eval.main, EVAL), f"{NEWEST}/manifest.json: does not name {name}"
-    if name == "optimizer.bin":  # which an evaluation does not read
+    if name == "optimizer.safetensors":  # which an evaluation does not read
         assert evaluated.code == 0, evaluated.err
     else:
         refused(evaluated, problem)

@@ -66,7 +66,8 @@ def imported(copy: Path, script: str):
 def in_copy(copy: Path, script: str, flags: list[str], hold_at: int | None = None, keep_first: bool = False):
     """Run a script of the copy.
 
-    Before update `hold_at` the ranks wait. With `keep_first`, each saves its initial weights and its first batch.
+    Before update `hold_at` the ranks wait. With `keep_first`, each saves its initial weights, its first batch and the
+    settings of its optimizer's groups.
     """
     module = imported(copy, script)
     if script == "train":
@@ -79,7 +80,8 @@ def in_copy(copy: Path, script: str, flags: list[str], hold_at: int | None = Non
             if run.state.step == 0 and keep_first:
                 first = next(batches)
                 tensors = first.images, first.labels, first.indices
-                torch.save((run.module.state_dict(), tensors), f"first-{run.ranks.topology.rank}.pt")
+                groups = [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
+                torch.save((run.module.state_dict(), tensors, groups), f"first-{run.ranks.topology.rank}.pt")
                 batches = chain([first], batches)
             update(run, batches)
 
@@ -174,11 +176,6 @@ def normalised(pixels: np.ndarray) -> Tensor:
     return (torch.from_numpy(pixels).movedim(-1, -3) / 255 - 0.5) / 0.5
 
 
-def optimizer_state(name: str) -> dict:
-    folder = Path("runs") / name / "checkpoints"
-    return torch.load(folder / (folder / "latest").read_text().strip() / "optimizer.bin", weights_only=True)
-
-
 @pytest.mark.parametrize("name", DIFFS)
 def test_each_diff_adds_at_most_fifteen_lines_to_at_most_two_files_and_works_alone(name, tmp_path):
     changed = re.findall(r"^\+\+\+ b/(.+)$", DIFFS[name], re.M)
@@ -202,7 +199,7 @@ def test_two_processes_train_with_all_parts_at_once(runs):
     files = [torch.load(f"first-{rank}.pt") for rank in (0, 1)]
     initial = files[0][0]
     assert initial["1.weight"].shape == (32, 1, 3, 3) and initial["2.weight"].shape == (32, 32, 1, 1)
-    images, labels, indices = (torch.cat(parts) for parts in zip(*(tensors for _, tensors in files), strict=True))
+    images, labels, indices = (torch.cat(parts) for parts in zip(*(tensors for _, tensors, _ in files), strict=True))
     plain, solarized = (normalised(p) for p in (runs.seen[0], np.minimum(runs.seen[0], 255 - runs.seen[0])))
     changed = 0
     for image, label, index in zip(images, labels, indices, strict=True):
@@ -217,9 +214,9 @@ def test_two_processes_train_with_all_parts_at_once(runs):
     assert log[0]["loss"] == pytest.approx(math.fsum(losses) / 12, rel=1e-5)
     rates = [0.02 * (1 - math.tanh(-4 + 7 * n / 10)) / 2 for n in range(10)]
     assert [record["lr"] for record in log] == pytest.approx(rates)
-    optimizer = optimizer_state("two")
-    assert {frozenset(state) for state in optimizer["state"].values()} == {frozenset({"momentum_buffer"})}
-    assert [group["trust"] for group in optimizer["param_groups"]] == [0.5, 0.5]
+    momenta = weights("two", file="optimizer.safetensors")
+    assert momenta.keys() == {f"{name}/momentum_buffer" for name in weights("two")}
+    assert all([group["trust"] for group in groups] == [0.5, 0.5] for *_, groups in files)
     rows = [[float(value) for value in line.split(",")] for line in Path("runs/two/train.csv").read_text().split()]
     assert rows == [[record["step"], record["lr"], record["loss"]] for record in log] and len(rows) == 10
 
@@ -255,8 +252,8 @@ def test_the_metric_is_right_for_confidences_in_all_bins(made):
 def test_a_killed_run_with_all_parts_resumes_to_the_same_bits(runs):
     assert len(runs.logged.splitlines()) == 8 and "10 in all, from 5" in runs.out["resumed"]
     assert same_tensors(weights("killed"), weights("two"))
-    states = [optimizer_state(name)["state"] for name in ("killed", "two")]
-    assert len(states[0]) == len(weights("two")) and all(same_tensors(states[0][n], states[1][n]) for n in states[1])
+    momenta = [weights(name, file="optimizer.safetensors") for name in ("killed", "two")]
+    assert len(momenta[0]) == len(weights("two")) and same_tensors(*momenta)
     assert Path("runs/killed/train.csv").read_text() == Path("runs/two/train.csv").read_text()
     found = [[record["ece"] for record in records(name, "eval")] for name in ("killed", "two")]
     assert found[0] == found[1] and len(found[0]) == 2

@@ -204,8 +204,7 @@ def test_the_first_of_slurms_nodes_is_found(nodes, first):
             "LOCAL_WORLD_SIZE is not set; export the number",
         ),
         ({n: v for n, v in SLURM.items() if n != "SLURM_NODEID"}, "SLURM_NODEID not set although SLURM_PROCID=2"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP is not supported"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "accelerate_configs/; fsdp.yaml is for models that"),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(env, text):

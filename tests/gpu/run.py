@@ -27,6 +27,11 @@ PARTS = {
     "runs": (5, "right numbers: CPU, precisions, two ranks, same bits, resume, faults", RUNS),
     "peers": (6, "speed and memory beside timm and a bare step", [SPEED, "-k", "as_fast and not photographs"]),
     "photographs": (7, "do photographs arrive in time; speed beside timm's loader", [SPEED, "-k", "photographs"]),
+    "sharding": (
+        4,
+        "FSDP2: losses of DDP, checkpoints, offload, memory and speed",
+        ["tests/gpu/test_sharding_on_gpus.py"],
+    ),
     "waits": (5, "does the host or the GPU wait for anything", [SPEED, "-k", "not as_fast and not photographs"]),
 }
 

@@ -1,6 +1,8 @@
 """Train in forked ranks or by a command, and read what the run wrote."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import train
@@ -116,7 +119,7 @@ def with_average() -> None:
         update(run, batches)
         run.parts["average"].update()
 
-    train.make_parts = lambda accelerator, *_: {"average": Average(accelerator.unwrap_model(accelerator._models[0]))}
+    train.make_parts = lambda accelerator, module, *_: {"average": Average(module)}
     train.train_update = averaged
 
 
@@ -148,6 +151,37 @@ def weights(name: str, which: str = "latest", file: str = "model.safetensors") -
     """The tensors of a run's checkpoint."""
     folder = Path("runs") / name / "checkpoints"
     return load_file(folder / (folder / which).read_text().strip() / file)
+
+
+def make_old(checkpoint: Path) -> None:
+    """Turn a checkpoint into one of format 2, whose optimizer state was written by Accelerate's `save_state`.
+
+    That is the state dict of the optimizer: states and groups have the numbers of the parameters.
+    """
+    path = checkpoint / "optimizer.safetensors"
+    with safe_open(path, "pt") as file:
+        names, values = (json.loads(file.metadata()[name]) for name in ("parameters", "values"))
+    states: dict[int, dict] = {}
+    for name, value in (load_file(path) | values).items():
+        parameter, key = name.rsplit("/", 1)
+        states.setdefault(names.index(parameter), {})[key] = value
+    numbers = list(range(len(names)))
+    groups = [
+        {"lr": 0.1, "initial_lr": 0.1, "weight_decay": 0.0, "params": numbers[part], "param_names": names[part]}
+        for part in (slice(1), slice(1, None))
+    ]
+    torch.save({"state": states, "param_groups": groups}, checkpoint / "optimizer.bin")
+    path.unlink()
+    write_format(checkpoint, 2)
+
+
+def write_format(checkpoint: Path, number: int) -> None:
+    """Give a checkpoint this number of its format, under a manifest that is made to match."""
+    for name, key in (("config.yaml", "format: "), ("state.json", '"format": ')):
+        text, found = re.subn(f"^ *{key}\\d+", f"{key}{number}", (checkpoint / name).read_text(), flags=re.M)
+        assert found == 1
+        (checkpoint / name).write_text(text)
+    rewrite_manifest(checkpoint)
 
 
 def rewrite_manifest(checkpoint: Path) -> None:

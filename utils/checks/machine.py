@@ -10,10 +10,12 @@ import psutil
 
 from utils.checks.findings import Finding
 from utils.config.scripts import DoctorConfig
+from utils.config.settings import TrainConfig
 from utils.files import check_output_folder, expand
 from utils.launch.devices import misspelled_variables
 from utils.launch.environment import Topology, is_launched, read_topology
 from utils.memory import free_memory
+from utils.ranks.accelerator import check_sharding
 from utils.ranks.ranks import Ranks
 
 GB = 1e9
@@ -39,7 +41,7 @@ def check_launch(config: DoctorConfig) -> tuple[Finding, Topology | None]:
     before, topology = dict(os.environ), None
     try:
         topology = read_topology(init_method=config.init_method)
-        Ranks(topology, config, "doctor.py")  # raises the same errors as in train.py
+        check_sharding(TrainConfig(), Ranks(topology, config, "doctor.py"))  # raises the same errors as in train.py
     except ValueError as error:
         return Finding.of("launch", error), topology
     finally:  # the topology is read again later, from the launcher's variables

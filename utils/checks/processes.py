@@ -28,6 +28,7 @@ from utils.files import check_output_folder, expand
 from utils.launch.devices import nvidia_smi
 from utils.launch.network import address_of
 from utils.memory import free_memory
+from utils.models.sharded import whole
 from utils.ranks.accelerator import compile_model, make_accelerator
 from utils.ranks.ranks import Ranks
 
@@ -179,11 +180,11 @@ def gradients(ranks: Ranks) -> Finding:
     single = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5)).double()
     module = deepcopy(single)
     compile_model(accelerator, nn.Identity())  # so that Accelerate does not compile the model for one step
-    model = accelerator.prepare(module)
+    model, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters()))  # FSDP takes both at once
 
     ((single(samples) - targets) ** 2).sum().div(len(samples)).backward()
     mine, wanted = (values.tensor_split(count)[rank].to(ranks.device) for values in (samples, targets))
-    ((model(mine) - wanted) ** 2).sum().mul(count / len(samples)).backward()  # DDP averages, see train.py
+    ((model(mine) - wanted) ** 2).sum().mul(count / len(samples)).backward()  # DDP and FSDP average
     expected, found = _gradient(single), _gradient(module)
     error = ((expected - found).norm() / expected.norm()).item()
     worst = max(ranks.gather(error if math.isfinite(error) else math.inf))
@@ -196,5 +197,5 @@ def gradients(ranks: Ranks) -> Finding:
 
 
 def _gradient(module: nn.Module) -> Tensor:
-    """All gradients of a module in a row, on the CPU."""
-    return torch.cat([p.grad.flatten().cpu() for p in module.parameters() if p.grad is not None])
+    """All gradients of a module in a row, on the CPU; collective if the module is sharded."""
+    return torch.cat([whole(p.grad).flatten().cpu() for p in module.parameters() if p.grad is not None])

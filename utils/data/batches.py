@@ -45,6 +45,7 @@ class Batches:
         # One value for each channel of a whole row of pixels, so that inner loops are long.
         self.scale, self.shift = scale.repeat(spec.width), shift.repeat(spec.width)
         self.channels = spec.channels
+        self.no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=device)
 
     def check(self) -> None:
         """Raise the error of a sample that could not be read, whose batch was left empty."""

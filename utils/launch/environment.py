@@ -26,7 +26,6 @@ _SOURCES = {
 }
 _ENGINES = {  # what an accelerate config can select instead of plain data parallelism
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or sharded parallelism",
 }
@@ -70,8 +69,9 @@ def read_topology(init_method: str = "env://") -> Topology:
     other, or if accelerate was asked to start several processes but started one.
     """
     for name, engine in _ENGINES.items():
-        if environ.get(name, "").lower() in ("1", "true", "yes"):
-            raise UserError(f"{engine} is not supported", "use a file of accelerate_configs/")
+        if is_set(name):
+            fix = "use a file of accelerate_configs/; fsdp.yaml is for models that do not fit on a GPU"
+            raise UserError(f"{engine} is not supported", fix)
     source = _source()
     if source is None:
         # Accelerate's single-process launcher exports an address only if it was asked to start several processes.
@@ -100,6 +100,16 @@ def read_topology(init_method: str = "env://") -> Topology:
     if world_size > 1 and init_method == "env://":
         address, port = _address_of_rank_0(source, local_world_size == world_size)
     return Topology(rank, world_size, local_rank, local_world_size, address, port, source)
+
+
+def is_set(name: str) -> bool:
+    """Whether a variable of the environment is true."""
+    return environ.get(name, "").lower() in ("1", "true", "yes")
+
+
+def shards_model() -> bool:
+    """Whether the accelerate config, or these variables, ask for FSDP."""
+    return is_set("ACCELERATE_USE_FSDP")
 
 
 def claimed_ranks() -> tuple[str | None, str | None]:

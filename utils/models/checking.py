@@ -13,6 +13,7 @@ from utils.data.order import Plan
 from utils.data.spec import InputSpec
 from utils.errors import UserError, one_line
 from utils.models.published import timm_weights
+from utils.models.sharded import local
 
 MINIMUM_SIZE = {"mnist_cnn": 28, "mlp": 1, "fastnet": 28}  # smaller images are enlarged to it; 32 for other models
 ONE_SIZE = ("mnist_cnn", "mlp")  # they take images of the size that they were made for
@@ -56,9 +57,12 @@ def check_output(
 
 
 def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors with a NaN or infinite value. Waits for the device."""
+    """The names of the tensors with a NaN or infinite value, in the rows of this rank if they are sharded.
+
+    Waits for the device.
+    """
     floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    good = torch.stack([tensor.isfinite().all() for tensor in floats.values()]).tolist()  # waits only once
+    good = torch.stack([local(tensor).isfinite().all() for tensor in floats.values()]).tolist()  # waits only once
     return [name for name, is_good in zip(floats, good, strict=True) if not is_good]
 
 

@@ -102,20 +102,20 @@ def checkpoint_blocks(model: nn.Module, name: str) -> None:
 
     Raises UserError for a model without blocks.
     """
-    blocks = _blocks(model)
+    blocks = find_blocks(model)
     fix = "use a model with blocks, such as resnet50, convnext_tiny or timm/vit_small_patch16_224"
     require(bool(blocks), f"--grad_checkpointing: {name} does not support it", fix)
     for block in blocks:
         block.forward = partial(_compute_twice, block, block.forward)
 
 
-def _blocks(module: nn.Module) -> list[nn.Module]:
+def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The modules with sublayers, in a list or among siblings of one class, that hold at most one other such module."""
     containers, found = nn.Sequential | nn.ModuleList, []
     in_list = isinstance(module, containers) or len({type(child) for child in module.children()}) == 1
     in_list = in_list and not isinstance(module, nn.ModuleDict)  # the layers of DenseNet extend one list of tensors
     for child in module.children():
-        inner = _blocks(child)
+        inner = find_blocks(child)
         is_block = in_list and not isinstance(child, containers) and any(child.children())
         found += [child] if is_block and len(inner) < 2 else inner
     return found

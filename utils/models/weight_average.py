@@ -6,9 +6,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from utils.models.sharded import local, shard_like, wrap_like
+
 
 class WeightAverage:
     """The averages, by the names of the model's `state_dict`. Integer and boolean buffers are copied instead.
+
+    Those of a sharded model are sharded in the same way.
 
     Update t, counted from 0, multiplies them by d = min(`decay`, (1 + t) / (10 + t)) and adds 1 - d times the new
     weights. This is TensorFlow's ExponentialMovingAverage with `num_updates`: the decay rises with t, so that the
@@ -17,7 +21,8 @@ class WeightAverage:
 
     def __init__(self, module: nn.Module, decay: float):
         self.decay = decay
-        self._weights = module.state_dict()  # in the memory of the model
+        self._like = module.state_dict()
+        self._weights = {name: local(tensor) for name, tensor in self._like.items()}  # in the memory of the model
         self._averages = {name: tensor.clone() for name, tensor in self._weights.items()}
         self._averaged = [name for name, tensor in self._weights.items() if tensor.is_floating_point()]
         self._copied = self._weights.keys() - self._averaged
@@ -40,10 +45,10 @@ class WeightAverage:
             _copy(self._weights, before)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self._averages
+        return {name: wrap_like(average, self._like[name]) for name, average in self._averages.items()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        _copy(self._averages, state_dict)
+        _copy(self._averages, {name: local(shard_like(state_dict[name], self._like[name])) for name in self._averages})
 
     def restart(self) -> str:
         """Start from the weights of the model."""

@@ -2,22 +2,30 @@
 
 import os
 import warnings
+from functools import partial
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
+    DistributedType,
     DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    patch_environment,
 )
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.config.scripts import EvalConfig
 from utils.config.settings import TrainConfig
 from utils.errors import UserError
 from utils.launch.command import precision_is_chosen
+from utils.launch.environment import is_set, shards_model
 from utils.ranks.ranks import Ranks
 
 _OF_SIZE_1 = r"Grad strides do not match bucket view strides[\s\S]*\bgrad\.sizes\(\) = \[(\d+, )*1[,\]]"
@@ -28,6 +36,38 @@ def check_precision(config: TrainConfig | EvalConfig, ranks: Ranks) -> None:
     asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     if ranks.device.type == "cpu" and asked == "fp16":
         raise UserError("mixed precision fp16 needs a GPU", "use --mixed_precision bf16 or no")
+
+
+_WHOLE = "needs whole matrices, but with FSDP each process has some rows of them"
+_OF_DDP = "is a setting of DDP, which FSDP replaces"
+
+
+def check_sharding(config: TrainConfig, ranks: Ranks) -> None:
+    """Raise UserError for settings that do not work with FSDP, if the accelerate config asks for it."""
+    if not shards_model() or ranks.topology.world_size == 1:
+        return
+    on_gpu, without = ranks.device.type == "cuda", "leave it out, or train without FSDP"
+    asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    ignored = os.environ.get("FSDP_IGNORED_MODULES", "None") != "None"
+    order = "--microbatches fixes the order in which gradients are added, but FSDP's depends on the number of processes"
+    for refused, problem, fix in (
+        (os.environ.get("FSDP_VERSION") != "2", "FSDP 1 is not supported",
+         "set fsdp_version: 2 in fsdp_config, or FSDP_VERSION=2"),
+        (config.microbatches is not None, order, without),
+        (config.optimizer == "muon", f"--optimizer muon {_WHOLE}", "use adamw, or train without FSDP"),
+        (config.optimizer == "adafactor", f"--optimizer adafactor {_WHOLE}", "use adamw, or train without FSDP"),
+        (config.find_unused_parameters, f"--find_unused_parameters {_OF_DDP}", without),
+        (config.comm_hook != "no", f"--comm_hook {config.comm_hook} {_OF_DDP}", without),
+        (asked == "fp16", "mixed precision fp16 does not work with FSDP here", "use --mixed_precision bf16 or no"),
+        (is_set("FSDP_ACTIVATION_CHECKPOINTING"), "fsdp_activation_checkpointing is not supported",
+         "remove it from fsdp_config, and use --grad_checkpointing"),
+        (ignored, "fsdp_ignored_modules is not supported", "remove it from fsdp_config"),
+        (on_gpu and ranks.backend == "gloo", "--backend gloo does not work with FSDP on GPUs", "leave it out"),
+        (not on_gpu and torch.cuda.is_available(), "FSDP would use the GPU although the CPU is selected",
+         "hide the GPUs: CUDA_VISIBLE_DEVICES=-1"),
+    ):  # fmt: skip
+        if refused:
+            raise UserError(problem, fix)
 
 
 def has_native_bf16(device: torch.device) -> bool:
@@ -55,6 +95,10 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only one, number 0.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+    shards = shards_model() and isinstance(config, TrainConfig)  # eval.py does not shard
+    if shards and ranks.topology.world_size == 1:
+        print("FSDP has no effect: one process has the whole model")
+        shards = False
     config, on_gpu = config if isinstance(config, TrainConfig) else TrainConfig(), ranks.device.type == "cuda"
     choose_kernels(ranks.device, config.deterministic or (on_gpu and config.microbatches is not None), config.tf32)
     # DDP would broadcast the running batch statistics in each update. Only evaluation uses them, and it first
@@ -67,16 +111,40 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         comm_hook=DDPCommunicationHookType(config.comm_hook),
         find_unused_parameters=config.find_unused_parameters,
     )
-    accelerator = Accelerator(
+    make = partial(
+        Accelerator,
         cpu=not on_gpu,
         mixed_precision=precision,
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales partial windows wrongly
         # The samplers make exact batches, which Accelerate must pass to the ranks unchanged.
         dataloader_config=DataLoaderConfiguration(even_batches=False),
-        kwargs_handlers=[wrapping],
     )
+    with patch_environment(ACCELERATE_USE_FSDP=str(shards).lower()):
+        if not shards:
+            accelerator = make(kwargs_handlers=[wrapping])
+        else:
+            plugin = _fsdp_plugin(on_gpu)
+            # Autocast would keep a copy of each parameter in bfloat16 until the end of the pass.
+            accelerator = make(kwargs_handlers=[AutocastKwargs(cache_enabled=False)], fsdp_plugin=plugin)
+            if not on_gpu:
+                use_fsdp(plugin)
     assert accelerator.num_processes == ranks.topology.world_size
     return accelerator
+
+
+def _fsdp_plugin(on_gpu: bool) -> FullyShardedDataParallelPlugin:
+    """What the accelerate config says about FSDP2, which its launcher puts into variables."""
+    return FullyShardedDataParallelPlugin(
+        # Autocast chooses the precision, as with DDP. FSDP2 would also add gradients in bfloat16.
+        mixed_precision_policy=MixedPrecisionPolicy(),
+        cpu_offload=None if on_gpu else False,  # on the CPU there is nothing to offload
+        cpu_ram_efficient_loading=False,  # for models of transformers only
+    )
+
+
+def use_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Let Accelerate use FSDP2 on CPUs, too: it chooses FSDP for GPUs only, although the rest of it works on both."""
+    AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
 
 
 def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None) -> None:

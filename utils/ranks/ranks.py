@@ -18,7 +18,7 @@ from utils.config.settings import LaunchConfig
 from utils.errors import USER_ERRORS, AgreedError, UserError, as_lost_rank, one_line, split_error
 from utils.launch.command import launcher
 from utils.launch.devices import choose_backend, choose_device, cpu_is_requested
-from utils.launch.environment import Topology, is_launched, threads_per_process
+from utils.launch.environment import Topology, is_launched, is_set, shards_model, threads_per_process
 from utils.launch.exits import exit_now, exit_with_error
 from utils.launch.network import address_of, set_interface
 from utils.launch.rendezvous import Member, launcher_store, rendezvous, wait_for_keys
@@ -55,7 +55,7 @@ class Ranks:
         topology.export()
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # otherwise Accelerate would set a different number
         torch.set_num_threads(self.threads)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not shards_model():  # it would keep what FSDP frees after each block
             keep_freed_memory()
         # A launcher that is killed cannot stop its processes, so they check for it. A shell may exit, as with nohup.
         self._launcher = launcher()
@@ -121,8 +121,10 @@ class Ranks:
         limit = timedelta(seconds=self.launch.timeout)
         main_limit = limit + _NCCL_LATER if self.backend == "nccl" else limit
         connecting = timedelta(seconds=self._time_to_connect)
+        # FSDP with offload keeps its shards on the host, where only gloo can exchange them.
+        offloads = self.backend == "nccl" and shards_model() and is_set("FSDP_OFFLOAD_PARAMS")
         dist.init_process_group(
-            self.backend,
+            "cpu:gloo,cuda:nccl" if offloads else self.backend,
             store=dist.PrefixStore("group", store),
             rank=self.topology.rank,
             world_size=self.topology.world_size,

@@ -76,7 +76,7 @@ def _leave_group(error: BaseException | None) -> None:
     NCCL would wait for kernels that wait for other ranks. Before it exits, the process completes its last save and
     prints its traceback.
     """
-    if error is None or dist.get_backend() != "nccl":
+    if error is None or "nccl" not in dist.get_backend():
         dist.destroy_process_group()
         return
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1

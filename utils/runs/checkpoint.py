@@ -1,7 +1,7 @@
 """Find, save, load and delete the checkpoints of a run. A checkpoint is a folder that is complete or does not exist.
 
-RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin                      (Accelerate's save_state)
-                                 NAME.safetensors of each part                         (loading.py)
+RUN/checkpoints/step-00001234/   model.safetensors, optimizer.safetensors              (loading.py, tensors.py)
+                                 NAME.safetensors of each part
                                  state.json, config.yaml, labels.json, samples.json.gz (metadata.py)
                                  manifest.json                                         (size and SHA-256 of each)
 RUN/checkpoints/latest, best     one line each: the name of such a folder
@@ -22,7 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,7 +30,7 @@ from utils.errors import UserError
 from utils.files import LOCK, check_output_folder, expand, holder_text, lock
 from utils.launch.environment import can_be_restarted
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import Part, load_tensors
+from utils.runs.loading import Part, load_tensors, tensors_to_save
 from utils.runs.manifest import find_checkpoint, newest_good, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.runs.state import TrainState
@@ -103,9 +102,14 @@ class CheckpointManager:
         return self.folder
 
     def save(
-        self, accelerator: Accelerator, parts: Mapping[str, Part], files: Mapping[str, bytes], state: TrainState
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        parts: Mapping[str, Part],
+        files: Mapping[str, bytes],
+        state: TrainState,
     ) -> None:
-        """Write Accelerate's state, the parts and the small `files`, after the last save is complete.
+        """Write the model, the optimizer's state, the parts and the small `files`, after the last save is complete.
 
         All ranks wait until the tensors are written. Then a thread of the main process completes the checkpoint, see
         `wait`. An error (OSError or AgreedError) is raised on all ranks; older checkpoints do not change.
@@ -116,7 +120,17 @@ class CheckpointManager:
             if self.ranks.is_main:
                 assert self._locked is not None
                 _check_own(self.folder, self._locked)
-                write_partial(self.folder / "checkpoints", state.step, accelerator, parts, files)
+            tensors = tensors_to_save(module, optimizer, parts)
+        error = None
+        self.ranks.mark_waiting()
+        try:
+            write_partial(self.folder / "checkpoints", state.step, tensors, files, self.ranks.is_main)
+        except OSError as raised:
+            error = raised
+        with self.ranks.agree():
+            if error is not None:
+                raise error
+            if self.ranks.is_main:
                 self._saving = self._thread.submit(self._complete, state.step, state.best_step)
 
     def wait(self) -> None:

@@ -1,9 +1,10 @@
-"""Load the tensors of verified checkpoints: all parts of a run, or the weights of an evaluation.
+"""The tensors of checkpoints: those that a run saves and loads, or the weights of an evaluation.
 
 A part of a run besides model and optimizer is a safetensors file NAME.safetensors in its checkpoints. To add one, add
 an object with the methods of `Part` to `make_parts`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -19,9 +20,11 @@ from utils.console import join_names
 from utils.errors import UserError, one_line
 from utils.models.checking import bad_tensors
 from utils.models.matching import shape_of
+from utils.models.sharded import shard_like
 from utils.models.weight_average import WeightAverage
 from utils.models.weight_files import load_safetensors, read_weights
-from utils.runs.manifest import files_of
+from utils.runs.manifest import OLD_OPTIMIZER, OPTIMIZER, files_of
+from utils.runs.tensors import Tensors, read_metadata
 
 LOSS_SCALE = "loss_scale"
 EMA = "ema"
@@ -30,7 +33,7 @@ EMA = "ema"
 class Part(Protocol):
     """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes during the whole run.
 
-    Only the main process calls `state_dict`; all ranks call `load_state_dict` with the same state, or `restart`.
+    All ranks call `state_dict` and `load_state_dict` with the same state, or `restart`.
     """
 
     def state_dict(self) -> dict[str, Tensor]: ...
@@ -71,11 +74,49 @@ def load_tensors(
     """Load all tensors of a checkpoint; returns the lines of `load_parts`. Raises ValueError if they do not fit."""
     # Check the weights first, because their error names the cause best. Load them after the optimizer's state, because
     # `load_optimizer` changes the weights.
-    weights = read_weights(checkpoint / "model.safetensors")
+    weights, own = read_weights(checkpoint / "model.safetensors"), module.state_dict()
     check_fit(checkpoint, weights, module)
     load_optimizer(checkpoint, optimizer)
-    module.load_state_dict(weights)
+    module.load_state_dict({name: shard_like(tensor, own[name]) for name, tensor in weights.items()})
     return load_parts(checkpoint, parts)
+
+
+def tensors_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> Tensors:
+    """The tensors of a checkpoint, which `load_tensors` reads, and the metadata of each file, by file name."""
+    own: Tensors = {f"{name}.safetensors": (part.state_dict(), {}) for name, part in parts.items()}
+    of_model = (module.state_dict(), {"format": "pt"})  # as Accelerate's `save_state` writes it
+    return {"model.safetensors": of_model, OPTIMIZER: optimizer_state(optimizer), **own}
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of the optimizer's state, as PARAMETER/KEY, and metadata with the other values and all parameters.
+
+    Raises ValueError if a value can be neither a tensor nor JSON.
+    """
+    parameters = _by_name(_unwrapped(optimizer).param_groups)
+    states = {name: _unwrapped(optimizer).state.get(parameter, {}) for name, parameter in parameters.items()}
+    values = {f"{name}/{key}": value for name, state in states.items() for key, value in state.items()}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    rest = {name: value for name, value in values.items() if name not in tensors}
+    try:
+        return tensors, {"parameters": json.dumps(list(parameters)), "values": json.dumps(rest)}
+    except TypeError as error:  # such as a list of tensors
+        raise UserError(f"the state of this optimizer cannot be saved ({one_line(error)})", "use another") from error
+
+
+def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """The names of all parameters of a saved optimizer, and the state of those that have one, by name."""
+    path = checkpoint / _optimizer_file(checkpoint)
+    if path.name == OLD_OPTIMIZER:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        numbers = _by_name(saved["param_groups"])
+        return list(numbers), {name: saved["state"][n] for name, n in numbers.items() if n in saved["state"]}
+    tensors, metadata = load_safetensors(path), read_metadata(path)
+    states: dict[str, dict[str, Any]] = {}
+    for name, value in (tensors | json.loads(metadata["values"])).items():
+        parameter, _, key = name.rpartition("/")
+        states.setdefault(parameter, {})[key] = value
+    return json.loads(metadata["parameters"]), states
 
 
 def check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -93,22 +134,24 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     change the weights, so load them afterwards. Parameters are matched by name, so their groups may differ. Settings
     such as the weight decay stay as in this run. Raises ValueError if the state does not fit.
     """
-    path, optimizer = checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+    path, optimizer = checkpoint / _optimizer_file(checkpoint), _unwrapped(optimizer)
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        there, here = _by_name(saved["param_groups"]), _by_name(optimizer.param_groups)
-        if unknown := sorted(there.keys() ^ here.keys()):
+        names, states = read_optimizer(checkpoint)
+        here = _by_name(optimizer.param_groups)
+        if unknown := sorted((here.keys() ^ names) | (states.keys() - here.keys())):
             raise ValueError(f"only one of both has {unknown[0]}")
         _step_with_zeros(optimizer, list(here.values()))
         for name, parameter in here.items():
-            values, own = saved["state"].get(there[name]), optimizer.state.pop(parameter, {})
+            values, own = states.get(name), optimizer.state.pop(parameter, {})
             if values is None:  # the parameter had no gradient so far
                 continue
             if difference := _difference(values, own):
                 raise ValueError(f"{difference} in this optimizer")
             if nested := [key for key, value in values.items() if _holds_tensors(value)]:
                 raise ValueError(f"{nested[0]} has tensors inside a list, tuple or dict")
-            tensors = {key: own[key].copy_(value) for key, value in values.items() if isinstance(value, Tensor)}
+            tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+            for key, value in tensors.items():
+                tensors[key] = own[key].copy_(shard_like(value, own[key]))
             optimizer.state[parameter] = values | tensors
     except UnpicklingError as error:
         problem = f"{path}: is refused, because it contains objects whose loading would execute code"
@@ -116,6 +159,14 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     except Exception as error:  # torch.load raises errors of many classes, such as those of struct and zipfile
         problem = f"{path}: not this run's optimizer ({one_line(error)[:160]})"
         raise UserError(problem, "use the same --optimizer, with the same arguments, and the same --model") from error
+
+
+def _optimizer_file(checkpoint: Path) -> str:
+    return OPTIMIZER if OPTIMIZER in files_of(checkpoint) else OLD_OPTIMIZER  # other files are not verified
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -143,7 +194,8 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
 
     Raises ValueError if the tensors of a part do not fit.
     """
-    saved = {Path(name).stem for name in files_of(checkpoint) if name.endswith(".safetensors")} - {"model"}
+    saved = {Path(name).stem for name in files_of(checkpoint) if name.endswith(".safetensors")}
+    saved -= {"model", Path(OPTIMIZER).stem}
     unknown = sorted(saved - parts.keys())
     lines = [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"] if unknown else []
     for name, part in parts.items():

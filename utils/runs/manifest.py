@@ -1,6 +1,5 @@
 """Find checkpoints, write their manifests and verify them."""
 
-import errno
 import hashlib
 import json
 import re
@@ -10,11 +9,13 @@ from pathlib import Path
 
 from utils.data.record import FILE as SAMPLES
 from utils.errors import UserError, split_error
-from utils.files import LACKS, read_json, read_text, report_once, write_file
+from utils.files import read_json, read_text, write_file
 
 MANIFEST = "manifest.json"
 FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json", SAMPLES)
-FOR_RESUME = (*FOR_EVALUATION, "optimizer.bin")
+OPTIMIZER = "optimizer.safetensors"
+OLD_OPTIMIZER = "optimizer.bin"  # before format 3
+FOR_RESUME = (*FOR_EVALUATION, OPTIMIZER)
 
 
 def checkpoint_of(folder: Path, step: int | None) -> Path:
@@ -89,7 +90,8 @@ def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | Non
     path = checkpoint / MANIFEST
     try:
         files = files_of(checkpoint)
-        left_out = [name for name in needed if name not in files]
+        is_old = OLD_OPTIMIZER in files
+        left_out = [name for name in needed if name not in files and not (is_old and name == OPTIMIZER)]
         if left_out:
             return f"{path}: does not name {', '.join(left_out)}"
         for name, entry in files.items():
@@ -105,16 +107,8 @@ def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | Non
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of all files in `folder`, and give them the default mode."""
-    mode, entries = folder.stat().st_mode & 0o666, {}  # the umask of the process could only be read by changing it
-    for path in sorted(folder.iterdir()):
-        try:
-            path.chmod(mode)  # safetensors makes its files readable by the owner only
-        except OSError as error:
-            if error.errno not in (*LACKS, errno.EACCES):
-                raise
-            report_once(error.errno, "refuses chmod: other users may be unable to read checkpoints")
-        entries[path.name] = entry_of(path)
+    """Write the manifest of all files in `folder`."""
+    entries = {path.name: entry_of(path) for path in sorted(folder.iterdir())}
     write_file(folder / MANIFEST, manifest_text(entries))
 
 

@@ -16,7 +16,15 @@ import torchvision
 from utils.config.bounds import PositiveInt, at_least, at_most, read_fields
 from utils.config.cli import read_config
 from utils.config.recipe import BatchSize
-from utils.config.settings import CHOSEN, FORMAT, OF_ONE_START, OF_THIS_MACHINE, TrainConfig, to_yaml
+from utils.config.settings import (
+    CHOSEN,
+    FORMAT,
+    OF_ONE_START,
+    OF_THIS_MACHINE,
+    OLDEST_FORMAT,
+    TrainConfig,
+    to_yaml,
+)
 from utils.config.yaml_text import read_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
@@ -36,7 +44,7 @@ _OTHER = "use another checkpoint"
 class SavedState:
     """The contents of state.json: the training state, and the samples and processes that it belongs to."""
 
-    format: Annotated[PositiveInt, at_least(FORMAT), at_most(FORMAT)] = FORMAT
+    format: Annotated[PositiveInt, at_least(OLDEST_FORMAT), at_most(FORMAT)] = FORMAT
     state: TrainState
     samples: int = 0
     labels: str = ""  # fingerprint
@@ -59,7 +67,7 @@ class SavedState:
             return read_fields(cls, values)
         except ValueError as error:
             found, wrote = (values.get(name) if isinstance(values, dict) else None for name in ("format", "versions"))
-            if type(found) is not int or found == FORMAT:
+            if type(found) is not int or OLDEST_FORMAT <= found <= FORMAT:
                 raise UserError(f"{path}: {error}", _OTHER) from None
             version = str(wrote.get("lockstep"))[:40] if isinstance(wrote, dict) else "?"
             problem = f"{path}: has format {found}, of Lockstep {version}; this version reads format {FORMAT}"

@@ -1,49 +1,40 @@
-"""Write, complete and delete the folders of checkpoints. All functions run on one rank."""
+"""Write, complete and delete the folders of checkpoints. All functions but `write_partial` run on one rank."""
 
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from accelerate import Accelerator
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
-from utils.errors import one_line
 from utils.files import naming_file, put_in_place, write_file
-from utils.runs.loading import Part
 from utils.runs.manifest import checkpoint_of, checkpoints_of, damage_of, read_pointer, step_of, write_manifest
+from utils.runs.tensors import Tensors, write_tensors
 
-_KEPT = ("model.safetensors", "optimizer.bin")  # of the files that `save_state` writes
 
+def write_partial(folder: Path, step: int, tensors: Tensors, files: Mapping[str, bytes], writes: bool) -> None:
+    """Write the contents of a checkpoint, which `publish` completes; collective if the model is sharded.
 
-def write_partial(
-    folder: Path, step: int, accelerator: Accelerator, parts: Mapping[str, Part], files: Mapping[str, bytes]
-) -> None:
-    """Write the contents of a checkpoint, which `publish` completes. After an error nothing is left of it."""
-    partial = _partial(folder, step)
-    shutil.rmtree(partial, ignore_errors=True)
+    Only one rank `writes`. It raises OSError after all tensors were gathered, and leaves nothing of the checkpoint.
+    """
+    # Accelerate's `save_state` would gather a sharded model on one rank. Its files would also be read by `load_state`,
+    # which unpickles random states, and matches the optimizer's state by position, unchecked.
+    partial, error = _partial(folder, step), None
     try:
-        partial.mkdir()
-        # Lockstep does not call `load_state`: it would unpickle random states, and match the optimizer's state by
-        # position, unchecked. So files that only it reads are deleted: random states, which follow from the seed, and
-        # fp16's loss scale, which is a part. Other ranks would write only random states.
-        accelerator.save_state(str(partial))
-        for path in partial.iterdir():
-            if path.name not in _KEPT:
-                path.unlink()
-        for name, part in parts.items():
-            tensors = {key: tensor.contiguous() for key, tensor in part.state_dict().items()}
-            save_file(tensors, partial / f"{name}.safetensors")
-        for name, contents in files.items():
+        if writes:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+    except OSError as raised:
+        error = raised
+    for name, (values, metadata) in tensors.items():
+        error = write_tensors(partial / name if writes and not error else None, values, metadata) or error
+    try:
+        if error is not None:
+            raise error
+        for name, contents in files.items() if writes else ():
             with naming_file(partial / name):
                 (partial / name).write_bytes(contents)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except OSError:
         shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
-        if isinstance(error, OSError):
-            raise
-        # This is how torch and safetensors report a full disk.
-        raise OSError(f"{partial}: cannot be written ({one_line(error)[:120]}); is the disk full?") from error
+        raise
 
 
 def publish(folder: Path, step: int) -> None:

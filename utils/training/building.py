@@ -27,7 +27,7 @@ from utils.models.features import accept_features, find_last_part
 from utils.models.layers import checkpoint_blocks, freeze, keep_batch_stats
 from utils.models.matching import copy_matching, fit_names, zero_heads
 from utils.models.zoo import check_model, input_spec
-from utils.ranks.accelerator import check_precision, compile_model
+from utils.ranks.accelerator import check_precision, check_sharding, compile_model
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.runs.checkpoint import check_run_folder
@@ -43,6 +43,7 @@ from utils.training.schedule import total_updates
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ValueError or OSError for settings that do not work on this machine; not collective."""
     check_precision(config, ranks)
+    check_sharding(config, ranks)
     check_model(config)
     check_source(config)
     check_run_folder(config)
@@ -84,6 +85,7 @@ class Resolved:
     task: Task
     state: TrainState
     last_part: nn.Module | None = None  # of the model, if this part is trained on cached features
+    sharding: str = ""  # with FSDP, the bytes before and after it
 
 
 def resolve(
@@ -173,7 +175,8 @@ def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerato
         if config.keep_batch_stats:
             keep_batch_stats(module, new)
         if config.freeze or config.feature_views:
-            resolved.last_part, reason = choose_last_part(module, config, resolved.spec)
+            sharded = accelerator.is_fsdp2
+            resolved.last_part, reason = choose_last_part(module, config, resolved.spec, sharded)
             resolved.chosen += [f"features are not cached: {reason}"] * (BACKBONE in config.freeze and reason != "")
         if config.grad_checkpointing:
             checkpoint_blocks(module, config.model)
@@ -185,14 +188,16 @@ def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerato
     return module
 
 
-def choose_last_part(module: nn.Module, config: TrainConfig, spec: InputSpec) -> tuple[nn.Module | None, str]:
+def choose_last_part(
+    module: nn.Module, config: TrainConfig, spec: InputSpec, sharded: bool = False
+) -> tuple[nn.Module | None, str]:
     """The last part of the model, to train it on cached features; or None, to train on images, and the reason.
 
     Raises UserError for settings that need images, and if --feature_views is given but features cannot be cached.
     """
     if config.feature_views == 0:
         return None, ""
-    part, reason = find_last_part(module, spec)
+    part, reason = (None, "the model is sharded") if sharded else find_last_part(module, spec)
     if part is None:
         problem = f"--feature_views {config.feature_views}: features cannot be cached, because {reason}"
         require(not config.feature_views, problem, "leave it out, or try --freeze backbone")

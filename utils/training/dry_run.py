@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from utils.data.order import evaluation_blocks
 from utils.files import expand
 from utils.launch.exits import fix_for_memory
 from utils.memory import bytes_text
+from utils.models.sharded import is_sharded
 from utils.training.loop import synchronise
 from utils.training.meter import SyncInterval
 from utils.training.run import Run
@@ -47,7 +49,7 @@ def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
             f"dry run: an update of {size} images took {seconds:.1f} s (largest {where}: {bytes_text(memory)}), an "
             f"evaluation batch of {block} images {eval_seconds:.1f} s ({bytes_text(eval_memory)}); nothing was saved"
         )
-        if run.ranks.is_main:
+        if run.ranks.is_main or is_sharded(run.module):
             operations = f"{count_flops(run.module, run.spec) / 1e9:.4g} GFLOP per image"
             run.log.say(f"model: {operations}, a multiply-add counts as two")
         return {"seconds": seconds, "memory": memory, "eval_seconds": eval_seconds, "eval_memory": eval_memory}
@@ -74,12 +76,16 @@ def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> N
 def _first_block(run: Run) -> None:
     """Evaluate the first block of each rank, if it has one."""
     run.module.eval()
-    with run.ranks.agree(), torch.no_grad(), fix_for_memory("lower --eval_batch_size"):
+    # The ranks of a sharded model communicate in the block.
+    agreeing, passes = nullcontext() if is_sharded(run.module) else run.ranks.agree(), 1
+    with agreeing, torch.no_grad(), fix_for_memory("lower --eval_batch_size"):
         for batch in run.evaluator.batches:
             with run.accelerator.autocast():
                 outputs = run.module(batch.images)
             run.task.evaluate(outputs.float(), batch.labels)[0].tolist()  # waits for the device
+            passes = 0
             break
+        run.evaluator.join_others(passes)
         run.evaluator.batches.check()
 
 

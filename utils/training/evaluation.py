@@ -22,6 +22,7 @@ from utils.data.spec import InputSpec
 from utils.data.workers import make_loader
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
+from utils.models.sharded import forget_whole_weights, is_sharded
 from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
@@ -108,7 +109,7 @@ class Evaluator:
         # A rank without samples needs the shapes and types, too.
         found = [step(torch.zeros(0, *(shape or [self.task.outputs]), device=device), no_labels)]
         indices: list[Tensor] = []  # on the host, or all on the device
-        bar, interval = Terminal(self.ranks.is_main).progress(what), SyncInterval()
+        bar, interval, block = Terminal(self.ranks.is_main).progress(what), SyncInterval(), 0
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
             for block, batch in enumerate(bar(self.batches), 1):
@@ -122,6 +123,8 @@ class Evaluator:
                     stopped = self._any_wants_to_stop(wants_to_stop, interval, block)
                     if stopped:
                         break
+            most = -(-len(blocks) // self.accelerator.num_processes)
+            self.join_others(0 if stopped else most - block)
             seen = torch.cat(indices or [torch.zeros(0, dtype=torch.int64)]).to(device)
             rows = [torch.cat(parts) for parts in zip(*found, strict=True)]
         self.model.train(was_training)
@@ -131,6 +134,13 @@ class Evaluator:
             stopping.agreed = True
             return None
         return [seen, *rows]
+
+    def join_others(self, passes: int) -> None:
+        """Run a sharded model without images, because other ranks have that many blocks more than this one."""
+        if is_sharded(self.model):
+            for _ in range(passes):
+                self.model(self.batches.no_images)
+            forget_whole_weights(self.model)
 
     def gather(self, own: list[Tensor]) -> list[np.ndarray]:
         """The rows of all ranks, in the order of the split; `own` begins with the indices; collective.

@@ -15,15 +15,20 @@ from utils.config.settings import TrainConfig
 from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
 from utils.models.checking import hash_tensors
+from utils.models.sharded import is_sharded
 from utils.ranks.accelerator import prepare_buckets
 from utils.ranks.ranks import Ranks
 from utils.training.building import Resolved
+from utils.training.sharding import SAME_START
 from utils.training.shares import Exchange
 from utils.training.tree_sum import TreeSum
 
 
 class Gradients:
-    """Sums by DDP: a rank accumulates, and DDP averages over the ranks during the last backward pass."""
+    """Sums by DDP or FSDP2: a rank accumulates, and DDP averages over the ranks during the last backward pass.
+
+    FSDP2 averages over the ranks in each backward pass.
+    """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
         self.model, self.accelerator, self.plan = model, accelerator, plan
@@ -37,7 +42,7 @@ class Gradients:
 
         With it, the result is the gradient of the mean loss over the global batch, even if microbatches differ in size.
         """
-        return self.accelerator.num_processes / self.plan.update_size(position)  # DDP divides by this number
+        return self.accelerator.num_processes / self.plan.update_size(position)  # DDP and FSDP2 divide by this number
 
     def seed(self, batch: Batch) -> None:
         """Seed random layers, such as dropout, for a microbatch: the same on any number of processes."""
@@ -50,7 +55,9 @@ class Gradients:
         """The context of the forward and backward pass of a microbatch."""
         self.seed(batch)
         self._step += 1
-        return nullcontext() if self._step == self.steps else self.accelerator.no_sync(self.model)
+        # A sharded model adds up each microbatch, because a rank has no room for the whole gradient.
+        adds_up = self._step == self.steps or is_sharded(self.model)
+        return nullcontext() if adds_up else self.accelerator.no_sync(self.model)
 
     def reduce(self) -> None:
         """Complete the gradients of an update; collective."""
@@ -139,10 +146,9 @@ def make_gradients(
     """How the gradients of `model`, which wraps `module` for training, are added up; collective."""
     if resolved.config.microbatches:
         # Without DDP, nothing makes the weights of all ranks equal.
-        fix = "use the same kind of processor, the same versions and the same files on all machines"
         if ranks.topology.world_size > 1:
             weights = hash_tensors([*module.parameters(), *module.buffers()])
-            ranks.check_same(weights, "different weights at the start", fix)
+            ranks.check_same(weights, "different weights at the start", SAME_START)
         return TreeGradients(model, accelerator, resolved.plan)
     spec = resolved.spec
     no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)

@@ -74,7 +74,7 @@ def save(run: Run) -> None:
         check_weights(run)
         run.log.sync()
         files = make_files(run.config, state, run.plan, run.data, run.spec, ranks) if ranks.is_main else {}
-    run.checkpoints.save(run.accelerator, run.parts, files, state)
+    run.checkpoints.save(run.module, run.optimizer, run.parts, files, state)
     run.meter.restart_save_clock()
     run.stopping.agreed = ranks.any_rank(run.stopping.agreed or bool(run.stopping.request))
     if run.ended or run.stopping.agreed:  # no save follows

@@ -128,7 +128,13 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     return OPTIMIZERS.call(config, parameter_groups(config, model), config)
 
 
-def _try_arguments(config: TrainConfig) -> None:
+def state_per_value(config: TrainConfig) -> int:
+    """How many values an optimizer keeps for each value of a parameter."""
+    states = _try_arguments(config).state.items()
+    return max(sum(isinstance(v, Tensor) and v.shape == p.shape for v in state.values()) for p, state in states)
+
+
+def _try_arguments(config: TrainConfig) -> torch.optim.Optimizer:
     """Take a step on a small model. Raises an error if the optimizer does not accept --optimizer_args."""
     # The default of --lr is chosen later, from the data.
     known = replace(config, lr=config.lr or 1.0, weight_decay=config.weight_decay or 0.0, layer_decay=None)
@@ -137,6 +143,7 @@ def _try_arguments(config: TrainConfig) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -145,7 +152,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def init_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
+def init_optimizer(
+    prepared: AcceleratedOptimizer, accelerator: Accelerator, sharded: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer that the loop uses, after `Accelerator.prepare`: only fp16 needs its wrapper, which is slower.
 
     The momentum of every parameter of SGD is set to 0, which does not change the updates: PyTorch's fused SGD fails if
@@ -153,6 +162,7 @@ def init_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> 
     """
     optimizer = prepared.optimizer
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        group["fused"] = not sharded  # PyTorch has no sharded version
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return prepared if accelerator.scaler else optimizer

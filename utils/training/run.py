@@ -135,6 +135,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("model", ", ".join(model)),
         ("input", run.spec.describe_pixels()),
         ("init_from", run.source.describe() if run.source else ""),
+        ("sharding", run.sharding),
         ("batch", batch),
         ("optimizer", ", ".join(optimizer + list_changes(config, OptimizerSettings))),
         ("updates", f"{plan.updates_per_epoch} per epoch, {run.updates} in all, from {run.state.step}"),

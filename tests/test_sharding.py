@@ -1,0 +1,403 @@
+"""FSDP2 is the run of DDP and of one process: losses, evaluations, checkpoints, on real processes over gloo."""
+
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from helpers.ranks import returned, run_ranks
+from helpers.training_runs import ROOT, launch, records, refused, train_run
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import doctor
+import eval
+import train
+from utils.config.settings import LaunchConfig, TrainConfig
+from utils.errors import UserError
+from utils.launch.environment import Topology, read_topology
+from utils.models.sharded import local
+from utils.ranks.accelerator import check_sharding, use_fsdp
+from utils.ranks.ranks import Ranks
+from utils.runs.manifest import sha256_of
+from utils.training.optim import OPTIMIZERS
+
+BOTH = ["--data", "digits", "--image_size", "32", "--threads", "1", "--max_train_samples", "100", "--log_every", "1"]
+BOTH += ["--max_eval_samples", "30", "--eval_batch_size", "8", "--report", "false", "--eval_every", "7", "--keep", "9"]
+VIT = [*BOTH, "--model", "timm/test_vit", "--model_args", "{img_size: 32}", "--optimizer", "adamw", "--lr", "0.002"]
+VIT += ["--global_batch_size", "24"]  # four updates an epoch and a fifth of 4 samples
+# 42, 42 and 16 samples. FSDP2 does not take kernels that are channels last, and others are computed in another order.
+STATISTICS = [*BOTH, "--model", "timm/test_resnet", "--lr", "0.02", "--global_batch_size", "42"]
+STATISTICS += ["--channels_last", "false"]
+LENGTH = ["--max_steps", "20"]
+
+
+def sharded(flags: list[str]) -> dict | None:
+    """Train with FSDP, as with the variables that accelerate_configs/fsdp.yaml sets."""
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    return train.main(flags)
+
+
+def losses(name: str) -> torch.Tensor:
+    """The losses of all updates and evaluations of a run."""
+    return torch.tensor([record["loss"] for record in records(name) if record["kind"] in ("train", "eval")])
+
+
+def run_both(processes: int, flags: list[str]) -> None:
+    """The run `ddp` and the run `fsdp` on that many processes."""
+    train_run(processes, "ddp", *flags)
+    returned(processes, sharded, ["--run_name", "fsdp", *flags])
+
+
+# What must not change a result: name -> flags
+CASES = {
+    "transformer": [*VIT, "--grad_accum", "2", "--clip_norm", "0.5", "--ema_decay", "0.9"],
+    "batch statistics": [*STATISTICS, "--clip_norm", "0.5", "--ema_decay", "0.9"],
+    "mixing": [*VIT, "--mixup", "0.2", "--label_smoothing", "0.1", "--layer_decay", "0.8"],
+    "frozen layers": [*VIT, "--freeze", "blocks.0", "--weight_decay", "0.1", "--clip_value", "0.01"],
+    "checkpointed blocks": [*VIT, "--grad_checkpointing", "--drop_path", "0.2"],
+    "bfloat16": [*VIT, "--mixed_precision", "bf16", "--ema_decay", "0.9"],
+    "shared statistics": [*STATISTICS, "--sync_batchnorm"],
+}
+
+
+@pytest.mark.parametrize("case", [*list(CASES)[:2], *(pytest.param(c, marks=pytest.mark.full) for c in [*CASES][2:])])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_losses_are_those_of_ddp_and_of_one_process(case, processes):
+    flags = [*CASES[case], *LENGTH]
+    run_both(processes, flags)
+    rounding = 5e-3 if case == "bfloat16" else 1e-5  # a sum in another order changes how weights are rounded
+    torch.testing.assert_close(losses("fsdp"), losses("ddp"), rtol=0, atol=rounding)
+    same = case in ("transformer", "mixing", "frozen layers")
+    if same:
+        train_run(1, "one", *flags)
+        torch.testing.assert_close(losses("fsdp"), losses("one"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [VIT, STATISTICS], ids=["transformer", "statistics"])
+def test_two_processes_are_bit_for_bit_those_of_ddp(flags):
+    # The fused kernels of sgd, adam and adamw, which DDP uses, round the last values of a tensor in another way.
+    run_both(2, [*flags, "--optimizer", "nadam", "--lr", "0.002", "--ema_decay", "0.9", *LENGTH])
+    assert losses("fsdp").equal(losses("ddp"))
+    ends = [Path(f"runs/{name}/checkpoints/step-00000020") for name in ("ddp", "fsdp")]
+    for file in ("model.safetensors", "optimizer.safetensors", "ema.safetensors"):
+        assert sha256_of(ends[0] / file) == sha256_of(ends[1] / file), file
+
+
+def die_after(step: int, flags: list[str], with_fsdp: bool = True) -> None:
+    """Train, and kill this process in the forward pass of the update after `step`, when its save is complete."""
+    update = train.train_update
+
+    def dying(run, batches):
+        if run.state.step == step:
+            run.checkpoints.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        update(run, batches)
+
+    train.train_update = dying
+    (sharded if with_fsdp else train.main)(flags)
+
+
+def check_evaluation(name: str) -> None:
+    """eval.py gives the numbers that the run logged for its newest checkpoint, on one process."""
+    step = int((Path("runs") / name / "checkpoints/latest").read_text().strip().removeprefix("step-"))
+    (found,) = returned(
+        1,
+        eval.main,
+        ["--ckpt", f"runs/{name}/checkpoints/step-{step:08}", "--weights", "raw", "--max_eval_samples", "30"],
+    )
+    logged = next(r for r in records(name, "eval") if r["step"] == step and r["weights"] == "raw")
+    assert found["count"] == logged["count"]
+    assert found["accuracy"] == logged["accuracy"]
+    assert found["loss"] == pytest.approx(logged["loss"], abs=1e-5)
+
+
+MOVED = [*VIT, "--ema_decay", "0.9", "--eval_every", "3", "--save_every", "3", *LENGTH]
+
+
+def test_a_run_moves_between_fsdp_ddp_and_one_process():
+    train_run(1, "whole", *MOVED)
+    flags, resumed = ["--run_name", "run", *MOVED], ["--resume", "auto"]
+    for processes, step, with_fsdp, more in ((3, 4, True, []), (2, 8, False, resumed), (1, 13, False, resumed)):
+        outcomes = run_ranks(processes, die_after, step, [*flags, *more], with_fsdp)
+        assert all(outcome.code == -signal.SIGKILL for outcome in outcomes)
+        assert records("run")[-1]["step"] >= step // 3 * 3
+        check_evaluation("run")
+    returned(2, sharded, [*flags, *resumed])
+    check_evaluation("run")
+    starts = [(record["processes"], record["step"]) for record in records("run", "start")]
+    assert starts == [(3, 0), (2, 3), (1, 6), (2, 12)]
+    assert [record["step"] for record in records("run", "train")] == [*range(1, 21)]
+    torch.testing.assert_close(losses("run"), losses("whole"), rtol=0, atol=1e-5)
+
+
+def test_a_killed_run_ends_with_the_bits_of_a_whole_one():
+    flags = [*VIT, "--ema_decay", "0.9", "--save_every", "3", *LENGTH]
+    returned(2, sharded, ["--run_name", "whole", *flags])
+    run_ranks(2, die_after, 8, ["--run_name", "run", *flags])
+    returned(2, sharded, ["--run_name", "run", "--resume", "auto", *flags])
+    for file in ("model.safetensors", "optimizer.safetensors", "ema.safetensors"):
+        ends = [Path(f"runs/{name}/checkpoints/step-00000020") / file for name in ("run", "whole")]
+        assert sha256_of(ends[0]) == sha256_of(ends[1]), file
+
+
+LARGE = ["--data", "digits", "--image_size", "32", "--model", "vit_b_16", "--optimizer", "adamw", "--lr", "1e-4"]
+LARGE += ["--global_batch_size", "6", "--max_steps", "2", "--max_train_samples", "12", "--max_eval_samples", "6"]
+LARGE += ["--report", "false", "--threads", "1", "--run_name", "run"]
+
+
+def measured(flags: list[str]) -> dict[str, float]:
+    """Train with FSDP; returns this rank's bytes after the second update, and the memory that a save takes."""
+    clip, save, found = train.clip_gradients, train.save, {}
+
+    def size(tensors) -> int:
+        return sum(local(tensor).nbytes for tensor in tensors)
+
+    def clip_and_measure(accelerator, model, config):
+        clip(accelerator, model, config)
+        found["gradients"] = size(parameter.grad for parameter in model.parameters())
+
+    def save_and_measure(run):
+        found["parameters"] = size(run.model.parameters())
+        found["state"] = size(v for state in run.optimizer.state.values() for v in state.values())
+        found["all parameters"] = sum(parameter.numel() for parameter in run.model.parameters()) * 4
+        found["largest"] = max(parameter.numel() for parameter in run.model.parameters()) * 4
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
+        before = memory("VmHWM")
+        save(run)
+        run.checkpoints.wait()
+        found["save"] = memory("VmHWM") - before
+        found["peak"] = memory("VmHWM")
+
+    train.clip_gradients, train.save = clip_and_measure, save_and_measure
+    sharded(flags)
+    return found
+
+
+def memory(name: str) -> int:
+    """A number of bytes of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_sharded_bytes_are_those_of_the_arithmetic(processes):
+    for found in returned(processes, measured, LARGE):
+        share = found["all parameters"] / processes
+        assert found["parameters"] == pytest.approx(share, rel=0.02)
+        assert found["gradients"] == pytest.approx(share, rel=0.02)
+        assert found["state"] == pytest.approx(2 * share, rel=0.02)  # AdamW
+        assert found["all parameters"] > 340e6
+        print({name: f"{value / 1e6:.0f} MB" for name, value in found.items()})
+        if processes > 1:
+            assert found["save"] < found["largest"] + 200e6
+
+
+NOT_FOR_FSDP = {
+    "--microbatches fixes the order": {"microbatches": 4},
+    "--optimizer muon needs whole matrices": {"optimizer": "muon"},
+    "--optimizer adafactor needs whole matrices": {"optimizer": "adafactor"},
+    "--find_unused_parameters is a setting of DDP": {"find_unused_parameters": True},
+    "--comm_hook bf16 is a setting of DDP": {"comm_hook": "bf16"},
+    "mixed precision fp16 does not work": {"mixed_precision": "fp16"},
+    "set fsdp_version: 2": {"FSDP_VERSION": "1"},
+    "use --grad_checkpointing": {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
+    "fsdp_ignored_modules is not supported": {"FSDP_IGNORED_MODULES": "head"},
+}
+
+
+@pytest.mark.parametrize("text", NOT_FOR_FSDP)
+def test_settings_that_do_not_work_are_refused(text, monkeypatch):
+    given, ranks = NOT_FOR_FSDP[text], Ranks(Topology(0, 2, 0, 2, "127.0.0.1", 1), LaunchConfig())
+    for name, value in ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} | given).items():
+        if name.isupper():
+            monkeypatch.setenv(name, value)
+    config = TrainConfig(**{name: value for name, value in given.items() if not name.isupper()})
+    with pytest.raises(UserError, match=re.escape(text)):
+        check_sharding(config, ranks)
+    ranks.topology = Topology()
+    check_sharding(config, ranks)  # one process does not shard
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([*VIT, "--microbatches", "4"], "--microbatches fixes the order in which gradients are added"),
+        (
+            [*VIT, "--freeze", "backbone", "--feature_views", "1"],
+            "features cannot be cached, because the model is sharded",
+        ),
+    ],
+)
+def test_a_refusal_is_one_line_of_one_rank(flags, text):
+    assert text in refused(sharded, *flags, processes=2)
+
+
+class Scaled(nn.Module):
+    """A linear model whose outputs are multiplied by a parameter that is a single number."""
+
+    def __init__(self, spec, classes: int):
+        super().__init__()
+        self.layer = nn.Linear(spec.channels * spec.height * spec.width, classes)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images):
+        return self.layer(images.flatten(1)) * self.scale
+
+
+def test_a_parameter_that_is_a_single_number_is_refused(monkeypatch):
+    monkeypatch.setitem(train.OWN_MODELS, "scaled", Scaled)
+    line = refused(sharded, *BOTH, "--model", "scaled", "--global_batch_size", "24", processes=2)
+    assert "FSDP cannot shard scaled, because its parameter scale is a single number" in line
+
+
+def test_one_process_has_the_whole_model():
+    outcome = run_ranks(1, sharded, ["--run_name", "one", *VIT, "--max_steps", "2"])[0]
+    assert outcome.code == 0 and "FSDP has no effect: one process has the whole model" in outcome.out
+    assert "sharding " not in outcome.out
+
+
+def test_the_start_table_has_units_and_bytes():
+    outcome = run_ranks(2, sharded, ["--run_name", "run", *VIT, "--max_steps", "2"])[0]
+    (row,) = [line for line in outcome.out.splitlines() if line.startswith("sharding")]
+    numbers = "parameters 1.1 MB, gradients 1.1 MB, optimizer state 2.1 MB; on each rank at most 0.5 MB, 0.5 MB, 1.1 MB"
+    assert row.endswith(f"FSDP2, 8 units; {numbers}")  # six blocks, the normalisation, and the rest
+
+
+def test_accelerate_chooses_fsdp_on_gpus_only():
+    """If a new version of Accelerate shards on CPUs by itself, `use_fsdp` is not needed any more."""
+
+    def types() -> list:
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+        ranks = Ranks(read_topology(), LaunchConfig())
+        ranks.join()
+        alone = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        found = [alone.is_fsdp2]
+        use_fsdp(FullyShardedDataParallelPlugin(fsdp_version=2))
+        module = torch.nn.Linear(4, 4)
+        found.append(alone.is_fsdp2)
+        model, _ = alone.prepare(module, torch.optim.SGD(module.parameters()))
+        ranks.finish()
+        return [*found, isinstance(model.weight, DTensor)]
+
+    assert returned(2, types) == [[False, True, True]] * 2
+
+
+def test_a_dry_run_computes_what_one_process_does():
+    lines = []
+    for processes, function in ((1, train.main), (2, sharded)):
+        out = run_ranks(processes, function, [*VIT, "--dry_run"])[0].out
+        assert "nothing was saved" in out
+        lines.append([line for line in out.splitlines() if line.startswith("model: ")])
+    assert lines[0] == lines[1] != []
+
+
+def test_the_doctor_checks_a_sharded_step():
+    def check() -> None:
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+        doctor.main(["--slow", "0"])
+
+    outcome = run_ranks(2, check)[0]
+    assert "gradients   ✓ equal those of one process" in outcome.out
+
+
+def fail(flags: list[str], step: int, on_rank: int, how: str, where: str = "train_update") -> None:
+    """Train with FSDP; that rank has this fault in the function `where` of train.py after update `step`."""
+    function = getattr(train, where)
+
+    def failing(run, *more):
+        if run.state.step == step and run.ranks.topology.rank == on_rank:
+            if how == "exit":
+                os._exit(1)
+            if how == "error":
+                raise ValueError("no such image")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(run, *more)
+
+    setattr(train, where, failing)
+    sharded(flags)
+
+
+@pytest.mark.parametrize(
+    ("how", "codes", "text"),
+    [
+        ("exit", (2, 1), "another process of this run exited or stopped answering"),
+        ("error", (2, 2), "no such image"),
+        ("terminate", (75, 75), ""),
+    ],
+)
+def test_faults_of_a_rank_end_all_as_under_ddp(how, codes, text):
+    flags = ["--run_name", "run", *VIT, *LENGTH]
+    outcomes = run_ranks(2, fail, flags, 5, 1, how)
+    assert tuple(outcome.code for outcome in outcomes) == codes
+    assert text in "".join(outcome.err for outcome in outcomes)
+    if how == "terminate":
+        saved = records("run", "train")[-1]["step"]
+        assert Path(f"runs/run/checkpoints/step-{saved:08}").is_dir()
+        returned(2, sharded, [*flags, "--resume", "auto"])
+        assert [record["step"] for record in records("run", "train")] == [*range(1, 21)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("where", "step"), [("evaluate", 7), ("save", 20)])
+def test_a_rank_that_exits_while_others_evaluate_or_save_ends_all(where, step):
+    outcomes = run_ranks(2, fail, ["--run_name", "run", *VIT, *LENGTH], step, 1, "exit", where)
+    assert [outcome.code for outcome in outcomes] == [2, 1]
+    (line,) = outcomes[0].err.splitlines()
+    assert "another process of this run exited or stopped answering" in line
+    assert not Path(f"runs/run/checkpoints/step-{step:08}").exists(), "half a checkpoint"
+
+
+@pytest.mark.full
+def test_a_compiled_model_has_the_losses_of_ddp():
+    def compiled(flags: list[str]) -> None:
+        os.environ["ACCELERATE_DYNAMO_BACKEND"] = "AOT_EAGER"
+        sharded(flags)
+
+    train_run(2, "ddp", *VIT, "--max_steps", "4")
+    returned(2, compiled, ["--run_name", "fsdp", *VIT, "--max_steps", "4"])
+    torch.testing.assert_close(losses("fsdp"), losses("ddp"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", sorted({*OPTIMIZERS} - {"muon", "adafactor"}))
+def test_every_other_optimizer_is_that_of_ddp(optimizer):
+    flags = [*VIT, "--optimizer", optimizer, "--max_steps", "4", "--save_every", "2"]
+    run_both(2, flags)
+    torch.testing.assert_close(losses("fsdp"), losses("ddp"), rtol=0, atol=1e-5)
+    step = ["--resume", "runs/fsdp/checkpoints/step-00000002", "--run_name", "resumed"]
+    returned(1, train.main, [*flags, *step])
+    torch.testing.assert_close(losses("resumed")[-2:], losses("ddp")[-2:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.full
+def test_settings_of_the_accelerate_config_are_taken():
+    def units(**variables: str) -> str:
+        os.environ.update(variables)
+        sharded(["--run_name", variables.get("name", "x"), *VIT, "--max_steps", "2"])
+
+    for number, (variables, expected) in enumerate((
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, "8 units"),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "100000"}, "units"),
+        ({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Attention"}, "8 units"),
+    )):  # fmt: skip
+        outcomes = run_ranks(2, partial(units, name=str(number), **variables))
+        assert outcomes[0].code == 0, outcomes[0].err
+        (row,) = [line for line in outcomes[0].out.splitlines() if line.startswith("sharding")]
+        assert expected in row
+    assert losses("0").equal(losses("2"))
+
+
+@pytest.mark.full
+def test_accelerate_launch_shards():
+    flags = [*VIT, "--max_steps", "2", "--report", "true"]
+    code, out, err = launch("fsdp", ROOT / "train.py", "--run_name", "run", *flags)
+    assert code == 0, err
+    assert "FSDP2, 8 units" in out
+    assert Path("runs/run/report.html").exists()

@@ -1,0 +1,115 @@
+"""Our safetensors files have the bytes of the library's own, also if the tensors are sharded or the disk is full."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import returned
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from utils.runs.tensors import read_metadata, write_tensors
+
+TYPES = (torch.int64, torch.float64, torch.float32, torch.int32, torch.bfloat16, torch.float16, torch.int16)
+TYPES += (torch.int8, torch.uint8, torch.bool)
+IMAGES = torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4)
+TENSORS = {
+    "all types": {f"{shape} {kind}": torch.ones(shape, dtype=kind) for kind in TYPES for shape in ((3,), (), (2, 0))},
+    "none": {},
+    "empty": {"a": torch.empty(0), "b": torch.empty(2, 0, dtype=torch.int64)},
+    "layouts": {
+        "channels last": IMAGES.to(memory_format=torch.channels_last),
+        "transposed": torch.arange(6).view(2, 3).t(),
+        "every other": torch.arange(9.0)[1::2],
+        "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 3),
+        "parameter": torch.nn.Parameter(IMAGES[0]),
+    },
+    "names": dict.fromkeys(("é", "層.0", "🙂", 'a"b\\c/d', "tab\tline\n\x01\x7f", "", "Z", "a.10", "a.9"), IMAGES),
+    "values": {"a": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]), "b": torch.arange(-2, 3)},
+}
+
+
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, {"values": '{"é": "a\\nb", "c": [1, null]}'}])
+@pytest.mark.parametrize("case", TENSORS)
+def test_a_file_has_the_bytes_of_the_library(case, metadata):
+    assert write_tensors(Path("ours"), TENSORS[case], metadata) is None
+    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in TENSORS[case].items()}
+    save_file(tensors, "theirs", metadata or None)
+    assert Path("ours").read_bytes() == Path("theirs").read_bytes()
+
+
+def test_several_metadata_are_written_in_their_order_and_read_back():
+    """The library writes them in a random order, so that equal checkpoints have different bytes."""
+    metadata = {"z": "1", "a": "ä\n", "m": "", "b": "2"}
+    for name in ("one", "other"):
+        assert write_tensors(Path(name), TENSORS["layouts"], metadata) is None
+    assert Path("one").read_bytes() == Path("other").read_bytes()
+    with safe_open("one", "pt") as file:
+        assert file.metadata() == metadata
+    assert read_metadata(Path("one")) == metadata and list(read_metadata(Path("one"))) == list(metadata)
+    tensors = load_file("one")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS["layouts"].items())
+
+
+def test_metadata_of_the_library_are_read():
+    save_file(TENSORS["values"], "file")
+    assert read_metadata(Path("file")) == {}
+    save_file(TENSORS["values"], "file", {"format": "pt", "é": '"'})
+    assert read_metadata(Path("file")) == {"format": "pt", "é": '"'}
+
+
+# Errors, and tensors of which each of two ranks has some rows
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Tensors of 40 to 40,000 bytes; two ranks have 2 and 1, 1 and no, 500 and 500 rows of them."""
+    shapes = {"uneven": (3, 5), "on one": (1, 10), "large": (1000, 10), "larger": (1001, 10)}
+    return {name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in shapes.items()}
+
+
+def write_sharded(places: list[str], most: int) -> list[tuple[type, str | None] | None]:
+    """Write sharded and whole tensors to each of the places, where no file can have `most` bytes.
+
+    At the end they are written to the file `last` without this limit. Returns the kind of each error, and its file.
+    """
+    dist.init_process_group("gloo")
+    mesh, errors = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    tensors = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in weights().items()}
+    tensors["whole"] = torch.arange(9)  # as the buffers of a sharded model
+    for place in (*places, "last"):
+        limit = resource.RLIM_INFINITY if place == "last" else most
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        path = Path(place) if dist.get_rank() == 0 else None
+        error = write_tensors(path, tensors, {"format": "pt"})
+        errors.append(None if error is None else (type(error), error.filename))
+    dist.destroy_process_group()
+    return errors
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_sharded_tensors_give_the_same_file_and_an_error_on_one_rank_holds_up_no_other(processes):
+    """Each tensor is gathered by all ranks, so after an error the writing rank must go on with the others."""
+    places = ["missing/file", "full", "cut"]
+    if Path("/dev/full").exists():
+        places.append("/dev/full")
+    first, *others = returned(processes, write_sharded, places, 20_000)
+    assert first == [
+        (FileNotFoundError, "missing/file"), (OSError, "full"), (OSError, "cut"),
+        *[(OSError, place) for place in places[3:]], None,
+    ]  # fmt: skip
+    assert others == [[None] * (len(places) + 1)] * (processes - 1)
+    save_file(weights() | {"whole": torch.arange(9)}, "theirs", {"format": "pt"})
+    assert Path("last").read_bytes() == Path("theirs").read_bytes()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_a_full_disk_is_an_error_that_names_the_file(count):
+    """A small file is written when it is closed."""
+    error = write_tensors(Path("/dev/full"), {"a": torch.ones(count)}, {})
+    assert isinstance(error, OSError)
+    assert error.filename == "/dev/full" and error.strerror == "No space left on device"

@@ -1,0 +1,61 @@
+"""Write tensors to a safetensors file one at a time, so that a sharded model never has to fit on one rank."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from utils.files import naming_file
+from utils.models.sharded import whole
+
+Tensors = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, str]]]  # tensors by name, and metadata, by file name
+
+# The names of the types in the file, in the order in which their tensors are written: so all values are aligned
+_TYPES = {
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
+    torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> OSError | None:
+    """Write a file with the bytes of `safetensors.torch.save_file`; collective if a tensor is sharded.
+
+    Ranks with `path` None only send their rows. An error of writing is returned, after the last tensor: a rank that
+    raised it before would leave the others waiting.
+    """
+    types = list(_TYPES)
+    order = sorted(tensors, key=lambda name: (types.index(tensors[name].dtype), name))
+    gathered, error = (whole(tensors[name]) for name in order), None
+    try:
+        if path is not None:
+            with naming_file(path), path.open("wb") as file:
+                file.write(_header(tensors, order, metadata))
+                for values in gathered:
+                    file.write(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    except OSError as raised:
+        error = raised
+    for _ in gathered:  # what this rank does not write
+        pass
+    return error
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata in the header of a safetensors file that has been read before."""
+    with path.open("rb") as file:
+        return json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
+
+
+def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a safetensors file: the length of the rest, then names, types, shapes and places as JSON."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].numel() * tensors[name].itemsize
+        shape = list(tensors[name].shape)
+        entries[name] = {"dtype": _TYPES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
