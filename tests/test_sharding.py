@@ -25,7 +25,7 @@ from utils.models.sharded import local
 from utils.ranks.accelerator import check_sharding, use_fsdp
 from utils.ranks.ranks import Ranks
 from utils.runs.manifest import sha256_of
-from utils.training.optim import OPTIMIZERS
+from utils.training.optim import OPTIMIZERS, state_per_value
 
 BOTH = ["--data", "digits", "--image_size", "32", "--threads", "1", "--max_train_samples", "100", "--log_every", "1"]
 BOTH += ["--max_eval_samples", "30", "--eval_batch_size", "8", "--report", "false", "--eval_every", "7", "--keep", "9"]
@@ -255,6 +255,37 @@ def test_a_parameter_that_is_a_single_number_is_refused(monkeypatch):
     monkeypatch.setitem(train.OWN_MODELS, "scaled", Scaled)
     line = refused(sharded, *BOTH, "--model", "scaled", "--global_batch_size", "24", processes=2)
     assert "FSDP cannot shard scaled, because its parameter scale is a single number" in line
+
+
+def test_different_weights_at_the_start_are_refused():
+    def differing(flags: list[str]) -> None:
+        build = train.build_model
+
+        def build_another(*given):
+            model = build(*given)
+            with torch.no_grad():
+                next(model.parameters()).add_(int(os.environ["RANK"]))
+            return model
+
+        train.build_model = build_another
+        sharded(flags)
+
+    assert "rank 1 has different weights at the start than rank 0" in refused(differing, *VIT, processes=2)
+
+
+def test_microbatches_of_a_sharded_model_are_added_up_at_once(monkeypatch):
+    monkeypatch.setattr(Accelerator, "no_sync", None)  # a rank would keep the whole gradient
+    returned(2, sharded, ["--run_name", "run", *VIT, "--grad_accum", "2", "--max_steps", "2"])
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "count"),
+    [("sgd", {}, 1), ("sgd", {"momentum": 0.0}, 0), ("adamw", {}, 2), ("adamw", {"amsgrad": True}, 3)],
+)
+def test_the_size_of_the_optimizer_state_is_known_before_it_exists(name, more, count):
+    of_config = {key: value for key, value in more.items() if key == "momentum"}
+    arguments = {key: value for key, value in more.items() if key != "momentum"}
+    assert state_per_value(TrainConfig(optimizer=name, optimizer_args=arguments, **of_config)) == count
 
 
 def test_one_process_has_the_whole_model():

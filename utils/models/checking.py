@@ -62,7 +62,10 @@ def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     Waits for the device.
     """
     floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    good = torch.stack([local(tensor).isfinite().all() for tensor in floats.values()]).tolist()  # waits only once
+    device = next(iter(floats.values())).device  # with fsdp_offload_params, that of buffers is another one
+    good = torch.stack(
+        [local(tensor).isfinite().all().to(device) for tensor in floats.values()]
+    ).tolist()  # waits only once
     return [name for name, is_good in zip(floats, good, strict=True) if not is_good]
 
 

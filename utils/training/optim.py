@@ -131,7 +131,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 def state_per_value(config: TrainConfig) -> int:
     """How many values an optimizer keeps for each value of a parameter."""
     states = _try_arguments(config).state.items()
-    return max(sum(isinstance(v, Tensor) and v.shape == p.shape for v in state.values()) for p, state in states)
+    counts = (sum(isinstance(v, Tensor) and v.shape == p.shape for v in state.values()) for p, state in states)
+    return max(counts, default=0)
 
 
 def _try_arguments(config: TrainConfig) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.optim import Optimizer
 
 from utils.config.bounds import require
+from utils.launch.environment import shards_model
 from utils.memory import bytes_text
 from utils.models.checking import hash_tensors
 from utils.models.layers import find_blocks
@@ -37,6 +38,7 @@ def prepare_training(
         before = _bytes(module, resolved)
         _get_ready(module, resolved, accelerator, ranks)
     model, prepared = accelerator.prepare(module, optimizer)
+    assert is_sharded(model) or not shards_model() or accelerator.num_processes == 1
     if is_sharded(model):
         most = [max(sizes) for sizes in zip(*ranks.gather(_bytes(model, resolved)), strict=True)]
         texts = [f"{name} {bytes_text(whole)}" for name, whole in zip(_SHARDED, before, strict=True)]
