@@ -489,7 +489,7 @@ def change_state(change):
 
 
 def test_another_format_is_refused_with_the_version_that_wrote_it():
-    fix = f"this version reads format {FORMAT}; use the version that wrote it"
+    fix = f"this version reads formats {OLDEST_FORMAT} to {FORMAT}; use the version that wrote it"
     for main, flags, found, wrote, writer in (
         (eval.main, EVAL, FORMAT + 1, {"lockstep": "9.8"}, "9.8"),
         (train.main, RESUME, OLDEST_FORMAT - 1, None, "?"),

@@ -58,7 +58,7 @@ def test_old_checkpoints_are_evaluated_and_older_ones_refused(old):
     for main, flags in ((eval.main, ["--ckpt", str(OLD)]), (train.main, ["--run_name", "run", "--resume", str(OLD)])):
         problem = f"{OLD}/state.json: has format 1, of Lockstep "
         line = refused(main, *flags)
-        assert problem in line and line.endswith("this version reads format 3; use the version that wrote it")
+        assert problem in line and line.endswith("this version reads formats 2 to 3; use the version that wrote it")
     assert "config.yaml: has format 1" in refused(train.main, "--config", str(OLD / "config.yaml"))
 
 

@@ -1,4 +1,4 @@
-"""FSDP2 is the run of DDP and of one process: losses, evaluations, checkpoints, on real processes over gloo."""
+"""Runs with FSDP2 equal runs with DDP and on one process: losses, evaluations and checkpoints, over gloo."""
 
 import os
 import re
@@ -30,8 +30,9 @@ from utils.training.optim import OPTIMIZERS, state_per_value
 BOTH = ["--data", "digits", "--image_size", "32", "--threads", "1", "--max_train_samples", "100", "--log_every", "1"]
 BOTH += ["--max_eval_samples", "30", "--eval_batch_size", "8", "--report", "false", "--eval_every", "7", "--keep", "9"]
 VIT = [*BOTH, "--model", "timm/test_vit", "--model_args", "{img_size: 32}", "--optimizer", "adamw", "--lr", "0.002"]
-VIT += ["--global_batch_size", "24"]  # four updates an epoch and a fifth of 4 samples
-# 42, 42 and 16 samples. FSDP2 does not take kernels that are channels last, and others are computed in another order.
+VIT += ["--global_batch_size", "24"]  # per epoch: four updates of 24 samples and one of 4
+# 42, 42 and 16 samples. With FSDP2, convolution weights cannot be channels_last. Contiguous weights use other kernels,
+# which round differently, so DDP does not use channels_last here either.
 STATISTICS = [*BOTH, "--model", "timm/test_resnet", "--lr", "0.02", "--global_batch_size", "42"]
 STATISTICS += ["--channels_last", "false"]
 LENGTH = ["--max_steps", "20"]
@@ -54,7 +55,7 @@ def run_both(processes: int, flags: list[str]) -> None:
     returned(processes, sharded, ["--run_name", "fsdp", *flags])
 
 
-# What must not change a result: name -> flags
+# Settings with which FSDP must give the losses of DDP: name -> flags
 CASES = {
     "transformer": [*VIT, "--grad_accum", "2", "--clip_norm", "0.5", "--ema_decay", "0.9"],
     "batch statistics": [*STATISTICS, "--clip_norm", "0.5", "--ema_decay", "0.9"],
@@ -90,7 +91,7 @@ def test_two_processes_are_bit_for_bit_those_of_ddp(flags):
 
 
 def die_after(step: int, flags: list[str], with_fsdp: bool = True) -> None:
-    """Train, and kill this process in the forward pass of the update after `step`, when its save is complete."""
+    """Train, and kill this process at the start of the update after `step`, when the last save is complete."""
     update = train.train_update
 
     def dying(run, batches):
@@ -167,7 +168,7 @@ def measured(flags: list[str]) -> dict[str, float]:
         found["state"] = size(v for state in run.optimizer.state.values() for v in state.values())
         found["all parameters"] = sum(parameter.numel() for parameter in run.model.parameters()) * 4
         found["largest"] = max(parameter.numel() for parameter in run.model.parameters()) * 4
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now the current size
         before = memory("VmHWM")
         save(run)
         run.checkpoints.wait()
@@ -200,12 +201,12 @@ def test_sharded_bytes_are_those_of_the_arithmetic(processes):
 
 
 NOT_FOR_FSDP = {
-    "--microbatches fixes the order": {"microbatches": 4},
-    "--optimizer muon needs whole matrices": {"optimizer": "muon"},
-    "--optimizer adafactor needs whole matrices": {"optimizer": "adafactor"},
+    "--microbatches adds gradients in a fixed order": {"microbatches": 4},
+    "--optimizer muon needs full matrices": {"optimizer": "muon"},
+    "--optimizer adafactor needs full matrices": {"optimizer": "adafactor"},
     "--find_unused_parameters is a setting of DDP": {"find_unused_parameters": True},
     "--comm_hook bf16 is a setting of DDP": {"comm_hook": "bf16"},
-    "mixed precision fp16 does not work": {"mixed_precision": "fp16"},
+    "mixed precision fp16 is not supported with FSDP": {"mixed_precision": "fp16"},
     "set fsdp_version: 2": {"FSDP_VERSION": "1"},
     "use --grad_checkpointing": {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
     "fsdp_ignored_modules is not supported": {"FSDP_IGNORED_MODULES": "head"},
@@ -228,7 +229,7 @@ def test_settings_that_do_not_work_are_refused(text, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ([*VIT, "--microbatches", "4"], "--microbatches fixes the order in which gradients are added"),
+        ([*VIT, "--microbatches", "4"], "--microbatches adds gradients in a fixed order"),
         (
             [*VIT, "--freeze", "backbone", "--feature_views", "1"],
             "features cannot be cached, because the model is sharded",
@@ -274,7 +275,7 @@ def test_different_weights_at_the_start_are_refused():
 
 
 def test_microbatches_of_a_sharded_model_are_added_up_at_once(monkeypatch):
-    monkeypatch.setattr(Accelerator, "no_sync", None)  # a rank would keep the whole gradient
+    monkeypatch.setattr(Accelerator, "no_sync", None)  # a rank would keep the full gradient
     returned(2, sharded, ["--run_name", "run", *VIT, "--grad_accum", "2", "--max_steps", "2"])
 
 
@@ -339,7 +340,7 @@ def test_the_doctor_checks_a_sharded_step():
 
 
 def fail(flags: list[str], step: int, on_rank: int, how: str, where: str = "train_update") -> None:
-    """Train with FSDP; that rank has this fault in the function `where` of train.py after update `step`."""
+    """Train with FSDP; rank `on_rank` fails as `how` says, in the function `where` of train.py, after update `step`."""
     function = getattr(train, where)
 
     def failing(run, *more):

@@ -1,4 +1,4 @@
-"""Our safetensors files have the bytes of the library's own, also if the tensors are sharded or the disk is full."""
+"""Our safetensors files have the same bytes as those of `save_file`, even if tensors are sharded. A full disk."""
 
 import resource
 from pathlib import Path
@@ -66,13 +66,13 @@ def test_metadata_of_the_library_are_read():
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Tensors of 40 to 40,000 bytes; two ranks have 2 and 1, 1 and no, 500 and 500 rows of them."""
+    """Tensors of 40 to 40,040 bytes. Two ranks have 2 and 1, 1 and 0, 500 and 500, 501 and 500 rows."""
     shapes = {"uneven": (3, 5), "on one": (1, 10), "large": (1000, 10), "larger": (1001, 10)}
     return {name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in shapes.items()}
 
 
 def write_sharded(places: list[str], most: int) -> list[tuple[type, str | None] | None]:
-    """Write sharded and whole tensors to each of the places, where no file can have `most` bytes.
+    """Write sharded and plain tensors to each of the places, where a file can have at most `most` bytes.
 
     At the end they are written to the file `last` without this limit. Returns the kind of each error, and its file.
     """

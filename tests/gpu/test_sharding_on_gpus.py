@@ -1,4 +1,4 @@
-"""FSDP2 on GPUs: the losses of DDP, checkpoints that move, offload, and memory and speed beside DDP."""
+"""FSDP2 on GPUs: losses equal to DDP, checkpoints that move to one GPU, CPU offload, memory and speed beside DDP."""
 
 import pytest
 from helpers.gpu_runs import ON_CPU, command, pick, run, train

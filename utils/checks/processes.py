@@ -180,7 +180,7 @@ def gradients(ranks: Ranks) -> Finding:
     single = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5)).double()
     module = deepcopy(single)
     compile_model(accelerator, nn.Identity())  # so that Accelerate does not compile the model for one step
-    model, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters()))  # FSDP takes both at once
+    model, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters()))  # FSDP2 needs both in one call
 
     ((single(samples) - targets) ** 2).sum().div(len(samples)).backward()
     mine, wanted = (values.tensor_split(count)[rank].to(ranks.device) for values in (samples, targets))
@@ -197,5 +197,5 @@ def gradients(ranks: Ranks) -> Finding:
 
 
 def _gradient(module: nn.Module) -> Tensor:
-    """All gradients of a module in a row, on the CPU; collective if the module is sharded."""
+    """All gradients of a module, concatenated, on the CPU; collective if the module is sharded."""
     return torch.cat([whole(p.grad).flatten().cpu() for p in module.parameters() if p.grad is not None])

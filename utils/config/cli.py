@@ -169,7 +169,7 @@ def _read_file(path: Path, cls: type) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: is not a file of settings", "write one 'name: value' on each line")
     if not isinstance(found := values.pop("format", FORMAT), int) or not OLDEST_FORMAT <= found <= FORMAT:
-        problem = f"{path}: has format {str(found)[:40]}; this version reads format {FORMAT}"
+        problem = f"{path}: has format {str(found)[:40]}; this version reads formats {OLDEST_FORMAT} to {FORMAT}"
         raise UserError(problem, "use the version that wrote it")
     names = [setting.name for setting in fields(cls)]
     for name in values:

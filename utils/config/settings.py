@@ -46,7 +46,7 @@ from utils.config.yaml_text import dump_yaml
 
 FORMAT, OLDEST_FORMAT = 3, 2
 """The format of config.yaml and state.json, and the oldest one that is read. A new field that older files may lack does
-not change it."""
+not change the format."""
 
 Seconds = Annotated[PositiveFloat, at_most(7 * 24 * 3600)]  # gloo and the store count milliseconds
 

@@ -62,7 +62,7 @@ def bad_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     Waits for the device.
     """
     floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    device = next(iter(floats.values())).device  # with fsdp_offload_params, that of buffers is another one
+    device = next(iter(floats.values())).device  # with fsdp_offload_params, buffers are on another device
     good = torch.stack(
         [local(tensor).isfinite().all().to(device) for tensor in floats.values()]
     ).tolist()  # waits only once

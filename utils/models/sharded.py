@@ -1,6 +1,6 @@
 """Tensors of a model that FSDP2 has sharded: each rank holds some rows of each parameter, as a DTensor.
 
-All functions also take the plain tensors of a model that is not sharded, and return them unchanged.
+`local`, `whole`, `shard_like` and `wrap_like` return plain tensors unchanged.
 """
 
 import torch
@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has sharded this model. Then all ranks must run it equally often, also without samples."""
+    """Whether FSDP2 has sharded this model. If so, all ranks run it the same number of times, even without samples."""
     return isinstance(model, FSDPModule)
 
 
 def count_units(model: nn.Module) -> int:
-    """The number of modules whose parameters FSDP2 gathers together."""
+    """The number of FSDP units: modules whose parameters are gathered together."""
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
@@ -27,12 +27,12 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """The rows of all ranks; collective if the tensor is sharded."""
+    """The full tensor, with the rows of all ranks; collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """The whole `tensor`, sharded as `like` is, without communication."""
+    """The full `tensor`, sharded like `like`, without communication."""
     if not isinstance(like, DTensor):
         return tensor
     rows = tensor.chunk(like.device_mesh.size())  # as FSDP2 divides them; the last ranks may have none
@@ -41,7 +41,7 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def wrap_like(rows: Tensor, like: Tensor) -> Tensor:
-    """A sharded tensor with these rows of this rank, if `like` is sharded."""
+    """A DTensor like `like`, with `rows` as this rank's shard; `rows` if `like` is not sharded."""
     if not isinstance(like, DTensor):
         return rows
     mesh, placements = like.device_mesh, like.placements
@@ -49,7 +49,7 @@ def wrap_like(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def forget_whole_weights(model: nn.Module) -> None:
-    """Free the whole parameters that FSDP2 keeps after a forward pass without a backward pass.
+    """Free the full parameters that FSDP2 keeps after a forward pass without a backward pass.
 
     Otherwise the next forward pass would use them, even if the weights have changed meanwhile.
     """

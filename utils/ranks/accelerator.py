@@ -38,7 +38,7 @@ def check_precision(config: TrainConfig | EvalConfig, ranks: Ranks) -> None:
         raise UserError("mixed precision fp16 needs a GPU", "use --mixed_precision bf16 or no")
 
 
-_WHOLE = "needs whole matrices, but with FSDP each process has some rows of them"
+_FULL = "needs full matrices, but with FSDP each process has only some rows"
 _OF_DDP = "is a setting of DDP, which FSDP replaces"
 
 
@@ -49,16 +49,16 @@ def check_sharding(config: TrainConfig, ranks: Ranks) -> None:
     on_gpu, without = ranks.device.type == "cuda", "leave it out, or train without FSDP"
     asked = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     ignored = os.environ.get("FSDP_IGNORED_MODULES", "None") != "None"
-    order = "--microbatches fixes the order in which gradients are added, but FSDP's depends on the number of processes"
+    order = "--microbatches adds gradients in a fixed order, but with FSDP the order depends on the number of processes"
     for refused, problem, fix in (
         (os.environ.get("FSDP_VERSION") != "2", "FSDP 1 is not supported",
          "set fsdp_version: 2 in fsdp_config, or FSDP_VERSION=2"),
         (config.microbatches is not None, order, without),
-        (config.optimizer == "muon", f"--optimizer muon {_WHOLE}", "use adamw, or train without FSDP"),
-        (config.optimizer == "adafactor", f"--optimizer adafactor {_WHOLE}", "use adamw, or train without FSDP"),
+        (config.optimizer == "muon", f"--optimizer muon {_FULL}", "use adamw, or train without FSDP"),
+        (config.optimizer == "adafactor", f"--optimizer adafactor {_FULL}", "use adamw, or train without FSDP"),
         (config.find_unused_parameters, f"--find_unused_parameters {_OF_DDP}", without),
         (config.comm_hook != "no", f"--comm_hook {config.comm_hook} {_OF_DDP}", without),
-        (asked == "fp16", "mixed precision fp16 does not work with FSDP here", "use --mixed_precision bf16 or no"),
+        (asked == "fp16", "mixed precision fp16 is not supported with FSDP", "use --mixed_precision bf16 or no"),
         (is_set("FSDP_ACTIVATION_CHECKPOINTING"), "fsdp_activation_checkpointing is not supported",
          "remove it from fsdp_config, and use --grad_checkpointing"),
         (ignored, "fsdp_ignored_modules is not supported", "remove it from fsdp_config"),
@@ -133,17 +133,18 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
 
 
 def _fsdp_plugin(on_gpu: bool) -> FullyShardedDataParallelPlugin:
-    """What the accelerate config says about FSDP2, which its launcher puts into variables."""
+    """The FSDP2 settings of the accelerate config, which `accelerate launch` passes as environment variables."""
     return FullyShardedDataParallelPlugin(
-        # Autocast chooses the precision, as with DDP. FSDP2 would also add gradients in bfloat16.
+        # Autocast chooses the precision, as with DDP. FSDP2's own mixed precision would also reduce gradients in
+        # bfloat16.
         mixed_precision_policy=MixedPrecisionPolicy(),
         cpu_offload=None if on_gpu else False,  # on the CPU there is nothing to offload
-        cpu_ram_efficient_loading=False,  # for models of transformers only
+        cpu_ram_efficient_loading=False,  # only for models of the transformers library
     )
 
 
 def use_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Let Accelerate use FSDP2 on CPUs, too: it chooses FSDP for GPUs only, although the rest of it works on both."""
+    """Make Accelerate use FSDP2 on CPUs, too. By itself it selects FSDP only on GPUs."""
     AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
 
 

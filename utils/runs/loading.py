@@ -33,7 +33,7 @@ EMA = "ema"
 class Part(Protocol):
     """What `run.parts` holds. The state is a flat dict, with the same names, shapes and dtypes during the whole run.
 
-    All ranks call `state_dict` and `load_state_dict` with the same state, or `restart`.
+    All ranks call `state_dict`. All ranks call `load_state_dict`, with the same state, or `restart`.
     """
 
     def state_dict(self) -> dict[str, Tensor]: ...
@@ -89,9 +89,10 @@ def tensors_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, parts: 
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of the optimizer's state, as PARAMETER/KEY, and metadata with the other values and all parameters.
+    """The tensors of the optimizer's state, named PARAMETER/KEY, and metadata.
 
-    Raises ValueError if a value can be neither a tensor nor JSON.
+    The metadata has the other values and the names of all parameters. Raises ValueError if a value is not a tensor and
+    cannot be written as JSON.
     """
     parameters = _by_name(_unwrapped(optimizer).param_groups)
     states = {name: _unwrapped(optimizer).state.get(parameter, {}) for name, parameter in parameters.items()}
@@ -101,7 +102,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor]
     try:
         return tensors, {"parameters": json.dumps(list(parameters)), "values": json.dumps(rest)}
     except TypeError as error:  # such as a list of tensors
-        raise UserError(f"the state of this optimizer cannot be saved ({one_line(error)})", "use another") from error
+        problem = f"the state of this optimizer cannot be saved ({one_line(error)})"
+        raise UserError(problem, "use another --optimizer") from error
 
 
 def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:

@@ -70,7 +70,8 @@ class SavedState:
             if type(found) is not int or OLDEST_FORMAT <= found <= FORMAT:
                 raise UserError(f"{path}: {error}", _OTHER) from None
             version = str(wrote.get("lockstep"))[:40] if isinstance(wrote, dict) else "?"
-            problem = f"{path}: has format {found}, of Lockstep {version}; this version reads format {FORMAT}"
+            problem = f"{path}: has format {found}, of Lockstep {version}; "
+            problem += f"this version reads formats {OLDEST_FORMAT} to {FORMAT}"
             raise UserError(problem, "use the version that wrote it") from None
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from utils.files import naming_file
 from utils.models.sharded import whole
 
-Tensors = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, str]]]  # tensors by name, and metadata, by file name
+Tensors = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, str]]]  # file name -> (tensors by name, metadata)
 
-# The names of the types in the file, in the order in which their tensors are written: so all values are aligned
+# Names of the dtypes in the file. Tensors are written in this order, largest items first, so that all are aligned.
 _TYPES = {
     torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
     torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16",
@@ -21,10 +21,11 @@ _TYPES = {
 
 
 def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> OSError | None:
-    """Write a file with the bytes of `safetensors.torch.save_file`; collective if a tensor is sharded.
+    """Write a safetensors file; collective if a tensor is sharded.
 
-    Ranks with `path` None only send their rows. An error of writing is returned, after the last tensor: a rank that
-    raised it before would leave the others waiting.
+    Its bytes are those of `safetensors.torch.save_file`, except that the order of metadata is fixed. Ranks with `path`
+    None take part in each all-gather, but write nothing. Returns an OSError instead of raising it, after all tensors
+    have been gathered. Otherwise the other ranks would hang.
     """
     types = list(_TYPES)
     order = sorted(tensors, key=lambda name: (types.index(tensors[name].dtype), name))
@@ -37,19 +38,19 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], metadata: Ma
                     file.write(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     except OSError as raised:
         error = raised
-    for _ in gathered:  # what this rank does not write
+    for _ in gathered:  # take part in the remaining all-gathers
         pass
     return error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata in the header of a safetensors file that has been read before."""
+    """The metadata in the header of a safetensors file whose header was already checked."""
     with path.open("rb") as file:
         return json.loads(file.read(int.from_bytes(file.read(8), "little"))).get("__metadata__", {})
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a safetensors file: the length of the rest, then names, types, shapes and places as JSON."""
+    """The header of a safetensors file: the length of the header, then names, dtypes, shapes and offsets as JSON."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:

@@ -13,10 +13,11 @@ from utils.runs.tensors import Tensors, write_tensors
 def write_partial(folder: Path, step: int, tensors: Tensors, files: Mapping[str, bytes], writes: bool) -> None:
     """Write the contents of a checkpoint, which `publish` completes; collective if the model is sharded.
 
-    Only one rank `writes`. It raises OSError after all tensors were gathered, and leaves nothing of the checkpoint.
+    `writes` is true on one rank. If it cannot write, it raises OSError after all tensors have been gathered, and
+    deletes the incomplete checkpoint.
     """
-    # Accelerate's `save_state` would gather a sharded model on one rank. Its files would also be read by `load_state`,
-    # which unpickles random states, and matches the optimizer's state by position, unchecked.
+    # Accelerate's `save_state` is not used: it gathers a sharded model on one rank. `load_state`, which reads its
+    # files, unpickles random states and matches the optimizer's state by position.
     partial, error = _partial(folder, step), None
     try:
         if writes:

@@ -136,7 +136,10 @@ class Evaluator:
         return [seen, *rows]
 
     def join_others(self, passes: int) -> None:
-        """Run a sharded model without images, because other ranks have that many blocks more than this one."""
+        """Run `passes` forward passes of a sharded model on empty batches, because other ranks have more blocks.
+
+        Does nothing if the model is not sharded.
+        """
         if is_sharded(self.model):
             for _ in range(passes):
                 self.model(self.batches.no_images)

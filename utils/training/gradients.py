@@ -25,9 +25,10 @@ from utils.training.tree_sum import TreeSum
 
 
 class Gradients:
-    """Sums by DDP or FSDP2: a rank accumulates, and DDP averages over the ranks during the last backward pass.
+    """Gradients summed by DDP or FSDP2.
 
-    FSDP2 averages over the ranks in each backward pass.
+    With DDP, a rank accumulates, and the last backward pass averages over the ranks. FSDP2 averages in each backward
+    pass.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
@@ -55,7 +56,7 @@ class Gradients:
         """The context of the forward and backward pass of a microbatch."""
         self.seed(batch)
         self._step += 1
-        # A sharded model adds up each microbatch, because a rank has no room for the whole gradient.
+        # FSDP2 reduces the gradients of each microbatch, so that no rank holds the full gradient.
         adds_up = self._step == self.steps or is_sharded(self.model)
         return nullcontext() if adds_up else self.accelerator.no_sync(self.model)
 

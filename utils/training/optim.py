@@ -163,7 +163,7 @@ def init_optimizer(
     """
     optimizer = prepared.optimizer
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        group["fused"] = not sharded  # PyTorch has no sharded version
+        group["fused"] = not sharded  # fused SGD does not support DTensor
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return prepared if accelerator.scaler else optimizer

@@ -52,15 +52,15 @@ _SHARDED = ("parameters", "gradients", "optimizer state")
 
 
 def _get_ready(module: nn.Module, resolved: Resolved, accelerator: Accelerator, ranks: Ranks) -> None:
-    """Check that FSDP2 can shard the model, and choose its units: its blocks, unless the accelerate config does."""
+    """Check that FSDP2 can shard the model. If the accelerate config chooses no units, use the blocks."""
     config = resolved.config
     for name, parameter in module.named_parameters():
         problem = f"FSDP cannot shard {config.model}, because its parameter {name} is a single number"
         require(parameter.ndim > 0, problem, "use another model, or train without FSDP")
-    # DDP would copy the weights of rank 0 to all ranks; FSDP2 takes the rows of each.
+    # DDP would copy the weights of rank 0 to all ranks; FSDP2 keeps each rank's own values.
     weights = hash_tensors([*module.parameters(), *module.buffers()])
     ranks.check_same(weights, "different weights at the start", SAME_START)
-    module.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other; --channels_last still holds for images
+    module.to(memory_format=torch.contiguous_format)  # FSDP2 needs this; --channels_last still applies to images
     plugin = accelerator.state.fsdp_plugin
     if plugin.auto_wrap_policy in (None, transformer_auto_wrap_policy):
         blocks = sorted({type(block).__name__ for block in find_blocks(module)})
@@ -69,7 +69,7 @@ def _get_ready(module: nn.Module, resolved: Resolved, accelerator: Accelerator, 
         problem = f"fsdp_transformer_layer_cls_to_wrap: {config.model} has no layers of class {', '.join(unknown)}"
         require(not unknown, problem, f"leave it out to use its blocks ({', '.join(blocks)})")
         plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, chosen
-    if accelerator.native_amp:  # Accelerate does this for DDP only
+    if accelerator.native_amp:  # Accelerate does not do this for FSDP2
         module.forward = convert_outputs_to_fp32(accelerator.autocast()(module.forward))
 
 
