@@ -7,7 +7,7 @@
 This file is the whole run: `main` starts it, `build` creates its parts, and `train` is the loop.
 """
 
-from utils.output import guard_output  # the first import: see its docstring
+from utils.output import guard_output, leave  # the first import: see its docstring
 
 # isort: split
 import math
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
             report_training(run)
         stopped = log_end(run, result, command)
     if stopped:
-        raise SystemExit(EXIT_RESUME)
+        leave(EXIT_RESUME)
     return result
 
 

@@ -6,6 +6,7 @@ Windows, the import exits with one line and code 2, because later imports would 
 seconds, so Ctrl-C ends a script silently until `restore_interrupt` is called.
 """
 
+import atexit
 import io
 import os
 import select
@@ -13,7 +14,9 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+_ended_with: int | None = None  # the exit code, once the script has ended
 
 
 def guard_output() -> None:
@@ -28,6 +31,25 @@ def guard_output() -> None:
             with suppress(OSError, ValueError):
                 stream.flush()
             setattr(sys, name, _text(_Guarded(stream), stream.encoding))
+
+
+def leave(code: int) -> NoReturn:
+    """End the script with this exit code, after its other threads and exit handlers."""
+    end_quickly(code)
+    raise SystemExit(code)
+
+
+def end_quickly(code: int) -> None:
+    """Let the process end, after its exit handlers, without freeing all objects, which would take about a second."""
+    global _ended_with
+    _ended_with = code
+
+
+def _end() -> None:
+    if _ended_with is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_ended_with)
 
 
 def restore_interrupt() -> None:
@@ -104,6 +126,8 @@ def _is_own_script() -> bool:
 
 _open_what_is_closed()
 _check_system()
-# A shell ignores SIGINT for its background jobs.
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler and _is_own_script():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if _is_own_script():
+    atexit.register(_end)  # the first handler that is registered is the last one that is called
+    # A shell ignores SIGINT for its background jobs.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

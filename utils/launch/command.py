@@ -31,6 +31,14 @@ def launcher_command() -> list[str]:
     return command if any(Path(word).name == Path(sys.argv[0]).name for word in command) else []
 
 
+def elastic_nodes() -> tuple[int, int] | None:
+    """The fewest and the most machines of torchrun's --nnodes MIN:MAX; None if their number is fixed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nnodes", default=os.environ.get("PET_NNODES", ""))
+    fewest, colon, most = parser.parse_known_args(launcher_command())[0].nnodes.partition(":")
+    return (int(fewest), int(most)) if colon else None
+
+
 def script_command(script: str) -> list[str]:
     """The command that runs another script of this project, with this Python and from the folder of train.py."""
     own = Path(sys.argv[0])

@@ -19,6 +19,7 @@ from utils.files import write_file
 from utils.launch.command import launcher_command
 from utils.launch.environment import attempts_left, claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
+from utils.output import leave
 from utils.waiting import call_with_timeout
 
 _CLEAR_LINE = "\r\x1b[K"
@@ -72,7 +73,7 @@ def exit_with_error(error: BaseException, prog: str, prints: bool = True, show_t
         if show_traceback:
             traceback.print_exception(error)
         print_last_line(prog, f"error: {one_line(error)}", is_cause=not isinstance(error, LostRank))
-    raise SystemExit(2)
+    leave(2)
 
 
 def exit_now(code: int) -> NoReturn:

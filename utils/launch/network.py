@@ -7,6 +7,7 @@ from contextlib import suppress
 import psutil
 
 from utils.errors import UserError
+from utils.launch.environment import is_launched
 
 
 def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -> str:
@@ -21,7 +22,8 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     if name is None:
         outside = next((address for address in seen if address and not _is_loopback(address)), None)
         name = interface_of(_address_towards((outside or "127.0.0.1") if several_machines else "127.0.0.1"))
-        if several_machines and outside is None:  # another machine could not have connected to a loopback address
+        # Another machine could not have connected to a loopback address. Several launchers on one machine do.
+        if several_machines and outside is None and not is_launched():
             raise UserError(
                 f"all processes are on {host}, but LOCAL_WORLD_SIZE implies several machines",
                 "export LOCAL_WORLD_SIZE=WORLD_SIZE, and LOCAL_RANK=RANK for each process",

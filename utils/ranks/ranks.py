@@ -249,9 +249,10 @@ class Ranks:
     def finish(self) -> None:
         """Stop the watchdog, and wait until no rank needs the store, which the main process may serve."""
         self.watch.end()
-        if self.store is None or self.orphaned:
+        served_by_launcher = self._launchers_store is not None  # PyTorch prints a stack for each call of a lost store
+        if self.store is None or (self.orphaned and served_by_launcher):
             return
-        with suppress(RuntimeError):  # the launcher, which may serve the store, may have exited
+        with suppress(RuntimeError):  # the launcher or rank 0, one of which serves the store, may have exited
             self.store.set(f"finished-{self.topology.rank}", "")
             if self.is_main:
                 ranks = range(self.topology.world_size)

@@ -21,7 +21,6 @@ there by each rank that has it. Ranks that do not print exit last (`delay_exit`)
 ranks when one has exited. `ranks/watch.py` ends waits, in a thread, and `launch/exits.py` prints and exits.
 """
 
-import atexit
 import os
 import signal
 import sys
@@ -43,7 +42,7 @@ from utils.launch.exits import (
     with_rank,
 )
 from utils.launch.rendezvous import wait_for_keys
-from utils.output import restore_interrupt
+from utils.output import end_quickly, leave, restore_interrupt
 from utils.ranks.ranks import Ranks
 
 
@@ -71,22 +70,11 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
 
 
 def _leave_group(error: BaseException | None) -> None:
-    """Destroy the process group, except after an error over NCCL: then this process exits without doing so.
-
-    NCCL would wait for kernels that wait for other ranks. Before it exits, the process completes its last save and
-    prints its traceback.
-    """
+    """Destroy the process group, except after an error over NCCL, which would wait for kernels of other ranks."""
     if error is None or "nccl" not in dist.get_backend():
         dist.destroy_process_group()
-        return
-    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    atexit.register(_exit_without_cleanup, code)
-
-
-def _exit_without_cleanup(code: int) -> None:
-    sys.stdout.flush()  # at this point, Python cannot start the thread of `exit_now`
-    sys.stderr.flush()
-    os._exit(code)
+    else:
+        end_quickly(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 def _end(
@@ -102,7 +90,7 @@ def _end(
             print_last_line(prog, f"{str(error) or 'interrupted'}{how_to_resume(prog)}")
         if ranks is not None:
             ranks.record_end(error)
-        raise SystemExit(getattr(error, "code", 130)) from None
+        leave(getattr(error, "code", 130))
     with suppress(ValueError):  # only the main thread can set a handler
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise for the next dead worker
     error = with_known_fix(error)

@@ -37,6 +37,7 @@ from utils.runs.source import InitialWeights, absolute_source
 from utils.runs.state import TrainState
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
+from utils.training.elastic import check_elastic, check_elastic_sizes
 from utils.training.schedule import total_updates
 
 
@@ -47,6 +48,7 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
     check_model(config)
     check_source(config)
     check_run_folder(config)
+    check_elastic(config)
     if config.data_dir and config.resume is None and not config.data.startswith("torchvision/"):
         raise UserError("--data_dir is for --data torchvision/NAME only", "name a folder of your own with --data")
     if config.resume is None:
@@ -103,6 +105,7 @@ def resolve(
     processes = accelerator.num_processes
     config, sizes = (config, []) if saved else choose_sizes(config, len(data.train), processes)
     _, grad_accum, global_batch_size = choose_batch(config, saved, processes)
+    check_elastic_sizes(config, global_batch_size)
     plan = make_plan(config, data.train, global_batch_size, config.microbatches or grad_accum * processes)
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)

@@ -1,0 +1,140 @@
+"""Launchers of an elastic run, on this machine or on machines of Linux namespaces, and what can happen to them."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from helpers.launched_runs import end_commands, ranks_of
+from helpers.machines import Machine
+from helpers.ranks import free_port
+from helpers.training_runs import BIN, ROOT
+from helpers.waiting import records_so_far, until
+
+_SERVE = (
+    "import sys, time, torch.distributed as d; s = d.TCPStore('0.0.0.0', int(sys.argv[1]), is_master=True, "
+    "wait_for_workers=False); print('serving', flush=True); time.sleep(10000)"
+)
+_CONF = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3,join_timeout=60,read_timeout=20"
+SHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
+
+
+class Launchers:
+    """The store and the launchers of a run, each of which starts one rank. Up to `most` may run at a time."""
+
+    def __init__(self, flags: list[str], most: int = 3, machines: list[Machine] | None = None):
+        self.flags, self.most, self.machines = flags, most, machines
+        self.alive: dict[int, subprocess.Popen] = {}  # by the number of the machine
+        self.started: list[subprocess.Popen] = []
+        self.outputs: list[Path] = []
+        self.start_store()
+
+    def start_store(self) -> None:
+        """Serve the store of the rendezvous. The machine numbers of launchers begin at 1, because 0 is this one."""
+        self.port = free_port()
+        self.store, output = self._run(0, sys.executable, "-c", _SERVE, str(self.port))
+        until(lambda: "serving" in output.read_text())
+
+    def _run(self, machine: int, *command: str) -> tuple[subprocess.Popen, Path]:
+        if self.machines:
+            job = self.machines[machine].start(*command, env=SHARED)
+            process, output = job.process, job.output
+        else:
+            output = Path(f"launcher-{len(self.outputs)}.txt").absolute()
+            clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_"))}
+            with output.open("w") as file:
+                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=clean | SHARED)
+        self.outputs.append(output)
+        self.started.append(process)
+        return process, output
+
+    def start(self) -> None:
+        """Start a launcher on a free machine."""
+        machine = next(number for number in range(1, self.most + 1) if number not in self.alive)
+        address = self.machines[0].address if self.machines else "127.0.0.1"
+        command = [
+            str(BIN / "torchrun"),
+            "--nnodes",
+            f"1:{self.most}",
+            "--nproc_per_node",
+            "1",
+            "--max_restarts",
+            "100",
+        ]
+        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{address}:{self.port}", "--rdzv_id", "run"]
+        command += ["--rdzv_conf", _CONF, f"{ROOT}/train.py", *self.flags]
+        self.alive[machine], _ = self._run(machine, *command)
+
+    def rank(self, machine: int) -> psutil.Process | None:
+        """The rank that this launcher has started last."""
+        launcher = self.alive[machine]
+        return next((rank for rank in ranks_of(launcher) if rank.pid != launcher.pid), None)
+
+    def reap(self) -> list[int]:
+        """Forget launchers that have exited; returns their exit codes."""
+        ended = {machine: code for machine, p in self.alive.items() if (code := p.poll()) is not None}
+        for machine in ended:
+            del self.alive[machine]
+        return list(ended.values())
+
+    def happen(self, event: str, chance: random.Random) -> None:
+        """Let one of EVENTS happen to a launcher that `chance` selects."""
+        machine = chance.choice(sorted(self.alive))
+        launcher, rank = psutil.Process(self.alive[machine].pid), self.rank(machine)
+        with suppress(psutil.NoSuchProcess, AttributeError):  # it has just exited by itself
+            if event == "launcher added":
+                self.start()
+            elif event == "rank killed":
+                rank.kill()
+            elif event == "rank stopped":
+                rank.send_signal(signal.SIGSTOP)
+            elif event == "SIGTERM to a launcher":
+                launcher.send_signal(signal.SIGTERM)
+            elif event == "launcher killed":
+                launcher.kill()
+            elif event == "machine lost":
+                with suppress(psutil.NoSuchProcess, AttributeError):
+                    rank.kill()
+                launcher.kill()
+            elif event == "store lost":
+                self.store.kill()
+                self.store.wait()
+        if event in ("SIGTERM to a launcher", "launcher killed", "machine lost"):
+            self.alive.pop(machine).wait(timeout=90)
+
+    def end(self) -> None:
+        for process in self.started:
+            with suppress(psutil.Error):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with suppress(psutil.Error):
+                        child.kill()
+        end_commands(self.started)
+
+
+EVENTS = ("launcher added", "rank killed", "rank stopped", "SIGTERM to a launcher", "launcher killed", "machine lost")
+
+
+def possible(event: str, launchers: Launchers) -> bool:
+    """Whether the event can happen now, with at least one launcher left and a rank that others wait for."""
+    if event == "launcher added":
+        return len(launchers.alive) < launchers.most
+    return event in ("rank killed", "store lost") or len(launchers.alive) > 1
+
+
+def wait_for_progress(log: Path, more: int, launchers: Launchers) -> None:
+    """Wait until all launchers train together and have logged that many updates, or until all have exited."""
+
+    def progressed() -> bool:
+        launchers.reap()
+        read = records_so_far(log)
+        last = max((n for n, record in enumerate(read) if record["kind"] == "start"), default=None)
+        if last is None or read[last]["processes"] != len(launchers.alive):
+            return not launchers.alive
+        return sum(record["kind"] == "train" for record in read[last:]) >= more
+
+    until(progressed, every=0.2)

@@ -1,0 +1,93 @@
+"""Runs whose machines come and go:  python -m pytest -m slow -s tests/test_elastic.py
+
+Between network namespaces, as root:  python -m pytest -m machines -s tests/test_elastic.py
+"""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from helpers.elastic import EVENTS, Launchers, possible, wait_for_progress
+from helpers.training_runs import records, train_run
+from helpers.waiting import PATIENCE, records_so_far, until
+
+from utils.runs.manifest import sha256_of
+
+# Batch statistics, dropout, mixing and an average; about 0.1 s an update
+FLAGS = ["--data", "digits", "--image_size", "32", "--model", "timm/test_resnet", "--model_args", "{drop_rate: 0.2}"]
+FLAGS += ["--global_batch_size", "96", "--microbatches", "4", "--lr", "0.02", "--mixup", "0.2", "--ema_decay", "0.95"]
+FLAGS += ["--threads", "1", "--log_every", "1", "--save_every", "10", "--eval_every", "1000", "--report", "false"]
+FLAGS += ["--timeout", "20"]
+
+
+LOG = Path("runs/run/log.jsonl")
+
+
+def whole(updates: int, kept={}) -> dict[str, str]:  # noqa: B006
+    """The SHA-256 of the files that a run on one process ends with, which nothing disturbs."""
+    if updates not in kept:
+        train_run(1, "whole", *FLAGS, "--max_steps", str(updates))
+        kept[updates] = hashes("whole", updates)
+    return kept[updates]
+
+
+def hashes(name: str, updates: int) -> dict[str, str]:
+    folder = Path(f"runs/{name}/checkpoints/step-{updates:08}")
+    return {file: sha256_of(folder / f"{file}.safetensors") for file in ("model", "optimizer", "ema")}
+
+
+def logged() -> int:
+    """The last update in the log."""
+    return max((r["step"] for r in records_so_far(LOG) if r["kind"] == "train"), default=0)
+
+
+def check_events(updates: int, events: list[str], seed: int, machines=None) -> None:
+    """Train while launchers come and go; the run must end with the bits of one process, and log each update once."""
+    expected, chance = whole(updates), random.Random(seed)
+    flags = [*FLAGS, "--max_steps", str(updates), "--run_name", "run", "--resume", "auto"]
+    launchers = Launchers(flags, machines=machines)
+    try:
+        launchers.start()
+        for number, event in enumerate(events):
+            began, before = time.monotonic(), logged()
+            if number and chance.random() < 0.3:  # the processes may be importing, connecting or saving
+                time.sleep(chance.uniform(0, 8))
+            else:
+                wait_for_progress(LOG, chance.randint(2, 15), launchers)
+            assert logged() < updates, "the run has ended before all events"
+            codes = launchers.reap()
+            if not launchers.alive:  # a scheduler starts the run again, with the same command
+                launchers.start()
+            if not possible(event, launchers):
+                event = "launcher added" if len(launchers.alive) == 1 else "rank killed"
+            launchers.happen(event, chance)
+            if event == "store lost":
+                until(lambda: launchers.reap() or not launchers.alive)
+                until(lambda: launchers.reap() == [] and not launchers.alive)
+                launchers.start_store()
+                launchers.start()
+            seconds, left = time.monotonic() - began, len(launchers.alive)
+            print(f"| {seed}.{number} | {event} | from {before} to {logged()} | {left} | {codes} | {seconds:.0f} s |")
+        until(lambda: logged() == updates or (launchers.reap() and not launchers.alive), PATIENCE * 2)
+        until(lambda: launchers.reap() is not None and not launchers.alive, 120)
+    finally:
+        launchers.end()
+    starts = [(record["processes"], record["step"]) for record in records("run", "start")]
+    print(f"| {seed} | processes and first update of each start: {starts} |")
+    assert [record["step"] for record in records("run", "train")] == [*range(1, updates + 1)], launchers.outputs
+    assert hashes("run", updates) == expected
+
+
+@pytest.mark.full
+def test_a_machine_joins_another_is_lost_and_the_bits_are_those_of_one_process():
+    check_events(150, ["launcher added", "machine lost"], seed=0)
+    assert [record["processes"] for record in records("run", "start")] == [1, 2, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_the_bits_are_those_of_one_process_whatever_happens_to_its_machines(seed):
+    chance = random.Random(f"events {seed}")
+    events = ["launcher added", *(chance.choice(EVENTS) for _ in range(6)), "store lost"]
+    check_events(500, events, seed)
