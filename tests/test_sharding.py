@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
+from helpers.memory import memory, peak_of
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import ROOT, launch, records, refused, train_run
 from torch import nn
@@ -168,22 +169,12 @@ def measured(flags: list[str]) -> dict[str, float]:
         found["state"] = size(v for state in run.optimizer.state.values() for v in state.values())
         found["all parameters"] = sum(parameter.numel() for parameter in run.model.parameters()) * 4
         found["largest"] = max(parameter.numel() for parameter in run.model.parameters()) * 4
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is now the current size
-        before = memory("VmHWM")
-        save(run)
-        run.checkpoints.wait()
-        found["save"] = memory("VmHWM") - before
+        found["save"] = peak_of(lambda: (save(run), run.checkpoints.wait()))
         found["peak"] = memory("VmHWM")
 
     train.clip_gradients, train.save = clip_and_measure, save_and_measure
     sharded(flags)
     return found
-
-
-def memory(name: str) -> int:
-    """A number of bytes of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 @pytest.mark.full

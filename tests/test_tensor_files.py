@@ -1,18 +1,24 @@
 """Our safetensors files have the same bytes as those of `save_file`, even if tensors are sharded. A full disk."""
 
+import os
 import resource
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.memory import peak_of
 from helpers.ranks import returned
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import zeros as sharded_zeros
 
+from utils.models.weight_average import WeightAverage
+from utils.runs.loading import load_tensors, tensors_to_save
 from utils.runs.tensors import read_metadata, write_tensors
+from utils.runs.writing import publish, write_partial
 
 TYPES = (torch.int64, torch.float64, torch.float32, torch.int32, torch.bfloat16, torch.float16, torch.int16)
 TYPES += (torch.int8, torch.uint8, torch.bool)
@@ -104,6 +110,67 @@ def test_sharded_tensors_give_the_same_file_and_an_error_on_one_rank_holds_up_no
     assert others == [[None] * (len(places) + 1)] * (processes - 1)
     save_file(weights() | {"whole": torch.arange(9)}, "theirs", {"format": "pt"})
     assert Path("last").read_bytes() == Path("theirs").read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_save_takes_no_more_memory_than_the_largest_tensor(processes):
+    largest = 150_000_000
+
+    def write() -> int:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (processes,))
+        shape = largest // 4000, 1000
+        tensors = {name: sharded_zeros(shape, device_mesh=mesh, placements=[Shard(0)]) for name in "abcd"}
+        taken = peak_of(lambda: write_tensors(Path("/dev/null") if dist.get_rank() == 0 else None, tensors, {}))
+        dist.destroy_process_group()
+        return taken
+
+    found = returned(processes, write)
+    assert all(taken < largest * 1.1 for taken in found), found
+
+
+def offloaded(start: float) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, WeightAverage]]:
+    """A layer whose shards are on the host although their mesh is of GPUs, as with fsdp_offload_params."""
+    mesh, layer = init_device_mesh("cuda", (dist.get_world_size(),)), torch.nn.Linear(4, 3)
+    rank = dist.get_rank()
+    for name, parameter in [*layer.named_parameters()]:
+        whole = start + torch.arange(float(parameter.numel())).view(parameter.shape)
+        rows = [*whole.chunk(mesh.size()), whole[:0], whole[:0]][rank]
+        shape = {"shape": whole.shape, "stride": whole.stride()}
+        spec = DTensor.from_local(rows.to("meta"), mesh, [Shard(0)], **shape)._spec
+        layer.register_parameter(name, torch.nn.Parameter(DTensor(rows.clone(), spec, requires_grad=False)))
+    group = {"params": [*layer.parameters()], "param_names": ["weight", "bias"]}
+    optimizer = torch.optim.SGD([group], lr=0.1, momentum=0.9)
+    for parameter in layer.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = parameter.detach() * 2
+    return layer, optimizer, {"ema": WeightAverage(layer, 0.9)}
+
+
+def save_and_load_offloaded() -> list[bool]:
+    """Save one run and load it into another. Returns for each tensor whether it is that of the first, on the host."""
+    dist.init_process_group("gloo")
+    os.environ.pop("LOCAL_RANK")  # otherwise PyTorch selects a GPU
+    saved, other = offloaded(1.0), offloaded(100.0)
+    write_partial(Path.cwd(), 1, tensors_to_save(*saved), {"config.yaml": b"", "state.json": b""}, dist.get_rank() == 0)
+    if dist.get_rank() == 0:
+        publish(Path.cwd(), 1)
+    dist.barrier()
+    load_tensors(Path("step-00000001"), *other)
+    ends = [
+        [tensor for values, _ in tensors_to_save(*run).values() for tensor in values.values()] for run in (saved, other)
+    ]
+    found = [a.to_local().device.type == "cpu" and a.to_local().equal(b.to_local()) for a, b in zip(*ends, strict=True)]
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its processes must not use GPUs")
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_shards_on_the_host_stay_there_when_they_are_saved_and_loaded(processes):
+    """With fsdp_offload_params on GPUs. Here a tensor that is moved to a GPU is an error."""
+    assert returned(processes, save_and_load_offloaded) == [[True] * 6] * processes
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

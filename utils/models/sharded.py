@@ -1,12 +1,12 @@
 """Tensors of a model that FSDP2 has sharded: each rank holds some rows of each parameter, as a DTensor.
 
-`local`, `whole`, `shard_like` and `wrap_like` return plain tensors unchanged.
+`local` and `whole` return plain tensors unchanged.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -31,21 +31,19 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """The full `tensor`, sharded like `like`, without communication."""
-    if not isinstance(like, DTensor):
-        return tensor
-    rows = tensor.chunk(like.device_mesh.size())  # as FSDP2 divides them; the last ranks may have none
-    rank = like.device_mesh.get_local_rank()
-    return wrap_like(rows[rank] if rank < len(rows) else tensor[:0], like)
+def row_blocks(tensor: Tensor, like: DTensor) -> tuple[Tensor, ...]:
+    """The rows of the full `tensor` that each rank has if it is sharded like `like`. The last ranks may have none."""
+    assert like.placements == (Shard(0),)
+    return tensor.chunk(like.device_mesh.size())  # as FSDP2 divides them
 
 
-def wrap_like(rows: Tensor, like: Tensor) -> Tensor:
-    """A DTensor like `like`, with `rows` as this rank's shard; `rows` if `like` is not sharded."""
-    if not isinstance(like, DTensor):
-        return rows
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(rows.to(like.device), mesh, placements, shape=like.shape, stride=like.stride())
+@torch.no_grad()
+def copy_into(target: Tensor, tensor: Tensor) -> None:
+    """Copy the full `tensor` into `target`: if that is sharded, only the rows of this rank, without communication."""
+    if isinstance(target, DTensor):
+        blocks, rank = row_blocks(tensor, target), target.device_mesh.get_local_rank()
+        tensor = blocks[rank] if rank < len(blocks) else tensor[:0]
+    local(target).copy_(tensor)
 
 
 def forget_whole_weights(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from utils.models.sharded import local, shard_like, wrap_like
+from utils.models.sharded import copy_into, local
 
 
 class WeightAverage:
@@ -21,9 +21,10 @@ class WeightAverage:
 
     def __init__(self, module: nn.Module, decay: float):
         self.decay = decay
-        self._like = module.state_dict()
-        self._weights = {name: local(tensor) for name, tensor in self._like.items()}  # in the memory of the model
-        self._averages = {name: tensor.clone() for name, tensor in self._weights.items()}
+        own = module.state_dict()
+        self._state = {name: tensor.clone() for name, tensor in own.items()}
+        self._weights = {name: local(tensor) for name, tensor in own.items()}  # in the memory of the model
+        self._averages = {name: local(tensor) for name, tensor in self._state.items()}
         self._averaged = [name for name, tensor in self._weights.items() if tensor.is_floating_point()]
         self._copied = self._weights.keys() - self._averaged
 
@@ -45,10 +46,11 @@ class WeightAverage:
             _copy(self._weights, before)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: wrap_like(average, self._like[name]) for name, average in self._averages.items()}
+        return self._state
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        _copy(self._averages, {name: local(shard_like(state_dict[name], self._like[name])) for name in self._averages})
+        for name, average in self._state.items():
+            copy_into(average, state_dict[name])
 
     def restart(self) -> str:
         """Start from the weights of the model."""

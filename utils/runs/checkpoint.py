@@ -111,9 +111,9 @@ class CheckpointManager:
     ) -> None:
         """Write the model, the optimizer's state, the parts and the small `files`, after the last save is complete.
 
-        Collective: all ranks gather the tensors, and the main process writes them. Then a thread of the main process
-        completes the checkpoint, see `wait`. An error (OSError or AgreedError) is raised on all ranks; older
-        checkpoints do not change.
+        Collective: all ranks send their rows of sharded tensors, and the main process writes them. Then a thread of the
+        main process completes the checkpoint, see `wait`. An error (OSError or AgreedError) is raised on all ranks;
+        older checkpoints do not change.
         """
         assert self.folder is not None
         self.wait()

@@ -20,7 +20,7 @@ from utils.console import join_names
 from utils.errors import UserError, one_line
 from utils.models.checking import bad_tensors
 from utils.models.matching import shape_of
-from utils.models.sharded import shard_like
+from utils.models.sharded import copy_into
 from utils.models.weight_average import WeightAverage
 from utils.models.weight_files import load_safetensors, read_weights
 from utils.runs.manifest import OLD_OPTIMIZER, OPTIMIZER, files_of
@@ -77,7 +77,8 @@ def load_tensors(
     weights, own = read_weights(checkpoint / "model.safetensors"), module.state_dict()
     check_fit(checkpoint, weights, module)
     load_optimizer(checkpoint, optimizer)
-    module.load_state_dict({name: shard_like(tensor, own[name]) for name, tensor in weights.items()})
+    for name in weights.keys() & own.keys():  # one at a time: `load_state_dict` would need all shards twice
+        copy_into(own[name], weights[name])
     return load_parts(checkpoint, parts)
 
 
@@ -151,10 +152,11 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
                 raise ValueError(f"{difference} in this optimizer")
             if nested := [key for key, value in values.items() if _holds_tensors(value)]:
                 raise ValueError(f"{nested[0]} has tensors inside a list, tuple or dict")
-            tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-            for key, value in tensors.items():
-                tensors[key] = own[key].copy_(shard_like(value, own[key]))
-            optimizer.state[parameter] = values | tensors
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    copy_into(own[key], value)
+                    values[key] = own[key]
+            optimizer.state[parameter] = values
     except UnpicklingError as error:
         problem = f"{path}: is refused, because it contains objects whose loading would execute code"
         raise UserError(problem, "use another checkpoint") from error

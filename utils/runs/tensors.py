@@ -1,14 +1,16 @@
-"""Write tensors to a safetensors file one at a time, so that a sharded model never has to fit on one rank."""
+"""Write tensors to a safetensors file, the rows of one rank at a time: a sharded model never has to fit on one rank."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from utils.files import naming_file
-from utils.models.sharded import whole
+from utils.models.sharded import local, row_blocks
 
 Tensors = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, str]]]  # file name -> (tensors by name, metadata)
 
@@ -24,23 +26,35 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], metadata: Ma
     """Write a safetensors file; collective if a tensor is sharded.
 
     Its bytes are those of `safetensors.torch.save_file`, except that the order of metadata is fixed. Ranks with `path`
-    None take part in each all-gather, but write nothing. Returns an OSError instead of raising it, after all tensors
-    have been gathered. Otherwise the other ranks would hang.
+    None send and receive the same rows, but write nothing. Returns an OSError instead of raising it, after all rows
+    have been sent. Otherwise the other ranks would hang.
     """
     types = list(_TYPES)
     order = sorted(tensors, key=lambda name: (types.index(tensors[name].dtype), name))
-    gathered, error = (whole(tensors[name]) for name in order), None
+    blocks, error = (rows for name in order for rows in _blocks(tensors[name])), None
     try:
         if path is not None:
             with naming_file(path), path.open("wb") as file:
                 file.write(_header(tensors, order, metadata))
-                for values in gathered:
-                    file.write(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                for rows in blocks:
+                    file.write(rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     except OSError as raised:
         error = raised
-    for _ in gathered:  # take part in the remaining all-gathers
+    for _ in blocks:  # take part in the remaining broadcasts
         pass
     return error
+
+
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """The rows of each rank, in their order in the tensor; collective. All of them at once if it is not sharded."""
+    if not isinstance(tensor, DTensor):
+        yield tensor
+        return
+    own, mesh = local(tensor), tensor.device_mesh
+    for rank, shape in enumerate(rows.shape for rows in row_blocks(torch.empty(tensor.shape, device="meta"), tensor)):
+        rows = own if rank == mesh.get_local_rank() else own.new_empty(shape)
+        dist.broadcast(rows, group=mesh.get_group(), group_src=rank)
+        yield rows
 
 
 def read_metadata(path: Path) -> dict[str, str]:

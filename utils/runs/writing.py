@@ -13,7 +13,7 @@ from utils.runs.tensors import Tensors, write_tensors
 def write_partial(folder: Path, step: int, tensors: Tensors, files: Mapping[str, bytes], writes: bool) -> None:
     """Write the contents of a checkpoint, which `publish` completes; collective if the model is sharded.
 
-    `writes` is true on one rank. If it cannot write, it raises OSError after all tensors have been gathered, and
+    `writes` is true on one rank. If it cannot write, it raises OSError after all tensors have been sent, and
     deletes the incomplete checkpoint.
     """
     # Accelerate's `save_state` is not used: it gathers a sharded model on one rank. `load_state`, which reads its
