@@ -15,10 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor import zeros as sharded_zeros
 
+from utils.config.settings import TrainConfig
+from utils.errors import UserError
 from utils.models.weight_average import WeightAverage
 from utils.runs.loading import load_tensors, tensors_to_save
 from utils.runs.tensors import read_metadata, write_tensors
 from utils.runs.writing import publish, write_partial
+from utils.training.optim import build_optimizer
 
 TYPES = (torch.int64, torch.float64, torch.float32, torch.int32, torch.bfloat16, torch.float16, torch.int16)
 TYPES += (torch.int8, torch.uint8, torch.bool)
@@ -92,6 +95,8 @@ def write_sharded(places: list[str], most: int) -> list[tuple[type, str | None] 
         path = Path(place) if dist.get_rank() == 0 else None
         error = write_tensors(path, tensors, {"format": "pt"})
         errors.append(None if error is None else (type(error), error.filename))
+    with pytest.raises(AssertionError):  # the file would have a wrong order
+        write_tensors(None, {"columns": distribute_tensor(torch.ones(2, 8), mesh, [Shard(1)])}, {})
     dist.destroy_process_group()
     return errors
 
@@ -110,6 +115,13 @@ def test_sharded_tensors_give_the_same_file_and_an_error_on_one_rank_holds_up_no
     assert others == [[None] * (len(places) + 1)] * (processes - 1)
     save_file(weights() | {"whole": torch.arange(9)}, "theirs", {"format": "pt"})
     assert Path("last").read_bytes() == Path("theirs").read_bytes()
+
+
+def test_a_dtype_that_cannot_be_saved_is_refused():
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("scale", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(UserError, match=r"scale has dtype torch.complex128, which cannot be saved"):
+        tensors_to_save(module, build_optimizer(TrainConfig(lr=0.1, weight_decay=0.0), module), {})
 
 
 @pytest.mark.full

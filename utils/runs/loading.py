@@ -24,7 +24,7 @@ from utils.models.sharded import copy_into
 from utils.models.weight_average import WeightAverage
 from utils.models.weight_files import load_safetensors, read_weights
 from utils.runs.manifest import OLD_OPTIMIZER, OPTIMIZER, files_of
-from utils.runs.tensors import Tensors, read_metadata
+from utils.runs.tensors import Tensors, check_types, read_metadata
 
 LOSS_SCALE = "loss_scale"
 EMA = "ema"
@@ -83,10 +83,16 @@ def load_tensors(
 
 
 def tensors_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> Tensors:
-    """The tensors of a checkpoint, which `load_tensors` reads, and the metadata of each file, by file name."""
+    """The tensors of a checkpoint, which `load_tensors` reads, and the metadata of each file, by file name.
+
+    Raises UserError if one of them cannot be saved.
+    """
     own: Tensors = {f"{name}.safetensors": (part.state_dict(), {}) for name, part in parts.items()}
     of_model = (module.state_dict(), {"format": "pt"})  # as Accelerate's `save_state` writes it
-    return {"model.safetensors": of_model, OPTIMIZER: optimizer_state(optimizer), **own}
+    found: Tensors = {"model.safetensors": of_model, OPTIMIZER: optimizer_state(optimizer), **own}
+    for tensors, _ in found.values():
+        check_types(tensors)
+    return found
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from utils.config.bounds import require
 from utils.files import naming_file
 from utils.models.sharded import local, row_blocks
 
@@ -20,6 +21,12 @@ _TYPES = {
     torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16",
     torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+
+
+def check_types(tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError if a tensor has a dtype that these files do not have."""
+    for name, tensor in tensors.items():
+        require(tensor.dtype in _TYPES, f"{name} has dtype {tensor.dtype}, which cannot be saved", "use another dtype")
 
 
 def write_tensors(path: Path | None, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> OSError | None:
