@@ -3,22 +3,28 @@
 Between network namespaces, as root:  python -m pytest -m machines -s tests/test_elastic.py
 """
 
+import os
 import random
 import time
 from pathlib import Path
 
 import pytest
-from helpers.elastic import EVENTS, Launchers, possible, wait_for_progress
-from helpers.training_runs import records, train_run
+from helpers.elastic import EVENTS, TIMEOUT, Launchers, possible, starts_of, wait_for_progress
+from helpers.machines import needs_machines, network
+from helpers.ranks import returned
+from helpers.training_runs import records, refused, train_run
 from helpers.waiting import PATIENCE, records_so_far, until
 
+import train
+from utils.launch import command
+from utils.launch.command import elastic_nodes
 from utils.runs.manifest import sha256_of
 
 # Batch statistics, dropout, mixing and an average; about 0.1 s an update
 FLAGS = ["--data", "digits", "--image_size", "32", "--model", "timm/test_resnet", "--model_args", "{drop_rate: 0.2}"]
 FLAGS += ["--global_batch_size", "96", "--microbatches", "4", "--lr", "0.02", "--mixup", "0.2", "--ema_decay", "0.95"]
 FLAGS += ["--threads", "1", "--log_every", "1", "--save_every", "10", "--eval_every", "1000", "--report", "false"]
-FLAGS += ["--timeout", "20"]
+FLAGS += ["--timeout", str(TIMEOUT)]
 
 
 LOG = Path("runs/run/log.jsonl")
@@ -49,18 +55,20 @@ def check_events(updates: int, events: list[str], seed: int, machines=None) -> N
     launchers = Launchers(flags, machines=machines)
     try:
         launchers.start()
+        starts = 0  # before the last event
         for number, event in enumerate(events):
             began, before = time.monotonic(), logged()
             if number and chance.random() < 0.3:  # the processes may be importing, connecting or saving
                 time.sleep(chance.uniform(0, 8))
             else:
-                wait_for_progress(LOG, chance.randint(2, 15), launchers)
+                wait_for_progress(LOG, starts, chance.randint(2, 15), launchers)
             assert logged() < updates, "the run has ended before all events"
             codes = launchers.reap()
             if not launchers.alive:  # a scheduler starts the run again, with the same command
                 launchers.start()
             if not possible(event, launchers):
                 event = "launcher added" if len(launchers.alive) == 1 else "rank killed"
+            starts = len(starts_of(LOG))
             launchers.happen(event, chance)
             if event == "store lost":
                 until(lambda: launchers.reap() or not launchers.alive)
@@ -73,10 +81,70 @@ def check_events(updates: int, events: list[str], seed: int, machines=None) -> N
         until(lambda: launchers.reap() is not None and not launchers.alive, 120)
     finally:
         launchers.end()
-    starts = [(record["processes"], record["step"]) for record in records("run", "start")]
-    print(f"| {seed} | processes and first update of each start: {starts} |")
+    found = [(record["processes"], record["step"]) for record in records("run", "start")]
+    print(f"| {seed} | processes and first update of each start: {found} |")
     assert [record["step"] for record in records("run", "train")] == [*range(1, updates + 1)], launchers.outputs
     assert hashes("run", updates) == expected
+
+
+NAMED = ["--run_name", "run", "--resume", "auto"]
+REFUSED = {
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1": [*FLAGS, *NAMED],
+    "add --run_name NAME --resume auto": [*FLAGS, "--run_name", "run"],
+    "--microbatches 2 is less than the 3 processes that --nnodes 1:3 may start": [
+        *FLAGS,
+        *NAMED,
+        "--microbatches",
+        "2",
+    ],
+    "set --global_batch_size to a multiple of 6": [
+        *FLAGS,
+        *NAMED,
+        "--microbatches",
+        "null",
+        "--global_batch_size",
+        "64",
+    ],
+    "--shares is for one number of processes": [*FLAGS, *NAMED, "--shares", "4"],
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_command_that_could_not_go_on_with_other_machines_is_refused(text):
+    def launched(flags: list[str]) -> None:
+        os.environ |= {"PET_NNODES": "1:3", "TORCHELASTIC_USE_AGENT_STORE": str("SHARE" in text)}
+        train.main(flags)
+
+    assert text in refused(launched, *REFUSED[text])
+
+
+def test_a_run_whose_number_of_machines_is_fixed_is_not_concerned(monkeypatch):
+    for nodes in ("", "2"):
+        monkeypatch.setenv("PET_NNODES", nodes)
+        assert elastic_nodes() is None
+    monkeypatch.setattr(command, "launcher_command", lambda: ["torchrun", "--nnodes=2:5", "train.py", "--lr", "1"])
+    assert elastic_nodes() == (2, 5)
+
+
+def test_ranks_do_not_wait_for_one_whose_launcher_was_killed():
+    """Its launcher does not serve the store. Rank 0 used to wait ten seconds for it."""
+
+    def orphan(flags: list[str]) -> float:
+        rank = int(os.environ["RANK"])
+        finish, seconds = train.Ranks.finish, []
+
+        def timed(ranks):
+            ranks._launcher = -1 if rank == 1 else None  # another process than the parent
+            began = time.monotonic()
+            finish(ranks)
+            seconds.append(time.monotonic() - began)
+
+        train.Ranks.finish = timed
+        train.main(flags)
+        return seconds[0]
+
+    flags = [*FLAGS, "--run_name", "run", "--max_steps", "1", "--max_train_samples", "96", "--max_eval_samples", "8"]
+    assert max(returned(2, orphan, flags)) < 9
 
 
 @pytest.mark.full
@@ -85,9 +153,20 @@ def test_a_machine_joins_another_is_lost_and_the_bits_are_those_of_one_process()
     assert [record["processes"] for record in records("run", "start")] == [1, 2, 1]
 
 
+def events_of(seed: int, count: int) -> list[str]:
+    chance = random.Random(f"events {seed}")
+    return ["launcher added", *(chance.choice(EVENTS) for _ in range(count - 2)), "store lost"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_the_bits_are_those_of_one_process_whatever_happens_to_its_machines(seed):
-    chance = random.Random(f"events {seed}")
-    events = ["launcher added", *(chance.choice(EVENTS) for _ in range(6)), "store lost"]
-    check_events(500, events, seed)
+    check_events(500, events_of(seed, 8), seed)
+
+
+@pytest.mark.machines
+@needs_machines
+@pytest.mark.parametrize("seed", (6, 7))
+def test_the_bits_are_those_of_one_process_whatever_happens_between_machines(tmp_path, seed):
+    with network(tmp_path, count=4) as machines:
+        check_events(500, events_of(seed, 8), seed, machines)

@@ -18,6 +18,7 @@ FLAGS = ["--model", "mlp", "--global_batch_size", "128", "--threads", "1", "--ti
 FLAGS += ["--lr", "0.01", "--lr_schedule", "constant", "--save_every", "500", "--eval_every", "100000"]
 UPDATES = 2000  # 10 seconds
 SCRIPTS = {"tasks": "slurm/train.sbatch", "launchers": "slurm/launcher.sbatch"}
+NODES = {"nodes": "slurm/elastic.sbatch"}
 SHAPE = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=4"]
 
 
@@ -92,7 +93,7 @@ def submit(slurm, tmp_path):
 def submit_to(slurm, folder, script, *flags, options=()) -> Job:
     more = [*FLAGS, "--max_steps", str(UPDATES), "--output_dir", f"{folder}/runs", *flags]
     place = ["--parsable", f"--output={folder}/%j.txt", *SHAPE, *options]
-    number = slurm("sbatch", *place, SCRIPTS[script], *more, PROCESSES="1").strip()
+    number = slurm("sbatch", *place, (SCRIPTS | NODES)[script], *more, PROCESSES="1").strip()
     return Job(slurm, number, folder)
 
 
@@ -105,8 +106,8 @@ def whole(slurm, tmp_path_factory) -> Job:
     return job
 
 
-def weights(job: Job) -> dict:
-    return load_file(job.folder / f"runs/job-{job.number}/checkpoints/step-{UPDATES:08}/model.safetensors")
+def weights(job: Job, updates: int = UPDATES) -> dict:
+    return load_file(job.folder / f"runs/job-{job.number}/checkpoints/step-{updates:08}/model.safetensors")
 
 
 def check_finished(job: Job, whole: Job, seconds: float = 200) -> list[int]:
@@ -161,6 +162,28 @@ def test_a_job_that_has_to_go_comes_back_by_itself_and_finishes(slurm, submit, w
         assert starts[1] >= reached - 500
     else:
         assert len(starts) == 2 and starts[1] >= reached
+
+
+def test_nodes_of_an_array_come_and_go_and_the_run_keeps_its_bits(slurm, submit):
+    bitwise = ["--microbatches", "2", "--save_every", "500", "--max_steps", "20000"]
+    alone = submit("tasks", *bitwise, options=("--nodes=1",))
+    slurm("scontrol", "update", "NodeName=slm2", "State=DRAIN", "Reason=away")
+    alone.until_state("COMPLETED", seconds=200)
+    run = submit("nodes", *bitwise, options=("--array=0-1", "--nodes=1", "--exclusive"))
+    try:
+        run.until(lambda: run.step >= 100, "training on one node")
+        slurm("scontrol", "update", "NodeName=slm2", "State=RESUME")
+        run.until(lambda: [r["processes"] for r in run.records("start")] == [1, 2], "training on two nodes")
+        slurm("scontrol", "requeue", f"{run.number}_0")
+        run.until(lambda: len(run.records("start")) > 2, "training again")
+        run.until(lambda: run.step == 20000, "complete", seconds=300)
+    finally:
+        (ROOT / f"job-{run.number}.store").unlink(missing_ok=True)
+    print([(record["processes"], record["step"]) for record in run.records("start")])
+    assert [record["step"] for record in run.records("train")] == list(range(10, 20001, 10))
+    expected = weights(alone, 20000)
+    run.until(lambda: (run.folder / f"runs/job-{run.number}/checkpoints/step-00020000").exists(), "saved")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(run, 20000).items())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ _SERVE = (
     "wait_for_workers=False); print('serving', flush=True); time.sleep(10000)"
 )
 _CONF = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3,join_timeout=60,read_timeout=20"
+TIMEOUT = 20  # seconds, of --timeout
 SHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
 
 
@@ -93,6 +95,7 @@ class Launchers:
                 rank.kill()
             elif event == "rank stopped":
                 rank.send_signal(signal.SIGSTOP)
+                threading.Timer(2 * TIMEOUT, _continue, [rank]).start()
             elif event == "SIGTERM to a launcher":
                 launcher.send_signal(signal.SIGTERM)
             elif event == "launcher killed":
@@ -116,6 +119,11 @@ class Launchers:
         end_commands(self.started)
 
 
+def _continue(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGCONT)
+
+
 EVENTS = ("launcher added", "rank killed", "rank stopped", "SIGTERM to a launcher", "launcher killed", "machine lost")
 
 
@@ -126,15 +134,22 @@ def possible(event: str, launchers: Launchers) -> bool:
     return event in ("rank killed", "store lost") or len(launchers.alive) > 1
 
 
-def wait_for_progress(log: Path, more: int, launchers: Launchers) -> None:
-    """Wait until all launchers train together and have logged that many updates, or until all have exited."""
+def starts_of(log: Path) -> list[int]:
+    """The numbers of the records of all starts of the run so far."""
+    return [number for number, record in enumerate(records_so_far(log)) if record["kind"] == "start"]
+
+
+def wait_for_progress(log: Path, starts: int, more: int, launchers: Launchers) -> None:
+    """Wait until all launchers train together and have logged that many updates, or until all have exited.
+
+    They must have started after the first `starts` starts of the run.
+    """
 
     def progressed() -> bool:
         launchers.reap()
-        read = records_so_far(log)
-        last = max((n for n, record in enumerate(read) if record["kind"] == "start"), default=None)
-        if last is None or read[last]["processes"] != len(launchers.alive):
+        read, found = records_so_far(log), starts_of(log)
+        if len(found) <= starts or read[found[-1]]["processes"] != len(launchers.alive):
             return not launchers.alive
-        return sum(record["kind"] == "train" for record in read[last:]) >= more
+        return len(read) - found[-1] > more
 
     until(progressed, every=0.2)
