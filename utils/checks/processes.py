@@ -180,6 +180,8 @@ def gradients(ranks: Ranks) -> Finding:
     single = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5)).double()
     module = deepcopy(single)
     compile_model(accelerator, nn.Identity())  # so that Accelerate does not compile the model for one step
+    if accelerator.is_fsdp2:
+        accelerator.state.fsdp_plugin.auto_wrap_policy = None  # it may name layers that only the user's model has
     model, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters()))  # FSDP2 needs both in one call
 
     ((single(samples) - targets) ** 2).sum().div(len(samples)).backward()

@@ -123,7 +123,7 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         if not shards:
             accelerator = make(kwargs_handlers=[wrapping])
         else:
-            plugin = _fsdp_plugin(on_gpu)
+            plugin = _fsdp_plugin(ranks)
             # Autocast would keep a copy of each parameter in bfloat16 until the end of the pass.
             accelerator = make(kwargs_handlers=[AutocastKwargs(cache_enabled=False)], fsdp_plugin=plugin)
             if not on_gpu:
@@ -132,14 +132,18 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
     return accelerator
 
 
-def _fsdp_plugin(on_gpu: bool) -> FullyShardedDataParallelPlugin:
+def _fsdp_plugin(ranks: Ranks) -> FullyShardedDataParallelPlugin:
     """The FSDP2 settings of the accelerate config, which `accelerate launch` passes as environment variables."""
+    on_gpu = ranks.device.type == "cuda"
+    if is_set("FSDP_OFFLOAD_PARAMS") and not on_gpu and ranks.is_main:
+        print("fsdp_offload_params is ignored: on CPUs there is nothing to offload")
     return FullyShardedDataParallelPlugin(
         # Autocast chooses the precision, as with DDP. FSDP2's own mixed precision would also reduce gradients in
         # bfloat16.
         mixed_precision_policy=MixedPrecisionPolicy(),
-        cpu_offload=None if on_gpu else False,  # on the CPU there is nothing to offload
+        cpu_offload=None if on_gpu else False,
         cpu_ram_efficient_loading=False,  # only for models of the transformers library
+        state_dict_type="SHARDED_STATE_DICT",  # for checkpoints of Accelerate, which are not used
     )
 
 
