@@ -163,7 +163,8 @@ def init_optimizer(
     """
     optimizer = prepared.optimizer
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        group["fused"] = not sharded  # fused SGD does not support DTensor
+        if sharded:
+            group["fused"] = False  # fused SGD does not support DTensor
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return prepared if accelerator.scaler else optimizer
