@@ -3,7 +3,7 @@
 import os
 import re
 import signal
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,8 @@ VIT = [*BOTH, "--model", "timm/test_vit", "--model_args", "{img_size: 32}", "--o
 VIT += ["--global_batch_size", "24"]  # per epoch: four updates of 24 samples and one of 4
 # 42, 42 and 16 samples. With FSDP2, convolution weights cannot be channels_last. Contiguous weights use other kernels,
 # which round differently, so DDP does not use channels_last here either.
-STATISTICS = [*BOTH, "--model", "timm/test_resnet", "--lr", "0.02", "--global_batch_size", "42"]
+# With --lr 0.02, rounding errors of 1e-7 would become 0.05 within 20 updates.
+STATISTICS = [*BOTH, "--model", "timm/test_resnet", "--lr", "0.002", "--global_batch_size", "42"]
 STATISTICS += ["--channels_last", "false"]
 LENGTH = ["--max_steps", "20"]
 
@@ -59,13 +60,15 @@ def run_both(processes: int, flags: list[str]) -> None:
 # Settings with which FSDP must give the losses of DDP: name -> flags
 CASES = {
     "transformer": [*VIT, "--grad_accum", "2", "--clip_norm", "0.5", "--ema_decay", "0.9"],
-    "batch statistics": [*STATISTICS, "--clip_norm", "0.5", "--ema_decay", "0.9"],
+    "batch statistics": [*STATISTICS, "--global_batch_size", "36", "--grad_accum", "2", "--clip_norm", "0.5"],
     "mixing": [*VIT, "--mixup", "0.2", "--label_smoothing", "0.1", "--layer_decay", "0.8"],
     "frozen layers": [*VIT, "--freeze", "blocks.0", "--weight_decay", "0.1", "--clip_value", "0.01"],
     "checkpointed blocks": [*VIT, "--grad_checkpointing", "--drop_path", "0.2"],
     "bfloat16": [*VIT, "--mixed_precision", "bf16", "--ema_decay", "0.9"],
-    "shared statistics": [*STATISTICS, "--sync_batchnorm"],
+    "shared statistics": [*STATISTICS, "--sync_batchnorm", "--ema_decay", "0.9"],
+    "channels last": [*STATISTICS, "--channels_last", "true", "--lr", "0.0002"],
 }
+ON_ONE = ("transformer", "mixing", "frozen layers", "shared statistics")  # whose losses are also those of one process
 
 
 @pytest.mark.parametrize("case", [*list(CASES)[:2], *(pytest.param(c, marks=pytest.mark.full) for c in [*CASES][2:])])
@@ -75,16 +78,30 @@ def test_losses_are_those_of_ddp_and_of_one_process(case, processes):
     run_both(processes, flags)
     rounding = 5e-3 if case == "bfloat16" else 1e-5  # a sum in another order changes how weights are rounded
     torch.testing.assert_close(losses("fsdp"), losses("ddp"), rtol=0, atol=rounding)
-    same = case in ("transformer", "mixing", "frozen layers")
-    if same:
+    if case in ON_ONE:
         train_run(1, "one", *flags)
         torch.testing.assert_close(losses("fsdp"), losses("one"), rtol=0, atol=1e-5)
+    if case == "batch statistics":  # with the same microbatches; evaluations use running statistics of one process
+        train_run(1, "one", *flags, "--grad_accum", str(2 * processes))
+        found, expected = (torch.tensor([r["loss"] for r in records(name, "train")]) for name in ("fsdp", "one"))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def unfused(kind: type[torch.optim.Optimizer], **more: bool) -> Callable:
+    """An optimizer function whose optimizer uses the same kernels for sharded and for full tensors."""
+    return lambda groups, config: kind(groups, lr=config.lr, fused=False, **more)
+
+
+# Those of Lockstep are fused, and fused kernels round the last values of a tensor in another way.
+OPTIMIZER = {"nadam": OPTIMIZERS["nadam"], "adamw": unfused(torch.optim.AdamW)}
+OPTIMIZER["sgd"] = unfused(torch.optim.SGD, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param("nadam", marks=pytest.mark.full), "adamw", "sgd"])
 @pytest.mark.parametrize("flags", [VIT, STATISTICS], ids=["transformer", "statistics"])
-def test_two_processes_are_bit_for_bit_those_of_ddp(flags):
-    # The fused kernels of sgd, adam and adamw, which DDP uses, round the last values of a tensor in another way.
-    run_both(2, [*flags, "--optimizer", "nadam", "--lr", "0.002", "--ema_decay", "0.9", *LENGTH])
+def test_two_processes_are_bit_for_bit_those_of_ddp(flags, optimizer, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, optimizer, OPTIMIZER[optimizer])
+    run_both(2, [*flags, "--optimizer", optimizer, "--lr", "0.002", "--ema_decay", "0.9", *LENGTH])
     assert losses("fsdp").equal(losses("ddp"))
     ends = [Path(f"runs/{name}/checkpoints/step-00000020") for name in ("ddp", "fsdp")]
     for file in ("model.safetensors", "optimizer.safetensors", "ema.safetensors"):
@@ -243,10 +260,37 @@ class Scaled(nn.Module):
         return self.layer(images.flatten(1)) * self.scale
 
 
-def test_a_parameter_that_is_a_single_number_is_refused(monkeypatch):
-    monkeypatch.setitem(train.OWN_MODELS, "scaled", Scaled)
-    line = refused(sharded, *BOTH, "--model", "scaled", "--global_batch_size", "24", processes=2)
-    assert "FSDP cannot shard scaled, because its parameter scale is a single number" in line
+class Shared(nn.Module):
+    """Two blocks with a common layer."""
+
+    def __init__(self, spec, classes: int):
+        super().__init__()
+        size = spec.channels * spec.height * spec.width
+        common = nn.Linear(size, size)
+        self.blocks = nn.Sequential(*(Block(common) for _ in range(2)))
+        self.head = nn.Linear(size, classes)
+
+    def forward(self, images):
+        return self.head(self.blocks(images.flatten(1)))
+
+
+class Block(nn.Module):
+    def __init__(self, common: nn.Linear):
+        super().__init__()
+        self.common = common
+
+    def forward(self, values):
+        return values + self.common(values)
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [(Scaled, "scale is a single number"), (Shared, "blocks.1.common.weight belongs to two units")],
+)
+def test_models_that_cannot_be_sharded_are_refused(model, problem, monkeypatch):
+    monkeypatch.setitem(train.OWN_MODELS, "own", model)
+    line = refused(sharded, *BOTH, "--model", "own", "--global_batch_size", "24", processes=2)
+    assert f"FSDP cannot shard own, because its parameter {problem}" in line
 
 
 def test_different_weights_at_the_start_are_refused():
@@ -262,7 +306,10 @@ def test_different_weights_at_the_start_are_refused():
         train.build_model = build_another
         sharded(flags)
 
-    assert "rank 1 has different weights at the start than rank 0" in refused(differing, *VIT, processes=2)
+    flags = ["--run_name", "run", *VIT, "--max_steps", "4"]
+    assert "rank 1 has different weights at the start than rank 0" in refused(differing, *flags, processes=2)
+    returned(2, sharded, [*flags[:-1], "2"])
+    returned(2, differing, [*flags, "--resume", "auto"])  # the checkpoint replaces them
 
 
 def test_microbatches_of_a_sharded_model_are_added_up_at_once(monkeypatch):
@@ -321,9 +368,13 @@ def test_a_dry_run_computes_what_one_process_does():
     assert lines[0] == lines[1] != []
 
 
-def test_the_doctor_checks_a_sharded_step():
+BY_CLASS = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Mlp,Attention"}
+
+
+@pytest.mark.parametrize("variables", [{}, BY_CLASS], ids=["blocks", "classes of another model"])
+def test_the_doctor_checks_a_sharded_step(variables):
     def check() -> None:
-        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", **variables)
         doctor.main(["--slow", "0"])
 
     outcome = run_ranks(2, check)[0]
@@ -399,22 +450,54 @@ def test_every_other_optimizer_is_that_of_ddp(optimizer):
     torch.testing.assert_close(losses("resumed")[-2:], losses("ddp")[-2:], rtol=0, atol=1e-5)
 
 
-@pytest.mark.full
-def test_settings_of_the_accelerate_config_are_taken():
-    def units(**variables: str) -> str:
-        os.environ.update(variables)
-        sharded(["--run_name", variables.get("name", "x"), *VIT, "--max_steps", "2"])
+# It is about checkpoints of Accelerate, so no line says that it is ignored.
+ANY = {"FSDP_STATE_DICT_TYPE": "LOCAL_STATE_DICT"}
+# Variables of the accelerate config -> the number of units, and whether blocks are sharded again after the forward pass
+SETTINGS = {
+    "none": ({}, 8, True),
+    "not resharded": ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, 8, False),
+    "by size": ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "20000"}, 15, True),
+    "by class": (BY_CLASS, 14, True),
+    "ignored": ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_OFFLOAD_PARAMS": "true"} | ANY, 8, True),
+}
 
-    for number, (variables, expected) in enumerate((
-        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, "8 units"),
-        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "100000"}, "units"),
-        ({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Attention"}, "8 units"),
-    )):  # fmt: skip
-        outcomes = run_ranks(2, partial(units, name=str(number), **variables))
+
+@pytest.mark.full
+def test_settings_of_the_accelerate_config_are_taken_or_ignored_aloud():
+    def look(name: str, variables: dict[str, str]) -> list[bool]:
+        found = []
+
+        def after(module: nn.Module, *_) -> None:
+            if "VisionTransformer" in type(module).__name__ and module.training:
+                found.append(isinstance(module.blocks[0].mlp.fc1.weight, DTensor))
+
+        nn.modules.module.register_module_forward_hook(after)
+        os.environ.update(variables)
+        sharded(["--run_name", name, *VIT, "--max_steps", "2"])
+        return found
+
+    for name, (variables, units, resharded) in SETTINGS.items():
+        outcomes = run_ranks(2, look, name, variables)
         assert outcomes[0].code == 0, outcomes[0].err
         (row,) = [line for line in outcomes[0].out.splitlines() if line.startswith("sharding")]
-        assert expected in row
-    assert losses("0").equal(losses("2"))
+        assert f"FSDP2, {units} units" in row, name
+        assert {*outcomes[0].value} == {resharded}, name
+        assert losses(name).equal(losses("none")), name
+        lines = [line for outcome in outcomes for line in outcome.out.splitlines() if " is ignored" in line]
+        assert len(lines) == 2 * (name == "ignored")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD", "invalid truth value full_shard"),
+        ("FSDP_AUTO_WRAP_POLICY", "LAYERS", "Invalid auto wrap policy: LAYERS"),
+        ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true", "requires `activation_checkpointing=True`"),
+    ],
+)
+def test_what_accelerate_refuses_is_one_line(variable, value, text, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    assert text in refused(sharded, *VIT, processes=2)
 
 
 @pytest.mark.full

@@ -4,9 +4,14 @@ With FSDP2 each process holds some rows of each parameter, of its gradient and o
 a block are gathered when they are needed. The rest of the run is the same as with DDP.
 """
 
+import os
+from collections.abc import Callable
+from itertools import accumulate
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.optim import Optimizer
@@ -57,9 +62,9 @@ def _get_ready(module: nn.Module, resolved: Resolved, accelerator: Accelerator, 
     for name, parameter in module.named_parameters():
         problem = f"FSDP cannot shard {config.model}, because its parameter {name} is a single number"
         require(parameter.ndim > 0, problem, "use another model, or train without FSDP")
-    # DDP would copy the weights of rank 0 to all ranks; FSDP2 keeps each rank's own values.
-    weights = hash_tensors([*module.parameters(), *module.buffers()])
-    ranks.check_same(weights, "different weights at the start", SAME_START)
+    if resolved.resumed_from is None:  # DDP would copy the weights of rank 0; FSDP2 keeps each rank's own values
+        weights = hash_tensors([*module.parameters(), *module.buffers()])
+        ranks.check_same(weights, "different weights at the start", SAME_START)
     module.to(memory_format=torch.contiguous_format)  # FSDP2 needs this; --channels_last still applies to images
     plugin = accelerator.state.fsdp_plugin
     if plugin.auto_wrap_policy in (None, transformer_auto_wrap_policy):
@@ -69,8 +74,24 @@ def _get_ready(module: nn.Module, resolved: Resolved, accelerator: Accelerator, 
         problem = f"fsdp_transformer_layer_cls_to_wrap: {config.model} has no layers of class {', '.join(unknown)}"
         require(not unknown, problem, f"leave it out to use its blocks ({', '.join(blocks)})")
         plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, chosen
+    if os.environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "NO_WRAP" and ranks.is_main:
+        print("fsdp_auto_wrap_policy: NO_WRAP is ignored: each block is a unit")
+    plugin.set_auto_wrap_policy(module)
+    _check_units(module, config.model, fsdp2_prepare_auto_wrap_policy(plugin, module))
     if accelerator.native_amp:  # Accelerate does not do this for FSDP2
         module.forward = convert_outputs_to_fp32(accelerator.autocast()(module.forward))
+
+
+def _check_units(module: nn.Module, name: str, is_unit: Callable[[nn.Module], bool] | None) -> None:
+    """Raise UserError if a parameter belongs to two units, because two blocks share a layer."""
+    units = {layer for layer in module.modules() if is_unit and is_unit(layer)}
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for place, parameter in module.named_parameters(remove_duplicate=False):
+        parents = accumulate(place.split(".")[:-1], "{}.{}".format)
+        layers = [module, *(layer for parent in parents if (layer := module.get_submodule(parent)) in units)]
+        problem = f"FSDP cannot shard {name}, because its parameter {place} belongs to two units"
+        fix = "choose other units in fsdp_config, or train without FSDP"
+        require(owners.setdefault(parameter, layers[-1]) is layers[-1], problem, fix)
 
 
 def _bytes(model: nn.Module, resolved: Resolved) -> list[int]:
