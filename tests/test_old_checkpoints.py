@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import make_old, records, refused, rewrite_manifest, train_run, write_format
+from helpers.training_runs import ROOT, make_old, records, refused, rewrite_manifest, train_run, write_format
 
 import eval
 import train
@@ -40,6 +40,14 @@ def test_an_old_run_goes_on_to_the_bits_of_an_uninterrupted_one(processes, optim
     for file in FILES:
         assert sha256_of(NEW / file) == sha256_of(Path("runs/whole/checkpoints", NEW.name, file)), file
     assert not (NEW / "optimizer.bin").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_checkpoint_that_version_0_1_0_wrote_goes_on(processes):
+    """tests/format_2 has update 3 of a run with `--model mlp --model_args '{hidden: 8}' --optimizer adamw`."""
+    train_run(processes, "run", "--resume", str(ROOT / "tests/format_2/step-00000003"))
+    found = [record["loss"] for record in records("run", "train")]
+    assert found == pytest.approx([2.3294075, 2.3164118, 2.2775757], abs=1e-5)  # as in the log of that version
 
 
 @pytest.fixture
