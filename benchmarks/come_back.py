@@ -3,12 +3,12 @@
     python benchmarks/come_back.py --mnist DIR --json FILE                    MNIST's parquet files in DIR, five rounds
     python benchmarks/come_back.py --mnist DIR --before CHECKOUT              in turns with another checkout
 
-Two launchers on this machine stand for two machines, with one rank each, and a third process serves the store of their
-rendezvous. They train recipes/mnist.yaml with the command of docs/elastic.md. Each round has three events:
+Launchers on this machine stand for up to three machines, with one rank each. They train recipes/mnist.yaml with the
+command of docs/elastic.md. Each round has three events in a run of two machines:
 
-* joined: the second launcher starts. Its own imports do not count: the time begins when it starts its rank.
-* notice: the second launcher gets SIGTERM, as from a cloud that takes the machine back.
-* lost: the second launcher and its rank are killed with SIGKILL.
+* joined: a third launcher starts. The time begins when the others stop for it.
+* notice: the third launcher gets SIGTERM, as from a cloud that takes the machine back.
+* lost: a third launcher and its rank are killed with SIGKILL.
 
 A stage lasts until the slowest rank has finished it. The whole time ends with the first update of the new ranks.
 """
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,9 +40,7 @@ STAGES = {  # the event that ends each stage; the first two are those of the ran
     "model, optimizer, checkpoint loaded": "build",
     "first update": "train_update",
 }
-CONF = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3"
-SERVE = "import time, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
-SERVE += "print(s.port, flush=True); time.sleep(3600)"
+CONF = "store_type=file,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
 def run_rank(folder: Path, root: Path, argv: list[str]) -> None:
@@ -83,19 +81,17 @@ def times_of(folder: Path, pid: int) -> dict[str, float]:
 
 
 class Launchers:
-    """Two launchers of one run."""
+    """The launchers of one run."""
 
     def __init__(self, folder: Path, root: Path, settings: list[str]):
         self.folder, self.root, self.settings = folder, root, settings
-        self.store = subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
-        self.port = int(self.store.stdout.readline())
         self.running: list[subprocess.Popen] = []
 
     def start(self) -> None:
         from common import flags
 
-        options = flags(nnodes="1:2", nproc_per_node=1, max_restarts=100, rdzv_backend="c10d", rdzv_id="run")
-        options += flags(rdzv_endpoint=f"127.0.0.1:{self.port}", rdzv_conf=f"is_host=0,{CONF}")
+        options = flags(nnodes="1:3", nproc_per_node=1, max_restarts=100, rdzv_backend="c10d", rdzv_id="run")
+        options += flags(rdzv_endpoint=self.folder / "store", rdzv_conf=CONF)
         command = [str(Path(sys.executable).with_name("torchrun")), *options]
         command += [__file__, "--rank", str(self.folder), str(self.root), *self.settings]
         shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
@@ -106,8 +102,12 @@ class Launchers:
         """The process numbers of the ranks, in the order of the launchers."""
         import psutil
 
-        children = [child for each in self.running for child in psutil.Process(each.pid).children()]
-        return [child.pid for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        found = []
+        for launcher in self.running:
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                ranks = [rank for rank in psutil.Process(launcher.pid).children() if rank.status() != "zombie"]
+                found += [rank.pid for rank in ranks]
+        return found
 
     def wait_until(self, count: int, other_than: set[int] = frozenset()) -> list[int]:
         """Wait until that many ranks, none of them one of `other_than`, have finished an update; returns them."""
@@ -122,7 +122,7 @@ class Launchers:
     def end(self) -> None:
         import psutil
 
-        for launcher in [*self.running, self.store]:
+        for launcher in self.running:
             for process in [*psutil.Process(launcher.pid).children(), launcher]:
                 process.kill()
             launcher.wait()
@@ -131,58 +131,54 @@ class Launchers:
 @contextmanager
 def launchers(root: Path, settings: list[str]) -> Iterator[Launchers]:
     with TemporaryDirectory(prefix="lockstep-") as folder:
-        both = Launchers(Path(folder), root, [*settings, "--output_dir", folder])
+        machines = Launchers(Path(folder), root, [*settings, "--output_dir", folder])
         try:
-            yield both
+            yield machines
         finally:
-            both.end()
+            machines.end()
 
 
 def measure(root: Path, settings: list[str]) -> dict[str, dict[str, float]]:
     """The seconds of each stage, by event."""
     found = {}
-    with launchers(root, settings) as both:
-        both.start()
-        ranks = both.wait_until(1)
+    with launchers(root, settings) as machines:
+        machines.start()
+        machines.start()
+        ranks = machines.wait_until(2)
         for event in ("joined", "notice", "joined", "lost"):
             time.sleep(3)
+            survivors, began = ranks[:2], time.time()
             if event == "joined":
-                both.start()
-                began = None
+                machines.start()
             else:
-                began = time.time()
-                victim = both.running[-1]
-                if event == "notice":
-                    victim.terminate()
-                else:
-                    os.kill(ranks[-1], signal.SIGKILL)
-                    victim.kill()
-                victims = both.running.pop()
-            survivor = ranks[0]
-            exited = wait_for_exit(survivor)
-            new = both.wait_until(1 + (event == "joined"), set(ranks))
-            if event != "joined":
-                victims.wait()
-            at = {name: max(times_of(both.folder, pid)[name] for pid in new) for name in times_of(both.folder, new[0])}
-            old = times_of(both.folder, survivor)
-            at |= {"train": old["train"], "exited": exited}
-            # A launcher that joins is noticed when the others poll, about a second after it has joined.
-            now = began or old["train"]
-            whole = at["train_update"] - now
+                third = machines.running.pop()
+                if event == "lost":
+                    os.kill(ranks[2], signal.SIGKILL)
+                third.send_signal(signal.SIGTERM if event == "notice" else signal.SIGKILL)
+            exited = max(map(wait_for_exit, survivors))
+            new = machines.wait_until(3 if event == "joined" else 2, set(ranks))
+            old = [times_of(machines.folder, rank) for rank in survivors]
+            at = [times_of(machines.folder, rank) for rank in new]
+            ends = {name: max(each[name] for each in at) for name in at[0]}
+            ends |= {"train": max(each["train"] for each in old), "exited": exited}
+            now = first = min(each["train"] for each in old) if event == "joined" else began
             seconds = {}
             for stage, name in STAGES.items():
-                seconds[stage], now = max(0.0, at[name] - now), max(now, at[name])
-            found[event] = seconds | {"whole": whole}
+                seconds[stage], now = max(0.0, ends[name] - now), max(now, ends[name])
+            found[event] = seconds | {"whole": ends["train_update"] - first}
+            if event != "joined":
+                third.wait()
             ranks = new
     return found
 
 
-def wait_for_exit(pid: int) -> float:
+def wait_for_exit(rank: int) -> float:
     """Wait until the process has ended, reaped or not; returns when."""
     import psutil
 
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.02)
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.02)
     return time.time()
 
 

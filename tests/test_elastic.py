@@ -68,7 +68,7 @@ def check_events(updates: int, events: list[str], seed: int, machines=None) -> N
                 launchers.start()
             if not possible(event, launchers):
                 event = "launcher added" if len(launchers.alive) == 1 else "rank killed"
-            starts = len(starts_of(LOG))
+            starts = len(starts_of(records_so_far(LOG)))
             launchers.happen(event, chance)
             if event == "store lost":
                 until(lambda: launchers.reap() or not launchers.alive)

@@ -135,6 +135,24 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
     assert "another process of this run exited or stopped answering" in outcomes[0].err
 
 
+def _train_with_restarts(flags):
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"
+    slow_train(flags)
+
+
+@pytest.mark.full
+def test_a_silent_rank_ends_the_others_long_before_the_timeout_if_the_launcher_starts_them_again():
+    """A machine without power closes no connection."""
+    launch = start_ranks(2, _train_with_restarts, [*ENDLESS, "--timeout", "200"])
+    until(has_logged(10))
+    stopped = time.monotonic()
+    os.kill(launch.pids[1], signal.SIGSTOP)
+    until(lambda: has_ended(launch.pids[0]))
+    waited = time.monotonic() - stopped
+    os.kill(launch.pids[1], signal.SIGKILL)
+    assert 30 < waited < 100 and launch.finish()[0].code == 2
+
+
 @pytest.mark.parametrize(
     ("processes", "named"),
     [

@@ -134,9 +134,9 @@ def possible(event: str, launchers: Launchers) -> bool:
     return event in ("rank killed", "store lost") or len(launchers.alive) > 1
 
 
-def starts_of(log: Path) -> list[int]:
-    """The numbers of the records of all starts of the run so far."""
-    return [number for number, record in enumerate(records_so_far(log)) if record["kind"] == "start"]
+def starts_of(read: list[dict]) -> list[int]:
+    """The numbers of the records of all starts of a run."""
+    return [number for number, record in enumerate(read) if record["kind"] == "start"]
 
 
 def wait_for_progress(log: Path, starts: int, more: int, launchers: Launchers) -> None:
@@ -147,7 +147,8 @@ def wait_for_progress(log: Path, starts: int, more: int, launchers: Launchers) -
 
     def progressed() -> bool:
         launchers.reap()
-        read, found = records_so_far(log), starts_of(log)
+        read = records_so_far(log)
+        found = starts_of(read)
         if len(found) <= starts or read[found[-1]]["processes"] != len(launchers.alive):
             return not launchers.alive
         return len(read) - found[-1] > more

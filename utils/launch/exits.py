@@ -94,8 +94,11 @@ def how_to_resume(prog: str) -> str:
 
 
 def delay_exit() -> None:
-    """Wait before exiting, so that another process can print the error before the launcher ends it."""
-    time.sleep(5 if is_launched() else 0.5)
+    """Wait before exiting, so that another process can print the error before the launcher ends it.
+
+    If the launcher starts the run again, the wait is shorter, because the run waits, too.
+    """
+    time.sleep(2 if attempts_left() else 5 if is_launched() else 0.5)
 
 
 def inform_launcher(text: str, is_cause: bool = True) -> None:
