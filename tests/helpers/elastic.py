@@ -32,6 +32,7 @@ class Launchers:
     def __init__(self, flags: list[str], most: int = 3, machines: list[Machine] | None = None):
         self.flags, self.most, self.machines = flags, most, machines
         self.alive: dict[int, subprocess.Popen] = {}  # by the number of the machine
+        self.cut: dict[int, subprocess.Popen] = {}  # those whose machine has no network
         self.started: list[subprocess.Popen] = []
         self.outputs: list[Path] = []
         self.start_store()
@@ -58,6 +59,9 @@ class Launchers:
     def start(self) -> None:
         """Start a launcher on a free machine."""
         machine = next(number for number in range(1, self.most + 1) if number not in self.alive)
+        if machine in self.cut:  # the machine is started anew
+            end_commands([self.cut.pop(machine)])
+            self.machines[machine].heal()
         address = self.machines[0].address if self.machines else "127.0.0.1"
         command = [
             str(BIN / "torchrun"),
@@ -107,6 +111,9 @@ class Launchers:
             elif event == "store lost":
                 self.store.kill()
                 self.store.wait()
+            elif event == "network cut":
+                self.machines[machine].cut()
+                self.cut[machine] = self.alive.pop(machine)
         if event in ("SIGTERM to a launcher", "launcher killed", "machine lost"):
             self.alive.pop(machine).wait(timeout=90)
 
@@ -125,6 +132,7 @@ def _continue(process: psutil.Process) -> None:
 
 
 EVENTS = ("launcher added", "rank killed", "rank stopped", "SIGTERM to a launcher", "launcher killed", "machine lost")
+BETWEEN_MACHINES = (*EVENTS, "network cut", "network cut")
 
 
 def possible(event: str, launchers: Launchers) -> bool:
@@ -134,23 +142,19 @@ def possible(event: str, launchers: Launchers) -> bool:
     return event in ("rank killed", "store lost") or len(launchers.alive) > 1
 
 
-def starts_of(read: list[dict]) -> list[int]:
-    """The numbers of the records of all starts of a run."""
-    return [number for number, record in enumerate(read) if record["kind"] == "start"]
+def wait_for_progress(log: Path, after: int, more: int, launchers: Launchers) -> None:
+    """Wait until all launchers train together and have logged `more` updates, or until all have exited.
 
-
-def wait_for_progress(log: Path, starts: int, more: int, launchers: Launchers) -> None:
-    """Wait until all launchers train together and have logged that many updates, or until all have exited.
-
-    They must have started after the first `starts` starts of the run.
+    They must have started again after the first `after` records of the log, or have gone on for 50 updates: the event
+    may have hit a launcher that had not joined yet.
     """
 
     def progressed() -> bool:
         launchers.reap()
         read = records_so_far(log)
-        found = starts_of(read)
-        if len(found) <= starts or read[found[-1]]["processes"] != len(launchers.alive):
+        starts = [number for number, record in enumerate(read) if record["kind"] == "start"]
+        if not starts or read[starts[-1]]["processes"] != len(launchers.alive):
             return not launchers.alive
-        return len(read) - found[-1] > more
+        return len(read) - starts[-1] > more and (starts[-1] >= after or len(read) > after + 50)
 
     until(progressed, every=0.2)
