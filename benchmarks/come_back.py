@@ -1,10 +1,10 @@
-"""How long an elastic run takes to come back after a machine has joined it, left it or disappeared, by stage.
+"""How long an elastic run takes to continue after a machine joins, leaves or is lost, by stage.
 
     python benchmarks/come_back.py --mnist DIR --json FILE                    MNIST's parquet files in DIR, five rounds
-    python benchmarks/come_back.py --mnist DIR --before CHECKOUT              in turns with another checkout
+    python benchmarks/come_back.py --mnist DIR --before CHECKOUT              alternating with another checkout
 
 Launchers on this machine stand for up to three machines, with one rank each. They train recipes/mnist.yaml with the
-command of docs/elastic.md. Each round has three events in a run of two machines:
+command of docs/elastic.md. Each round starts two. Then a third one joins and leaves twice; the second join is counted:
 
 * joined: a third launcher starts. The time begins when the others stop for it.
 * notice: the third launcher gets SIGTERM, as from a cloud that takes the machine back.
@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 BEGUN = time.time()  # when this process started, before the slow imports
 ROOT = Path(__file__).resolve().parent.parent
 EVENTS = ("joined", "notice", "lost")
-STAGES = {  # the event that ends each stage; the first two are those of the ranks that end
+STAGES = {  # the mark that ends each stage; the first two are of the old ranks, the others of the new ones
     "signal or error, last update, save": "train",
     "end of the processes": "exited",
     "heartbeats, rendezvous of the launchers": "begun",
@@ -75,7 +75,7 @@ def run_rank(folder: Path, root: Path, argv: list[str]) -> None:
 
 
 def times_of(folder: Path, pid: int) -> dict[str, float]:
-    """When the rank with this process number has finished its stages so far."""
+    """When the rank with this process ID has finished its stages so far."""
     file = folder / f"rank-{pid}.jsonl"
     return dict(map(json.loads, file.read_text().splitlines())) if file.exists() else {}
 
@@ -99,7 +99,7 @@ class Launchers:
             self.running.append(subprocess.Popen(command, env=os.environ | shared, stdout=out, stderr=out))
 
     def ranks(self) -> list[int]:
-        """The process numbers of the ranks, in the order of the launchers."""
+        """The process IDs of the ranks, in the order of the launchers."""
         import psutil
 
         found = []
@@ -173,7 +173,7 @@ def measure(root: Path, settings: list[str]) -> dict[str, dict[str, float]]:
 
 
 def wait_for_exit(rank: int) -> float:
-    """Wait until the process has ended, reaped or not; returns when."""
+    """Wait until the process has ended, reaped or not; returns the time."""
     import psutil
 
     with suppress(psutil.NoSuchProcess):

@@ -31,7 +31,7 @@ LOG = Path("runs/run/log.jsonl")
 
 
 def whole(updates: int, kept={}) -> dict[str, str]:  # noqa: B006
-    """The SHA-256 of the files that a run on one process ends with, which nothing disturbs."""
+    """The SHA-256 of the final files of an uninterrupted run on one process."""
     if updates not in kept:
         train_run(1, "whole", *FLAGS, "--max_steps", str(updates))
         kept[updates] = hashes("whole", updates)
@@ -90,8 +90,8 @@ def check_events(updates: int, events: list[str], seed: int, machines=None) -> N
 NAMED = ["--run_name", "run", "--resume", "auto"]
 REFUSED = {
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1": [*FLAGS, *NAMED],
-    "add --run_name NAME --resume auto": [*FLAGS, "--run_name", "run"],
-    "--microbatches 2 is less than the 3 processes that --nnodes 1:3 may start": [
+    "add --run_name NAME --resume auto to continue the run": [*FLAGS, "--run_name", "run"],
+    "--microbatches 2 is less than the 3 processes of --nnodes 1:3": [
         *FLAGS,
         *NAMED,
         "--microbatches",
@@ -105,7 +105,7 @@ REFUSED = {
         "--global_batch_size",
         "64",
     ],
-    "--shares is for one number of processes": [*FLAGS, *NAMED, "--shares", "4"],
+    "--shares needs a fixed number of processes": [*FLAGS, *NAMED, "--shares", "4"],
 }
 
 
@@ -127,7 +127,7 @@ def test_a_run_whose_number_of_machines_is_fixed_is_not_concerned(monkeypatch):
 
 
 def test_ranks_do_not_wait_for_one_whose_launcher_was_killed():
-    """Its launcher does not serve the store. Rank 0 used to wait ten seconds for it."""
+    """An orphan reports that it has finished, if rank 0 serves the store. Else rank 0 would wait for ten seconds."""
 
     def orphan(flags: list[str]) -> float:
         rank = int(os.environ["RANK"])
@@ -154,7 +154,7 @@ def test_a_machine_joins_another_is_lost_and_the_bits_are_those_of_one_process()
 
 
 def events_of(seed: int, kinds: tuple[str, ...]) -> list[str]:
-    """Eight events: a second launcher comes first, and the last one ends the run, which is then started again."""
+    """Eight events. The first adds a launcher. The last loses the store, and the run is started again."""
     chance = random.Random(f"events {seed}")
     return ["launcher added", *(chance.choice(kinds) for _ in range(6)), "store lost"]
 

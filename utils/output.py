@@ -40,7 +40,7 @@ def leave(code: int) -> NoReturn:
 
 
 def end_quickly(code: int) -> None:
-    """Let the process end, after its exit handlers, without freeing all objects, which would take about a second."""
+    """End the process after its exit handlers, without Python's final clean-up, which takes about a second."""
     global _ended_with
     _ended_with = code
 

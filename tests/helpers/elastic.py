@@ -38,7 +38,7 @@ class Launchers:
         self.start_store()
 
     def start_store(self) -> None:
-        """Serve the store of the rendezvous. The machine numbers of launchers begin at 1, because 0 is this one."""
+        """Serve the store of the rendezvous. Launchers run on machines 1 and up, the store on machine 0."""
         self.port = free_port()
         self.store, output = self._run(0, sys.executable, "-c", _SERVE, str(self.port))
         until(lambda: "serving" in output.read_text())
@@ -89,7 +89,7 @@ class Launchers:
         return list(ended.values())
 
     def happen(self, event: str, chance: random.Random) -> None:
-        """Let one of EVENTS happen to a launcher that `chance` selects."""
+        """Apply one of the events to a random launcher."""
         machine = chance.choice(sorted(self.alive))
         launcher, rank = psutil.Process(self.alive[machine].pid), self.rank(machine)
         with suppress(psutil.NoSuchProcess, AttributeError):  # it has just exited by itself
@@ -145,8 +145,8 @@ def possible(event: str, launchers: Launchers) -> bool:
 def wait_for_progress(log: Path, after: int, more: int, launchers: Launchers) -> None:
     """Wait until all launchers train together and have logged `more` updates, or until all have exited.
 
-    They must have started again after the first `after` records of the log, or have gone on for 50 updates: the event
-    may have hit a launcher that had not joined yet.
+    They must have started again after the first `after` records of the log, or have logged 50 more: the event may
+    have hit a launcher that had not joined yet.
     """
 
     def progressed() -> bool:

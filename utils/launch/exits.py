@@ -96,7 +96,7 @@ def how_to_resume(prog: str) -> str:
 def delay_exit() -> None:
     """Wait before exiting, so that another process can print the error before the launcher ends it.
 
-    If the launcher starts the run again, the wait is shorter, because the run waits, too.
+    The wait is shorter if the launcher will restart the run, because it delays the restart.
     """
     time.sleep(2 if attempts_left() else 5 if is_launched() else 0.5)
 

@@ -22,7 +22,7 @@ def set_interface(seen: list[str], wanted: str | None, several_machines: bool) -
     if name is None:
         outside = next((address for address in seen if address and not _is_loopback(address)), None)
         name = interface_of(_address_towards((outside or "127.0.0.1") if several_machines else "127.0.0.1"))
-        # Another machine could not have connected to a loopback address. Several launchers on one machine do.
+        # Without another address, all processes are on this machine. Several launchers may be, too.
         if several_machines and outside is None and not is_launched():
             raise UserError(
                 f"all processes are on {host}, but LOCAL_WORLD_SIZE implies several machines",

@@ -249,7 +249,7 @@ class Ranks:
     def finish(self) -> None:
         """Stop the watchdog, and wait until no rank needs the store, which the main process may serve."""
         self.watch.end()
-        served_by_launcher = self._launchers_store is not None  # PyTorch prints a stack for each call of a lost store
+        served_by_launcher = self._launchers_store is not None  # if the store is lost, PyTorch prints a stack trace
         if self.store is None or (self.orphaned and served_by_launcher):
             return
         with suppress(RuntimeError):  # the launcher or rank 0, one of which serves the store, may have exited

@@ -70,7 +70,7 @@ def distributed_session(prog: str, launch: LaunchConfig) -> Iterator[Ranks]:
 
 
 def _leave_group(error: BaseException | None) -> None:
-    """Destroy the process group, except after an error over NCCL, which would wait for kernels of other ranks."""
+    """Destroy the process group. After an error over NCCL this would wait for other ranks, so the process just ends."""
     if error is None or "nccl" not in dist.get_backend():
         dist.destroy_process_group()
     else:

@@ -22,7 +22,7 @@ _TICK = 0.5  # seconds between checks
 _LATE = 1.0  # seconds that a check may be late; if later, the process was paused
 _ANSWER = 3.0  # seconds that the store may take to answer
 _SILENT = 5.0  # seconds without a heartbeat after which a rank is reported as silent
-_LOST = 30.0  # seconds of silence after which a wait ends if the launcher starts the run again
+_LOST = 30.0  # seconds of silence after which a rank counts as lost, if the launcher can restart the run
 _LATER = 3.0  # seconds after the timeout, because at the timeout gloo raises an error in the main thread
 _GRACE = 5.0  # seconds that the main thread has to notice that another rank has ended
 _STOPPED = "stopped: "  # the start of the message of a rank that was asked to stop and exited without the others
@@ -35,8 +35,9 @@ class Watch:
     thread may be blocked where no exception can reach it. There are two kinds of wait:
 
     * For other ranks, in a collective. Late ranks have entered fewer collectives. Each rank writes heartbeats with what
-      it does to the store. One of the waiting ranks reports the late ones. A machine without power closes no
-      connection, so if the launcher can start the run again, a rank that is silent for `_LOST` seconds ends the wait.
+      it does to the store. One of the waiting ranks reports the late ones. If a machine
+      loses its power, its connections stay open. So the wait ends when a rank has been silent for `_LOST` seconds and
+      the launcher can restart the run.
     * For data (`DataWait`), as from a dead disk. After a request to stop, or if the launcher has exited, the process
       exits within `PATIENCE` with code 75, since nothing can be saved; after the timeout it exits with code 2.
 
@@ -160,7 +161,7 @@ class Watch:
             print_line(self.prog, text)
         lost = [rank for rank, (_, since) in self._heard.items() if rank != self.rank and self._now - since > _LOST]
         if lost and attempts_left() and not self.patient:
-            self._exit(f"error: {text}; a silent rank is given up, because the launcher starts the run again")
+            self._exit(f"error: {text}; gave up on the silent rank; the launcher restarts the run")
         still_late = self.describe_late(max(_SILENT, self.timeout / 2))
         if waited > self.timeout + _LATER and still_late and not self.patient:
             self._exit(f"error: {text}; read the output of the late ranks, or raise --timeout")

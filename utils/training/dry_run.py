@@ -76,7 +76,7 @@ def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> N
 def _first_block(run: Run) -> None:
     """Evaluate the first block of each rank, if it has one."""
     run.module.eval()
-    # With a sharded model, this block has collectives, so a rank that fails cannot wait in `agree`.
+    # With a sharded model, this block has collectives: a rank that failed and waited in `agree` would block the others.
     agreeing, passes = nullcontext() if is_sharded(run.module) else run.ranks.agree(), 1
     with agreeing, torch.no_grad(), fix_for_memory("lower --eval_batch_size"):
         for batch in run.evaluator.batches:

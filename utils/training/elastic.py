@@ -12,31 +12,33 @@ _VARIABLES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICA
 
 
 def check_elastic(config: TrainConfig) -> None:
-    """Raise UserError if the command could not start the run again after a machine has joined or left."""
+    """Raise UserError if a restart by torchrun, after a machine has joined or left, would fail or start a new run."""
     nodes = elastic_nodes()
     if nodes is None:
         return
-    # PyTorch 2.15 gives a machine that joins no address of a store that is shared between its launchers and the ranks.
+    # If launchers and ranks share a store, PyTorch 2.15 does not send its address to a machine that joins later.
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    problem = f"with --nnodes {nodes[0]}:{nodes[1]}, all launchers fail when a machine joins, unless variables are set"
+    problem = (
+        f"--nnodes {nodes[0]}:{nodes[1]}: all launchers would fail when a machine joins, because they share a store"
+    )
     require(not shared, problem, f"export {_VARIABLES} on all machines before torchrun")
     again = config.run_name is not None and config.resume == "auto"
-    problem = f"--nnodes {nodes[0]}:{nodes[1]} starts this command again when a machine joins or leaves"
-    require(again, problem, "add --run_name NAME --resume auto, which continue the run")
+    problem = f"--nnodes {nodes[0]}:{nodes[1]} restarts this command when a machine joins or leaves, as a new run"
+    require(again, problem, "add --run_name NAME --resume auto to continue the run")
 
 
 def check_elastic_sizes(config: TrainConfig, global_batch_size: int) -> None:
-    """Raise UserError if the run does not work on each number of processes that torchrun may start."""
+    """Raise UserError if the run cannot use every number of processes that torchrun can start."""
     nodes = elastic_nodes()
     if nodes is None:
         return
     sizes = [machines * local_rank_and_size()[1] for machines in range(nodes[0], nodes[1] + 1)]
-    may_start = f"the {sizes[-1]} processes that --nnodes {nodes[0]}:{nodes[1]} may start"
-    require(not config.shares, "--shares is for one number of processes", "leave out --shares, or MIN: of --nnodes")
+    require(not config.shares, "--shares needs a fixed number of processes", "remove --shares, or use --nnodes N")
     if config.microbatches:
+        problem = f"--microbatches {config.microbatches} is less than the {sizes[-1]} processes of --nnodes"
         fix = "lower --nnodes, or start a new run with more microbatches"
-        require(sizes[-1] <= config.microbatches, f"--microbatches {config.microbatches} is less than {may_start}", fix)
+        require(sizes[-1] <= config.microbatches, f"{problem} {nodes[0]}:{nodes[1]}", fix)
         return
-    problem = f"the global batch of {global_batch_size} is not divisible by each number of processes up to {may_start}"
+    problem = f"the global batch of {global_batch_size} is not divisible by all possible numbers of processes"
     fix = f"use --microbatches, or set --global_batch_size to a multiple of {lcm(*sizes)}"
-    require(global_batch_size % lcm(*sizes) == 0, problem, fix)
+    require(global_batch_size % lcm(*sizes) == 0, f"{problem} ({', '.join(map(str, sizes))})", fix)
