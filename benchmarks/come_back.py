@@ -16,6 +16,7 @@ A stage lasts until the slowest rank has finished it. The whole time ends with t
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ STAGES = {  # the mark that ends each stage; the first two are of the old ranks,
     "model, optimizer, checkpoint loaded": "build",
     "first update": "train_update",
 }
-CONF = "store_type=file,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
+CONF = "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
 def run_rank(folder: Path, root: Path, argv: list[str]) -> None:
@@ -85,6 +86,8 @@ class Launchers:
 
     def __init__(self, folder: Path, root: Path, settings: list[str]):
         self.folder, self.root, self.settings = folder, root, settings
+        # Only scripts in the folder of train.py end as train.py does.
+        self.script = Path(shutil.copy(__file__, root / f"come_back_{os.getpid()}.py"))
         self.running: list[subprocess.Popen] = []
 
     def start(self) -> None:
@@ -93,7 +96,7 @@ class Launchers:
         options = flags(nnodes="1:3", nproc_per_node=1, max_restarts=100, rdzv_backend="c10d", rdzv_id="run")
         options += flags(rdzv_endpoint=self.folder / "store", rdzv_conf=CONF)
         command = [str(Path(sys.executable).with_name("torchrun")), *options]
-        command += [__file__, "--rank", str(self.folder), str(self.root), *self.settings]
+        command += [str(self.script), "--rank", str(self.folder), str(self.root), *self.settings]
         shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
         with (self.folder / f"launcher-{len(self.running)}.txt").open("a") as out:
             self.running.append(subprocess.Popen(command, env=os.environ | shared, stdout=out, stderr=out))
@@ -122,9 +125,11 @@ class Launchers:
     def end(self) -> None:
         import psutil
 
+        self.script.unlink()
         for launcher in self.running:
-            for process in [*psutil.Process(launcher.pid).children(), launcher]:
-                process.kill()
+            with suppress(psutil.NoSuchProcess):
+                for process in [*psutil.Process(launcher.pid).children(), launcher]:
+                    process.kill()
             launcher.wait()
 
 

@@ -5,6 +5,7 @@ Between network namespaces, as root:  python -m pytest -m machines -s tests/test
 
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -27,6 +28,7 @@ FLAGS += ["--threads", "1", "--log_every", "1", "--save_every", "10", "--eval_ev
 FLAGS += ["--timeout", str(TIMEOUT)]
 
 
+ENDS = ("store lost", "all machines lost")  # events that end a run
 LOG = Path("runs/run/log.jsonl")
 
 
@@ -48,11 +50,11 @@ def logged() -> int:
     return max((r["step"] for r in records_so_far(LOG) if r["kind"] == "train"), default=0)
 
 
-def check_events(updates: int, events: list[str], seed: int, machines=None) -> None:
+def check_events(updates: int, events: list[str], seed: int, served: bool = True, machines=None) -> None:
     """Train while launchers come and go; the run must end with the bits of one process, and log each update once."""
     expected, chance = whole(updates), random.Random(seed)
     flags = [*FLAGS, "--max_steps", str(updates), "--run_name", "run", "--resume", "auto"]
-    launchers = Launchers(flags, machines=machines)
+    launchers = Launchers(flags, served, machines)
     try:
         launchers.start()
         after = 0  # records of the log before the last event
@@ -70,15 +72,16 @@ def check_events(updates: int, events: list[str], seed: int, machines=None) -> N
                 event = "launcher added" if len(launchers.alive) == 1 else "rank killed"
             after = len(records_so_far(LOG))
             launchers.happen(event, chance)
-            if event == "store lost":
-                until(lambda: launchers.reap() or not launchers.alive)
-                until(lambda: launchers.reap() == [] and not launchers.alive)
-                launchers.start_store()
+            if event in ENDS:  # all launchers exit, and the next start continues
+                until(lambda: launchers.reap() is not None and not launchers.alive)
+                if served:
+                    launchers.start_store()
                 launchers.start()
             seconds, left = time.monotonic() - began, len(launchers.alive)
             print(f"| {seed}.{number} | {event} | from {before} to {logged()} | {left} | {codes} | {seconds:.0f} s |")
-        until(lambda: logged() == updates or (launchers.reap() and not launchers.alive), PATIENCE * 2)
-        until(lambda: launchers.reap() is not None and not launchers.alive, 120)
+        codes = []
+        until(lambda: codes.extend(launchers.reap()) or not launchers.alive, PATIENCE * 2)
+        assert set(codes) == {0}, [output.read_text()[-2000:] for output in launchers.outputs]
     finally:
         launchers.end()
     found = [(record["processes"], record["step"]) for record in records("run", "start")]
@@ -105,6 +108,7 @@ REFUSED = {
         "--global_batch_size",
         "64",
     ],
+    "set --global_batch_size instead": [*FLAGS[:6], *NAMED, "--batch_size", "32"],
     "--shares needs a fixed number of processes": [*FLAGS, *NAMED, "--shares", "4"],
 }
 
@@ -112,13 +116,21 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_command_that_could_not_go_on_with_other_machines_is_refused(text):
     def launched(flags: list[str]) -> None:
-        os.environ |= {"PET_NNODES": "1:3", "TORCHELASTIC_USE_AGENT_STORE": str("SHARE" in text)}
+        os.environ |= {
+            "TORCHELASTIC_RUN_ID": "run",
+            "PET_NNODES": "1:3",
+            "TORCHELASTIC_USE_AGENT_STORE": str("SHARE" in text),
+        }
+        sys.argv = ["train.py"]  # so the parent is not taken for a launcher, which the error would end
         train.main(flags)
 
     assert text in refused(launched, *REFUSED[text])
 
 
 def test_a_run_whose_number_of_machines_is_fixed_is_not_concerned(monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "1:3")
+    assert elastic_nodes() is None, "no launcher has started this process"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     for nodes in ("", "2"):
         monkeypatch.setenv("PET_NNODES", nodes)
         assert elastic_nodes() is None
@@ -148,15 +160,34 @@ def test_ranks_do_not_wait_for_one_whose_launcher_was_killed():
 
 
 @pytest.mark.full
+def test_an_error_in_the_settings_ends_the_launcher_at_once_and_the_corrected_command_continues():
+    """torchrun would use all its restarts, then close the file for the next start."""
+    flags = [*FLAGS, *NAMED, "--max_steps", "2"]
+    for wrong in (["--lr", "-1"], []):
+        launchers = Launchers([*flags, *wrong], served=False)
+        try:
+            launchers.start()
+            launcher = launchers.alive[1]
+            until(lambda launcher=launcher: launcher.poll() is not None)
+        finally:
+            launchers.end()
+        assert launcher.returncode == (1 if wrong else 0)
+        found = launchers.outputs[0].read_text()
+        assert found.count("--lr must be above 0, got -1") == len(wrong), "once, and again when the launcher has ended"
+    assert records("run", "train")[-1]["step"] == 2
+
+
+@pytest.mark.full
 def test_a_machine_joins_another_is_lost_and_the_bits_are_those_of_one_process():
-    check_events(150, ["launcher added", "machine lost"], seed=0)
-    assert [record["processes"] for record in records("run", "start")] == [1, 2, 1]
+    check_events(150, ["launcher added", "machine lost"], seed=0, served=False)
+    first, *_, last = processes = [record["processes"] for record in records("run", "start")]
+    assert (first, last) == (1, 1) and 2 in processes
 
 
-def events_of(seed: int, kinds: tuple[str, ...]) -> list[str]:
-    """Eight events. The first adds a launcher. The last loses the store, and the run is started again."""
+def events_of(seed: int, kinds: tuple[str, ...], last: str = "store lost") -> list[str]:
+    """Eight events. The first adds a launcher. After the last one, the run has to be started again."""
     chance = random.Random(f"events {seed}")
-    return ["launcher added", *(chance.choice(kinds) for _ in range(6)), "store lost"]
+    return ["launcher added", *(chance.choice(kinds) for _ in range(6)), last]
 
 
 @pytest.mark.slow
@@ -165,9 +196,15 @@ def test_the_bits_are_those_of_one_process_whatever_happens_to_its_machines(seed
     check_events(500, events_of(seed, EVENTS), seed)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", (9, 10))
+def test_the_bits_are_those_of_one_process_when_launchers_meet_in_a_file(seed):
+    check_events(500, events_of(seed, EVENTS, "all machines lost"), seed, served=False)
+
+
 @pytest.mark.machines
 @needs_machines
 @pytest.mark.parametrize("seed", (6, 8))
 def test_the_bits_are_those_of_one_process_whatever_happens_between_machines(tmp_path, seed):
     with network(tmp_path, count=4) as machines:
-        check_events(500, events_of(seed, BETWEEN_MACHINES), seed, machines)
+        check_events(500, events_of(seed, BETWEEN_MACHINES), seed, machines=machines)

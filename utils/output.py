@@ -35,17 +35,20 @@ def guard_output() -> None:
 
 def leave(code: int) -> NoReturn:
     """End the script with this exit code, after its other threads and exit handlers."""
-    end_quickly(code)
+    global _ended_with
+    _ended_with = code
     raise SystemExit(code)
 
 
-def end_quickly(code: int) -> None:
-    """End the process after its exit handlers, without Python's final clean-up, which takes about a second."""
+def end_without_cleanup(code: int) -> None:
+    """From now on, the process ends with this exit code as soon as its exit handlers begin."""
     global _ended_with
     _ended_with = code
+    atexit.register(_end)
 
 
 def _end() -> None:
+    """End without Python's final clean-up, which takes about a second, if the exit code is known."""
     if _ended_with is not None:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -21,27 +21,35 @@ _SERVE = (
     "import sys, time, torch.distributed as d; s = d.TCPStore('0.0.0.0', int(sys.argv[1]), is_master=True, "
     "wait_for_workers=False); print('serving', flush=True); time.sleep(10000)"
 )
-_CONF = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3,join_timeout=60,read_timeout=20"
+_FILE = "store_type=file,last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3"  # as in docs/elastic.md
+_SERVED = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3,join_timeout=60,read_timeout=20"
 TIMEOUT = 20  # seconds, of --timeout
 SHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
 
 
 class Launchers:
-    """The store and the launchers of a run, each of which starts one rank. Up to `most` may run at a time."""
+    """The launchers of a run, each of which starts one rank. Up to `most` may run at a time.
 
-    def __init__(self, flags: list[str], most: int = 3, machines: list[Machine] | None = None):
+    They meet in a file, or, if `served`, in a store that another process serves.
+    """
+
+    def __init__(self, flags: list[str], served: bool, machines: list[Machine] | None = None, most: int = 3):
         self.flags, self.most, self.machines = flags, most, machines
         self.alive: dict[int, subprocess.Popen] = {}  # by the number of the machine
         self.cut: dict[int, subprocess.Popen] = {}  # those whose machine has no network
         self.started: list[subprocess.Popen] = []
         self.outputs: list[Path] = []
-        self.start_store()
+        self.rendezvous = ["--rdzv_endpoint", str(Path("store").absolute()), "--rdzv_conf", _FILE]
+        if served:
+            self.start_store()
 
     def start_store(self) -> None:
         """Serve the store of the rendezvous. Launchers run on machines 1 and up, the store on machine 0."""
-        self.port = free_port()
-        self.store, output = self._run(0, sys.executable, "-c", _SERVE, str(self.port))
+        port = free_port()
+        self.store, output = self._run(0, sys.executable, "-c", _SERVE, str(port))
         until(lambda: "serving" in output.read_text())
+        address = self.machines[0].address if self.machines else "127.0.0.1"
+        self.rendezvous = ["--rdzv_endpoint", f"{address}:{port}", "--rdzv_conf", _SERVED]
 
     def _run(self, machine: int, *command: str) -> tuple[subprocess.Popen, Path]:
         if self.machines:
@@ -62,18 +70,9 @@ class Launchers:
         if machine in self.cut:  # the machine is started anew
             end_commands([self.cut.pop(machine)])
             self.machines[machine].heal()
-        address = self.machines[0].address if self.machines else "127.0.0.1"
-        command = [
-            str(BIN / "torchrun"),
-            "--nnodes",
-            f"1:{self.most}",
-            "--nproc_per_node",
-            "1",
-            "--max_restarts",
-            "100",
-        ]
-        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{address}:{self.port}", "--rdzv_id", "run"]
-        command += ["--rdzv_conf", _CONF, f"{ROOT}/train.py", *self.flags]
+        command = [str(BIN / "torchrun"), "--nnodes", f"1:{self.most}", "--nproc_per_node", "1"]
+        command += ["--max_restarts", "1000", "--rdzv_backend", "c10d", "--rdzv_id", "run", *self.rendezvous]
+        command += [f"{ROOT}/train.py", *self.flags]
         self.alive[machine], _ = self._run(machine, *command)
 
     def rank(self, machine: int) -> psutil.Process | None:
@@ -111,6 +110,9 @@ class Launchers:
             elif event == "store lost":
                 self.store.kill()
                 self.store.wait()
+            elif event == "all machines lost":
+                for each in [*filter(None, map(self.rank, self.alive)), *self.alive.values()]:
+                    each.kill()
             elif event == "network cut":
                 self.machines[machine].cut()
                 self.cut[machine] = self.alive.pop(machine)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from utils.launch.environment import is_launched
+from utils.launch.environment import can_be_restarted, is_launched
 
 
 def typed_command(arguments: Sequence[str] | None = None) -> list[str]:
@@ -33,6 +33,8 @@ def launcher_command() -> list[str]:
 
 def elastic_nodes() -> tuple[int, int] | None:
     """The fewest and the most machines of torchrun's --nnodes MIN:MAX; None if their number is fixed."""
+    if not can_be_restarted():
+        return None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nnodes", default=os.environ.get("PET_NNODES", ""))
     fewest, colon, most = parser.parse_known_args(launcher_command())[0].nnodes.partition(":")

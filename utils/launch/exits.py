@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from utils.errors import LostRank, UserError, one_line, shorten, split_error
 from utils.files import write_file
-from utils.launch.command import launcher_command
+from utils.launch.command import elastic_nodes, launcher_command
 from utils.launch.environment import attempts_left, claimed_ranks, is_launched
 from utils.memory import SHM, SHM_FIX, describe_shm
 from utils.output import leave
@@ -65,14 +66,25 @@ def print_last_line(prog: str, text: str, is_cause: bool = True) -> None:
     repeat_after_launcher(f"{prog}: {text}")
 
 
-def exit_with_error(error: BaseException, prog: str, prints: bool = True, show_traceback: bool = False) -> NoReturn:
-    """Exit with code 2. If `prints`, print the error as one line first, after its traceback if `show_traceback`."""
+def exit_with_error(
+    error: BaseException, prog: str, prints: bool = True, show_traceback: bool = False, retry: bool = False
+) -> NoReturn:
+    """Exit with code 2. If `prints`, print the error as one line first, after its traceback if `show_traceback`.
+
+    Unless `retry`, the launcher of an elastic run ends too. It would restart the ranks until none of --max_restarts is
+    left. torchrun then closes the rendezvous for all machines and for later starts, but not after a signal.
+    """
+    is_final = not retry and elastic_nodes() is not None
+    if is_final:
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = "0"  # the launcher makes no other attempt
     if not prints:
         delay_exit()
     else:
         if show_traceback:
             traceback.print_exception(error)
         print_last_line(prog, f"error: {one_line(error)}", is_cause=not isinstance(error, LostRank))
+    if is_final and launcher_command():
+        os.kill(os.getppid(), signal.SIGTERM)
     leave(2)
 
 

@@ -149,7 +149,7 @@ class Ranks:
 
     def _give_up(self, error: UserError) -> None:
         with suppress(SystemExit):  # in this thread it would not end the process; local rank 0 may be the lost one
-            exit_with_error(error, self.prog, self.topology.local_rank == 0 or not is_launched())
+            exit_with_error(error, self.prog, self.topology.local_rank == 0 or not is_launched(), retry=True)
         exit_now(2)
 
     @contextmanager

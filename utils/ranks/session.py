@@ -42,7 +42,7 @@ from utils.launch.exits import (
     with_rank,
 )
 from utils.launch.rendezvous import wait_for_keys
-from utils.output import end_quickly, leave, restore_interrupt
+from utils.output import end_without_cleanup, leave, restore_interrupt
 from utils.ranks.ranks import Ranks
 
 
@@ -74,7 +74,7 @@ def _leave_group(error: BaseException | None) -> None:
     if error is None or "nccl" not in dist.get_backend():
         dist.destroy_process_group()
     else:
-        end_quickly(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        end_without_cleanup(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 def _end(
@@ -93,6 +93,10 @@ def _end(
         leave(getattr(error, "code", 130))
     with suppress(ValueError):  # only the main thread can set a handler
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise for the next dead worker
+    # If the ranks cannot connect, one may have died, and another rank has the cause of an AgreedError without one.
+    connecting = ranks is not None and ranks.expects_peers and ranks.store is None
+    others = isinstance(error, AgreedError) and error.__cause__ is None
+    retry = connecting or others or not isinstance(error, USER_ERRORS)
     error = with_known_fix(error)
     if ranks is not None and isinstance(error, AgreedError):
         ranks.finish()
@@ -100,7 +104,7 @@ def _end(
     final = ranks.record_end(error) if ranks else error
     if isinstance(final, USER_ERRORS):
         names_ranks = ranks is not None and ranks.expects_peers
-        exit_with_error(final if names_ranks else with_rank(final), prog, prints, launch.traceback)
+        exit_with_error(final if names_ranks else with_rank(final), prog, prints, launch.traceback, retry)
     inform_launcher(f"{prog}: {type(final).__name__}: {one_line(final)}")
 
 

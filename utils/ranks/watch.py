@@ -47,7 +47,7 @@ class Watch:
     def __init__(self, rank: int, timeout: float, prog: str, is_orphan: Callable[[], bool]):
         self.rank, self.timeout, self.prog, self._is_orphan = rank, timeout, prog, is_orphan
         self.entered, self.place, self.waiting, self.patient = 0, "", False, False
-        self._patience = min(60.0, max(2.0, timeout / 10))
+        self._patience = min(10.0 if attempts_left() else 60.0, max(2.0, timeout / 10))
         self._store: dist.Store | None = None
         self._members: list[Member] = []
         self._answered = math.inf  # when the store last answered
@@ -160,7 +160,7 @@ class Watch:
             self._reported = True
             print_line(self.prog, text)
         lost = [rank for rank, (_, since) in self._heard.items() if rank != self.rank and self._now - since > _LOST]
-        if lost and attempts_left() and not self.patient:
+        if lost and attempts_left() and not self.store_lost:  # without the store, all ranks seem silent
             self._exit(f"error: {text}; gave up on the silent rank; the launcher restarts the run")
         still_late = self.describe_late(max(_SILENT, self.timeout / 2))
         if waited > self.timeout + _LATER and still_late and not self.patient:
