@@ -25,6 +25,10 @@ class AgreedError(UserError):
     """An error of one rank that is raised on all ranks. The ranks are still in step, so they can continue."""
 
 
+class InUse(UserError):
+    """Another process uses a folder. It may end, so a later attempt may succeed."""
+
+
 class LostRank(UserError):
     """A collective failed because another process of the run has exited or does not answer."""
 

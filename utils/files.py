@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO
 
-from utils.errors import UserError, one_line
+from utils.errors import InUse, UserError, one_line
 
 LOCK = ".lock"  # in a locked folder
 LACKS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)  # of a file system that lacks an operation
@@ -179,7 +179,7 @@ def lock(folder: Path, patience: float, fix: str = "stop it, or choose another -
         file.seek(0)
         holder = file.read().strip() or "another process"
         if time.monotonic() > deadline:
-            raise UserError(f"{folder} is in use by {holder}", fix)
+            raise InUse(f"{folder} is in use by {holder}", fix)
         if patience and not printed:
             print(f"{folder} is in use by {holder}; waiting up to {patience:.0f} s for it to exit")
             printed = True

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from utils.config.settings import LaunchConfig
-from utils.errors import USER_ERRORS, AgreedError, is_lost_rank, one_line
+from utils.errors import USER_ERRORS, AgreedError, InUse, is_lost_rank, one_line
 from utils.launch.environment import Topology, is_launched, read_topology
 from utils.launch.exits import (
     exit_with_error,
@@ -93,10 +93,10 @@ def _end(
         leave(getattr(error, "code", 130))
     with suppress(ValueError):  # only the main thread can set a handler
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise for the next dead worker
-    # If the ranks cannot connect, one may have died, and another rank has the cause of an AgreedError without one.
+    # If the ranks cannot connect, one may have died. Without a cause, an AgreedError is that of another rank.
     connecting = ranks is not None and ranks.expects_peers and ranks.store is None
-    others = isinstance(error, AgreedError) and error.__cause__ is None
-    retry = connecting or others or not isinstance(error, USER_ERRORS)
+    cause = error.__cause__ if isinstance(error, AgreedError) else error
+    retry = connecting or isinstance(cause, InUse) or not isinstance(cause, USER_ERRORS)
     error = with_known_fix(error)
     if ranks is not None and isinstance(error, AgreedError):
         ranks.finish()

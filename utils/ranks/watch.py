@@ -35,9 +35,9 @@ class Watch:
     thread may be blocked where no exception can reach it. There are two kinds of wait:
 
     * For other ranks, in a collective. Late ranks have entered fewer collectives. Each rank writes heartbeats with what
-      it does to the store. One of the waiting ranks reports the late ones. If a machine
-      loses its power, its connections stay open. So the wait ends when a rank has been silent for `_LOST` seconds and
-      the launcher can restart the run.
+      it does to the store. One of the waiting ranks reports the late ones. If a machine loses its power, its
+      connections stay open. So the wait also ends when a rank has been silent for `_LOST` seconds and the launcher can
+      restart the run.
     * For data (`DataWait`), as from a dead disk. After a request to stop, or if the launcher has exited, the process
       exits within `PATIENCE` with code 75, since nothing can be saved; after the timeout it exits with code 2.
 
