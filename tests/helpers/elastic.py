@@ -141,7 +141,7 @@ def possible(event: str, launchers: Launchers) -> bool:
     """Whether the event can happen now, with at least one launcher left and a rank that others wait for."""
     if event == "launcher added":
         return len(launchers.alive) < launchers.most
-    return event in ("rank killed", "store lost") or len(launchers.alive) > 1
+    return event in ("rank killed", "store lost", "all machines lost") or len(launchers.alive) > 1
 
 
 def wait_for_progress(log: Path, after: int, more: int, launchers: Launchers) -> None:
