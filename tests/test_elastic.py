@@ -17,6 +17,7 @@ from helpers.training_runs import records, refused, train_run
 from helpers.waiting import PATIENCE, records_so_far, until
 
 import train
+from utils.files import lock
 from utils.launch import command
 from utils.launch.command import elastic_nodes
 from utils.runs.manifest import sha256_of
@@ -175,6 +176,22 @@ def test_an_error_in_the_settings_ends_the_launcher_at_once_and_the_corrected_co
         found = launchers.outputs[0].read_text()
         assert found.count("--lr must be above 0, got -1") == len(wrong), "once, and again when the launcher has ended"
     assert records("run", "train")[-1]["step"] == 2
+
+
+@pytest.mark.full
+def test_a_run_folder_that_another_process_still_uses_is_tried_again():
+    """It may be a rank of a machine without network, which exits after --timeout."""
+    Path("runs/run").mkdir(parents=True)
+    held = lock(Path("runs/run"), 0)
+    launchers = Launchers([*FLAGS, *NAMED, "--max_steps", "2"], served=False)
+    try:
+        launchers.start()
+        until(lambda: "error: runs/run is in use by" in launchers.outputs[0].read_text())
+        held.close()
+        until(lambda: launchers.alive[1].poll() is not None)
+        assert launchers.alive[1].returncode == 0, launchers.outputs[0].read_text()
+    finally:
+        launchers.end()
 
 
 @pytest.mark.full

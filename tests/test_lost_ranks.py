@@ -121,15 +121,20 @@ def _load_slowly(victim):
     train.main(FLAGS)
 
 
-def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
-    launch = start_ranks(2, slow_train, [*ENDLESS, "--timeout", "10"])
+def _stop_rank_1(function, flags) -> tuple[float, list]:
+    """Train on two ranks and suspend rank 1; returns the seconds until rank 0 has ended, and how both ended."""
+    launch = start_ranks(2, function, flags)
     until(has_logged(10))
     stopped = time.monotonic()
     os.kill(launch.pids[1], signal.SIGSTOP)
     until(lambda: has_ended(launch.pids[0]))
     waited = time.monotonic() - stopped
     os.kill(launch.pids[1], signal.SIGKILL)
-    outcomes = launch.finish()
+    return waited, launch.finish()
+
+
+def test_a_rank_that_hangs_ends_the_others_within_the_timeout():
+    waited, outcomes = _stop_rank_1(slow_train, [*ENDLESS, "--timeout", "10"])
     # The other may have waited for it before it was stopped, but not half of the timeout.
     assert 5 < waited < SOON and outcomes[0].code == 2
     assert "another process of this run exited or stopped answering" in outcomes[0].err
@@ -143,14 +148,8 @@ def _train_with_restarts(flags):
 @pytest.mark.full
 def test_a_silent_rank_ends_the_others_long_before_the_timeout_if_the_launcher_starts_them_again():
     """A machine without power closes no connection."""
-    launch = start_ranks(2, _train_with_restarts, ENDLESS)
-    until(has_logged(10))
-    stopped = time.monotonic()
-    os.kill(launch.pids[1], signal.SIGSTOP)
-    until(lambda: has_ended(launch.pids[0]))
-    waited = time.monotonic() - stopped
-    os.kill(launch.pids[1], signal.SIGKILL)
-    assert 25 < waited < 90 and launch.finish()[0].code == 2
+    waited, outcomes = _stop_rank_1(_train_with_restarts, ENDLESS)
+    assert 25 < waited < 90 and outcomes[0].code == 2
 
 
 @pytest.mark.parametrize(
