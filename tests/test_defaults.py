@@ -278,7 +278,7 @@ def test_an_evaluation_tells_training_that_falls_apart_from_overfitting_and_a_sl
          "--ema_decay", "0.99"],
         ["--model", "mlp", "--loss", "binary_cross_entropy", "--optimizer", "adamw", "--lr", "0.03",
          "--sampler", "balanced"],
-        ["--model", "timm/test_resnet", "--image_size", "16", "--global_batch_size", "32", "--lr", "0.1"],
+        ["--model", "timm/test_resnet", "--image_size", "16", "--global_batch_size", "32", "--lr", "0.03"],
     ]),
 ])  # fmt: skip
 def test_healthy_runs_are_not_said_to_fall_apart(flags):
