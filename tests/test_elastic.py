@@ -93,7 +93,7 @@ def check_events(updates: int, events: list[str], seed: int, served: bool = True
 
 NAMED = ["--run_name", "run", "--resume", "auto"]
 REFUSED = {
-    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1": [*FLAGS, *NAMED],
+    "put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_WORKER_IDENTICAL=1": [*FLAGS, *NAMED],
     "add --run_name NAME --resume auto to continue the run": [*FLAGS, "--run_name", "run"],
     "--microbatches 2 is less than the 3 processes of --nnodes 1:3": [
         *FLAGS,
