@@ -28,17 +28,23 @@ from utils.files import check_output_file, expand, write_output
 from utils.models.published import resize_input, version_of
 from utils.models.zoo import check_model
 from utils.predictions.tables import check_table_file, encode, rows_of_split
-from utils.ranks.accelerator import check_precision
+from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.writing import Evaluated, report_evaluation
 from utils.runs.foreign import Names, find_run
-from utils.runs.inference import given_settings, set_evaluation_input, warn_about_flags
+from utils.runs.inference import (
+    given_settings,
+    load_for_inference,
+    place_model,
+    set_evaluation_input,
+    warn_about_flags,
+)
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun
 from utils.tasks.table import make_task
 from utils.tasks.task import Predictions, Task
-from utils.training.evaluation import check_outputs, make_evaluator, model_rate
+from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader, model_rate
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -123,14 +129,20 @@ def evaluate(
     terminal, spec = Terminal(ranks.is_main), saved.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):
         dataset = make_dataset(split, spec, config, False, terminal.progress("decoding"))
-    evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
-    result = evaluator.evaluate(keep=config.report or flags.predictions is not None)
-    assert result is not None  # nothing stops it
+    accelerator = make_accelerator(ranks, config)
+    model = place_model(load_for_inference(saved, config, task, ranks), flags.tta, accelerator)
+    loader = make_eval_loader(dataset, config, ranks)
+    # Not the model: ranks may have different numbers of batches, which DDP does not allow.
+    loader = accelerator.prepare(loader)
+    evaluator = Evaluator(ranks, accelerator, model, loader, spec, task, config)
+    rows = evaluator.rows(keep=config.report or flags.predictions is not None)
+    assert rows is not None  # nothing stops it
+    result = evaluator.metrics(accelerator.gather(rows))
     check_outputs(result["loss"], saved.path)
     if flags.tta:
         result["tta"] = flags.tta
     if flags.throughput:
-        result["model_images_per_second"] = model_rate(evaluator, spec)
+        result["model_images_per_second"] = model_rate(evaluator)
     record = {
         "kind": "eval",
         **origin(saved, config, flags),

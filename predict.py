@@ -36,16 +36,23 @@ from utils.predictions.tables import (
     make_rows,
     result_rows,
 )
-from utils.ranks.accelerator import check_precision
+from utils.ranks.accelerator import check_precision, make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
 from utils.report.html import gallery
-from utils.runs.inference import find_saved, given_settings, set_evaluation_input, warn_about_flags
+from utils.runs.inference import (
+    find_saved,
+    given_settings,
+    load_for_inference,
+    place_model,
+    set_evaluation_input,
+    warn_about_flags,
+)
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import SavedRun
 from utils.tasks.table import make_task
 from utils.tasks.task import Task
-from utils.training.evaluation import check_outputs, make_evaluator
+from utils.training.evaluation import Evaluator, check_outputs, make_eval_loader
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -109,15 +116,21 @@ def predict(
     dataset = EncodedImages(split.select(readable), spec, Augmentation(0, {"center": Center(spec)}))
     if len(dataset) <= config.eval_batch_size:  # a loader process decodes whole blocks, so it would save no time
         config = replace(config, num_workers=0)
-    evaluator = make_evaluator(dataset, saved, config, task, flags.tta, ranks)
+    accelerator = make_accelerator(ranks, config)
+    model = place_model(load_for_inference(saved, config, task, ranks), flags.tta, accelerator)
+    loader = make_eval_loader(dataset, config, ranks)
+    # Not the model: ranks may have different numbers of batches, which DDP does not allow.
+    loader = accelerator.prepare(loader)
+    evaluator = Evaluator(ranks, accelerator, model, loader, spec, task, config)
     own = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
     assert own is not None  # nothing stops it
-    _, top, scores = evaluator.gather(own)
+    _, *top, scores = evaluator.in_order(accelerator.gather(own))
     check_outputs(scores, saved.path)
     if not ranks.is_main:
         return []
-    rows = dict(zip(readable.tolist(), make_rows(task, top, scores, flags.top), strict=True))
-    return [rows.get(position) or Row(None, [], split.bad[position]) for position in range(len(split))]
+    found = make_rows(task, *(top or [scores[:, :0]]), scores, flags.top)
+    rows = dict(zip(readable.tolist(), found, strict=True))
+    return [rows.get(place) or Row(None, [], split.bad[place]) for place in range(len(split))]
 
 
 def write(flags: PredictConfig, saved: SavedRun, rows: list[Row], split: Split) -> None:

@@ -37,7 +37,7 @@ from utils.runs.inference import given_settings
 from utils.runs.manifest import checkpoints_of, damage_of, step_of
 from utils.training.first_batch import label_lines, picture
 from utils.training.inspection import first_bad_layer, gradient_norms, observe_layers
-from utils.training.loop import log_training, synchronise
+from utils.training.loop import synchronise, training_record
 from utils.training.meter import SyncInterval, rounded
 from utils.training.run import Run
 from utils.training.schedule import due_after
@@ -67,10 +67,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         fits = (flags.microbatch or 0) <= last
         require(fits, f"--microbatch {flags.microbatch}: the last one of the update is {last}")
         before = next((record["init_weights"] for record in records if "init_weights" in record), None)
-        same = run.source is None or before in (None, run.source.weights)
+        source = run.setup.source
+        same = source is None or before in (None, source.weights)
         fix = "restore them, or choose an --update after the oldest checkpoint"
         require(same, f"--init_from {run.config.init_from}: the weights have changed since the run began", fix)
-        print(f"replaying update {flags.update} of {flags.run} from {run.resumed_from or 'the initial weights'}")
+        print(f"replaying update {flags.update} of {flags.run} from {run.setup.resumed_from or 'the initial weights'}")
         print(f"updates to compute before it: {flags.update - 1 - run.state.step}")
         batches = iter(run.train_batches)
         recompute(run, batches, flags.update - 1)
@@ -115,7 +116,7 @@ def recompute(run: Run, batches: Iterator[Batch], until: int) -> None:
         run.log.advance()
         if due_after(run.config, run.state, run.updates).log:
             synchronise(run, SyncInterval())
-            log_training(run)
+            train.log(run, "train", training_record(run))
 
 
 def show(run: Run, batches: Iterator[Batch], flags: ReplayConfig) -> dict[str, Any]:

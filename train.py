@@ -11,26 +11,23 @@ from utils.output import guard_output, leave  # the first import: see its docstr
 
 # isort: split
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
+from typing import Any
 
+from accelerate import Accelerator
 from torch.profiler import profile
 from torch.utils.data import DataLoader
 
 from utils.config.cli import parse_given
 from utils.config.settings import TrainConfig
-from utils.console import Terminal
-from utils.data.auto_augment import AUTO_AUGMENTS
 from utils.data.batches import Batches
 from utils.data.datasets import AnyDataset, Batch, keep_on_device
 from utils.data.order import UpdateSampler, evaluation_blocks
-from utils.data.selection import load_data
-from utils.data.sources import SOURCES
-from utils.data.splits import Data
 from utils.data.workers import make_loaders
 from utils.launch.command import typed_command
 from utils.memory import gc_frozen
-from utils.models.zoo import OWN_MODELS, build_model
+from utils.models.zoo import build_model
 from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.session import distributed_session
@@ -39,33 +36,34 @@ from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
 from utils.runs.loading import make_parts
 from utils.runs.log import RunLog
-from utils.runs.metadata import SavedRun
-from utils.runs.source import find_source
-from utils.runs.trackers import TRACKERS
-from utils.tasks.losses import LOSSES
-from utils.tasks.table import TASKS
+from utils.runs.trackers import TRACKERS, RunTrackers, numbers_to_send
 from utils.training.building import (
-    Resolved,
-    change_layers,
+    TABLES,
+    Setup,
+    adapt_model,
     check_settings,
     fill_settings,
+    find_data,
     make_datasets,
     resolve,
 )
-from utils.training.divergence import watch_evaluation
 from utils.training.dry_run import dry_run, trial
 from utils.training.evaluation import Evaluator
-from utils.training.features import replace_by_features
+from utils.training.features import features_of
 from utils.training.gradients import clip_gradients, make_gradients
-from utils.training.loop import batches_of_update, log_training, make_profiler, save, synchronise
+from utils.training.loop import (
+    batches_of_update,
+    evaluation_record,
+    make_profiler,
+    prepare_save,
+    synchronise,
+    training_record,
+)
 from utils.training.meter import Meter, SyncInterval
-from utils.training.optim import OPTIMIZERS, build_optimizer, set_learning_rate
+from utils.training.optim import build_optimizer, init_optimizer, set_learning_rate
 from utils.training.run import Run, log_end, log_start
-from utils.training.schedule import SCHEDULES, due_after, learning_rate
-from utils.training.sharding import prepare_training
-
-# Tables of names, which --help lists
-TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
+from utils.training.schedule import due_after, learning_rate
+from utils.training.sharding import describe_shards, get_ready_to_shard
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -100,64 +98,67 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     Settings that are not `given` are those of the checkpoint; with None, all are given.
     """
     checkpoints = CheckpointManager(config, ranks)
-    saved = checkpoints.newest()
-    with ranks.agree():
-        config = fill_settings(config, given, saved, ranks, TABLES)
-    accelerator = make_accelerator(ranks, config)
-    config, source = find_source(config, saved, ranks)
+    saved = checkpoints.newest()  # None if the run is new
+    config, source = fill_settings(config, given, saved, ranks)
+    accelerator: Accelerator = make_accelerator(ranks, config, TRACKERS.names(config))
     data = find_data(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
-        resolved = resolve(config, saved, checkpoints.folder, data, source, accelerator)
-    config, spec, task = resolved.config, resolved.spec, resolved.task
-    images = make_datasets(data, spec, config, ranks)
+        setup = resolve(config, saved, checkpoints.folder, data, source, accelerator)
+    train_set, eval_set = make_datasets(setup, ranks)
+
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
-        module = build_model(config, spec, task.outputs, saved is None, data.class_names, images[0])
-    module = change_layers(module, resolved, accelerator, ranks)
-    optimizer = build_optimizer(config, module)
-    model, optimizer = prepare_training(module, optimizer, resolved, accelerator, ranks)
-    parts = make_parts(accelerator, module, config.ema_decay)
-    folder, lines = checkpoints.restore(config, saved, module, optimizer, parts)
-    resolved.changed += lines
-    sets = replace_by_features(images, resolved, module, accelerator, ranks)  # if only the last part is trained
-    train_loader, eval_loader = accelerator.prepare(*make_batches(sets, resolved, ranks))
-    gradients = make_gradients(resolved, model, module, accelerator, ranks)
-    sinks, device = TRACKERS.sinks(config), accelerator.device
-    eval_batches = Batches(eval_loader, spec.for_evaluation(), config, device, training=False)
+        known = not saved, data.class_names, train_set
+        model = build_model(setup.config, setup.spec, setup.task.outputs, *known)
+    model, last_part, notes = adapt_model(model, setup, saved, accelerator, ranks)
+    optimizer = build_optimizer(setup.config, model)
+    sets: Sequence[AnyDataset] = train_set, eval_set
+    if last_part:  # only this part is trained, so the other layers compute features, once
+        sets = features_of(train_set, eval_set, model, last_part, setup, accelerator, ranks)
+    train_loader, eval_loader = make_batches(sets, setup, ranks)
+    whole = get_ready_to_shard(model, setup, accelerator, ranks) if accelerator.is_fsdp2 else []
+    module = model  # without the wrapper, for evaluations and checkpoints
+
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(
+        model, optimizer, train_loader, eval_loader
+    )  # fmt: skip
+    sharding = describe_shards(model, whole, setup.config, ranks) if whole else ""
+    optimizer = init_optimizer(optimizer, accelerator)
+    parts = make_parts(accelerator, module, setup.config.ema_decay)  # with the average
+    folder, lines = checkpoints.restore(setup.config, saved, accelerator, module, optimizer, parts)
+    spec, task, device = setup.spec, setup.task, accelerator.device
+    eval_spec = spec.for_evaluation()
     with ranks.agree("opening the log"):
-        return Run(
-            **vars(resolved),
-            ranks=ranks,
-            stopping=stopping,
-            accelerator=accelerator,
-            folder=folder,
-            checkpoints=checkpoints,
-            model=model,
-            module=module,
-            optimizer=optimizer,
-            gradients=gradients,
-            parts=parts,
-            train_batches=Batches(train_loader, spec, config, device, True, task.outputs),
-            evaluator=Evaluator(ranks, accelerator, module, eval_batches, task, config),
-            meter=Meter(task, device, resolved.state.since_log, ranks.is_main, optimizer),
-            log=RunLog(folder, ranks.is_main, resolved.state, resolved.updates, task, sinks),
-        )
+        log = RunLog(folder, ranks.is_main, setup.state, setup.updates, task)
+    return Run(
+        setup=setup,
+        ranks=ranks,
+        stopping=stopping,
+        accelerator=accelerator,
+        folder=folder,
+        checkpoints=checkpoints,
+        model=model,
+        module=module,
+        optimizer=optimizer,
+        gradients=make_gradients(setup, model, module, accelerator),
+        parts=parts,
+        train_batches=Batches(train_loader, spec, setup.config, device, True, task.outputs),
+        evaluator=Evaluator(ranks, accelerator, module, eval_loader, eval_spec, task, setup.config),
+        meter=Meter(task, device, setup.state.since_log, ranks.is_main, optimizer),
+        log=log,
+        trackers=RunTrackers(accelerator, setup.config, folder, log.say),
+        changed=[*setup.changed, *lines],
+        notes=notes,
+        sharding=sharding,
+    )
 
 
-def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data:
-    """Load and check the data. A resumed run keeps its original samples."""
-    with ranks.local_main_first("loading the data"):
-        data = load_data(config, saved.record if saved else None, Terminal(ranks.is_main))
-    ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
-    return data
-
-
-def make_batches(sets: Sequence[AnyDataset], resolved: Resolved, ranks: Ranks) -> list[DataLoader]:
-    """The loaders of training and evaluation batches of all ranks."""
-    config, state = resolved.config, resolved.state
+def make_batches(sets: Sequence[AnyDataset], setup: Setup, ranks: Ranks) -> list[DataLoader]:
+    """The loaders of training and evaluation batches of all ranks, which `prepare` deals out."""
+    config, state = setup.config, setup.state
     with ranks.agree():
         train_set, eval_set = keep_on_device(sets, config, ranks.device)
-    updates = max(0, resolved.updates - state.step)
-    order = UpdateSampler(resolved.plan, ranks.topology.world_size, updates, state.place)
+    updates = max(0, setup.updates - state.step)
+    order = UpdateSampler(setup.plan, ranks.topology.world_size, updates, state.place)
     blocks = evaluation_blocks(len(eval_set), config.eval_batch_size)
     parts = [(train_set, order), (eval_set, blocks)]
     return make_loaders(parts, config, ranks.threads, ranks.device)
@@ -186,7 +187,7 @@ def train(run: Run, profiler: profile | None) -> dict | None:
             continue
         since_save = synchronise(run, interval)
         if due.log or run.ended:
-            log_training(run)
+            log(run, "train", training_record(run))
         if due.evaluate or run.ended:
             result = evaluate(run)
         is_late = since_save >= (config.save_seconds or math.inf)
@@ -200,6 +201,7 @@ def train(run: Run, profiler: profile | None) -> dict | None:
 def train_update(run: Run, batches: Iterator[Batch]) -> None:
     """One update: forward and backward passes of this rank, then one optimizer step."""
     config, state, gradients = run.config, run.state, run.gradients
+    # By hand: a prepared scheduler would advance once for each process.
     set_learning_rate(run.optimizer, learning_rate(config, state.step, run.updates))
     for batch in batches_of_update(run, batches):
         with gradients.microbatch(batch):
@@ -221,24 +223,44 @@ def evaluate(run: Run) -> dict | None:
 
     With --ema_decay, their average is evaluated too, and its metrics are returned.
     """
-    state, split = run.state, run.data.evaluation
+    state, average, result = run.state, run.average, dict[str, Any]()
     state.owes_evaluation = True
     if run.stopping.agreed:
         return None
     run.ranks.mark(f"after update {state.step}, evaluating")
-    for weights in ("raw", "ema") if run.average else ("raw",):
-        with run.average.applied() if run.average and weights == "ema" else nullcontext():
+    kinds = ["raw", "ema"] if average else ["raw"]
+    for weights in kinds:
+        keep = run.config.report and weights == kinds[-1]
+        with average.applied() if average and weights == "ema" else nullcontext():
             run.ranks.broadcast_buffers(run.module)
-            metrics = run.evaluator.evaluate(run.stopping, keep=run.config.report)
-        if metrics is None:
+            rows = run.evaluator.rows(run.stopping, keep, state.best)
+        if rows is None:
             return None
-        result = {"weights": weights, **metrics} if run.average else metrics
-        run.log.write("eval", step=state.step, epoch=state.epochs_begun, split=split.name, **result)
-        if weights == "raw":
-            watch_evaluation(run, metrics)
+        metrics = run.evaluator.metrics(run.accelerator.gather(rows))
+        result = {"weights": weights, **metrics} if average else metrics
+        log(run, "eval", evaluation_record(run, result))
     state.add_evaluation(result, run.task.metric, run.task.higher_is_better)
     report_training(run, result)
     return result
+
+
+def log(run: Run, kind: str, record: Mapping[str, Any]) -> None:
+    """Append a record to log.jsonl, then send its numbers to the trackers of --report_to."""
+    run.log.write(kind, **record)
+    with run.trackers.guarded():
+        run.accelerator.log(numbers_to_send(kind, record), step=run.state.step)
+
+
+def save(run: Run) -> None:
+    """Save a checkpoint, then agree on stopping; collective."""
+    files = prepare_save(run)
+    with run.checkpoints.writing(run.state, files) as folder:
+        if folder:  # on the main process; with FSDP2 on all ranks
+            run.accelerator.save_state(folder)
+    run.meter.restart_save_clock()
+    run.stopping.agreed = run.ranks.any_rank(run.stopping.agreed or bool(run.stopping.request))
+    if run.ended or run.stopping.agreed:  # no save follows
+        run.checkpoints.wait()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from helpers.training_runs import (
     weights,
 )
 from safetensors.torch import load_file, save, save_file
+from utils.runs.tensors import read_metadata
 
 import eval
 import train
@@ -29,8 +30,8 @@ from utils.config.cli import read_config
 from utils.runs.loading import LOSS_SCALE, LossScale, load_parts
 from utils.runs.manifest import find_checkpoint
 from utils.runs.state import TrainState
-from utils.runs.tensors import read_metadata
 from utils.runs.writing import publish, write_partial
+from utils.training.optim import OPTIMIZERS
 from utils.version import VERSION
 
 # 4 updates an epoch
@@ -50,7 +51,7 @@ def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_pat
         os.umask(before)
     checkpoint = find_checkpoint(Path("runs/run"))
     assert {path.name for path in checkpoint.iterdir()} == {
-        "model.safetensors", "optimizer.safetensors",
+        "model.safetensors", "optimizer.bin",
         "state.json", "config.yaml", "labels.json", "samples.json.gz", "manifest.json",
     }  # fmt: skip
     assert {stat.S_IMODE(path.stat().st_mode) for path in checkpoint.iterdir()} == {0o640}  # as the umask says
@@ -232,7 +233,7 @@ CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
 
 
 def train_with_adafactor(flags):
-    train.OPTIMIZERS["adafactor"] = lambda groups, config: torch.optim.Adafactor(groups, lr=config.lr)
+    OPTIMIZERS["adafactor"] = lambda groups, config: torch.optim.Adafactor(groups, lr=config.lr)
     train_with_average([*flags, "--optimizer", "adafactor"])
 
 
@@ -240,7 +241,7 @@ def test_parts_and_an_optimizer_with_statistics_of_rows_resume_bit_identically()
     returned(2, train_with_adafactor, ["--run_name", "whole", *SHORT])
     for stop in ("3", "7"):
         returned(2, train_with_adafactor, [*RUN, "--max_steps", stop])
-    file = "optimizer.safetensors"
+    file = "optimizer.bin"
     shapes = {tuple(value.shape) for name, value in weights("whole", file=file).items() if "row" in name}
     assert len(shapes) > 2 and all(shape[-1] == 1 for shape in shapes)  # not those of the weights
     assert same_tensors(weights("run", file=file), weights("whole", file=file))
@@ -252,7 +253,7 @@ def test_parts_and_an_optimizer_with_statistics_of_rows_resume_bit_identically()
 
 def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
     train_run(1, "run", *SHORT, "--max_steps", "4", "--optimizer", "adamw")
-    path, flags = CHECKPOINT / "optimizer.safetensors", [*RUN, "--optimizer", "adamw"]
+    path, flags = CHECKPOINT / "optimizer.bin", [*RUN, "--optimizer", "adamw"]
     tensors, metadata = load_file(path), read_metadata(path)
     for name, value, said in (
         ("exp_avg", torch.zeros(1), "exp_avg: shape [1] in the checkpoint, shape [32, 1, 3, 3] in this optimizer"),

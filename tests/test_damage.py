@@ -16,6 +16,7 @@ import yaml
 from helpers.ranks import NOBODY, as_nobody, run_ranks
 from helpers.training_runs import make_old, records, rewrite_manifest, same_tensors, train_run, weights, working_in
 from safetensors.torch import load_file, save_file
+from utils.runs.tensors import read_metadata
 
 import eval
 import train
@@ -25,7 +26,6 @@ from utils.runs import manifest
 from utils.runs.manifest import damage_of, newest_good, write_manifest
 from utils.runs.metadata import read_settings
 from utils.runs.state import TrainState
-from utils.runs.tensors import read_metadata
 
 FLAGS = ("--data", "digits", "--model", "mlp", "--model_args", "{hidden: 16}", "--threads", "1", "--keep", "9")
 FLAGS += ("--lr_schedule", "constant", "--save_every", "2", "--eval_every", "99", "--report", "false")
@@ -89,7 +89,7 @@ def exchange(rng, path):
 
 def take_from_the_checkpoint_before(rng, path):
     """A file that each update changes; the others may be the same in both."""
-    name = rng.choice(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+    name = rng.choice(["model.safetensors", "optimizer.bin", "state.json", "manifest.json"])
     before = CHECKPOINTS / STEPS[STEPS.index(path.parent.name) - 1]
     shutil.copy(before / name, path.parent / name)
 
@@ -248,7 +248,7 @@ def test_all_is_verified_before_anything_is_loaded():
     damage("flip a bit", NEWEST, random.Random(0))
     verified, good, *read = run_one(_verified_and_read, RESUME).value
     assert (verified, good) == (NEWEST, CHECKPOINTS / STEPS[-2])
-    assert read == [good / "model.safetensors", good / "optimizer.safetensors"]
+    assert read == [good / "model.safetensors", good / "optimizer.bin"]
     assert NEWEST.with_name(f"{NEWEST.name}.damaged").is_dir()
 
 
@@ -326,7 +326,7 @@ PICKLES = {
 }
 CODES = {  # of train.py and of eval.py when a file is something else than it should be
     "model.safetensors": (2, 2),
-    "optimizer.safetensors": (2, 0),
+    "optimizer.bin": (2, 0),
     "optimizer.bin": (2, 0),  # of an old checkpoint
     "random_states_0.pkl": (0, 0),  # of Accelerate, for its load_state
     "state.json": (2, 2),
@@ -365,7 +365,7 @@ def test_the_pickles_would_be_executed_by_who_loads_them_carelessly():
 
 QUICK = [("optimizer.bin", "torch"), ("optimizer.bin", "pickle"), ("config.yaml", "yaml"),
          ("random_states_0.pkl", "torch"), ("model.safetensors", "torch"),
-         ("optimizer.safetensors", "torch")]  # fmt: skip
+         ("optimizer.bin", "torch")]  # fmt: skip
 
 
 def file_of(name):
@@ -403,7 +403,7 @@ MALFORMED = {  # the first of each is quick
     "labels.json": [b"null", b"[[]]", b"[1, 2]"],
     "config.yaml": [f"{BOMB}}}".encode(), b"[" * 500, b"model: !!bool x", b"lr: {}", b"[]", b"1: 2"],
     "optimizer.bin": [b".", b"\x80\x02.", b"PK\x03\x04"],
-    "optimizer.safetensors": [b"\xff" * 8, b"\xff" * 3 + bytes(5) + b"{" * 99, b"", b"\x02" + bytes(7) + b"{}"],
+    "optimizer.bin": [b"\xff" * 8, b"\xff" * 3 + bytes(5) + b"{" * 99, b"", b"\x02" + bytes(7) + b"{}"],
     "model.safetensors": [b"\xff" * 8, b"", b"\x02" + bytes(7) + b"[]"],
 }  # fmt: skip
 
@@ -436,7 +436,7 @@ def put(name, content):
 
 
 def test_an_optimizer_file_that_was_cut_off_is_one_line():
-    path = NEWEST / "optimizer.safetensors"
+    path = NEWEST / "optimizer.bin"
     os.truncate(path, path.stat().st_size - 1)
     both(2, 0)
 
@@ -451,7 +451,7 @@ OF_OPTIMIZER = [  # values in the metadata of optimizer.safetensors, None for th
 @cases(OF_OPTIMIZER, OF_OPTIMIZER[:2])
 def test_metadata_of_an_optimizer_that_are_malformed_are_one_line(case):
     name, value = case
-    path = NEWEST / "optimizer.safetensors"
+    path = NEWEST / "optimizer.bin"
     metadata = read_metadata(path) | {name: value}
     save_file(load_file(path), path, {key: text for key, text in metadata.items() if text is not None})
     rewrite_manifest(NEWEST)
@@ -525,13 +525,13 @@ def test_a_resumed_run_forgets_the_evaluations_after_its_checkpoint():
     assert [evaluation["step"] for evaluation in found] == [8, 8, 10]  # update 8 had one already
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
 def test_a_manifest_that_does_not_name_a_needed_file_is_refused(name):
     listed = json.loads((NEWEST / "manifest.json").read_text())
     del listed["files"][name]
     (NEWEST / "manifest.json").write_text(json.dumps(listed, indent=1) + "\n")
     evaluated, problem = run_one(eval.main, EVAL), f"{NEWEST}/manifest.json: does not name {name}"
-    if name == "optimizer.safetensors":  # which an evaluation does not read
+    if name == "optimizer.bin":  # which an evaluation does not read
         assert evaluated.code == 0, evaluated.err
     else:
         refused(evaluated, problem)

@@ -27,6 +27,7 @@ import utils.runs.checkpoint
 from utils.config.settings import TrainConfig
 from utils.runs.manifest import verify
 from utils.runs.writing import update_pointers
+from utils.training import building
 
 FLAGS = [*MLP, "--max_steps", "12", "--save_every", "3", "--eval_every", "6", "--log_every", "2", "--keep", "9"]
 SMALL = 4096  # bytes: more than the log of these runs, less than any checkpoint's part that a rank writes
@@ -245,7 +246,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_read(any
         raise AssertionError("the data were read")
 
     def start(flags):
-        train.load_data = no_data
+        building.load_data = no_data
         train.main([*FLAGS, *flags])
 
     returned(1, as_nobody, train.main, ["--run_name", "run", *FLAGS, "--max_steps", "3"])

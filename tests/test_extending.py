@@ -214,7 +214,7 @@ def test_two_processes_train_with_all_parts_at_once(runs):
     assert log[0]["loss"] == pytest.approx(math.fsum(losses) / 12, rel=1e-5)
     rates = [0.02 * (1 - math.tanh(-4 + 7 * n / 10)) / 2 for n in range(10)]
     assert [record["lr"] for record in log] == pytest.approx(rates)
-    momenta = weights("two", file="optimizer.safetensors")
+    momenta = weights("two", file="optimizer.bin")
     assert momenta.keys() == {f"{name}/momentum_buffer" for name in weights("two")}
     assert all([group["trust"] for group in groups] == [0.5, 0.5] for *_, groups in files)
     rows = [[float(value) for value in line.split(",")] for line in Path("runs/two/train.csv").read_text().split()]
@@ -252,7 +252,7 @@ def test_the_metric_is_right_for_confidences_in_all_bins(made):
 def test_a_killed_run_with_all_parts_resumes_to_the_same_bits(runs):
     assert len(runs.logged.splitlines()) == 8 and "10 in all, from 5" in runs.out["resumed"]
     assert same_tensors(weights("killed"), weights("two"))
-    momenta = [weights(name, file="optimizer.safetensors") for name in ("killed", "two")]
+    momenta = [weights(name, file="optimizer.bin") for name in ("killed", "two")]
     assert len(momenta[0]) == len(weights("two")) and same_tensors(*momenta)
     assert Path("runs/killed/train.csv").read_text() == Path("runs/two/train.csv").read_text()
     found = [[record["ece"] for record in records(name, "eval")] for name in ("killed", "two")]

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import train
+from utils.models.zoo import OWN_MODELS
 
 UPDATES, SAVE_EVERY = 14, 3  # at most
 FLAGS = ["--data", "digits", "--model", "branching", "--global_batch_size", "24", "--max_steps", str(UPDATES)]
@@ -59,7 +60,7 @@ def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bo
     `kill`: the update, counted from 0, in which this process kills itself, on which rank (-1: on all), and whether in
     the forward pass.
     """
-    train.OWN_MODELS["branching"] = Branching
+    OWN_MODELS["branching"] = Branching
     make, update, end, counts = train.make_accelerator, train.train_update, train.log_end, []
 
     def with_small_buckets(*given):
@@ -92,7 +93,7 @@ def ends_equal(name: str, other: str) -> bool:
     return (
         len(losses) == UPDATES
         and losses == other_losses
-        and {"model.safetensors", "optimizer.safetensors"} <= {*files}
+        and {"model.safetensors", "optimizer.bin"} <= {*files}
         and all(same_tensors(*(load_file(folder / file) for folder in folders)) for file in files)
     )
 

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 import train
 from utils.errors import is_lost_rank
+from utils.training import building
 
 ENDLESS = [*FLAGS, "--max_steps", "1000000"]
 
@@ -109,7 +110,7 @@ def test_a_rank_that_dies_while_it_connects_ends_the_others_long_before_the_time
 
 
 def _load_slowly(victim):
-    load_data = train.load_data
+    load_data = building.load_data
 
     def slow(*arguments):
         if os.environ["RANK"] == str(victim):  # rank 0 goes first, then rank 1
@@ -117,7 +118,7 @@ def _load_slowly(victim):
             time.sleep(600)
         return load_data(*arguments)
 
-    train.load_data = slow
+    building.load_data = slow
     train.main(FLAGS)
 
 
@@ -216,5 +217,5 @@ def _attempt_that_cannot_load(*arguments):
     def fail(config):
         raise RuntimeError("planted")
 
-    train.load_data = fail
+    building.load_data = fail
     _attempt(*arguments)

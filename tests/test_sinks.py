@@ -1,4 +1,4 @@
-"""Sinks get each record of log.jsonl once, also in resumed runs, and their errors do not end a run."""
+"""Sinks get each record of log.jsonl once, and their errors do not end a run."""
 
 import errno
 import io
@@ -22,8 +22,8 @@ from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
 
-FLAGS = [*MLP, "--max_train_samples", "240", "--global_batch_size", "24", "--max_steps", "12", "--log_every", "1"]
-FLAGS += ["--eval_every", "5", "--save_every", "4"]
+FLAGS = [*MLP, "--max_train_samples", "240", "--global_batch_size", "24", "--max_steps", "12"]
+FLAGS += ["--log_every", "1", "--eval_every", "5", "--save_every", "4"]
 COPY = Path("runs/run/copy.jsonl")
 
 TASK = Classification(TrainConfig(), ["a", "b"])
@@ -34,9 +34,10 @@ class Copy:
 
     def __init__(self, folder: Path, state: TrainState, updates: int, task: Task):
         Path(f"sink-of-{os.environ.get('RANK', 0)}").touch()
-        kept = [record for record in records_so_far(folder / "copy.jsonl") if is_kept(record, state)]
-        (folder / "copy.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
-        self.file = (folder / "copy.jsonl").open("a")
+        copy = folder / "copy.jsonl"
+        kept = [record for record in records_so_far(copy) if is_kept(record, state)]
+        copy.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self.file = copy.open("a")
 
     def write(self, record: dict) -> None:
         self.file.write(json.dumps(record) + "\n")
@@ -93,7 +94,8 @@ def test_an_evaluation_that_is_repeated_reaches_a_sink_once():
     for kind, step in [*kept, ("eval", 5), ("train", 6), ("start", 6)]:
         assert is_kept({"kind": kind, "step": step}, state) == ((kind, step) in kept)
     assert is_kept({"kind": "eval", "step": 5}, TrainState(step=5))
-    assert not any(is_kept(record, state) for record in ({}, {"kind": "eval"}, None, 3, {"kind": "a", "step": "5"}))
+    for damaged in ({}, {"kind": "eval"}, None, 3, {"kind": "a", "step": "5"}):
+        assert not is_kept(damaged, state)
 
 
 def test_a_sink_that_fails_is_closed_with_one_line_and_the_run_goes_on():
@@ -101,7 +103,8 @@ def test_a_sink_that_fails_is_closed_with_one_line_and_the_run_goes_on():
     assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, ""), (0, "")]
     said = [line for line in outcomes[0].out.splitlines() if "sink" in line]
     assert said == ["sink copy: tracker.db: No space left on device; the run continues without it"]
-    assert [record["step"] for record in records_so_far(COPY)] == [0, 1, 2] and Path("closed").exists()
+    assert [record["step"] for record in records_so_far(COPY)] == [0, 1, 2]
+    assert Path("closed").exists()
     assert [record["step"] for record in records("run", "train")] == list(range(1, 13))
     assert "update 12/12" in outcomes[0].out
 
@@ -130,13 +133,14 @@ class Kept:
         raise OSError(errno.EIO, "Input/output error")
 
 
-def test_records_reach_the_sinks_after_they_are_written_and_none_follows_an_error(monkeypatch, capsys, tmp_path):
+def test_no_record_reaches_a_sink_before_it_is_written(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(SINKS, "first", Kept)
     monkeypatch.setitem(SINKS, "second", Kept)
     log, write = RunLog(tmp_path, True, TrainState(), 9, TASK), os.write
     log.write("note", step=1)
     log.write("eval", step=2, split="test", accuracy=0.5, loss=float("inf"), count=4, seconds=1.0)
-    assert capsys.readouterr().out == "update 2  eval (test)  accuracy 0.5000  loss inf  (4 samples, 1.0 s)\n"
+    shown = "update 2  eval (test)  accuracy 0.5000  loss inf  (4 samples, 1.0 s)\n"
+    assert capsys.readouterr().out == shown
 
     def full(file, data):
         if len(data) < 10:
@@ -152,7 +156,8 @@ def test_records_reach_the_sinks_after_they_are_written_and_none_follows_an_erro
     for name in ("first", "second"):
         assert [record["step"] for record in log.sinks[name].records] == [1, 2]
         assert log.sinks[name].records[1]["loss"] == float("inf")
-    assert [(r["step"], r.get("loss")) for r in records_so_far(tmp_path / "log.jsonl")] == [(1, None), (2, None)]
+    logged = records_so_far(tmp_path / "log.jsonl")
+    assert [(record["step"], record.get("loss")) for record in logged] == [(1, None), (2, None)]
     log.close()
     said = "[Errno 5] Input/output error; the run continues without it"
     assert capsys.readouterr().out == f"sink second: {said}\nsink first: {said}\n"
@@ -168,12 +173,16 @@ class Screen(io.StringIO):
         return True
 
     def lines(self) -> list[str]:
-        """What a person sees: text after a carriage return replaces what is there, and a code clears the line."""
+        """What a person sees.
+
+        Text after a carriage return replaces what is there, and a code clears the line.
+        """
         shown = []
         for line in self.getvalue().split("\n"):
             row = ""
             for part in line.split("\r"):
-                row = part.removeprefix(CLEAR) + ("" if part.startswith(CLEAR) else row[len(part) :])
+                kept = "" if part.startswith(CLEAR) else row[len(part) :]
+                row = part.removeprefix(CLEAR) + kept
             shown.append(row.rstrip())
         return shown
 
@@ -229,11 +238,12 @@ def test_a_bar_shows_its_rate_and_one_estimate_of_the_time_left(monkeypatch, lim
     bar.bar.refresh()
     line = screen.lines()[-1]
     bar.close()
-    assert " update/s" in line and f"eta={'00:50' if limit else '16:30'}" in line and "<" not in line
+    left = "00:50" if limit else "16:30"
+    assert " update/s" in line and f"eta={left}" in line and "<" not in line
 
 
 def test_an_error_is_printed_even_if_the_lock_of_the_bars_is_never_released(capfd):
-    """A rank that was forked, as from a notebook, shares this lock with ranks that may be stopped or killed."""
+    """A forked rank, as from a notebook, shares this lock with ranks that may be killed."""
 
     def fail():
         with pytest.raises(SystemExit):

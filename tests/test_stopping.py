@@ -19,6 +19,7 @@ from helpers.waiting import SOON, error_lines, has_logged, newest, until
 import train
 from utils.launch.command import resume_command
 from utils.runs.manifest import sha256_of
+from utils.training import building
 
 
 def check_stopped(outcomes: list[Outcome], reason: str) -> None:
@@ -108,7 +109,7 @@ def test_a_stop_in_the_middle_of_an_evaluation_leaves_it_to_the_resumed_run(proc
     assert Path("runs/run/checkpoints/best").read_text() == Path("runs/whole/checkpoints/best").read_text()
     # The resumed run has saved update 40 again before it has trained.
     again, before = (Path(f"runs/{run}/checkpoints/step-00000040") for run in ("run", "whole"))
-    for file in ("model.safetensors", "optimizer.safetensors"):
+    for file in ("model.safetensors", "optimizer.bin"):
         assert sha256_of(again / file) == sha256_of(before / file)
 
 
@@ -181,13 +182,13 @@ def test_a_signal_before_training_is_one_line(number, code):
 
 
 def _start_slowly(number):
-    load_data = train.load_data
+    load_data = building.load_data
 
     def interrupted(*arguments):
         os.kill(os.getpid(), number)
         return load_data(*arguments)
 
-    train.load_data = interrupted
+    building.load_data = interrupted
     train.main(["--run_name", "run", *FLAGS])
 
 

@@ -16,6 +16,7 @@ from helpers.waiting import SOON, has_ended, has_logged, until
 
 import train
 from utils.ranks.watch import Watch
+from utils.training import building
 
 TIMEOUT = 8
 ENDLESS = [*FLAGS, "--max_steps", "1000000", "--timeout"]
@@ -65,8 +66,8 @@ def stuck(where: str, rank: str):
         time.sleep(600)
 
     if where == "loading":
-        load = train.load_data
-        train.load_data = for_ever if os.environ["RANK"] == rank else load
+        load = building.load_data
+        building.load_data = for_ever if os.environ["RANK"] == rank else load
     else:
         update = train.train_update
 

@@ -1,6 +1,5 @@
 """Train in forked ranks or by a command, and read what the run wrote."""
 
-import json
 import os
 import re
 import shutil
@@ -13,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 import train
 from helpers.ranks import returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
 from utils.report.html import template
-from utils.runs.manifest import write_manifest
+from utils.runs.manifest import OPTIMIZER, write_manifest
 
 template("page.html")  # compiled once, before ranks are forked
 ROOT = Path(__file__).parents[2]
@@ -148,31 +146,20 @@ def records(name: str, kind: str | None = None) -> list[dict]:
 
 
 def weights(name: str, which: str = "latest", file: str = "model.safetensors") -> dict:
-    """The tensors of a run's checkpoint."""
+    """The tensors of a run's checkpoint; those of the optimizer's state are named PARAMETER/KEY."""
     folder = Path("runs") / name / "checkpoints"
-    return load_file(folder / (folder / which).read_text().strip() / file)
+    checkpoint = folder / (folder / which).read_text().strip()
+    return optimizer_tensors(checkpoint) if file == OPTIMIZER else load_file(checkpoint / file)
 
 
-def make_old(checkpoint: Path) -> None:
-    """Turn a checkpoint into one of format 2, whose optimizer state was written by Accelerate's `save_state`.
-
-    That is the state dict of the optimizer: states and groups have the numbers of the parameters.
-    """
-    path = checkpoint / "optimizer.safetensors"
-    with safe_open(path, "pt") as file:
-        names, values = (json.loads(file.metadata()[name]) for name in ("parameters", "values"))
-    states: dict[int, dict] = {}
-    for name, value in (load_file(path) | values).items():
-        parameter, key = name.rsplit("/", 1)
-        states.setdefault(names.index(parameter), {})[key] = value
-    numbers = list(range(len(names)))
-    groups = [
-        {"lr": 0.1, "initial_lr": 0.1, "weight_decay": 0.0, "params": numbers[part], "param_names": names[part]}
-        for part in (slice(1), slice(1, None))
-    ]
-    torch.save({"state": states, "param_groups": groups}, checkpoint / "optimizer.bin")
-    path.unlink()
-    write_format(checkpoint, 2)
+def optimizer_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The tensors in the optimizer's state of a checkpoint, by PARAMETER/KEY."""
+    saved = torch.load(checkpoint / OPTIMIZER, weights_only=True)
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    states = [(name, saved["state"].get(key, {})) for name, key in zip(names, keys, strict=True)]
+    values = {f"{name}/{key}": value for name, state in states for key, value in state.items()}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def write_format(checkpoint: Path, number: int) -> None:

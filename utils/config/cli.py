@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from utils.config.bounds import kinds, require
 from utils.config.other_names import fix_for_unknown
-from utils.config.settings import FORMAT, OLDEST_FORMAT, LaunchConfig, TrainConfig
+from utils.config.settings import FORMAT, LaunchConfig, TrainConfig, fix_for_format
 from utils.config.table import Table
 from utils.config.yaml_text import load_yaml, read_yaml
 from utils.errors import UserError, one_line
@@ -168,9 +168,9 @@ def _read_file(path: Path, cls: type) -> dict[str, Any]:
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise UserError(f"{path}: is not a file of settings", "write one 'name: value' on each line")
-    if not isinstance(found := values.pop("format", FORMAT), int) or not OLDEST_FORMAT <= found <= FORMAT:
-        problem = f"{path}: has format {str(found)[:40]}; this version reads formats {OLDEST_FORMAT} to {FORMAT}"
-        raise UserError(problem, "use the version that wrote it")
+    if (found := values.pop("format", FORMAT)) != FORMAT:
+        problem = f"{path}: has format {str(found)[:40]}; this version reads format {FORMAT}"
+        raise UserError(problem, fix_for_format(found))
     names = [setting.name for setting in fields(cls)]
     for name in values:
         if name not in names:

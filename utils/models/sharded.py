@@ -1,4 +1,4 @@
-"""Tensors of a model that FSDP2 has sharded: each rank holds some rows of each parameter, as a DTensor.
+"""The tensors of a model, each once, also if FSDP2 has sharded it: each rank has some rows of a parameter, a DTensor.
 
 `local` and `whole` return plain tensors unchanged.
 """
@@ -31,18 +31,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def row_blocks(tensor: Tensor, like: DTensor) -> tuple[Tensor, ...]:
-    """The rows of the full `tensor` that each rank has if it is sharded like `like`. The last ranks may have none."""
-    assert like.placements == (Shard(0),)
-    return tensor.chunk(like.device_mesh.size())  # as FSDP2 divides them
-
-
 @torch.no_grad()
 def copy_into(target: Tensor, tensor: Tensor) -> None:
     """Copy the full `tensor` into `target`: if that is sharded, only the rows of this rank, without communication."""
     if isinstance(target, DTensor):
-        blocks, rank = row_blocks(tensor, target), target.device_mesh.get_local_rank()
-        tensor = blocks[rank] if rank < len(blocks) else tensor[:0]
+        assert target.placements == (Shard(0),)
+        mesh = target.device_mesh
+        blocks, rank = tensor.chunk(mesh.size()), mesh.get_local_rank()  # as FSDP2 divides the rows
+        tensor = blocks[rank] if rank < len(blocks) else tensor[:0]  # the last ranks may have none
     local(target).copy_(tensor)
 
 
@@ -54,3 +50,16 @@ def forget_whole_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Later names of tensors that have several names in the model, and the first name of each."""
+    first: dict[int, str] = {}
+    found = {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {name: other for name, other in found.items() if name != other}
+
+
+def distinct_state(model: nn.Module) -> dict[str, Tensor]:
+    """The `state_dict` of the model without the later names of tied tensors."""
+    later = tied_names(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in later}

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from utils.models.sharded import copy_into, local
+from utils.models.sharded import copy_into, distinct_state, local
 
 
 class WeightAverage:
-    """The averages, by the names of the model's `state_dict`. Integer and boolean buffers are copied instead.
+    """The averages, by the names of `distinct_state`. Integer and boolean buffers are copied instead.
 
     Those of a sharded model are sharded in the same way.
 
@@ -21,7 +21,7 @@ class WeightAverage:
 
     def __init__(self, module: nn.Module, decay: float):
         self.decay = decay
-        own = module.state_dict()
+        own = distinct_state(module)
         self._state = {name: tensor.clone() for name, tensor in own.items()}
         self._weights = {name: local(tensor) for name, tensor in own.items()}  # in the memory of the model
         self._averages = {name: local(tensor) for name, tensor in self._state.items()}

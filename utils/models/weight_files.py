@@ -38,6 +38,15 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
         return load(path.read_bytes())
 
 
+def load_pickled(path: Path) -> Any:
+    """The content of a file of torch.save: tensors, numbers and texts; mapped into memory where the file system can."""
+    check_size(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def read_any(file: Path) -> tuple[dict[str, Tensor], str]:
     """The tensors in a safetensors file or in a file of torch.save, and the keys under which they were found.
 

@@ -2,11 +2,12 @@
 
 import os
 import warnings
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -15,6 +16,7 @@ from accelerate.utils import (
     DistributedType,
     DynamoBackend,
     FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
     patch_environment,
 )
 from torch import Tensor, nn
@@ -78,8 +80,8 @@ def has_native_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelerator:
-    """An Accelerator on top of the process group of `ranks`; collective."""
+def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, trackers: Sequence[str] = ()) -> Accelerator:
+    """An Accelerator on top of the process group of `ranks`, with these trackers; collective."""
     precision: str | None = config.mixed_precision
     if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():
         precision = "auto"
@@ -87,10 +89,12 @@ def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelera
     if precision == "auto":
         precision = "no" if ranks.any_rank(not has_native_bf16(ranks.device)) else "bf16"
     with ranks.agree():
-        return _accelerator(ranks, config, precision)
+        return _accelerator(ranks, config, precision, [*trackers])
 
 
-def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None) -> Accelerator:
+def _accelerator(
+    ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None, trackers: list[str]
+) -> Accelerator:
     if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None) and ranks.is_main:
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only one, number 0.
@@ -115,6 +119,8 @@ def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str 
         Accelerator,
         cpu=not on_gpu,
         mixed_precision=precision,
+        log_with=trackers or None,  # it warns about an empty list
+        project_config=ProjectConfiguration(logging_dir="."),  # until the run folder is known
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales partial windows wrongly
         # The samplers make exact batches, which Accelerate must pass to the ranks unchanged.
         dataloader_config=DataLoaderConfiguration(even_batches=False),
@@ -143,13 +149,15 @@ def _fsdp_plugin(ranks: Ranks) -> FullyShardedDataParallelPlugin:
         mixed_precision_policy=MixedPrecisionPolicy(),
         cpu_offload=None if on_gpu else False,
         cpu_ram_efficient_loading=False,  # only for models of the transformers library
-        state_dict_type="SHARDED_STATE_DICT",  # for checkpoints of Accelerate, which are not used
+        state_dict_type="FULL_STATE_DICT",  # `save_state` writes whole tensors, which any number of processes can load
     )
 
 
 def use_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
     """Make Accelerate use FSDP2 on CPUs, too. By itself it selects FSDP only on GPUs."""
-    AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    for state in (PartialState, AcceleratorState):  # a new AcceleratorState copies the type from PartialState
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
 
 
 def choose_kernels(device: torch.device, deterministic: bool, tf32: bool | None) -> None:

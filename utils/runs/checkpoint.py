@@ -1,7 +1,7 @@
 """Find, save, load and delete the checkpoints of a run. A checkpoint is a folder that is complete or does not exist.
 
-RUN/checkpoints/step-00001234/   model.safetensors, optimizer.safetensors              (loading.py, tensors.py)
-                                 NAME.safetensors of each part
+RUN/checkpoints/step-00001234/   model.safetensors, optimizer.bin                      (Accelerator.save_state)
+                                 NAME.safetensors of each part                         (loading.py)
                                  state.json, config.yaml, labels.json, samples.json.gz (metadata.py)
                                  manifest.json                                         (size and SHA-256 of each)
 RUN/checkpoints/latest, best     one line each: the name of such a folder
@@ -16,25 +16,36 @@ What a start resumes from (`CheckpointManager.newest`):
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
 from utils.config.settings import TrainConfig
-from utils.errors import UserError
+from utils.errors import USER_ERRORS, UserError
 from utils.files import LOCK, check_output_folder, expand, holder_text, lock
 from utils.launch.environment import can_be_restarted
+from utils.models.sharded import is_sharded, tied_names
 from utils.ranks.ranks import Ranks
-from utils.runs.loading import Part, load_tensors, tensors_to_save
+from utils.runs.loading import Part, bytes_to_save, check_savable, load_optimizer, load_parts, write_parts
 from utils.runs.manifest import find_checkpoint, newest_good, verify
 from utils.runs.metadata import SavedRun, read_checkpoint
 from utils.runs.state import TrainState
-from utils.runs.writing import clean_up, delete_after, publish, update_pointers, write_partial
+from utils.runs.writing import (
+    clean_up,
+    complete_files,
+    delete_after,
+    deleted_after_error,
+    new_partial,
+    partial_of,
+    publish,
+    update_pointers,
+)
 
 _ORPHANS_EXIT_WITHIN = 20.0  # seconds: ranks whose launcher was killed finish their update and save
 
@@ -53,6 +64,7 @@ class CheckpointManager:
         self._locked: TextIO | None = None  # on the main process, so that no other run writes there
         self._thread = ThreadPoolExecutor(1)  # Python waits for it before it exits, also after an error
         self._saving: Future[None] | None = None  # the last save, on the main process, until `wait`
+        self._tensors: tuple[nn.Module, Optimizer, Mapping[str, Part]]  # what checkpoints hold, once `restore` knows it
 
     def newest(self) -> SavedRun | None:
         """The verified checkpoint that --resume, or a restart by the launcher, starts from; None for a new run.
@@ -68,21 +80,24 @@ class CheckpointManager:
         self,
         config: TrainConfig,
         saved: SavedRun | None,
-        module: nn.Module,
+        accelerator: Accelerator,
+        model: nn.Module,
         optimizer: Optimizer,
         parts: Mapping[str, Part],
     ) -> tuple[Path, list[str]]:
-        """Open the folder of the run, and load the tensors of `saved`, if it is given; deletes later checkpoints.
+        """Open the folder of the run, and load the optimizer's state and the parts of `saved`, if it is given.
 
-        `config` has the resolved settings; the name of a new folder contains the model. Returns the folder, and
-        a line for each part that only the checkpoint or only the run has. Raises ValueError, before any file is
-        changed, if the tensors do not fit.
+        The bare `model` has its weights already. Deletes later checkpoints. `config` has the resolved settings; the
+        name of a new folder contains the model. Returns the folder, and a line for each part that only the checkpoint
+        or only the run has. Raises ValueError, before any file is changed, if the tensors do not fit.
         """
-        self.config = config
+        self.config, self._tensors = config, (model, optimizer, parts)
+        write_parts(accelerator, model, parts)
         folder, lines = self._open_folder(), list[str]()
         if saved is not None:
             with self.ranks.agree():
-                lines = load_tensors(saved.path, module, optimizer, parts)
+                load_optimizer(saved.path, optimizer)
+                lines = load_parts(saved.path, parts)
             with self.ranks.agree():
                 if self.ranks.is_main:
                     delete_after(folder / "checkpoints", saved.state.step, saved.state.best_step)
@@ -101,38 +116,43 @@ class CheckpointManager:
                 _check_shared(self.folder, holder)
         return self.folder
 
-    def save(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        parts: Mapping[str, Part],
-        files: Mapping[str, bytes],
-        state: TrainState,
-    ) -> None:
-        """Write the model, the optimizer's state, the parts and the small `files`, after the last save is complete.
+    @contextmanager
+    def writing(self, state: TrainState, files: Mapping[str, bytes]) -> Iterator[Path | None]:
+        """The folder into which `Accelerator.save_state` writes a checkpoint, after the last save is complete.
 
-        Collective: all ranks send their rows of sharded tensors, and the main process writes them. Then a thread of the
-        main process completes the checkpoint, see `wait`. An error (OSError or AgreedError) is raised on all ranks;
-        older checkpoints do not change.
+        None on ranks that must not call it: with DDP only the main process does, with FSDP2 all ranks do. The folder is
+        no checkpoint yet. After the block the small `files` are added, and a thread of the main process completes it,
+        see `wait`. Collective. An error (OSError or UserError) is raised on all ranks; older checkpoints do not change.
         """
         assert self.folder is not None
+        folder = self.folder / "checkpoints"
+        model, optimizer, parts = self._tensors
+        partial, sharded, error = partial_of(folder, state.step), is_sharded(model), None
         self.wait()
         with self.ranks.agree():
             if self.ranks.is_main:
                 assert self._locked is not None
                 _check_own(self.folder, self._locked)
-            tensors = tensors_to_save(module, optimizer, parts)
-        error = None
+                check_savable(optimizer)
+                new_partial(folder, state.step, bytes_to_save(model, optimizer, parts))
         self.ranks.mark_waiting()
         try:
-            write_partial(self.folder / "checkpoints", state.step, tensors, files, self.ranks.is_main)
-        except OSError as raised:
+            with deleted_after_error(partial):
+                yield partial if sharded or self.ranks.is_main else None
+        except USER_ERRORS as raised:
+            if sharded:  # the other ranks are in a collective of `save_state`, so this one cannot agree with them
+                raise
             error = raised
         with self.ranks.agree():
             if error is not None:
                 raise error
+            # Each rank deletes its own, because on a network file system the main process may not see it yet.
+            (partial / f"random_states_{self.ranks.topology.rank}.pkl").unlink(missing_ok=True)
+        with self.ranks.agree():
             if self.ranks.is_main:
-                self._saving = self._thread.submit(self._complete, state.step, state.best_step)
+                with deleted_after_error(partial):
+                    complete_files(partial, files, parts)
+                self._saving = self._thread.submit(self._complete, state.step, state.best_step, [*tied_names(model)])
 
     def wait(self) -> None:
         """Wait until the last save is complete; if it has failed, all ranks raise its error."""
@@ -146,11 +166,11 @@ class CheckpointManager:
         """Whether the thread of the main process has failed; then all ranks should call `wait`. Not collective."""
         return self._saving is not None and self._saving.done() and self._saving.exception() is not None
 
-    def _complete(self, step: int, best_step: int | None) -> None:
+    def _complete(self, step: int, best_step: int | None, tied: list[str]) -> None:
         """Called in a thread, with `self`, which holds the lock of the folder even if training has failed."""
         assert self.folder is not None
         folder = self.folder / "checkpoints"
-        publish(folder, step)
+        publish(folder, step, tied)
         update_pointers(folder, step, best_step, self.config.keep)
 
     def _find(self) -> tuple[Path | None, Path | None]:

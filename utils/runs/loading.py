@@ -1,11 +1,10 @@
-"""The tensors of checkpoints: those that a run saves and loads, or the weights of an evaluation.
+"""The tensors of checkpoints: what `Accelerator.save_state` writes besides the model, and how all of them are read.
 
 A part of a run besides model and optimizer is a safetensors file NAME.safetensors in its checkpoints. To add one, add
 an object with the methods of `Part` to `make_parts`.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,17 +13,18 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from utils.config.bounds import require
 from utils.console import join_names
 from utils.errors import UserError, one_line
 from utils.models.checking import bad_tensors
 from utils.models.matching import shape_of
-from utils.models.sharded import copy_into
+from utils.models.sharded import copy_into, distinct_state, is_sharded, local, tied_names, whole
 from utils.models.weight_average import WeightAverage
-from utils.models.weight_files import load_safetensors, read_weights
-from utils.runs.manifest import OLD_OPTIMIZER, OPTIMIZER, files_of
-from utils.runs.tensors import Tensors, check_types, read_metadata
+from utils.models.weight_files import load_pickled, load_safetensors, read_weights
+from utils.runs.manifest import MODEL, OPTIMIZER, files_of
 
 LOSS_SCALE = "loss_scale"
 EMA = "ema"
@@ -68,82 +68,83 @@ def make_parts(accelerator: Accelerator, module: nn.Module, ema_decay: float | N
     return parts | ({EMA: WeightAverage(module, ema_decay)} if ema_decay else {})
 
 
-def load_tensors(
-    checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]
-) -> list[str]:
-    """Load all tensors of a checkpoint; returns the lines of `load_parts`. Raises ValueError if they do not fit."""
-    # Check the weights first, because their error names the cause best. Load them after the optimizer's state, because
-    # `load_optimizer` changes the weights.
-    weights, own = read_weights(checkpoint / "model.safetensors"), module.state_dict()
-    check_fit(checkpoint, weights, module)
-    load_optimizer(checkpoint, optimizer)
-    for name in weights.keys() & own.keys():  # one at a time: `load_state_dict` would need all shards twice
-        copy_into(own[name], weights[name])
-    return load_parts(checkpoint, parts)
+def write_parts(accelerator: Accelerator, module: nn.Module, parts: Mapping[str, Part]) -> None:
+    """Let `Accelerator.save_state` write the parts of a run, too, and each tied weight of `module` once.
 
-
-def tensors_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> Tensors:
-    """The tensors of a checkpoint, which `load_tensors` reads, and the metadata of each file, by file name.
-
-    Raises UserError if one of them cannot be saved.
+    With FSDP2 all ranks send their rows of each tensor, and the main process writes them.
     """
-    own: Tensors = {f"{name}.safetensors": (part.state_dict(), {}) for name, part in parts.items()}
-    of_model = (module.state_dict(), {"format": "pt"})  # as Accelerate's `save_state` writes it
-    found: Tensors = {"model.safetensors": of_model, OPTIMIZER: optimizer_state(optimizer), **own}
-    for tensors, _ in found.values():
-        check_types(tensors)
-    return found
+
+    def before_saving(_models: Sequence[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
+        if weights:  # not with FSDP2. Accelerate would drop any tensor that shares memory with another
+            weights[:] = [{name: _plain(tensor) for name, tensor in distinct_state(module).items()}]
+        for part, value in parts.items():
+            tensors: dict[str, Tensor] = {}
+            for name, tensor in value.state_dict().items():
+                full = whole(tensor)
+                if accelerator.is_main_process:
+                    tensors[name] = _plain(full)
+            if accelerator.is_main_process:
+                save_file(tensors, Path(folder) / f"{part}.safetensors")
+
+    accelerator.register_save_state_pre_hook(before_saving)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of the optimizer's state, named PARAMETER/KEY, and metadata.
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor as a safetensors file has it: on the host, contiguous, and in a memory of its own."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
-    The metadata has the other values and the names of all parameters. Raises ValueError if a value is not a tensor and
-    cannot be written as JSON.
-    """
-    parameters = _by_name(_unwrapped(optimizer).param_groups)
-    states = {name: _unwrapped(optimizer).state.get(parameter, {}) for name, parameter in parameters.items()}
-    values = {f"{name}/{key}": value for name, state in states.items() for key, value in state.items()}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    rest = {name: value for name, value in values.items() if name not in tensors}
-    try:
-        return tensors, {"parameters": json.dumps(list(parameters)), "values": json.dumps(rest)}
-    except TypeError as error:  # such as a list of tensors
-        problem = f"the state of this optimizer cannot be saved ({one_line(error)})"
-        raise UserError(problem, "use another --optimizer") from error
+
+def bytes_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> int:
+    """The bytes that a save needs on the disk. With FSDP2 it has the weights twice for a while."""
+    states = [distinct_state(module), *_unwrapped(optimizer).state.values()]
+    states += [distinct_state(module)] * is_sharded(module) + [part.state_dict() for part in parts.values()]
+    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def check_savable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError if the optimizer has a value that `load_optimizer` would refuse."""
+    own = _unwrapped(optimizer)
+    values = [pair for state in (*own.state.values(), *own.param_groups) for pair in state.items()]
+    for key, value in values:
+        problem = f"the state of this optimizer cannot be saved: {key} is a {type(value).__name__}"
+        require(key == "params" or isinstance(value, Tensor) or _is_plain(value), problem, "use another --optimizer")
 
 
 def read_optimizer(checkpoint: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """The names of all parameters of a saved optimizer, and the state of those that have one, by name."""
-    path = checkpoint / _optimizer_file(checkpoint)
-    if path.name == OLD_OPTIMIZER:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        numbers = _by_name(saved["param_groups"])
-        return list(numbers), {name: saved["state"][n] for name, n in numbers.items() if n in saved["state"]}
-    tensors, metadata = load_safetensors(path), read_metadata(path)
-    states: dict[str, dict[str, Any]] = {}
-    for name, value in (tensors | json.loads(metadata["values"])).items():
-        parameter, _, key = name.rpartition("/")
-        states.setdefault(parameter, {})[key] = value
-    return json.loads(metadata["parameters"]), states
+    """The names of all parameters of a saved optimizer, and the state of those that have one, by name.
+
+    DDP's file has the state by the numbers of the parameters, that of FSDP2 by their names.
+    """
+    saved = load_pickled(checkpoint / OPTIMIZER)
+    keys = _by_name(saved["param_groups"])
+    return list(keys), {name: saved["state"][key] for name, key in keys.items() if key in saved["state"]}
 
 
-def check_fit(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Raise ValueError if the weights of the checkpoint do not fit the model."""
-    difference = _difference(tensors, model.state_dict())
-    if difference:
+def load_weights(checkpoint: Path, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Copy the weights of a checkpoint into a bare model. Raises ValueError if they do not fit.
+
+    Tied weights have one name in a checkpoint, see `distinct_state`.
+    """
+    tied = {name: tensors[first] for name, first in tied_names(model).items() if first in tensors}
+    complete = tied | {**tensors}
+    if difference := _difference(complete, model.state_dict()):
         problem = f"{checkpoint}: holds a different model ({difference} in this model)"
         raise UserError(problem, "use the same --model and --model_args")
+    model.load_state_dict(complete)
 
 
 def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Load the checkpoint's optimizer state into `optimizer`. Nothing in the file is executed.
 
-    Takes one step with zero gradients, which creates the state, and copies the saved values into it. The step can
-    change the weights, so load them afterwards. Parameters are matched by name, so their groups may differ. Settings
-    such as the weight decay stay as in this run. Raises ValueError if the state does not fit.
+    Takes one step with zero gradients, which creates the state, and copies the saved values into it; the weights keep
+    their bits. Parameters are matched by name, so their groups may differ. Settings such as the weight decay stay as
+    in this run. Raises ValueError if the state does not fit.
     """
-    path, optimizer = checkpoint / _optimizer_file(checkpoint), _unwrapped(optimizer)
+    # Not `Accelerator.load_state`: it unpickles random states, matches the state by position and also brings back the
+    # settings of the groups; `set_optimizer_state_dict`, which it uses for FSDP2, needs a state for each parameter.
+    path, optimizer = checkpoint / OPTIMIZER, _unwrapped(optimizer)
     try:
         names, states = read_optimizer(checkpoint)
         here = _by_name(optimizer.param_groups)
@@ -156,12 +157,12 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
                 continue
             if difference := _difference(values, own):
                 raise ValueError(f"{difference} in this optimizer")
-            if nested := [key for key, value in values.items() if _holds_tensors(value)]:
-                raise ValueError(f"{nested[0]} has tensors inside a list, tuple or dict")
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     copy_into(own[key], value)
                     values[key] = own[key]
+                elif not _is_plain(value):
+                    raise ValueError(f"{key} is a {type(value).__name__}")
             optimizer.state[parameter] = values
     except UnpicklingError as error:
         problem = f"{path}: is refused, because it contains objects whose loading would execute code"
@@ -171,31 +172,34 @@ def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
         raise UserError(problem, "use the same --optimizer, with the same arguments, and the same --model") from error
 
 
-def _optimizer_file(checkpoint: Path) -> str:
-    return OPTIMIZER if OPTIMIZER in files_of(checkpoint) else OLD_OPTIMIZER  # other files are not verified
-
-
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
 
 
-def _holds_tensors(value: Any) -> bool:
-    """Whether a value is a list, tuple or dict with a tensor in it."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(isinstance(each, Tensor) or _holds_tensors(each) for each in inner)
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, or a list, tuple or dict of such values: it can be loaded safely."""
+    inner = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return value is None or (type(value) in _PLAIN and all(map(_is_plain, inner)))
+
+
+_PLAIN = (bool, int, float, str, list, tuple, dict)
 
 
 def _by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The parameters of an optimizer, or their numbers in a saved state, by name."""
+    """The parameters of an optimizer, or what stands for them in a saved state, by name."""
     pairs = [zip(group["param_names"], group["params"], strict=True) for group in groups]
     return dict(chain.from_iterable(pairs))
 
 
+@torch.no_grad()
 def _step_with_zeros(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Take a step with zero gradients, after which the parameters have their former values again."""
+    before = [local(parameter).clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for parameter in parameters:
+    for parameter, values in zip(parameters, before, strict=True):
+        local(parameter).copy_(values)
         parameter.grad = None
 
 
@@ -205,7 +209,7 @@ def load_parts(checkpoint: Path, parts: Mapping[str, Part]) -> list[str]:
     Raises ValueError if the tensors of a part do not fit.
     """
     saved = {Path(name).stem for name in files_of(checkpoint) if name.endswith(".safetensors")}
-    saved -= {"model", Path(OPTIMIZER).stem}
+    saved.remove(Path(MODEL).stem)
     unknown = sorted(saved - parts.keys())
     lines = [f"parts of the checkpoint that this run does not have: {join_names(unknown)}"] if unknown else []
     for name, part in parts.items():
@@ -239,11 +243,10 @@ class Weights:
 
     def load(self, model: nn.Module) -> None:
         """Copy the weights into the model. Raises ValueError if they do not fit, or if one is NaN or infinite."""
-        check_fit(self.checkpoint, self.tensors, model)
+        load_weights(self.checkpoint, self.tensors, model)
         if bad := bad_tensors(self.tensors):
             problem = f"{self.checkpoint}: weights are NaN or infinite ({join_names(bad, 3)})"
             raise UserError(problem, "use another checkpoint")
-        model.load_state_dict(self.tensors)
 
     def describe(self) -> dict[str, str]:
         """What the record of the evaluation says about them."""

@@ -1,7 +1,7 @@
-"""Write the records of a run to log.jsonl, and pass them to sinks, such as the terminal or an experiment tracker.
+"""Write the records of a run to log.jsonl, and pass them to sinks, such as the terminal.
 
-To add a sink, write a class with the methods of `Sink` and add it, or a function that creates it, to `SINKS`. All
-entries are used. Only the main process has sinks.
+To add a sink, write a class with the methods of `Sink` and add it, or a function that creates it,
+to `SINKS`. All entries are used. Only the main process has sinks.
 """
 
 import json
@@ -28,30 +28,22 @@ class Sink(Protocol):
     """
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take one record. It should be stored at once, because a killed run does not call `close`."""
+        """Take one record. Store it at once, because a killed run does not call `close`."""
 
     def close(self) -> None:
         """Called at the end of a run that is complete or was asked to stop."""
 
 
 class RunLog:
-    """log.jsonl and the sinks of the main process: `SINKS` and `more`. On other ranks, its methods do nothing."""
+    """log.jsonl and the sinks of the main process. On other ranks, its methods do nothing."""
 
-    def __init__(
-        self,
-        folder: Path,
-        is_main: bool,
-        state: TrainState,
-        updates: int,
-        task: Task,
-        more: dict[str, Callable[..., Sink]] | None = None,
-    ):
+    def __init__(self, folder: Path, is_main: bool, state: TrainState, updates: int, task: Task):
         self.path, self.is_main = folder / "log.jsonl", is_main
         self.error: OSError | None = None
         if is_main:
             self.file = _reopen(self.path, state)
-            creators = SINKS | (more or {})
-            self.sinks = {name: create(folder, state, updates, task) for name, create in creators.items()}
+            given = folder, state, updates, task
+            self.sinks = {name: create(*given) for name, create in SINKS.items()}
             self.terminal: Any = self.sinks["terminal"]
 
     def advance(self) -> None:
@@ -60,7 +52,7 @@ class RunLog:
             self.terminal.advance()
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a record to log.jsonl, then pass it to the sinks. If it cannot be written, see `check`."""
+        """Append a record to log.jsonl, then pass it to the sinks. `check` raises its error."""
         if not self.is_main or self.error is not None:
             return
         line = json.dumps({"kind": kind, **finite(values)}, allow_nan=False).encode() + b"\n"
@@ -93,15 +85,16 @@ class RunLog:
 
     def close(self) -> None:
         if self.is_main:
-            for name in reversed(list(self.sinks)):  # the first is the terminal, which shows the errors of others
+            # The first is the terminal, which shows the errors of others.
+            for name in reversed(list(self.sinks)):
                 self._use(name, self.sinks.pop(name).close)
             os.close(self.file)
 
     def _use(self, name: str, method: Callable[..., None], *given: Any) -> None:
-        """Call a method of a sink. After an error the sink is closed, and the run continues without it."""
+        """Call a method of a sink. After an error the run continues without the sink."""
         try:
             method(*given)
-        except Exception as error:  # of any class, as trackers are other people's code
+        except Exception as error:  # of any class, as sinks can be other people's code
             self.say(f"sink {name}: {one_line(error)}; the run continues without it")
             if name in self.sinks:
                 with suppress(Exception):
@@ -109,12 +102,13 @@ class RunLog:
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with None for NaN and infinity, which JSON lacks; the loss of an evaluation can be infinite."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    """The record with None for NaN and infinity, which JSON lacks."""
+    bad = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {**record, **dict.fromkeys(bad)}
 
 
 def _reopen(path: Path, state: TrainState) -> int:
-    """Open the log to append, and drop the records of updates and evaluations that will be repeated."""
+    """Open the log to append, and drop the records that will be repeated."""
     if path.exists():
         lines = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -125,10 +119,13 @@ def _reopen(path: Path, state: TrainState) -> int:
 
 
 def is_kept(record: Any, state: TrainState) -> bool:
-    """Whether a run resumed from this state keeps the record. The run repeats later updates and a due evaluation."""
+    """Whether a run resumed from this state keeps the record.
+
+    The run repeats later updates and a due evaluation.
+    """
     try:
-        is_owed = record["kind"] == "eval" and record["step"] == state.step and state.owes_evaluation
-        return record["step"] <= state.step and not is_owed
+        is_last = record["kind"] == "eval" and record["step"] == state.step
+        return record["step"] <= state.step and not (is_last and state.owes_evaluation)
     except (KeyError, TypeError):
         return False
 
@@ -144,10 +141,16 @@ class ProgressBar:
         self.updates = updates
         self.training = list(task.summary(dict.fromkeys(task.training, 1.0), 1.0))
         self.evaluation = {**task.shown, task.metric: task.shown.get(task.metric, task.metric)}
-        # The bar is on stderr. If stdout is not the terminal, as with `| tee`, lines on stdout would break it.
+        # The bar is on stderr. If stdout is not the terminal, as with `| tee`, lines on stdout
+        # would break it.
         shown = sys.stderr.isatty() and sys.stdout.isatty()
         self.bar = tqdm(
-            total=updates, initial=state.step, unit=" update", leave=False, disable=not shown, bar_format=_BAR
+            total=updates,
+            initial=state.step,
+            unit=" update",
+            leave=False,
+            disable=not shown,
+            bar_format=_BAR,
         )
 
     def write(self, record: dict[str, Any]) -> None:
@@ -165,7 +168,8 @@ class ProgressBar:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        with suppress(OSError, ValueError):  # only a notebook's stream raises these; utils/output.py guards all others
+        # Only a notebook's stream raises these; utils/output.py guards all others.
+        with suppress(OSError, ValueError):
             self.bar.write(text, file=sys.stdout)
             sys.stdout.flush()
 
@@ -175,11 +179,12 @@ class ProgressBar:
     def _show_training(self, record: dict[str, Any]) -> None:
         numbers = {name: f"{record[name]:.4f}" for name in self.training if name in record}
         by_updates = (self.updates - record["step"]) * record["seconds"] / max(1, record["step"])
+        left = max(0.0, min(by_updates, self.max_seconds - record["seconds"]))
         numbers |= {
             "lr": f"{record['lr']:.2e}",
             "images/s": f"{record['images_per_second']:.0f}",
             "data": f"{record['data_wait']:.0%}",
-            "eta": tqdm.format_interval(max(0.0, min(by_updates, self.max_seconds - record["seconds"]))),
+            "eta": tqdm.format_interval(left),
         }
         if self.bar.disable:  # no terminal: plain lines instead of a bar
             shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
@@ -190,13 +195,15 @@ class ProgressBar:
     def _show_evaluation(self, record: dict[str, Any]) -> None:
         name = "hold-out" if record["split"].startswith("hold-out") else record["split"]
         name += f", {record['weights']}" if "weights" in record else ""
-        shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in self.evaluation.items() if key in record)
+        known = {key: word for key, word in self.evaluation.items() if key in record}
+        shown = "  ".join(f"{word} {record[key]:.4f}" for key, word in known.items())
         took = f"({record['count']} samples, {record['seconds']:.1f} s)"
         self.say(f"update {record['step']}  eval ({name})  {shown}  {took}")
 
 
-# Each is called with the run folder, the state that the run starts from, the number of updates of the whole run and its
-# task. A sink with records of an earlier start must drop those that are not kept (`is_kept`), as log.jsonl does.
+# Each is called with the run folder, the state that the run starts from, the number of updates of
+# the whole run and its task. A sink with records of an earlier start must drop those that are not
+# kept (`is_kept`), as log.jsonl does.
 SINKS: dict[str, Callable[[Path, TrainState, int, Task], Sink]] = {
     "terminal": ProgressBar,
 }

@@ -12,9 +12,8 @@ from utils.errors import UserError, split_error
 from utils.files import read_json, read_text, write_file
 
 MANIFEST = "manifest.json"
-FOR_EVALUATION = ("model.safetensors", "state.json", "config.yaml", "labels.json", SAMPLES)
-OPTIMIZER = "optimizer.safetensors"
-OLD_OPTIMIZER = "optimizer.bin"  # before format 3
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.bin"  # as Accelerate's `save_state` names them
+FOR_EVALUATION = (MODEL, "state.json", "config.yaml", "labels.json", SAMPLES)
 FOR_RESUME = (*FOR_EVALUATION, OPTIMIZER)
 
 
@@ -90,9 +89,7 @@ def damage_of(checkpoint: Path, needed: Sequence[str] = FOR_RESUME) -> str | Non
     path = checkpoint / MANIFEST
     try:
         files = files_of(checkpoint)
-        is_old = OLD_OPTIMIZER in files
-        left_out = [name for name in needed if name not in files and not (is_old and name == OPTIMIZER)]
-        if left_out:
+        if left_out := [name for name in needed if name not in files]:
             return f"{path}: does not name {', '.join(left_out)}"
         for name, entry in files.items():
             path = checkpoint / name

@@ -21,11 +21,10 @@ from utils.config.settings import (
     FORMAT,
     OF_ONE_START,
     OF_THIS_MACHINE,
-    OLDEST_FORMAT,
     TrainConfig,
+    fix_for_format,
     to_yaml,
 )
-from utils.config.yaml_text import read_yaml
 from utils.data.order import Plan
 from utils.data.record import FILE, Record, read_record
 from utils.data.spec import InputSpec
@@ -44,7 +43,7 @@ _OTHER = "use another checkpoint"
 class SavedState:
     """The contents of state.json: the training state, and the samples and processes that it belongs to."""
 
-    format: Annotated[PositiveInt, at_least(OLDEST_FORMAT), at_most(FORMAT)] = FORMAT
+    format: Annotated[PositiveInt, at_least(FORMAT), at_most(FORMAT)] = FORMAT
     state: TrainState
     samples: int = 0
     labels: str = ""  # fingerprint
@@ -67,12 +66,11 @@ class SavedState:
             return read_fields(cls, values)
         except ValueError as error:
             found, wrote = (values.get(name) if isinstance(values, dict) else None for name in ("format", "versions"))
-            if type(found) is not int or OLDEST_FORMAT <= found <= FORMAT:
+            if type(found) is not int or found == FORMAT:
                 raise UserError(f"{path}: {error}", _OTHER) from None
             version = str(wrote.get("lockstep"))[:40] if isinstance(wrote, dict) else "?"
-            problem = f"{path}: has format {found}, of Lockstep {version}; "
-            problem += f"this version reads formats {OLDEST_FORMAT} to {FORMAT}"
-            raise UserError(problem, "use the version that wrote it") from None
+            problem = f"{path}: has format {found}, of Lockstep {version}; this version reads format {FORMAT}"
+            raise UserError(problem, fix_for_format(found)) from None
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,6 @@ def make_files(
 def read_settings(checkpoint: Path) -> TrainConfig:
     """The settings of the run that wrote a checkpoint; settings that affect this machine have their defaults."""
     settings = read_config(checkpoint / "config.yaml")
-    if "feature_views" not in read_yaml(checkpoint / "config.yaml"):  # before features were cached
-        settings.feature_views = 0
     for name in CHOSEN:
         if getattr(settings, name) is None:
             raise UserError(f"{checkpoint / 'config.yaml'}: {name!r} is missing", _OTHER)

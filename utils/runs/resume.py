@@ -1,5 +1,6 @@
 """Resume a run from a checkpoint: its settings, batch sizes and state, and what differs from the earlier run."""
 
+import uuid
 from collections.abc import Set
 from contextlib import suppress
 from dataclasses import replace
@@ -72,7 +73,7 @@ def restore_state(
     """
     batch_size = plan.global_batch_size // plan.microbatches
     if saved is None:
-        return TrainState(batch_size=batch_size)
+        return TrainState(batch_size=batch_size, run_id=uuid.uuid4().hex)
     check_same_run(saved, config, plan, data)
     first_repeated = saved.state.step + (not saved.state.owes_evaluation)
     done = [each for each in saved.state.evaluations if (each["step"] or 0) < first_repeated]
@@ -84,6 +85,7 @@ def restore_state(
     state.batch_size = max(state.batch_size, batch_size)
     metric = saved.settings.best_metric
     if folder is None or saved.path.parent.parent.resolve() != folder.resolve():
+        state.run_id = uuid.uuid4().hex
         state.best = state.best_step = None  # the best checkpoint belongs to the earlier run
         if metric != config.best_metric:
             state.best_value, state.evaluations_since_best = None, 0

@@ -17,6 +17,8 @@ _WITH_STEPS = Bound("evaluations", lambda history: all(type(each.get("step")) is
 class TrainState:
     """The progress of a run between two updates."""
 
+    run_id: str = ""
+    """The identity of the run: random, and the same in all checkpoints of its folder."""
     step: Count = 0
     """Finished updates."""
     epoch: Count = 0

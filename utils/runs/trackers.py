@@ -1,31 +1,41 @@
-"""Experiment trackers, such as TensorBoard, as sinks of log.jsonl (--report_to). Accelerate has a class for each.
+"""Experiment trackers, such as TensorBoard (--report_to). Accelerate starts them and sends to them.
 
-`Accelerator.init_trackers` starts all trackers together, and `Accelerator.log` stops at the first that fails. Here each
-tracker is a sink of its own, so that an error of one does not stop the others.
+They follow log.jsonl: each start sends the records before a resume again, because the last start
+may not have sent all of them.
 """
 
 import json
 import math
 import os
-import shutil
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, LoggerType, get_available_trackers
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, WandBTracker, get_available_trackers
 
 from utils.config.bounds import require
 from utils.config.settings import OF_ONE_START, TrainConfig
 from utils.config.table import Table, suggestion
 from utils.errors import UserError, one_line
 from utils.files import write_file
-from utils.runs.log import Sink
 
 # Folders and addresses of this machine are private, and of no use elsewhere.
 _NOT_SENT = {*OF_ONE_START, "output_dir", "data_dir", "cache_dir", "report_to"}
+
+
+class ContinuedWandB(WandBTracker):
+    """W&B cannot delete points, and warns about each number of an update that it already has."""
+
+    def log(self, values: dict, step: int) -> None:
+        if step >= self.run.starting_step:
+            super().log(values, step)
+
+
+LOGGER_TYPE_TO_CLASS["wandb"] = ContinuedWandB  # where `Accelerator.init_trackers` finds it
 
 
 class Trackers(Table):
@@ -33,114 +43,126 @@ class Trackers(Table):
 
     def check(self, config: Any) -> None:
         """Raise UserError for an unknown tracker, or for one whose package is not installed."""
-        missing = {*map(str, LoggerType)} - {*map(str, get_available_trackers())}
         for name in self.names(config):
             fix = suggestion(name, self, f"use {self.describe_values()}")
             require(name in self, f"--report_to {name}: no such tracker", fix)
             problem = f"--report_to {name}: its package is not installed"
-            require(name not in missing, problem, f"run: python -m pip install {name}")
+            available = name in map(str, get_available_trackers())
+            require(available, problem, f"run: python -m pip install {name}")
 
     def helps(self) -> dict[str, str]:
         return {self.what: f": {self.describe_values()}"}
 
     def names(self, config: Any) -> list[str]:
-        """The trackers in --report_to, each once."""
-        return list(dict.fromkeys((config.report_to or "").replace(",", " ").split()))
-
-    def sinks(self, config: TrainConfig) -> dict[str, Callable[..., Sink]]:
-        """Functions that create the sinks of these settings, as those in `SINKS`."""
-        return {name: partial(Tracker, name, self[name], config) for name in self.names(config)}
+        """The trackers in --report_to."""
+        return (config.report_to or "").replace(",", " ").split()
 
 
 TRACKERS = Trackers("report_to", LOGGER_TYPE_TO_CLASS)
 
 
-class Tracker(Sink):
-    """A tracker of Accelerate, which gets the numbers of each record.
+@dataclass
+class RunTrackers:
+    """Starts and finishes the trackers of a run; `Accelerator.log` sends numbers to them.
 
-    A resumed run first sends the records before the resume again, because a killed run may not have sent all of them.
-    `_options` deletes or continues the tracker's run of an earlier start, so that it has no record twice.
+    Only the main process has trackers. `say` prints a line.
     """
 
-    def __init__(self, name: str, tracker_class: Any, config: TrainConfig, folder: Path, *_: object):
-        self.log, self.settings = folder / "log.jsonl", settings_to_send(config)
-        project = os.environ.get(f"{name.upper()}_PROJECT") or "lockstep"
-        kept = folder / f"{name}.id"  # the id of the run in the tracker
-        try:
-            options = _options(name, folder, project, kept.read_text() if kept.exists() else None)
-            # TensorBoard's project is the folder of its files.
-            places = [folder] if tracker_class.requires_logging_directory else []
-            self.tracker = tracker_class("tensorboard" if name == "tensorboard" else project, *places, **options)
-            self.tracker.start()
-        except Exception as error:  # of any class, as trackers are other people's code
-            problem = f"--report_to {name}: the tracker cannot be started ({one_line(error)[:200]})"
-            raise UserError(problem, "correct its settings, log in to it, or leave it out") from error
-        if name in ("trackio", "wandb"):
-            write_file(kept, self.tracker.tracker.id)
-        # W&B cannot delete points, and ignores steps that it already has.
-        self.first = getattr(self.tracker.tracker, "starting_step", 0)
+    accelerator: Accelerator
+    config: TrainConfig
+    folder: Path
+    say: Callable[[str], None]
 
-    def write(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "start":  # the first record of a start
-            topology = {name: value for name, value in record.items() if name not in ("kind", "step", "time")}
-            self.tracker.store_init_configuration(self.settings | flatten(topology))
-            for line in self.log.read_text(encoding="utf-8").splitlines():  # the records before a resume
-                self._send(json.loads(line))
-        else:
-            self._send(record)
+    def start(self, topology: Mapping[str, Any]) -> None:
+        """Start the trackers and send what log.jsonl has; called on the main process.
+
+        Raises UserError if a tracker cannot be started.
+        """
+        accelerator, folder, names = self.accelerator, self.folder, TRACKERS.names(self.config)
+        if not names:
+            return
+        projects = [os.environ.get(f"{name.upper()}_PROJECT") for name in names]
+        project = next(filter(None, projects), "lockstep")
+        accelerator.project_configuration.logging_dir = str(folder / "tensorboard")
+        # TensorBoard then hides the points of earlier starts, and a run in W&B continues. Other
+        # trackers add a run, which has all records.
+        options: dict[str, Any] = {
+            "tensorboard": {"purge_step": 0},
+            "trackio": {"name": folder.name},
+        }
+        if "wandb" in names:
+            options["wandb"] = _options_of_wandb(folder)
+        settings = settings_to_send(self.config) | flatten(topology)
+        try:
+            accelerator.init_trackers(project, settings, options)
+        except Exception as error:  # of any class, as trackers are other people's code
+            problem = f"the tracker cannot be started ({one_line(error)[:200]})"
+            fix = "correct its settings, log in to it, or leave it out"
+            raise UserError(f"--report_to {self.config.report_to}: {problem}", fix) from error
+        with self.guarded():
+            for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                if (kind := record["kind"]) in ("train", "eval"):
+                    accelerator.log(numbers_to_send(kind, record), step=record["step"])
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """After an error of any class in the block, the run continues without trackers."""
+        trackers = self.accelerator.trackers
+        try:
+            yield
+        except Exception as error:
+            what = f"--report_to {self.config.report_to}"
+            self.say(f"{what}: {one_line(error)}; the run continues without trackers")
+            while trackers:
+                with suppress(Exception):
+                    trackers.pop().finish()
 
     def close(self) -> None:
-        self.tracker.finish()
-
-    def _send(self, record: Mapping[str, Any]) -> None:
-        if record["kind"] in ("train", "eval") and record["step"] >= self.first:
-            # With --ema_decay, an update has two evaluations.
-            kind = "eval_ema" if record.get("weights") == "ema" else record["kind"]
-            numbers = {name: value for name, value in record.items() if type(value) in (int, float) and name != "step"}
-            finite = {f"{kind}/{name}": value for name, value in numbers.items() if math.isfinite(value)}
-            self.tracker.log(finite, step=record["step"])
+        """Finish the trackers. `Accelerator.end_training` would also end the process group."""
+        with self.guarded():
+            while self.accelerator.trackers:
+                self.accelerator.trackers.pop().finish()
 
 
-def settings_to_send(config: TrainConfig) -> dict[str, bool | int | float | str]:
+def _options_of_wandb(folder: Path) -> dict[str, Any]:
+    """Continue the run of the last start, and send nothing but what Lockstep sends."""
+    kept = folder / "wandb.id"
+    if not kept.exists():
+        write_file(kept, uuid.uuid4().hex)
+    # By default W&B sends the host name, the command, git's remote and what is printed.
+    settings = {"x_disable_meta": True, "disable_git": True, "disable_code": True}
+    more = {"settings": settings | {"console": "off", "host": "unknown"}}
+    return {"name": folder.name, "id": kept.read_text(), "resume": "allow", **more}
+
+
+def numbers_to_send(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a train or eval record, as kind/name."""
+    # With --ema_decay, an update has two evaluations.
+    kind = "eval_ema" if values.get("weights") == "ema" else kind
+    return {
+        f"{kind}/{name}": value
+        for name, value in values.items()
+        if name != "step" and type(value) in (int, float) and math.isfinite(value)
+    }
+
+
+def settings_to_send(config: TrainConfig) -> dict[str, Any]:
     """The settings that differ from their defaults, without folders and host names."""
     default = vars(TrainConfig())
-    return flatten({name: v for name, v in vars(config).items() if v != default[name] and name not in _NOT_SENT})
+    sent = {name: value for name, value in vars(config).items() if name not in _NOT_SENT}
+    return flatten({name: value for name, value in sent.items() if value != default[name]})
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Nested values as {"outer/inner": scalar}. A list becomes text; only the last part of an absolute path is kept."""
-    flat: dict[str, bool | int | float | str] = {}
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values as {"outer/inner": number or text}; of an absolute path only the last part."""
+    flat: dict[str, Any] = {}
     for name, value in values.items():
+        text = str(value)
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{name}/")
-        elif isinstance(value, bool | int | float):
+        elif isinstance(value, int | float):
             flat[prefix + name] = value
         else:
-            text = str(value)
             flat[prefix + name] = Path(text).name if text.startswith(("/", "~")) else text
     return flat
-
-
-def _options(name: str, folder: Path, project: str, before: str | None) -> dict[str, Any]:
-    """The options of a tracker; `before` is the id of its run in an earlier start, which is continued or deleted.
-
-    For trackers that are not named here, a resumed run is a new run, which has the records before the resume too.
-    """
-    if name == "tensorboard":
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # NFS keeps files that are open, under other names
-        for left in (folder / "tensorboard").rglob("*tfevents*"):
-            raise OSError(f"{left} cannot be deleted")
-    if name == "trackio":
-        import trackio
-
-        with suppress(ValueError):  # this machine has no runs of the project: the earlier start was on another one
-            for run in trackio.Api().runs(project) if before else ():
-                if run.id == before:
-                    run.delete()
-        return {"name": folder.name}
-    if name == "wandb":
-        # By default W&B sends the host name, the command, git's remote and what is printed.
-        more = {"console": "off", "host": "unknown"}
-        settings = {"x_disable_meta": True, "disable_git": True, "disable_code": True, **more}
-        return {"name": folder.name, "id": before or uuid.uuid4().hex, "resume": "allow", "settings": settings}
-    return {}

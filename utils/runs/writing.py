@@ -1,55 +1,84 @@
-"""Write, complete and delete the folders of checkpoints. All functions but `write_partial` run on one rank."""
+"""Complete and delete the folders of checkpoints. A folder that is being written is `.step-N.partial`."""
 
+import errno
+import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from utils.errors import UserError, is_lost_rank, one_line
 from utils.files import naming_file, put_in_place, write_file
-from utils.runs.manifest import checkpoint_of, checkpoints_of, damage_of, read_pointer, step_of, write_manifest
-from utils.runs.tensors import Tensors, write_tensors
+from utils.models.weight_files import load_pickled
+from utils.runs.manifest import (
+    MODEL,
+    OPTIMIZER,
+    checkpoint_of,
+    checkpoints_of,
+    damage_of,
+    read_pointer,
+    step_of,
+    write_manifest,
+)
+
+_OF_FSDP = "pytorch_model_fsdp.bin"  # the weights, as `save_state` writes them with FSDP2
 
 
-def write_partial(folder: Path, step: int, tensors: Tensors, files: Mapping[str, bytes], writes: bool) -> None:
-    """Write the contents of a checkpoint, which `publish` completes; collective if the model is sharded.
+def new_partial(folder: Path, step: int, need: int) -> None:
+    """Make the folder for the checkpoint of `step`. Raises OSError if its disk has no space for `need` bytes."""
+    partial = partial_of(folder, step)
+    shutil.rmtree(partial, ignore_errors=True)
+    if shutil.disk_usage(folder).free < need:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
+    partial.mkdir()
 
-    `writes` is true on one rank. If it cannot write, it raises OSError after all tensors have been sent, and
-    deletes the incomplete checkpoint.
-    """
-    # Accelerate's `save_state` is not used: it gathers a sharded model on one rank. `load_state`, which reads its
-    # files, unpickles random states and matches the optimizer's state by position.
-    partial, error = _partial(folder, step), None
+
+@contextmanager
+def deleted_after_error(partial: Path) -> Iterator[None]:
+    """Delete the folder after an error in the block, and raise it as one that names the folder."""
     try:
-        if writes:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-    except OSError as raised:
-        error = raised
-    for name, (values, metadata) in tensors.items():
-        error = write_tensors(partial / name if writes and not error else None, values, metadata) or error
-    try:
-        if error is not None:
-            raise error
-        for name, contents in files.items() if writes else ():
-            with naming_file(partial / name):
-                (partial / name).write_bytes(contents)
-    except OSError:
+        yield
+    except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
-        raise
+        if not isinstance(error, RuntimeError | SafetensorError) or is_lost_rank(error):
+            raise
+        problem = f"{partial}: the checkpoint cannot be written ({one_line(error)[:160]})"
+        raise UserError(problem, "check the free space of this disk") from error
 
 
-def publish(folder: Path, step: int) -> None:
+def complete_files(partial: Path, files: Mapping[str, bytes], parts: Iterable[str]) -> None:
+    """Write the small files of a checkpoint beside those of `save_state`, and delete what it does not need of these.
+
+    Random states are among them: the draws of a run follow from its seed.
+    """
+    kept = {MODEL, OPTIMIZER, _OF_FSDP, *(f"{part}.safetensors" for part in parts)}
+    for path in partial.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    for name, contents in files.items():
+        with naming_file(partial / name):
+            (partial / name).write_bytes(contents)
+
+
+def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
     """Complete the checkpoint of `step`: write its manifest, flush it to the disk, rename it.
 
-    If this fails, deletes what was written and raises OSError.
+    If FSDP2 has written the weights, they become a safetensors file first, without the `tied` names. If an error
+    occurs, deletes what was written and raises ValueError or OSError.
     """
-    partial = _partial(folder, step)
-    try:
+    partial = partial_of(folder, step)
+    with deleted_after_error(partial):
+        if (partial / _OF_FSDP).exists():
+            weights = {name: tensor for name, tensor in load_pickled(partial / _OF_FSDP).items() if name not in tied}
+            save_file(weights, partial / MODEL, {"format": "pt"})
+            (partial / _OF_FSDP).unlink()
+        for path in partial.iterdir():
+            path.chmod((partial / OPTIMIZER).stat().st_mode)  # safetensors lets nobody else read its files
         write_manifest(partial)
         put_in_place(partial, checkpoint_of(folder, step))
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def update_pointers(folder: Path, step: int, best_step: int | None, keep: int | str) -> None:
@@ -114,7 +143,8 @@ def clean_up(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
 
 
-def _partial(folder: Path, step: int) -> Path:
+def partial_of(folder: Path, step: int) -> Path:
+    """The folder in which the checkpoint of `step` is written."""
     return folder / f".step-{step:08d}.partial"
 
 

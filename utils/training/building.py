@@ -1,6 +1,6 @@
 """Build a run: checks before the processes connect, the settings that follow from the data, and the model."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,14 +11,15 @@ from utils.config.bounds import require
 from utils.config.defaults import choose_images, choose_sizes, resolve_batch
 from utils.config.recipe import BACKBONE
 from utils.config.settings import OF_INPUT, TrainConfig
-from utils.config.table import Table
 from utils.console import Terminal, join_names
+from utils.data.auto_augment import AUTO_AUGMENTS
 from utils.data.cache import make_dataset
 from utils.data.datasets import ImageDataset
 from utils.data.decode import peek
 from utils.data.order import Plan
 from utils.data.sampling import make_plan
-from utils.data.sources import absolute_data, check_source
+from utils.data.selection import load_data
+from utils.data.sources import SOURCES, absolute_data, check_source
 from utils.data.spec import SMALL, InputSpec, sides
 from utils.data.splits import Data, Split
 from utils.errors import UserError
@@ -26,19 +27,28 @@ from utils.models.checking import bad_tensors, check_batch_norm, has_batch_norm
 from utils.models.features import accept_features, find_last_part
 from utils.models.layers import checkpoint_blocks, freeze, keep_batch_stats
 from utils.models.matching import copy_matching, fit_names, zero_heads
-from utils.models.zoo import check_model, input_spec
+from utils.models.weight_files import read_weights
+from utils.models.zoo import OWN_MODELS, check_model, input_spec
 from utils.ranks.accelerator import check_precision, check_sharding, compile_model
 from utils.ranks.batchnorm import convert_batch_norm
 from utils.ranks.ranks import Ranks
 from utils.runs.checkpoint import check_run_folder
+from utils.runs.loading import load_weights
+from utils.runs.manifest import MODEL
 from utils.runs.metadata import SavedRun
 from utils.runs.resume import choose_batch, keep_settings, restore_state, resume_lines
-from utils.runs.source import InitialWeights, absolute_source
+from utils.runs.source import InitialWeights, absolute_source, find_source
 from utils.runs.state import TrainState
-from utils.tasks.table import make_task
+from utils.runs.trackers import TRACKERS
+from utils.tasks.losses import LOSSES
+from utils.tasks.table import TASKS, make_task
 from utils.tasks.task import Task
 from utils.training.elastic import check_elastic, check_elastic_sizes
-from utils.training.schedule import total_updates
+from utils.training.optim import OPTIMIZERS
+from utils.training.schedule import SCHEDULES, total_updates
+
+TABLES = SOURCES, AUTO_AUGMENTS, OWN_MODELS, TASKS, LOSSES, OPTIMIZERS, SCHEDULES, TRACKERS
+"""The values of the settings that are names. --help lists them."""
 
 
 def check_settings(config: TrainConfig, ranks: Ranks) -> None:
@@ -56,26 +66,36 @@ def check_settings(config: TrainConfig, ranks: Ranks) -> None:
 
 
 def fill_settings(
-    config: TrainConfig, given: Set[str] | None, saved: SavedRun | None, ranks: Ranks, tables: Sequence[Table]
-) -> TrainConfig:
-    """The settings; those that are not `given` come from the checkpoint, if there is one; not collective.
+    config: TrainConfig, given: Set[str] | None, saved: SavedRun | None, ranks: Ranks
+) -> tuple[TrainConfig, InitialWeights | None]:
+    """The settings of this start, and the weights of --init_from if the run is new and names some; collective.
 
-    Raises ValueError or OSError, before the data is loaded, if they or the batch sizes do not work.
+    Settings that are not `given` are those of the checkpoint, if there is one, or follow from the weights. With None,
+    all are given. Raises ValueError or OSError, before the data is loaded, if they or the batch sizes do not work.
     """
-    if saved is not None and given is not None:
-        config = keep_settings(config, given, saved)
-        check_settings(config, ranks)
-    for table in tables:
-        table.check(config)
-    choose_batch(config, saved, ranks.topology.world_size)
-    return config
+    with ranks.agree():
+        if saved is not None and given is not None:
+            config = keep_settings(config, given, saved)
+            check_settings(config, ranks)
+        for names in TABLES:
+            names.check(config)
+        choose_batch(config, saved, ranks.topology.world_size)
+    return find_source(config, saved, ranks)
 
 
-@dataclass(kw_only=True)
-class Resolved:
-    """What follows from the flags, the data and, in a resumed run, the checkpoint."""
+def find_data(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> Data:
+    """Load and check the data; collective. A resumed run keeps its original samples."""
+    with ranks.local_main_first("loading the data"):
+        data = load_data(config, saved.record if saved else None, Terminal(ranks.is_main))
+    ranks.check_same(data.fingerprint, f"different images in --data {config.data}")
+    return data
 
-    config: TrainConfig  # does not change any more
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What follows from the flags, the data and, in a resumed run, the checkpoint. Only `state` changes inside."""
+
+    config: TrainConfig
     chosen: list[str]  # lines about the settings that follow from the data
     changed: list[str]  # lines about a checkpoint, and what has changed since it was saved
     resumed_from: Path | None  # the checkpoint
@@ -86,8 +106,6 @@ class Resolved:
     spec: InputSpec
     task: Task
     state: TrainState
-    last_part: nn.Module | None = None  # of the model, if this part is trained on cached features
-    sharding: str = ""  # with FSDP, the bytes before and after it
 
 
 def resolve(
@@ -97,7 +115,7 @@ def resolve(
     data: Data,
     source: InitialWeights | None,
     accelerator: Accelerator,
-) -> Resolved:
+) -> Setup:
     """Choose the settings that follow from the data, and derive the plan, the input, the task and the state.
 
     `folder` is the run folder if it exists already. Raises ValueError if the checkpoint does not fit.
@@ -110,7 +128,7 @@ def resolve(
     state = restore_state(saved, folder, config, plan, data)
     config, images, spec = resolve_input(config, saved, data.train)
     config, task = make_task(config, data.class_names, data.train.labels)
-    resolved = replace(
+    final = replace(
         config,
         global_batch_size=plan.global_batch_size,
         batch_size=None,
@@ -119,10 +137,10 @@ def resolve(
         mixed_precision=accelerator.mixed_precision,
         init_from=absolute_source(config.init_from),
     )
-    return Resolved(
-        config=resolved,
+    return Setup(
+        config=final,
         chosen=sizes + images,
-        changed=resume_lines(saved, config, resolved, plan, processes) if saved else [],
+        changed=resume_lines(saved, config, final, plan, processes) if saved else [],
         resumed_from=saved.path if saved else None,
         source=source,
         data=data,
@@ -152,43 +170,46 @@ def resolve_input(
     return config, lines, input_spec(config, channels, size)
 
 
-def make_datasets(data: Data, spec: InputSpec, config: TrainConfig, ranks: Ranks) -> list[ImageDataset]:
+def make_datasets(setup: Setup, ranks: Ranks) -> tuple[ImageDataset, ImageDataset]:
     """The data sets of training and evaluation; collective. The first rank of a machine decodes small images."""
+    config, data, spec = setup.config, setup.data, setup.spec
     bar = Terminal(ranks.is_main).progress("decoding")
     with ranks.local_main_first("decoding images"):
-        return [
-            make_dataset(data.train, spec, config, True, bar),
-            make_dataset(data.evaluation, spec.for_evaluation(), config, False, bar),
-        ]
+        train_set = make_dataset(data.train, spec, config, True, bar)
+        return train_set, make_dataset(data.evaluation, spec.for_evaluation(), config, False, bar)
 
 
-def change_layers(module: nn.Module, resolved: Resolved, accelerator: Accelerator, ranks: Ranks) -> nn.Module:
-    """The model with the weights of --init_from, compiled if the accelerate config says so; collective.
+def adapt_model(
+    model: nn.Module, setup: Setup, saved: SavedRun | None, accelerator: Accelerator, ranks: Ranks
+) -> tuple[nn.Module, nn.Module | None, list[str]]:
+    """The bare model with its weights, those of the checkpoint or of --init_from, and its layers as settings say.
 
-    --freeze, --grad_checkpointing and --sync_batchnorm change its layers. Raises ValueError if a batch is too small for
-    batch statistics.
+    --freeze, --grad_checkpointing and --sync_batchnorm change layers, and the accelerate config may compile the model.
+    Also returns its last part if only this is trained, on cached features, and lines for the start table. Collective.
+    Raises ValueError if weights do not fit, or if a batch is too small for batch statistics.
     """
-    config, source = resolved.config, resolved.source
-    with ranks.agree():
-        if source is not None:
-            load_source(module, source, resolved.data.class_names, config)
+    config, source, lines, last_part = setup.config, setup.source, list[str](), None
+    with ranks.agree("loading the weights"):
+        if saved is not None:
+            load_weights(saved.path, read_weights(saved.path / MODEL), model)
+        elif source is not None:
+            load_source(model, source, setup.data.class_names, config)
         new = source.match.new if source and source.match else {}
         if config.freeze:
-            freeze(module, config.freeze, new)
+            freeze(model, config.freeze, new)
         if config.keep_batch_stats:
-            keep_batch_stats(module, new)
+            keep_batch_stats(model, new)
         if config.freeze or config.feature_views:
-            sharded = accelerator.is_fsdp2
-            resolved.last_part, reason = choose_last_part(module, config, resolved.spec, sharded)
-            resolved.chosen += [f"features are not cached: {reason}"] * (BACKBONE in config.freeze and reason != "")
+            last_part, reason = choose_last_part(model, config, setup.spec, accelerator.is_fsdp2)
+            lines += [f"features are not cached: {reason}"] * (BACKBONE in config.freeze and reason != "")
         if config.grad_checkpointing:
-            checkpoint_blocks(module, config.model)
-        if has_batch_norm(module):
+            checkpoint_blocks(model, config.model)
+        if has_batch_norm(model):
             sharing = ranks.topology.world_size if config.sync_batchnorm else 1
-            check_batch_norm(resolved.plan, resolved.updates, sharing)
-        module = convert_batch_norm(module) if config.sync_batchnorm else module
-        compile_model(accelerator, module)
-    return module
+            check_batch_norm(setup.plan, setup.updates, sharing)
+        model = convert_batch_norm(model) if config.sync_batchnorm else model
+        compile_model(accelerator, model)
+    return model, last_part, lines
 
 
 def choose_last_part(

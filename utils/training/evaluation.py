@@ -1,11 +1,13 @@
-"""The evaluation loop of train.py, eval.py and predict.py: each sample once, on any number of processes."""
+"""The evaluation of train.py, eval.py and predict.py: each sample once, on any topology."""
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,21 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from utils.config.settings import TrainConfig
 from utils.console import Terminal
 from utils.data.batches import Batches
+from utils.data.datasets import AnyDataset
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
 from utils.data.workers import make_loader
 from utils.errors import UserError
 from utils.launch.exits import fix_for_memory
 from utils.models.sharded import forget_whole_weights, is_sharded
-from utils.ranks.accelerator import make_accelerator
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
-from utils.runs.inference import load_for_inference, place_model
-from utils.runs.metadata import SavedRun
 from utils.tasks.task import Predictions, Task
 from utils.training.meter import SyncInterval, rounded
 
@@ -39,101 +41,139 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 class Evaluator:
     """Evaluates a model on a split, in blocks of --eval_batch_size.
 
-    `model` is the module without DDP's wrapper, because ranks may have different numbers of blocks. With --metrics, the
-    result has `Task.metrics` too; without, only its single numbers, if --best_metric is one of them.
+        rows = evaluator.rows()
+        metrics = evaluator.metrics(accelerator.gather(rows))
+
+    `model` is the module without DDP's wrapper, because ranks may have different numbers of blocks.
+    With --metrics, the result has `Task.metrics` too; without, only its single numbers, if
+    --best_metric is one of them.
     """
 
     ranks: Ranks
     accelerator: Accelerator
     model: nn.Module
-    batches: Batches
+    loader: InitVar[DataLoader]  # prepared by Accelerate
+    spec: InputSpec
     task: Task
     config: TrainConfig
-    predictions: Predictions | None = None  # of the last evaluation that was asked to keep them
+    predictions: Predictions | None = None  # of the last evaluation, if they were kept
     is_constant: bool = False  # whether all predictions of the last evaluation are the same
 
-    @torch.no_grad()
-    def evaluate(self, stopping: Stopping | None = None, keep: bool = False) -> dict | None:
-        """The metrics of the whole split, and its `count` of samples; the same on all ranks; collective.
+    def __post_init__(self, loader: DataLoader) -> None:
+        device = self.accelerator.device
+        self.batches = Batches(loader, self.spec, self.config, device, training=False)
+        # Whether the metrics need the prediction of each sample, and not only sums.
+        self.needs_predictions = self.config.metrics or self.task.metric in self.task.gathered
 
-        Returns None if the ranks were asked to stop, see `collect`.
-        Raises RuntimeError if a sample is missing or counted twice. With `keep`, the main process has the predictions
-        afterwards.
+    @torch.no_grad()
+    def rows(
+        self, stopping: Stopping | None = None, keep: bool = False, best: float | None = None
+    ) -> list[Tensor] | None:
+        """This rank's rows for `accelerator.gather`, with only what is needed of all; collective.
+
+        These are the indices, the predictions if the metrics need them, and, with `keep`, what
+        `Predictions` has of each sample. They are not kept if the task's metric follows from sums
+        and is not better than `best`. Returns None if the ranks were asked to stop, see `collect`.
         """
-        if self.config.metrics and self.ranks.is_main:  # takes seconds, which are not those of the evaluation
+        if self.config.metrics and self.ranks.is_main:  # takes seconds, which are not counted
             import utils.tasks.metrics  # noqa: F401
-        start, task = time.perf_counter(), self.task
+        self.start, task = time.perf_counter(), self.task
         keep = keep and bool(task.activation)
-        sums = torch.zeros(len(task.evaluation), dtype=torch.float64, device=self.accelerator.device)
+        device = self.accelerator.device
+        sums = torch.zeros(len(task.evaluation), dtype=torch.float64, device=device)
 
         def step(outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             values, predicted = task.evaluate(outputs, labels)
             sums.add_(rounded(values.double().sum(0)))
-            kept = (*task.most_likely(outputs, TOP), values) if keep else ()
-            return predicted, *kept
+            return predicted, *((*task.most_likely(outputs, TOP), values) if keep else ())
 
         rows = self.collect(step, stopping)
         if rows is None:
             return None
         indices, predictions, *kept = rows
-        decided = predictions if task.cut is None else predictions > task.cut
-        same = bool((decided == decided[:1]).all())
-        kinds = self.ranks.gather(decided[:1].tolist() if same else [0, 1])  # two values stand for several
+        own = predictions[indices >= 0]
+        decided = own if task.cut is None else own > task.cut
+        kinds = self.ranks.gather(decided.unique(dim=0)[:2].tolist())
         self.is_constant = len({str(kind) for own in kinds for kind in own}) == 1
-        needed = [predictions] if self.config.metrics or task.metric in task.gathered else []
-        seen, *found = self.gather([indices, *needed, *kept])
-        totals, labels = self.accelerator.reduce(sums, "sum").tolist(), self.batches.labels
-        result = task.summary(dict(zip(task.evaluation, totals, strict=True)), len(seen)) | {"count": len(seen)}
-        if keep:
-            self.predictions = Predictions(seen, labels, *found[len(needed) :])
-        if needed:
+        totals, count = self.accelerator.reduce(sums, "sum").tolist(), len(self.batches.labels)
+        named = dict(zip(task.evaluation, totals, strict=True))
+        self.summary = task.summary(named, count) | {"count": count}
+        sign = 1 if task.higher_is_better else -1
+        if best is not None and sign * self.summary.get(task.metric, math.nan) <= sign * best:
+            kept = []
+        return [indices, *([predictions] if self.needs_predictions else []), *kept]
+
+    def metrics(self, gathered: list[Tensor]) -> dict[str, Any]:
+        """The metrics of the whole split, and its `count` of samples, from the rows of all ranks.
+
+        Collective; the result is the same on all ranks. If predictions were kept, `predictions` has
+        them. Raises RuntimeError if a sample is missing or counted twice.
+        """
+        (indices, *found), labels, task = self.in_order(gathered), self.batches.labels, self.task
+        result, self.predictions = self.summary, None
+        if self.needs_predictions:
+            predictions, *found = found
             # As JSON, so that numbers of NumPy become those of Python, as in the log.
-            more = json.loads(self.ranks.from_main(lambda: json.dumps(task.metrics(found[0], labels))))
-            result |= more if self.config.metrics else {k: more[k] for k in task.gathered if k in more}
-        return result | {"seconds": time.perf_counter() - start}
+            text = self.ranks.from_main(lambda: json.dumps(task.metrics(predictions, labels)))
+            more = json.loads(text)
+            names = more if self.config.metrics else task.gathered
+            result = result | {name: more[name] for name in names if name in more}
+        if found:
+            *top, scores, values = found
+            top = top or [scores[:, :0].astype(int)]
+            self.predictions = Predictions(indices, labels, *top, scores, values)
+        return result | {"seconds": time.perf_counter() - self.start}
 
     @torch.no_grad()
     def collect(
-        self, step: Step, stopping: Stopping | None = None, shape: Sequence[int] = (), what: str = "evaluating"
+        self,
+        step: Step,
+        stopping: Stopping | None = None,
+        shape: Sequence[int] = (),
+        what: str = "evaluating",
     ) -> list[Tensor] | None:
-        """The indices of this rank's samples, and what `step(outputs, labels)` returns for them; collective.
+        """This rank's rows: the indices, and what `step(outputs, labels)` returns; collective.
 
-        About once a second, the ranks agree whether to stop early: if a rank could not read a sample, or, with
-        `stopping`, if it was asked to stop. Returns None if asked to stop. Raises ValueError if a rank could not read
-        an image. `shape` is the shape of the output for one image, by default that of the task.
+        All ranks have tensors of the same shapes, as `accelerator.gather` needs them: rows with the
+        index -1 fill up, and tensors without columns, [n, 0], are left out. `shape` is the shape of
+        the output for one image, by default that of the task.
+
+        About once a second, the ranks agree whether to stop early: if a rank could not read a
+        sample, or, with `stopping`, if it was asked to stop. Returns None if asked to stop. Raises
+        ValueError if a rank could not read an image.
         """
         device, was_training, stopped = self.accelerator.device, self.model.training, False
+        processes = self.accelerator.num_processes
         blocks = evaluation_blocks(len(self.batches.labels), self.config.eval_batch_size)
-        shared_blocks = len(blocks) // self.accelerator.num_processes
+        # Blocks are dealt in turn, so no rank has more of them, or more rows, than rank 0.
+        most = [len(block.indices) for block in islice(blocks, 0, None, processes)]
         no_labels = torch.tensor(self.batches.labels[:0], device=device)
         # A rank without samples needs the shapes and types, too.
-        found = [step(torch.zeros(0, *(shape or [self.task.outputs]), device=device), no_labels)]
-        indices: list[Tensor] = []  # on the host, or all on the device
+        nothing = torch.zeros(0, *(shape or [self.task.outputs]), device=device)
+        no_indices = torch.zeros(0, dtype=torch.int64, device=device)
+        found = [(no_indices, *step(nothing, no_labels))]
         bar, interval, block = Terminal(self.ranks.is_main).progress(what), SyncInterval(), 0
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
             for block, batch in enumerate(bar(self.batches), 1):
                 with self.accelerator.autocast():
                     outputs = self.model(batch.images)
-                indices.append(batch.indices)
-                found.append(step(outputs.float(), batch.labels))
-                # Ranks may differ by one block, so they synchronise only after blocks that all of them have.
-                if block <= shared_blocks and interval.due(block):
-                    wants_to_stop = self.batches.error is not None or bool(stopping and stopping.request)
-                    stopped = self._any_wants_to_stop(wants_to_stop, interval, block)
+                indices = batch.indices.to(device, non_blocking=True)
+                found.append((indices, *step(outputs.float(), batch.labels)))
+                # Ranks may differ by one block, so they synchronise only after those that all have.
+                if block <= len(blocks) // processes and interval.due(block):
+                    stopped = self._any_wants_to_stop(stopping, interval, block)
                     if stopped:
                         break
-            most = -(-len(blocks) // self.accelerator.num_processes)
-            self.join_others(0 if stopped else most - block)
-            seen = torch.cat(indices or [torch.zeros(0, dtype=torch.int64)]).to(device)
-            rows = [torch.cat(parts) for parts in zip(*found, strict=True)]
+            self.join_others(0 if stopped else len(most) - block)
+            rows = fill_up(found, sum(most))
         self.model.train(was_training)
         with self.ranks.agree():
             self.batches.check()
         if stopped and stopping is not None:
             stopping.agreed = True
             return None
-        return [seen, *rows]
+        return rows
 
     def join_others(self, passes: int) -> None:
         """Run `passes` forward passes of a sharded model on empty batches, because other ranks have more blocks.
@@ -145,21 +185,21 @@ class Evaluator:
                 self.model(self.batches.no_images)
             forget_whole_weights(self.model)
 
-    def gather(self, own: list[Tensor]) -> list[np.ndarray]:
-        """The rows of all ranks, in the order of the split; `own` begins with the indices; collective.
+    def in_order(self, gathered: list[Tensor]) -> list[np.ndarray]:
+        """The rows of `collect` of all ranks, in the order of the split.
 
         Raises RuntimeError if a sample is missing or counted twice.
         """
-        counts = self.ranks.gather(len(own[0]))
-        seen, *rows = (gather_rows(self.accelerator, part, counts).cpu().numpy() for part in own)
-        order, samples = np.argsort(seen), len(self.batches.labels)
+        seen, *rows = (part.cpu().numpy() for part in gathered)
+        order, samples = np.argsort(seen)[(seen < 0).sum() :], len(self.batches.labels)
         if not np.array_equal(seen[order], np.arange(samples)):
             problem = f"the evaluation did not count each of the {samples} samples once"
-            raise RuntimeError(f"{problem} ({len(seen)} counted); please report this")
+            raise RuntimeError(f"{problem} ({len(order)} counted); please report this")
         return [part[order] for part in (seen, *rows)]
 
-    def _any_wants_to_stop(self, wants_to_stop: bool, interval: SyncInterval, block: int) -> bool:
+    def _any_wants_to_stop(self, stopping: Stopping | None, interval: SyncInterval, block: int) -> bool:
         self.ranks.mark_waiting(f"block {block} of the evaluation")
+        wants_to_stop = self.batches.error is not None or bool(stopping and stopping.request)
         own = [wants_to_stop, time.perf_counter() - interval.time]
         values = torch.tensor(own, dtype=torch.float64, device=self.accelerator.device)
         stops, seconds = self.accelerator.reduce(values, "sum").tolist()
@@ -168,27 +208,35 @@ class Evaluator:
         return stops > 0
 
 
-def make_evaluator(
-    dataset: Any, saved: SavedRun, config: TrainConfig, task: Task, tta: str | None, ranks: Ranks
-) -> Evaluator:
-    """What evaluates a checkpoint on a data set of eval.py or predict.py, with the views `tta`; collective."""
-    accelerator, spec = make_accelerator(ranks, config), saved.spec.for_evaluation()
-    model = place_model(load_for_inference(saved, config, task, ranks), tta, accelerator)
-    blocks = evaluation_blocks(len(dataset), config.eval_batch_size)
-    loader = accelerator.prepare(make_loader(dataset, blocks, config, ranks.threads, ranks.device))
-    batches = Batches(loader, spec, config, accelerator.device, training=False)
-    return Evaluator(ranks, accelerator, model, batches, task, config)
+def make_eval_loader(dataset: AnyDataset, config: TrainConfig, ranks: Ranks, epoch: int = 0) -> DataLoader:
+    """The loader of the evaluation blocks of all ranks, for `Accelerator.prepare`."""
+    blocks = evaluation_blocks(len(dataset), config.eval_batch_size, epoch)
+    return make_loader(dataset, blocks, config, ranks.threads, ranks.device)
+
+
+def fill_up(found: list[tuple[Tensor, ...]], most: int) -> list[Tensor]:
+    """These rows, the indices first, as columns of `most` rows each, see `Evaluator.collect`."""
+    columns = [torch.cat(parts) for parts in zip(*found, strict=True)]
+    own = len(columns[0])
+    rows = [
+        F.pad(column, (0, 0) * (column.ndim - 1) + (0, most - own)) for column in columns if column.shape[1:].numel()
+    ]
+    # If there are too many, which is an error, none counts, so that `in_order` reports it.
+    rows[0][own if own <= most else 0 :] = -1
+    return rows
 
 
 @torch.no_grad()
-def model_rate(evaluator: Evaluator, spec: InputSpec) -> float:
+def model_rate(evaluator: Evaluator) -> float:
     """Images per second of the model alone, on a random batch on the device, on all ranks at once; collective."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns if CUDA finds no GPU
     from torch.utils.benchmark import Timer  # takes long to import
 
-    accelerator, shape = evaluator.accelerator, (evaluator.config.eval_batch_size, spec.channels, *spec.size)
-    with evaluator.ranks.agree(), same_kernels(), accelerator.autocast(), fix_for_memory("lower --eval_batch_size"):
-        images = torch.randn(shape, device=accelerator.device).contiguous(memory_format=evaluator.batches.format)
+    accelerator, spec = evaluator.accelerator, evaluator.spec
+    shape = (evaluator.config.eval_batch_size, spec.channels, *spec.size)
+    fixing, layout = fix_for_memory("lower --eval_batch_size"), evaluator.batches.format
+    with evaluator.ranks.agree(), same_kernels(), accelerator.autocast(), fixing:
+        images = torch.randn(shape, device=accelerator.device).contiguous(memory_format=layout)
         names = {"model": evaluator.model.eval(), "images": images}
         timer = Timer("model(images)", globals=names, num_threads=torch.get_num_threads())
         own = len(images) / timer.blocked_autorange(min_run_time=2.5).median
@@ -203,20 +251,6 @@ def same_kernels() -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.benchmark = before
-
-
-def gather_rows(accelerator: Accelerator, rows: Tensor, counts: list[int]) -> Tensor:
-    """The `rows` [n, ...] of all ranks, one rank after the other; collective.
-
-    `counts` has the n of each rank. They differ, and `accelerator.gather` needs tensors of one shape, so the rows are
-    padded.
-    """
-    padded = rows.new_zeros(max(1, *counts), *rows.shape[1:])
-    if not padded.numel():  # rows of no columns
-        return rows.new_zeros(sum(counts), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    parts = accelerator.gather(padded).split(len(padded))
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def check_outputs(numbers: Any, checkpoint: Path) -> None:

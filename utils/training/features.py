@@ -12,49 +12,51 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from torch import nn
 
 from utils.config.bounds import require
 from utils.config.recipe import AugmentationSettings
 from utils.data.augment import make_augmentation
-from utils.data.batches import Batches
 from utils.data.cache import VERSION, is_cached, keep_array, open_array
-from utils.data.datasets import AnyDataset, Features, ImageDataset
+from utils.data.datasets import Features, ImageDataset
 from utils.data.order import evaluation_blocks
 from utils.data.spec import InputSpec
 from utils.data.splits import Split, fingerprint_of
-from utils.data.workers import make_loader
 from utils.files import expand
 from utils.launch.environment import local_rank_and_size
 from utils.memory import bytes_text, free_memory
 from utils.models.checking import hash_tensors
 from utils.models.features import FrozenPart
 from utils.ranks.ranks import Ranks
-from utils.training.building import Resolved
-from utils.training.evaluation import Evaluator
+from utils.training.building import Setup
+from utils.training.evaluation import Evaluator, make_eval_loader
 
 
-def replace_by_features(
-    sets: Sequence[ImageDataset], resolved: Resolved, module: nn.Module, accelerator: Accelerator, ranks: Ranks
-) -> list[AnyDataset]:
-    """The features of the training and evaluation sets, or these sets if the model has no last part; collective.
+def features_of(
+    train_set: ImageDataset,
+    eval_set: ImageDataset,
+    model: nn.Module,
+    last_part: nn.Module,
+    setup: Setup,
+    accelerator: Accelerator,
+    ranks: Ranks,
+) -> tuple[Features, Features]:
+    """The features of the training and evaluation images, on which `last_part` of a bare model is trained; collective.
 
-    The frozen weights of `module` must be final. Raises ValueError if an image cannot be read or memory is short.
+    The weights of its other layers must be final. Raises ValueError if an image cannot be read or memory is short.
     """
-    config, data, spec, (train_set, eval_set) = resolved.config, resolved.data, resolved.spec, sets
-    if resolved.last_part is None:
-        return list(sets)
-    cache = FeatureCache(resolved, FrozenPart(module, resolved.last_part), accelerator, ranks)
+    config, data, spec = setup.config, setup.data, setup.spec
+    frozen = FrozenPart(model.to(accelerator.device), last_part)
+    cache = FeatureCache(setup, frozen, accelerator, ranks)
     views: list[list] = [[]]
     if config.feature_views:
         augmentation = [config.seed, *(getattr(config, field.name) for field in fields(AugmentationSettings))]
         views = [[epoch, *augmentation] for epoch in range(config.feature_views)]
     else:
         train_set = train_set.with_augmentation(make_augmentation(config, spec, False))
-    return [
-        cache.load(train_set, data.train, spec, views),
-        cache.load(eval_set, data.evaluation, spec.for_evaluation(), [[]]),
-    ]
+    train_features = cache.load(train_set, data.train, spec, views)
+    return train_features, cache.load(eval_set, data.evaluation, spec.for_evaluation(), [[]])
 
 
 @dataclass
@@ -64,15 +66,15 @@ class FeatureCache:
     The name of a file is a hash of all that its bits depend on: images, view, frozen weights, device and settings.
     """
 
-    resolved: Resolved
+    setup: Setup
     frozen: FrozenPart
     accelerator: Accelerator
     ranks: Ranks
 
     def load(self, images: ImageDataset, split: Split, spec: InputSpec, keys: Sequence[list]) -> Features:
         """The features of a split, one view for each of the `keys`. Views that are not cached are computed."""
-        start, computed, views, folder = time.perf_counter(), 0, [], expand(self.resolved.config.cache_dir) / "features"
-        block_size = evaluation_blocks(len(images), self.resolved.config.eval_batch_size).block_size
+        start, computed, views, folder = time.perf_counter(), 0, [], expand(self.setup.config.cache_dir) / "features"
+        block_size = evaluation_blocks(len(images), self.setup.config.eval_batch_size).block_size
         how = [*self._key, block_size]
         for epoch, key in enumerate(keys):
             name, found = fingerprint_of(how, split.cache_key, spec, key), False
@@ -95,7 +97,7 @@ class FeatureCache:
     @cached_property
     def _key(self) -> Any:
         """What the features depend on besides the images. Rounding depends on device, threads and versions."""
-        config, device = self.resolved.config, self.accelerator.device
+        config, device = self.setup.config, self.accelerator.device
         of_part, of_model = (each.state_dict(keep_vars=True).values() for each in (self.frozen.part, self.frozen.model))
         trained = {id(tensor) for tensor in of_part}
         frozen = [tensor for tensor in of_model if id(tensor) not in trained]
@@ -114,7 +116,7 @@ class FeatureCache:
 
     def _compute(self, images: ImageDataset, spec: InputSpec, epoch: int) -> np.ndarray:
         """The features of all images, float32 [N, ...], on every rank; collective."""
-        config, ranks, accelerator, frozen = self.resolved.config, self.ranks, self.accelerator, self.frozen
+        config, ranks, accelerator, frozen = self.setup.config, self.ranks, self.accelerator, self.frozen
         image = torch.zeros(1, spec.channels, *spec.size, device=accelerator.device)
         with torch.no_grad(), ranks.agree(), torch.compiler.set_stance("force_eager"):
             shape = frozen.eval()(image).shape[1:]
@@ -124,13 +126,11 @@ class FeatureCache:
             need = 3 * size  # the rows of this rank, those of all ranks, and these sorted
             problem = f"features need {bytes_text(need)} of memory in each process, but {bytes_text(free)} are free"
             require(need < free, problem, "use --feature_views 0, which computes them for each batch")
-        blocks = evaluation_blocks(len(images), config.eval_batch_size, epoch)
-        loader = accelerator.prepare(make_loader(images, blocks, config, ranks.threads, ranks.device))
-        batches = Batches(loader, spec, config, accelerator.device, training=False)
+        # `Accelerator.prepare` would keep the loader, and so its workers, as long as the run.
+        loader = prepare_data_loader(make_eval_loader(images, config, ranks, epoch), even_batches=False)
         with torch.compiler.set_stance("force_eager"):
-            evaluator = Evaluator(ranks, accelerator, frozen, batches, self.resolved.task, config)
+            evaluator = Evaluator(ranks, accelerator, frozen, loader, spec, self.setup.task, config)
             rows = evaluator.collect(lambda outputs, _: (outputs,), shape=shape, what="features")
         assert rows is not None  # only with `stopping`
         frozen.model.train()
-        accelerator._dataloaders.remove(loader)  # otherwise its workers would live as long as the run
-        return evaluator.gather(rows)[1]
+        return evaluator.in_order(accelerator.gather(rows))[1]

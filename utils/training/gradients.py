@@ -14,12 +14,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from utils.config.settings import TrainConfig
 from utils.data.datasets import Batch
 from utils.data.order import Plan, fold_in
-from utils.models.checking import hash_tensors
 from utils.models.sharded import is_sharded
 from utils.ranks.accelerator import prepare_buckets
-from utils.ranks.ranks import Ranks
-from utils.training.building import Resolved
-from utils.training.sharding import SAME_START
+from utils.training.building import Setup
 from utils.training.shares import Exchange
 from utils.training.tree_sum import TreeSum
 
@@ -68,9 +65,9 @@ class Gradients:
 class TreeGradients(Gradients):
     """Sums in the order of a binary tree over the microbatches: the same bits on any number of processes.
 
-    `model` is not wrapped in DDP: gradients are exchanged after the last backward pass of an update. Each microbatch
-    starts from the buffers that the update started with. Their changes are averaged in the same tree, over the
-    microbatches that have samples. A parameter that is not used has a gradient of zeros.
+    DDP adds up nothing: all passes are in `no_sync`, and gradients are exchanged after the last one of an update. Each
+    microbatch starts from the buffers that the update started with. Their changes are averaged in the same tree, over
+    the microbatches that have samples. A parameter that is not used has a gradient of zeros.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, plan: Plan):
@@ -93,7 +90,8 @@ class TreeGradients(Gradients):
         else:
             # A copy, because the vector of a single buffer is the buffer itself.
             self.start = [_flatten_dense_tensors(buffers).clone() for buffers in self.buffers]
-        yield
+        with self.accelerator.no_sync(self.model):
+            yield
         now = [_flatten_dense_tensors(buffers) for buffers in self.buffers]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         changes = [_change(*pair) for pair in zip(now, self.start, strict=True)]
@@ -141,17 +139,11 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, config: TrainConf
         nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
 
 
-def make_gradients(
-    resolved: Resolved, model: nn.Module, module: nn.Module, accelerator: Accelerator, ranks: Ranks
-) -> Gradients:
+def make_gradients(setup: Setup, model: nn.Module, module: nn.Module, accelerator: Accelerator) -> Gradients:
     """How the gradients of `model`, which wraps `module` for training, are added up; collective."""
-    if resolved.config.microbatches:
-        # Without DDP, nothing makes the weights of all ranks equal.
-        if ranks.topology.world_size > 1:
-            weights = hash_tensors([*module.parameters(), *module.buffers()])
-            ranks.check_same(weights, "different weights at the start", SAME_START)
-        return TreeGradients(model, accelerator, resolved.plan)
-    spec = resolved.spec
+    if setup.config.microbatches:
+        return TreeGradients(model, accelerator, setup.plan)
+    spec = setup.spec
     no_images = torch.empty(0, spec.channels, spec.height, spec.width, device=accelerator.device)
     prepare_buckets(model, module, no_images)  # otherwise a resumed run sums gradients differently
-    return Gradients(model, accelerator, resolved.plan)
+    return Gradients(model, accelerator, setup.plan)

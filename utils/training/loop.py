@@ -1,18 +1,20 @@
-"""What the loop in train.py does besides training: read batches, synchronise, log, save, and profile."""
+"""What the loop in train.py does besides training: read batches, synchronise, sum up records, and profile."""
 
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
 from utils.data.datasets import Batch
 from utils.errors import one_line
+from utils.runs.loading import EMA
 from utils.runs.metadata import make_files
-from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_loss
+from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_evaluation, watch_loss
 from utils.training.first_batch import write_first_batch
 from utils.training.meter import SyncInterval
 from utils.training.run import Run
@@ -67,22 +69,8 @@ def synchronise(run: Run, interval: SyncInterval) -> float:
     return reduced.since_save
 
 
-def save(run: Run) -> None:
-    """Save a checkpoint, then agree on stopping; collective."""
-    state, ranks = run.state, run.ranks
-    with ranks.agree(f"after update {state.step}, saving"):
-        check_weights(run)
-        run.log.sync()
-        files = make_files(run.config, state, run.plan, run.data, run.spec, ranks) if ranks.is_main else {}
-    run.checkpoints.save(run.module, run.optimizer, run.parts, files, state)
-    run.meter.restart_save_clock()
-    run.stopping.agreed = ranks.any_rank(run.stopping.agreed or bool(run.stopping.request))
-    if run.ended or run.stopping.agreed:  # no save follows
-        run.checkpoints.wait()
-
-
-def log_training(run: Run) -> None:
-    """Write a train record over all samples since the last one."""
+def training_record(run: Run) -> dict[str, Any]:
+    """The numbers of a train record, over all samples since the last one, which begins anew; collective."""
     state, totals, processes = run.state, run.state.since_log, run.accelerator.num_processes
     seconds, count = state.seconds - state.logged_seconds, totals["count"]
     summary = run.task.summary({name: totals[name] for name in run.task.training}, count)
@@ -93,21 +81,37 @@ def log_training(run: Run) -> None:
     if run.accelerator.scaler:
         of_gpu["skipped"] = totals["skipped"] / processes
     of_ranks = watch_ranks(run, seconds) if run.config.microbatches else {}
-    run.log.write(
-        "train",
-        step=state.step,
-        epoch=state.epochs_begun,
-        **summary,
-        lr=learning_rate(run.config, state.step - 1, run.updates),
-        images_per_second=count / seconds,
-        data_wait=totals["wait"] / processes / seconds,
-        seconds=state.seconds,
-        **of_gpu,
-        **of_ranks,
-    )
     watch_loss(run, summary["loss"], count)
     state.logged_seconds, state.since_log = state.seconds, {}
     run.meter.reset()
+    return {
+        "step": state.step,
+        "epoch": state.epochs_begun,
+        **summary,
+        "lr": learning_rate(run.config, state.step - 1, run.updates),
+        "images_per_second": count / seconds,
+        "data_wait": totals["wait"] / processes / seconds,
+        "seconds": state.seconds,
+        **of_gpu,
+        **of_ranks,
+    }
+
+
+def evaluation_record(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of an evaluation, whose metrics are in `result`."""
+    if result.get("weights") != EMA:
+        watch_evaluation(run, result)
+    state, split = run.state, run.data.evaluation
+    return {"step": state.step, "epoch": state.epochs_begun, "split": split.name, **result}
+
+
+def prepare_save(run: Run) -> dict[str, bytes]:
+    """The small files of a checkpoint, on the main process, after the weights were checked; collective."""
+    state, ranks = run.state, run.ranks
+    with ranks.agree(f"after update {state.step}, saving"):
+        check_weights(run)
+        run.log.sync()
+        return make_files(run.config, state, run.plan, run.data, run.spec, ranks) if ranks.is_main else {}
 
 
 WATCHED, LONG = 30, 0.2  # the seconds of computing before a message, and the part of them that a rank may wait

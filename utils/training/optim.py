@@ -153,9 +153,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def init_optimizer(
-    prepared: AcceleratedOptimizer, accelerator: Accelerator, sharded: bool = False
-) -> torch.optim.Optimizer:
+def init_optimizer(prepared: AcceleratedOptimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
     """The optimizer that the loop uses, after `Accelerator.prepare`: only fp16 needs its wrapper, which is slower.
 
     The momentum of every parameter of SGD is set to 0, which does not change the updates: PyTorch's fused SGD fails if
@@ -163,7 +161,7 @@ def init_optimizer(
     """
     optimizer = prepared.optimizer
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        if sharded:
+        if accelerator.is_fsdp2:
             group["fused"] = False  # fused SGD does not support DTensor
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -17,7 +17,7 @@ from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSet
 from utils.config.settings import TrainConfig
 from utils.console import printable, table
 from utils.data.batches import Batches
-from utils.data.datasets import describe_place
+from utils.data.datasets import Features, describe_place
 from utils.data.sources import has_columns
 from utils.files import size_of, write_file
 from utils.launch.command import resume_command, script_command
@@ -32,7 +32,8 @@ from utils.runs.checkpoint import CheckpointManager
 from utils.runs.loading import EMA, Part
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
-from utils.training.building import Resolved
+from utils.runs.trackers import RunTrackers
+from utils.training.building import Setup
 from utils.training.evaluation import Evaluator
 from utils.training.gradients import Gradients
 from utils.training.meter import Meter
@@ -41,24 +42,37 @@ from utils.training.summary import always_answering, classes_row, describe_param
 BAD_IMAGES = "bad_images.json"  # in the run folder: {path or index: reason} of the unreadable images, if any
 
 
-@dataclass(kw_only=True)
-class Run(Resolved):
-    """All parts of a training run."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All parts of a training run. Only the state of the setup, the meter and what they count change."""
 
+    setup: Setup
     ranks: Ranks
     stopping: Stopping
     accelerator: Accelerator
     folder: Path
     checkpoints: CheckpointManager
     model: nn.Module  # as Accelerate wraps it, for training
-    gradients: Gradients
     module: nn.Module  # without the wrapper, for evaluation
     optimizer: Optimizer
+    gradients: Gradients
     parts: Mapping[str, Part]  # what checkpoints hold besides model and optimizer
     train_batches: Batches
     evaluator: Evaluator
     meter: Meter
     log: RunLog
+    trackers: RunTrackers
+    changed: Sequence[str]  # lines about a checkpoint, and what has changed since it was saved
+    notes: Sequence[str]  # lines for the start table
+    sharding: str  # with FSDP, the bytes before and after it
+
+    config = property(lambda self: self.setup.config)
+    data = property(lambda self: self.setup.data)
+    plan = property(lambda self: self.setup.plan)
+    updates = property(lambda self: self.setup.updates)
+    spec = property(lambda self: self.setup.spec)
+    task = property(lambda self: self.setup.task)
+    state = property(lambda self: self.setup.state)
 
     @property
     def average(self) -> WeightAverage | None:
@@ -81,24 +95,30 @@ class Run(Resolved):
 
 
 def log_start(run: Run) -> None:
-    """Print what runs where, and write the settings to the run folder; collective."""
+    """Print what runs where, start the trackers, and write the settings to the run folder; collective."""
     config, ranks, folder, processes = run.config, run.ranks, run.folder, run.accelerator.num_processes
     numbers = run.plan.sizes(processes) | {"threads": ranks.threads, "precision": run.accelerator.mixed_precision}
     numbers |= {"device": ranks.device.type, "input": run.spec.describe_pixels()}
-    numbers |= {"init_weights": run.source.weights} if run.source else {}
+    source = run.setup.source
+    numbers |= {"init_weights": source.weights} if source else {}
     numbers |= {"max_seconds": config.max_seconds} if config.max_seconds else {}
-    run.log.write("start", step=run.state.step, **numbers, time=time.time(), versions=versions())
+    numbers |= {"versions": versions()}
+    with ranks.agree("starting the trackers"):
+        if ranks.is_main:
+            run.trackers.start(numbers)
+    run.log.write("start", step=run.state.step, **numbers, time=time.time())
     rows = start_rows(run, ranks.gather(ranks.describe()))
     by_loader = run.train_batches.dataset.in_loader
     small = run.spec.small, run.spec.for_evaluation().small
     has_momentum = any("momentum" in group for group in run.optimizer.param_groups)
-    centre = run.last_part is not None and not config.feature_views
+    centre = isinstance(run.train_batches.dataset, Features) and not config.feature_views
     lines = [
         *misspelled_variables(),
         *warn_about_data(run.data, config, run.task.metric),
         *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum, centre),
-        *(hint_for_few(config, run.plan.samples) if not run.resumed_from and config.model not in OWN_MODELS else []),
     ]
+    if not run.setup.resumed_from and config.model not in OWN_MODELS:
+        lines += hint_for_few(config, run.plan.samples)
     if ranks.device.type == "cuda":
         lines += hint_for_gpus(numbers["batch_size"], run.spec.height * run.spec.width, processes)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
@@ -108,8 +128,8 @@ def log_start(run: Run) -> None:
             write_file(folder / "config.yaml", config_to_save(config))
             if run.data.bad_images:
                 write_file(folder / BAD_IMAGES, json.dumps(run.data.bad_images, indent=1) + "\n")
-            if run.source is not None and run.source.match is not None:
-                write_file(folder / "init_from.txt", f"{run.source.name}\n{run.source.match.text()}")
+            if source is not None and source.match is not None:
+                write_file(folder / "init_from.txt", f"{source.name}\n{source.match.text()}")
 
 
 def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
@@ -120,7 +140,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
     changes = filter(None, [getattr(run.module, name, "") for name in ("stem_change", "head_change")])
     model = [config.model, describe_parameters(run.module), run.spec.describe(), *changes]
     optimizer = [config.optimizer, f"lr {config.lr:.4g}", f"weight decay {config.weight_decay:g}", config.lr_schedule]
-    chosen = [("" if number else "defaults", line) for number, line in enumerate(run.chosen)]
+    chosen = [("" if number else "defaults", line) for number, line in enumerate([*run.setup.chosen, *run.notes])]
     text = "{batch_size} x {processes} processes x {grad_accum} accumulation = {global_batch_size}"
     batch = text.format(**plan.sizes(processes))
     if config.microbatches:
@@ -134,7 +154,7 @@ def start_rows(run: Run, places: list[str]) -> list[tuple[str, str]]:
         ("images", describe_place([run.train_batches.dataset, run.evaluator.batches.dataset])),
         ("model", ", ".join(model)),
         ("input", run.spec.describe_pixels()),
-        ("init_from", run.source.describe() if run.source else ""),
+        ("init_from", run.setup.source.describe() if run.setup.source else ""),
         ("sharding", run.sharding),
         ("batch", batch),
         ("optimizer", ", ".join(optimizer + list_changes(config, OptimizerSettings))),
@@ -158,8 +178,8 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
     if done:
         if result and state.step < run.updates:
             run.log.write("end", step=state.step, reason=run.ended, seconds=state.seconds)
-        trained = result or state.best_step or run.resumed_from is None
-        checkpoint = folder if trained else run.resumed_from
+        trained = result or state.best_step or run.setup.resumed_from is None
+        checkpoint = folder if trained else run.setup.resumed_from
         words = [*script_command("eval.py"), "--ckpt", str(checkpoint)]
         words += ["--data_dir", config.data_dir] if config.data_dir else []
         words += ["--cache_dir", config.cache_dir] if config.cache_dir != TrainConfig.cache_dir else []
@@ -172,6 +192,7 @@ def log_end(run: Run, result: dict | None, command: Sequence[str]) -> bool:
             inform_launcher(f"{title}\n{following}")
             repeat_after_launcher(following)
     run.log.say(f"{table(title, result_rows(run, result, done))}\n{following}")
+    run.trackers.close()
     run.log.close()
     return not done
 
