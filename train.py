@@ -34,9 +34,9 @@ from utils.ranks.session import distributed_session
 from utils.ranks.stopping import EXIT_RESUME, Stopping
 from utils.report.writing import report_training
 from utils.runs.checkpoint import CheckpointManager
-from utils.runs.loading import make_parts
+from utils.runs.loading import make_average, make_parts
 from utils.runs.log import RunLog
-from utils.runs.trackers import TRACKERS, RunTrackers, numbers_to_send
+from utils.runs.trackers import RunTrackers, numbers_to_send
 from utils.training.building import (
     TABLES,
     Setup,
@@ -100,19 +100,21 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     checkpoints = CheckpointManager(config, ranks)
     saved = checkpoints.newest()  # None if the run is new
     config, source = fill_settings(config, given, saved, ranks)
-    accelerator: Accelerator = make_accelerator(ranks, config, TRACKERS.names(config))
+    accelerator: Accelerator = make_accelerator(ranks, config)
     data = find_data(config, saved, ranks)
     with ranks.agree("resolving the settings"):  # the only place where they follow from the data
         setup = resolve(config, saved, checkpoints.folder, data, source, accelerator)
+    spec, task, device = setup.spec, setup.task, accelerator.device
+    eval_spec = spec.for_evaluation()
     train_set, eval_set = make_datasets(setup, ranks)
 
     with ranks.local_main_first("building the model"):  # a resumed run needs no published weights
-        known = not saved, data.class_names, train_set
-        model = build_model(setup.config, setup.spec, setup.task.outputs, *known)
+        names = data.class_names
+        model = build_model(setup.config, spec, task.outputs, not saved, names, train_set)
     model, last_part, notes = adapt_model(model, setup, saved, accelerator, ranks)
     optimizer = build_optimizer(setup.config, model)
     sets: Sequence[AnyDataset] = train_set, eval_set
-    if last_part:  # only this part is trained, so the other layers compute features, once
+    if last_part is not None:  # only it is trained: the other layers compute features, once
         sets = features_of(train_set, eval_set, model, last_part, setup, accelerator, ranks)
     train_loader, eval_loader = make_batches(sets, setup, ranks)
     whole = get_ready_to_shard(model, setup, accelerator, ranks) if accelerator.is_fsdp2 else []
@@ -123,10 +125,9 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
     )  # fmt: skip
     sharding = describe_shards(model, whole, setup.config, ranks) if whole else ""
     optimizer = init_optimizer(optimizer, accelerator)
-    parts = make_parts(accelerator, module, setup.config.ema_decay)  # with the average
+    average = make_average(module, setup.config.ema_decay)  # in the memory of `prepare`'s model
+    parts = make_parts(accelerator, module, average)
     folder, lines = checkpoints.restore(setup.config, saved, accelerator, module, optimizer, parts)
-    spec, task, device = setup.spec, setup.task, accelerator.device
-    eval_spec = spec.for_evaluation()
     with ranks.agree("opening the log"):
         log = RunLog(folder, ranks.is_main, setup.state, setup.updates, task)
     return Run(
@@ -141,6 +142,7 @@ def build(config: TrainConfig, ranks: Ranks, stopping: Stopping, given: Set[str]
         optimizer=optimizer,
         gradients=make_gradients(setup, model, module, accelerator),
         parts=parts,
+        average=average,
         train_batches=Batches(train_loader, spec, setup.config, device, True, task.outputs),
         evaluator=Evaluator(ranks, accelerator, module, eval_loader, eval_spec, task, setup.config),
         meter=Meter(task, device, setup.state.since_log, ranks.is_main, optimizer),

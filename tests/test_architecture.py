@@ -80,3 +80,52 @@ def test_the_page_shows_each_part_of_utils_once_and_there_are_few(order):
     packages = {f"{path.parent.name}/" for path in utils.glob("*/*.py")}
     assert sorted(order) == sorted([*files, *packages]) and len(packages) <= MOST_PACKAGES
     assert not list(utils.glob("*/*/*.py"))
+
+
+# The calls of Accelerate
+
+
+def calls(path: Path) -> list[tuple[str, ast.Call]]:
+    """The calls of methods of an accelerator in a file: `accelerator.prepare(...)` as ("prepare", its node)."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            if owner in ("accelerator", "self.accelerator", "run.accelerator", "evaluator.accelerator"):
+                found.append((node.func.attr, node))
+    return found
+
+
+def test_train_py_calls_accelerate_in_plain_sight():
+    of_train = calls(ROOT / "train.py")
+    (prepare,) = [node for name, node in of_train if name == "prepare"]
+    loaders = ["model", "optimizer", "train_loader", "eval_loader"]
+    assert [ast.unparse(each) for each in prepare.args] == loaders and not prepare.keywords
+    names = [name for name, _ in of_train]
+    assert [names.count(name) for name in ("backward", "gather", "save_state", "log")] == [1, 1, 1, 1]
+    for script in ("eval.py", "predict.py"):
+        names = [name for name, _ in calls(ROOT / script)]
+        assert names.count("prepare") == names.count("gather") == 1
+
+
+def test_only_the_doctor_prepares_in_utils():
+    owners = {
+        path.relative_to(ROOT / "utils").parts[0]
+        for path in (ROOT / "utils").rglob("*.py")
+        for name, _ in calls(path)
+        if name.startswith("prepare") or name in ("save_state", "load_state")
+    }
+    assert owners == {"checks"}
+
+
+def test_train_py_is_short_and_enters_few_rooms():
+    text = (ROOT / "train.py").read_text()
+    tree = ast.parse(text)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("utils")]
+    assert len(imports) <= 30
+    lines = text.splitlines()
+    assert len(lines) <= 270 and max(map(len, lines)) <= 100
+    assert "Accelerator" in text and "lambda" not in text and "partial" not in text
+    (build,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "build"]
+    bound = [node for node in ast.walk(build) if isinstance(node, ast.Name) and node.id == "config"]
+    assert sum(isinstance(node.ctx, ast.Store) for node in bound) <= 1  # and its parameter

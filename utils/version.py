@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 _ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -275,6 +275,11 @@ class TrainConfig(
         """Whether training images are mixed."""
         return self.mixup > 0 or self.cutmix > 0
 
+    @property
+    def trackers(self) -> list[str]:
+        """The trackers that --report_to names."""
+        return (self.report_to or "").replace(",", " ").split()
+
 
 FIXED = find_marked(TrainConfig, Fixed)
 """Settings of a resumed run that must equal those of its checkpoint."""

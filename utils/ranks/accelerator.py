@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -80,8 +79,8 @@ def has_native_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, trackers: Sequence[str] = ()) -> Accelerator:
-    """An Accelerator on top of the process group of `ranks`, with these trackers; collective."""
+def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig) -> Accelerator:
+    """An Accelerator on top of the process group of `ranks`; collective."""
     precision: str | None = config.mixed_precision
     if precision is None and ranks.device.type == "cuda" and not precision_is_chosen():
         precision = "auto"
@@ -89,12 +88,10 @@ def make_accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, trackers: S
     if precision == "auto":
         precision = "no" if ranks.any_rank(not has_native_bf16(ranks.device)) else "bf16"
     with ranks.agree():
-        return _accelerator(ranks, config, precision, [*trackers])
+        return _accelerator(ranks, config, precision)
 
 
-def _accelerator(
-    ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None, trackers: list[str]
-) -> Accelerator:
+def _accelerator(ranks: Ranks, config: TrainConfig | EvalConfig, precision: str | None) -> Accelerator:
     if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None) and ranks.is_main:
         print("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored; use --grad_accum")
     # Accelerate would give DDP the local rank as its GPU, but a task of a scheduler may see only one, number 0.
@@ -119,7 +116,7 @@ def _accelerator(
         Accelerator,
         cpu=not on_gpu,
         mixed_precision=precision,
-        log_with=trackers or None,  # it warns about an empty list
+        log_with=config.trackers or None,  # it warns about an empty list
         project_config=ProjectConfiguration(logging_dir="."),  # until the run folder is known
         gradient_accumulation_steps=1,  # train.py accumulates itself: Accelerate scales partial windows wrongly
         # The samplers make exact batches, which Accelerate must pass to the ranks unchanged.

@@ -62,10 +62,15 @@ class LossScale:
         return "keeps its initial state"
 
 
-def make_parts(accelerator: Accelerator, module: nn.Module, ema_decay: float | None) -> dict[str, Part]:
-    """The parts of a run, by their names."""
+def make_average(module: nn.Module, decay: float | None) -> WeightAverage | None:
+    """The average of the weights, with --ema_decay."""
+    return WeightAverage(module, decay) if decay else None
+
+
+def make_parts(accelerator: Accelerator, module: nn.Module, average: WeightAverage | None) -> dict[str, Part]:
+    """The parts of a run, by their names; `module` is what they may belong to."""
     parts: dict[str, Part] = {LOSS_SCALE: LossScale(accelerator.scaler)} if accelerator.scaler else {}
-    return parts | ({EMA: WeightAverage(module, ema_decay)} if ema_decay else {})
+    return parts | ({EMA: average} if average else {})
 
 
 def write_parts(accelerator: Accelerator, module: nn.Module, parts: Mapping[str, Part]) -> None:

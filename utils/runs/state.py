@@ -45,10 +45,6 @@ class TrainState:
     """Whether the run has reported that it diverges."""
     learned: bool = False
     """Whether the first update or a train record had a loss below 0.8 times that of uniform predictions."""
-    last_loss: Number | None = None
-    """The mean training loss of the last train record."""
-    first_metric: Number | None = None
-    """The task's metric of the first evaluation, of the weights without averaging."""
     best_value: Number | None = None
     """The best value so far of the task's metric, even if its checkpoint was not saved. Unlike `best`, it is kept by a
     resume in a new run folder."""

@@ -43,7 +43,7 @@ class Trackers(Table):
 
     def check(self, config: Any) -> None:
         """Raise UserError for an unknown tracker, or for one whose package is not installed."""
-        for name in self.names(config):
+        for name in config.trackers:
             fix = suggestion(name, self, f"use {self.describe_values()}")
             require(name in self, f"--report_to {name}: no such tracker", fix)
             problem = f"--report_to {name}: its package is not installed"
@@ -52,10 +52,6 @@ class Trackers(Table):
 
     def helps(self) -> dict[str, str]:
         return {self.what: f": {self.describe_values()}"}
-
-    def names(self, config: Any) -> list[str]:
-        """The trackers in --report_to."""
-        return (config.report_to or "").replace(",", " ").split()
 
 
 TRACKERS = Trackers("report_to", LOGGER_TYPE_TO_CLASS)
@@ -78,7 +74,7 @@ class RunTrackers:
 
         Raises UserError if a tracker cannot be started.
         """
-        accelerator, folder, names = self.accelerator, self.folder, TRACKERS.names(self.config)
+        accelerator, folder, names = self.accelerator, self.folder, self.config.trackers
         if not names:
             return
         projects = [os.environ.get(f"{name.upper()}_PROJECT") for name in names]

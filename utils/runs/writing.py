@@ -75,8 +75,10 @@ def publish(folder: Path, step: int, tied: Iterable[str] = ()) -> None:
             weights = {name: tensor for name, tensor in load_pickled(partial / _OF_FSDP).items() if name not in tied}
             save_file(weights, partial / MODEL, {"format": "pt"})
             (partial / _OF_FSDP).unlink()
+        mode = (partial / OPTIMIZER).stat().st_mode
         for path in partial.iterdir():
-            path.chmod((partial / OPTIMIZER).stat().st_mode)  # safetensors lets nobody else read its files
+            if path.stat().st_mode != mode:
+                path.chmod(mode)  # safetensors lets nobody else read its files
         write_manifest(partial)
         put_in_place(partial, checkpoint_of(folder, step))
 

@@ -20,7 +20,6 @@ from utils.models.sharded import is_sharded
 from utils.training.loop import synchronise
 from utils.training.meter import SyncInterval
 from utils.training.run import Run
-from utils.training.summary import count_flops
 
 
 def trial(config: TrainConfig) -> TrainConfig:
@@ -30,14 +29,15 @@ def trial(config: TrainConfig) -> TrainConfig:
     resume, folder = config.resume, expand(config.output_dir) / (config.run_name or "")
     if resume == "auto":
         resume = str(folder) if (folder / "checkpoints" / "latest").exists() else None
-    return replace(config, run_name=None, resume=resume, report_to=None, feature_views=0)  # caches no features
+    # Without --feature_views, no features are cached.
+    return replace(config, run_name=None, resume=resume, report_to=None, feature_views=0)
 
 
 def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
-    """Compute one update and one evaluation batch, print what they and the model need; collective.
+    """Compute one update and one evaluation batch, and print what they need; collective.
 
-    Both begin with their largest batch. The run folder is deleted. Returns their seconds and the largest memory of a
-    process in bytes.
+    Both begin with their largest batch. The run folder is deleted. Returns their seconds and the
+    largest memory of a process in bytes.
     """
     size = run.plan.update_size(run.state.position)
     block = evaluation_blocks(len(run.data.evaluation), run.config.eval_batch_size).largest
@@ -46,13 +46,12 @@ def dry_run(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> dict:
         seconds, memory = _measured(run, lambda: _first_update(run, update))
         eval_seconds, eval_memory = _measured(run, lambda: _first_block(run))
         run.log.say(
-            f"dry run: an update of {size} images took {seconds:.1f} s (largest {where}: {bytes_text(memory)}), an "
-            f"evaluation batch of {block} images {eval_seconds:.1f} s ({bytes_text(eval_memory)}); nothing was saved"
+            f"dry run: an update of {size} images took {seconds:.1f} s (largest {where}: "
+            f"{bytes_text(memory)}), an evaluation batch of {block} images {eval_seconds:.1f} s "
+            f"({bytes_text(eval_memory)}); nothing was saved"
         )
-        if run.ranks.is_main or is_sharded(run.module):
-            operations = f"{count_flops(run.module, run.spec) / 1e9:.4g} GFLOP per image"
-            run.log.say(f"model: {operations}, a multiply-add counts as two")
-        return {"seconds": seconds, "memory": memory, "eval_seconds": eval_seconds, "eval_memory": eval_memory}
+        found = {"seconds": seconds, "memory": memory}
+        return found | {"eval_seconds": eval_seconds, "eval_memory": eval_memory}
     finally:
         run.log.close()
         if run.ranks.is_main:
@@ -76,7 +75,8 @@ def _first_update(run: Run, update: Callable[[Run, Iterator[Batch]], None]) -> N
 def _first_block(run: Run) -> None:
     """Evaluate the first block of each rank, if it has one."""
     run.module.eval()
-    # With a sharded model, this block has collectives: a rank that failed and waited in `agree` would block the others.
+    # With a sharded model, this block has collectives: a rank that failed and waited in `agree`
+    # would block the others.
     agreeing, passes = nullcontext() if is_sharded(run.module) else run.ranks.agree(), 1
     with agreeing, torch.no_grad(), fix_for_memory("lower --eval_batch_size"):
         for batch in run.evaluator.batches:

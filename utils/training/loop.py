@@ -12,7 +12,6 @@ import torch
 
 from utils.data.datasets import Batch
 from utils.errors import one_line
-from utils.runs.loading import EMA
 from utils.runs.metadata import make_files
 from utils.training.divergence import LEARNED, check_weights, report_bad_loss, watch_evaluation, watch_loss
 from utils.training.first_batch import write_first_batch
@@ -99,8 +98,7 @@ def training_record(run: Run) -> dict[str, Any]:
 
 def evaluation_record(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
     """The record of an evaluation, whose metrics are in `result`."""
-    if result.get("weights") != EMA:
-        watch_evaluation(run, result)
+    watch_evaluation(run, result["loss"])
     state, split = run.state, run.data.evaluation
     return {"step": state.step, "epoch": state.epochs_begun, "split": split.name, **result}
 

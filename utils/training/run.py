@@ -29,7 +29,7 @@ from utils.models.zoo import OWN_MODELS
 from utils.ranks.ranks import Ranks
 from utils.ranks.stopping import Stopping
 from utils.runs.checkpoint import CheckpointManager
-from utils.runs.loading import EMA, Part
+from utils.runs.loading import Part
 from utils.runs.log import RunLog
 from utils.runs.metadata import config_to_save, versions
 from utils.runs.trackers import RunTrackers
@@ -57,6 +57,7 @@ class Run:
     optimizer: Optimizer
     gradients: Gradients
     parts: Mapping[str, Part]  # what checkpoints hold besides model and optimizer
+    average: WeightAverage | None  # one of these, with --ema_decay
     train_batches: Batches
     evaluator: Evaluator
     meter: Meter
@@ -73,12 +74,6 @@ class Run:
     spec = property(lambda self: self.setup.spec)
     task = property(lambda self: self.setup.task)
     state = property(lambda self: self.setup.state)
-
-    @property
-    def average(self) -> WeightAverage | None:
-        """The average of the weights with --ema_decay."""
-        part = self.parts.get(EMA)
-        return part if isinstance(part, WeightAverage) else None
 
     @property
     def ended(self) -> str:

@@ -1,17 +1,14 @@
-"""What is printed about a model and its data: classes, parameters, FLOPs, and what depends on the topology."""
+"""What is printed about a model and its data: classes, parameters, and what depends on the topology."""
 
 import math
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.flop_counter import FlopCounterMode
 
 from utils.config.settings import TrainConfig
 from utils.console import join_names, printable
-from utils.data.spec import InputSpec
 from utils.data.splits import Data, Split
 from utils.models.checking import has_batch_norm
 
@@ -26,22 +23,6 @@ def describe_parameters(module: nn.Module) -> str:
 def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
     """The number of values in these parameters."""
     return sum(parameter.numel() for parameter in parameters)
-
-
-def count_flops(module: nn.Module, spec: InputSpec) -> int:
-    """The floating-point operations of a model for an image; a multiply-add counts as two.
-
-    Only convolutions, matrix products and attention are counted.
-    """
-    was_training = module.training
-    device = next((parameter.device for parameter in module.parameters()), None)
-    image = torch.zeros(1, spec.channels, spec.height, spec.width, device=device)
-    eager = torch.compiler.set_stance("force_eager")
-    # Without gradients, PyTorch computes attention by a function that the counter does not know.
-    with eager, torch.enable_grad(), FlopCounterMode(display=False) as counter:
-        module.eval()(image)
-    module.train(was_training)
-    return counter.get_total_flops()
 
 
 def differences(config: TrainConfig, module: nn.Module, grad_accum: int, microbatches: int) -> str:
