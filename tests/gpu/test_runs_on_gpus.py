@@ -38,7 +38,7 @@ def newest(name):
 
 def bits(name):
     """A hash of each file of tensors in the newest checkpoint: the weights, their average, the loss scale."""
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in newest(name).glob("*.safetensors")}
+    return {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in newest(name).glob("*.safetensors")}
 
 
 def evaluated(processes, ckpt, *flags):
@@ -73,7 +73,8 @@ def test_a_gpu_learns_the_digits(record_property):
 
 
 # Where the updates up to 20 and up to 40 are computed; "two" are ranks.
-PLACES = [("gpu", "gpu"), ("two", "gpu"), ("gpu", "cpu"), ("cpu", "gpu"), ("compiled two", "compiled two")]
+PLACES = [("two", "gpu"), ("compiled two", "compiled two")]
+PLACES += pick([("gpu", "gpu"), ("gpu", "cpu"), ("cpu", "gpu")], [])
 
 
 @pytest.mark.parametrize("places", PLACES, ids=", ".join)
@@ -111,10 +112,11 @@ MUON = ["--optimizer", "muon", "--model", "mnist_cnn", "--image_size", "12"]  # 
 EMA = ["--mixed_precision", pick("fp16", "no"), "--ema_decay", "0.9"]
 STOPPED = {
     "one rank": ["--mixed_precision", "no"],
-    "two ranks": ["--mixed_precision", "no"],
-    "one rank, fp16, AdamW, EMA": [*EMA, "--optimizer", "adamw"],
     "two ranks, fp16, Muon, EMA": [*EMA, *MUON],
 }
+if not ON_CPU:
+    STOPPED["two ranks"] = ["--mixed_precision", "no"]
+    STOPPED["one rank, fp16, AdamW, EMA"] = [*EMA, "--optimizer", "adamw"]
 
 
 @pytest.mark.parametrize("kind", STOPPED)
@@ -131,10 +133,12 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(kind, req
     assert "Stopped after update" in ended.out and ended.code, ended.out
     train(processes, "run", *flags, "--resume", "auto")
     record_property("stopped", ended.out.split("Stopped after ")[1].split(" (")[0])
-    assert bits("run") == bits("whole") and len(bits("run")) == 1 + ("fp16" in flags) + ("--ema_decay" in flags)
+    saved = bits("run")
+    assert saved == bits("whole") and "model" in saved
+    assert ("ema" in saved) == ("--ema_decay" in flags) and ("loss_scale" in saved) == ("fp16" in flags)
 
 
-@pytest.mark.parametrize(("model", "precision"), [("mnist_cnn", "no"), (pick("resnet18", "mlp"), pick("bf16", "no"))])
+@pytest.mark.parametrize(("model", "precision"), pick([("mnist_cnn", "no"), ("resnet18", "bf16")], [("mlp", "no")]))
 def test_microbatches_give_the_same_bits_on_two_ranks_and_then_on_one(model, precision, pair):
     flags = ["--model", model, "--microbatches", "4", "--global_batch_size", "64", "--lr", "0.01", "--log_every", "1"]
     flags += ["--mixed_precision", precision, "--lr_schedule", "constant", "--resume", "auto"]
@@ -143,7 +147,7 @@ def test_microbatches_give_the_same_bits_on_two_ranks_and_then_on_one(model, pre
         two = train(*((2, "two", *pair) if steps == "20" else (1, "two")), *flags, "--max_steps", steps)
         assert losses(two) == losses(one) and bits("two") == bits("one")
     replayed = run(command(1, "replay.py", "--run", "runs/two", "--update", "15"))
-    assert "all with the same bits" in replayed.out, replayed.out
+    assert "all bit-identical" in replayed.out, replayed.out
 
 
 # More than the memory of any GPU for the outputs of the first layer.

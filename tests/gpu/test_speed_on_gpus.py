@@ -96,7 +96,7 @@ def test_photographs_arrive_in_time(precision, photos, record_property):
     assert wait < pick(0.05, 1) or precision != "no"
 
 
-@pytest.mark.parametrize("nccl", ["NCCL2", "NCCL"])
+@pytest.mark.parametrize("nccl", pick(["NCCL2", "NCCL"], ["NCCL"]))
 def test_the_exchange_of_gradients_overlaps_with_the_backward_pass(nccl, pair, over_nccl, record_property):
     flags = [*CIFAR, "--model", pick("resnet50", "mlp"), "--max_steps", "40", "--log_every", "10", "--profile"]
     flags += ["--global_batch_size", pick("256", "32"), *pair]

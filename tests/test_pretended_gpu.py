@@ -1,0 +1,126 @@
+"""Whole runs on a pretended GPU: the numbers of the CPU, no wait of the host in an update, no missing wait of a stream.
+
+The pretended GPU is in helpers/pretended_gpu.py, which says what it finds. Each run is in a process of its own.
+"""
+
+import pytest
+import torch
+from helpers.make_data import image_folder
+from helpers.pretended_gpu import PretendedGpu
+from helpers.ranks import returned
+from helpers.training_runs import records
+
+import eval
+import train
+from utils.data import batches
+from utils.tasks.classification import Classification
+
+pytestmark = pytest.mark.full
+
+FLAGS = ["--data", "digits", "--model", "mnist_cnn", "--global_batch_size", "64", "--max_steps", "5"]
+FLAGS += ["--log_every", "1", "--report", "false", "--threads", "1", "--mixed_precision", "no"]
+RUN = ["--run_name", "gpu"]
+TOLERANCE = 2e-6  # of a loss: a GPU has fused optimizers and norms of lists of tensors, which round differently
+
+
+def on_gpu(commands, plant=None):
+    """Run the commands of train.py and eval.py one after another; returns the faults, and the operations by update."""
+    gpu = PretendedGpu()
+    gpu.install()
+    if plant:
+        plant()
+    for main, flags in commands:
+        main(flags)
+    return gpu.faults, gpu.operations
+
+
+def trained_on_gpu(*flags, plant=None):
+    ((faults, operations),) = returned(1, on_gpu, [(train.main, [*RUN, *FLAGS, *flags])], plant)
+    return faults, operations
+
+
+def losses(name):
+    return [record["loss"] for record in records(name) if "loss" in record]
+
+
+CASES = {
+    "float32": ([], 60),
+    "images on the host": (["--data_on_device", "no", "--crop_padding", "2", "--flip", "alternate"], 90),
+    "EMA, clipping": (["--ema_decay", "0.9", "--clip_norm", "1"], 90),
+    "mixing": (["--mixup", "0.2", "--cutmix", "1"], 90),
+    "accumulation": (["--grad_accum", "2"], 120),
+    "microbatches": (["--microbatches", "4"], 240),
+    "AdamW": (["--optimizer", "adamw"], 60),
+}
+LOWER = {
+    "bf16": (["--mixed_precision", "bf16"], 80),
+    "fp16, clipping": (["--mixed_precision", "fp16", "--clip_norm", "1", "--clip_value", "1"], 140),
+}
+
+
+@pytest.mark.parametrize("case", CASES | LOWER)
+def test_no_update_waits_for_the_gpu(case):
+    flags, most = (CASES | LOWER)[case]  # `most`: operations of an update, a quarter more than today
+    faults, operations = trained_on_gpu(*flags)
+    assert faults == [] and len(operations) == 5
+    assert max(operations[2:]) < most
+    if case in CASES:
+        returned(1, train.main, ["--run_name", "cpu", "--cpu", *FLAGS, *flags])
+        assert losses("gpu") == pytest.approx(losses("cpu"), abs=TOLERANCE)
+    assert len(losses("gpu")) >= 6  # of five updates, and of the evaluation
+
+
+def test_a_head_on_cached_features_has_no_fault(tmp_path):
+    image_folder(tmp_path / "photos", {"cats": 24, "dogs": 24}, size=(150, 120), kind="jpg")
+    flags = ["--data", str(tmp_path / "photos"), "--model", "resnet18", "--freeze", "backbone", "--image_size", "64"]
+    flags += ["--global_batch_size", "8"]
+    faults, operations = trained_on_gpu(*flags)
+    assert faults == [] and max(operations[2:]) < 40
+    returned(1, train.main, ["--run_name", "cpu", "--cpu", *FLAGS, *flags])
+    assert losses("gpu") == pytest.approx(losses("cpu"), abs=TOLERANCE)
+
+
+def test_a_resumed_run_and_its_evaluation_have_no_fault():
+    resumed = [*FLAGS, "--resume", "auto", "--ema_decay", "0.9", "--lr_schedule", "constant"]
+    commands = [(train.main, [*RUN, *resumed, "--max_steps", steps]) for steps in ("3", "6")]
+    commands.append((eval.main, ["--ckpt", "runs/gpu", "--tta", "flip", "--mixed_precision", "no"]))
+    ((faults, operations),) = returned(1, on_gpu, commands)
+    assert faults == [] and len(operations) == 6
+    returned(1, train.main, ["--run_name", "cpu", "--cpu", *resumed, "--max_steps", "6"])
+    assert losses("gpu")[-1] == pytest.approx(losses("cpu")[-1], abs=TOLERANCE)
+
+
+def plant_a_wait():
+    loss = Classification.loss
+
+    def waiting_loss(task, outputs, targets):
+        value = loss(task, outputs, targets)
+        value.item()
+        return value
+
+    Classification.loss = waiting_loss
+
+
+def plant_a_host_tensor():
+    def sums_on_the_host(task, loss, outputs, targets):
+        return loss, (outputs.argmax(1) == torch.zeros(len(targets), dtype=torch.int64)).sum()
+
+    Classification.training_sums = sums_on_the_host
+
+
+def plant_a_missing_wait():
+    batches._wait_for_copy = lambda batch, copied, device: batch
+
+
+PLANTED = {
+    plant_a_wait: ("_local_scalar_dense makes the host wait", "waiting_loss"),
+    plant_a_host_tensor: ("aten::eq.Tensor has tensors on the host and on the GPU", "sums_on_the_host"),
+    plant_a_missing_wait: ("uses what another stream writes", "utils/data/batches.py"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_a_planted_fault_is_found_with_its_place(plant):
+    what, place = PLANTED[plant]
+    faults, _ = trained_on_gpu("--data_on_device", "no", plant=plant)
+    assert faults and any(what in fault and place in fault for fault in faults), faults
