@@ -124,7 +124,7 @@ def find_split(
 
 def evaluate(
     saved: SavedRun, config: TrainConfig, flags: EvalConfig, task: Task, split: Split, ranks: Ranks
-) -> tuple[dict[str, Any], Predictions | None]:
+) -> tuple[dict, Predictions | None]:
     """The metrics of one split, and its predictions for --predictions and the page; collective."""
     terminal, spec = Terminal(ranks.is_main), saved.spec.for_evaluation()
     with ranks.local_main_first("decoding images"):

@@ -85,36 +85,46 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 write(flags, saved, rows, split)
         if ranks.is_main:
             seconds = time.perf_counter() - start
-            lines = [*result_rows(rows, split), ("seconds", f"{seconds:.2f}, {len(rows) / seconds:.1f} images/s")]
+            lines = [
+                *result_rows(rows, split),
+                ("seconds", f"{seconds:.2f}, {len(rows) / seconds:.1f} images/s"),
+            ]
             lines += [("written", path) for path in (flags.out, flags.html) if path]
             print(table(f"Predictions of {saved.path}", lines))
         with ranks.agree():
-            if ranks.is_main:
-                check_any_read(rows)
+            if rows and all(row.error for row in rows):
+                problem = f"none of the {len(rows)} images can be read (the first: {rows[0].error})"
+                raise UserError(problem, "check that the paths name image files")
     return {"count": len(split), "rows": rows}
 
 
 def find_split(flags: PredictConfig, config: TrainConfig, ranks: Ranks) -> Split:
     """The images to predict, the same on all ranks; collective."""
-    with ranks.local_main_first("listing the images"):
-        split = find_images(flags.paths)
+    progress = Terminal(ranks.is_main).progress("checking images")
     with ranks.local_main_first("checking the images"):
-        split = check_all(split, config.cache_dir, Terminal(ranks.is_main).progress("checking images"))
-    ranks.check_same(fingerprint_of(split.fingerprint, split.content, *sorted(split.bad)), "different images")
+        split = check_all(find_images(flags.paths), config.cache_dir, progress)
+    fingerprint = fingerprint_of(split.fingerprint, split.content, *sorted(split.bad))
+    ranks.check_same(fingerprint, "different images")
     return split
 
 
 def predict(
-    flags: PredictConfig, saved: SavedRun, config: TrainConfig, task: Task, split: Split, ranks: Ranks
+    flags: PredictConfig,
+    saved: SavedRun,
+    config: TrainConfig,
+    task: Task,
+    split: Split,
+    ranks: Ranks,
 ) -> list[Row]:
     """The rows of all images, in their order; empty on all ranks but rank 0; collective.
 
     A block has the same images on any number of processes, so its predictions are the same, too.
     """
     spec = saved.spec.for_evaluation()
-    readable = np.flatnonzero(split.readable)
-    dataset = EncodedImages(split.select(readable), spec, Augmentation(0, {"center": Center(spec)}))
-    if len(dataset) <= config.eval_batch_size:  # a loader process decodes whole blocks, so it would save no time
+    readable = split.select(np.flatnonzero(split.readable))
+    dataset = EncodedImages(readable, spec, Augmentation(0, {"center": Center(spec)}))
+    # A loader process decodes whole blocks, so for a single block it would save no time.
+    if len(dataset) <= config.eval_batch_size:
         config = replace(config, num_workers=0)
     accelerator = make_accelerator(ranks, config)
     model = place_model(load_for_inference(saved, config, task, ranks), flags.tta, accelerator)
@@ -122,15 +132,15 @@ def predict(
     # Not the model: ranks may have different numbers of batches, which DDP does not allow.
     loader = accelerator.prepare(loader)
     evaluator = Evaluator(ranks, accelerator, model, loader, spec, task, config)
-    own = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
-    assert own is not None  # nothing stops it
-    _, *top, scores = evaluator.in_order(accelerator.gather(own))
+    rows = evaluator.collect(lambda outputs, _: task.most_likely(outputs, flags.top))
+    assert rows is not None  # nothing stops it
+    _, *found = evaluator.in_order(accelerator.gather(rows))
+    top, scores = [found[0][:, :0], *found][-2:]  # some tasks have no `top`
     check_outputs(scores, saved.path)
     if not ranks.is_main:
         return []
-    found = make_rows(task, *(top or [scores[:, :0]]), scores, flags.top)
-    rows = dict(zip(readable.tolist(), found, strict=True))
-    return [rows.get(place) or Row(None, [], split.bad[place]) for place in range(len(split))]
+    good, bad = iter(make_rows(task, top, scores, flags.top)), split.bad
+    return [Row(None, [], bad[n]) if n in bad else next(good) for n in range(len(split))]
 
 
 def write(flags: PredictConfig, saved: SavedRun, rows: list[Row], split: Split) -> None:
@@ -143,13 +153,6 @@ def write(flags: PredictConfig, saved: SavedRun, rows: list[Row], split: Split) 
     if flags.html:
         title = f"Predictions of {saved.settings.model}, update {saved.state.step}"
         write_output(expand(flags.html), gallery(title, rows, split))
-
-
-def check_any_read(rows: list[Row]) -> None:
-    """Raise ValueError if no image could be read."""
-    if rows and all(row.error for row in rows):
-        problem = f"none of the {len(rows)} images can be read (the first: {rows[0].error})"
-        raise UserError(problem, "check that the paths name image files")
 
 
 if __name__ == "__main__":

@@ -23,14 +23,14 @@ from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.files import put_in_place, sync, write_file
 from utils.models.zoo import build_model
-from utils.runs.loading import tensors_to_save
+from utils.runs.loading import write_parts
 from utils.runs.manifest import MANIFEST, manifest_text, sha256_of
-from utils.runs.writing import write_partial
+from utils.runs.writing import complete_files, new_partial, partial_of
 from utils.training.optim import build_optimizer
 
 SPEC = InputSpec(height=224, width=224, channels=3, mean=[0.5] * 3, std=[0.5] * 3)
 STEPS = ("write", "hash", "fsync", "rename")
-HEADER = ["model, optimizer", "MB", "tensors, s", "SHA-256, s", "fsync, s", "manifest, rename, s"]
+HEADER = ["model, optimizer", "MB", "save_state, s", "SHA-256, s", "fsync, s", "manifest, rename, s"]
 
 
 def seconds(action: Callable, *arguments) -> float:
@@ -42,17 +42,20 @@ def seconds(action: Callable, *arguments) -> float:
 def measure(name: str, optimizer_name: str, folder: Path, rounds: int) -> tuple[float, dict[str, list[float]]]:
     """The size of a checkpoint in MB, and the seconds of each step of a save in each round."""
     config = TrainConfig(model=name, optimizer=optimizer_name, lr=0.05, weight_decay=5e-4)
-    module = build_model(config, SPEC, classes=1000).to(Accelerator().device)
-    optimizer = build_optimizer(config, module)
+    accelerator = Accelerator()
+    module = build_model(config, SPEC, classes=1000)
+    module, optimizer = accelerator.prepare(module, build_optimizer(config, module))
+    write_parts(accelerator, module, {})
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates its state
     optimizer.zero_grad()
     results: dict[str, list[float]] = {step: [] for step in STEPS}
     for step in range(rounds):
-        partial = folder / f".step-{step:08d}.partial"
-        tensors = tensors_to_save(module, optimizer, {})
-        results["write"].append(seconds(write_partial, folder, step, tensors, {}, True))
+        partial = partial_of(folder, step)
+        new_partial(folder, step, need=0)
+        results["write"].append(seconds(accelerator.save_state, partial))
+        complete_files(partial, {}, {})
         files = sorted(partial.iterdir())
         results["hash"].append(sum(seconds(sha256_of, path) for path in files))
         results["fsync"].append(sum(seconds(sync, path) for path in files))

@@ -122,14 +122,14 @@ def test_one_two_and_three_processes_have_the_same_average_with_microbatches():
 
 def stop_in_the_second_evaluation(flags):
     """The last rank gets a signal in the average's first evaluation."""
-    evaluate, calls = train.Evaluator.evaluate, count(1)
+    rows, calls = train.Evaluator.rows, count(1)
 
     def stopped(*arguments, **more):
         if next(calls) == 2 and os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(*arguments, **more)
+        return rows(*arguments, **more)
 
-    train.Evaluator.evaluate = stopped
+    train.Evaluator.rows = stopped
     train.main(["--run_name", "stopped", *flags])
 
 

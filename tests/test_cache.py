@@ -200,17 +200,20 @@ def decode_and_signal_itself(split, number):
     return decode_all(split, 8, 8, 3, "cache", half_way).sum(dtype=int)
 
 
-def test_what_a_killed_process_was_writing_goes_and_what_a_live_one_writes_stays(monkeypatch):
+def test_what_a_killed_process_was_writing_goes_after_a_day_and_what_a_live_one_writes_stays(monkeypatch):
     monkeypatch.setattr(cache, "_CHUNK", 10)
     split, expected = folder_split("photos", 95)
     start_ranks(1, decode_and_signal_itself, split, signal.SIGKILL).finish()
     (left,) = cached_files()
+    decode_all(split, 8, 8, 1, "cache", iter)
+    assert len(cached_files()) == 2 and left in cached_files()
+    os.utime(Path("cache/decoded", left), (0, time.time() - 25 * 3600))
     stopped = start_ranks(1, decode_and_signal_itself, split, signal.SIGSTOP)
     os.waitpid(stopped.pids[0], os.WUNTRACED)
-    (writing,) = cached_files()
+    writing, array = sorted(cached_files(), key=lambda name: name.endswith(".npy"))
     assert left != writing and left.endswith(".partial") and writing.endswith(".partial")
-    decode_all(split, 8, 8, 1, "cache", iter)
-    assert len(cached_files()) == 2 and writing in cached_files()
+    decode_all(split, 9, 9, 1, "cache", iter)
+    assert len(cached_files()) == 3 and {writing, array} < set(cached_files())
     stopped.kill(signal.SIGCONT)
     assert stopped.finish()[0].value == expected.sum(dtype=int)
     assert all(name.endswith(".npy") for name in cached_files())

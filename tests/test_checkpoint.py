@@ -6,12 +6,15 @@ import shutil
 import stat
 import subprocess
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import load_checkpoint_and_dispatch
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import (
+    make_saver,
     records,
     refused,
     rewrite_manifest,
@@ -21,16 +24,17 @@ from helpers.training_runs import (
     weights,
 )
 from safetensors.torch import load_file, save, save_file
-from utils.runs.tensors import read_metadata
 
 import eval
 import train
 from utils import version
 from utils.config.cli import read_config
+from utils.data.spec import InputSpec
+from utils.models.small import MnistCNN
+from utils.models.zoo import OWN_MODELS
 from utils.runs.loading import LOSS_SCALE, LossScale, load_parts
 from utils.runs.manifest import find_checkpoint
 from utils.runs.state import TrainState
-from utils.runs.writing import publish, write_partial
 from utils.training.optim import OPTIMIZERS
 from utils.version import VERSION
 
@@ -41,6 +45,11 @@ FLAGS += ("--max_train_samples", "480", "--threads", "1", "--lr", "0.02", "--epo
 
 def names(run="run"):
     return sorted(path.name for path in Path(f"runs/{run}/checkpoints").iterdir())
+
+
+def states_of(run):
+    paths = Path(f"runs/{run}/checkpoints").glob("step-*/state.json")
+    return [json.loads(path.read_text())["state"] for path in sorted(paths)]
 
 
 def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_path):
@@ -57,6 +66,9 @@ def test_a_checkpoint_holds_all_that_evaluation_on_another_machine_needs(tmp_pat
     assert {stat.S_IMODE(path.stat().st_mode) for path in checkpoint.iterdir()} == {0o640}  # as the umask says
     assert json.loads((checkpoint / "labels.json").read_text()) == [str(i) for i in range(10)]
     assert read_config(checkpoint / "config.yaml").crop_padding == 1
+    model, saved = MnistCNN(InputSpec(12, 12, 1, [0.5], [0.5]), 10), load_file(checkpoint / "model.safetensors")
+    load_checkpoint_and_dispatch(model, str(checkpoint / "model.safetensors"))
+    assert same_tensors(dict(model.state_dict()), saved)
     versions = json.loads((checkpoint / "state.json").read_text())["versions"]
     assert versions == records("run", "start")[0]["versions"]
     assert versions["lockstep"] == VERSION and versions["torch"] == torch.__version__
@@ -209,10 +221,13 @@ def test_a_resume_with_another_optimizer_model_or_data_is_refused_by_name():
 def test_a_checkpoint_of_another_run_starts_a_run_of_its_own():
     train_run(1, "old", *FLAGS, "--max_steps", "4")
     before = names("old")
-    train_run(1, "new", *FLAGS, "--max_steps", "6", "--eval_every", "99", "--resume", "runs/old")
+    train_run(1, "new", *FLAGS, "--max_steps", "6", "--eval_every", "99", "--keep", "9", "--resume", "runs/old")
     assert names("old") == before
     assert [record["step"] for record in records("new", "start")] == [4]
     assert Path("runs/new/checkpoints/best").read_text() == "step-00000006\n"
+    train_run(1, "new", *FLAGS, "--max_steps", "8", "--resume", "auto")
+    ids = {name: {state["run_id"] for state in states_of(name)} for name in ("old", "new")}
+    assert len(ids["old"]) == len(ids["new"]) == 1 and ids["old"] != ids["new"] and {""} not in ids.values()
     assert "is not the run of runs/old" in refused(train.main, "--run_name", "new", *FLAGS, "--resume", "runs/old")
 
 
@@ -251,15 +266,58 @@ def test_parts_and_an_optimizer_with_statistics_of_rows_resume_bit_identically()
     assert not same_tensors(weights("run", file=file), weights("run"))
 
 
+class Tied(torch.nn.Module):
+    """A network whose two hidden layers share a weight, and whose biases, which are not tied, share memory."""
+
+    def __init__(self, spec, classes: int):
+        super().__init__()
+        self.stem, self.head = torch.nn.Linear(spec.height * spec.width, 16), torch.nn.Linear(16, classes)
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.second.weight, biases = self.first.weight, torch.zeros(32)
+        self.first.bias, self.second.bias = torch.nn.Parameter(biases[:16]), torch.nn.Parameter(biases[16:])
+
+    def forward(self, images):
+        return self.head(self.second(self.first(self.stem(images.flatten(1)).relu()).relu()))
+
+
+def with_tied(main, flags):
+    OWN_MODELS["tied"] = Tied
+    return main(flags)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_tied_weights_are_saved_once_and_resume_bit_identically(processes):
+    for name, stop in (("whole", "7"), ("run", "4"), ("run", "7")):
+        flags = ["--run_name", name, *SHORT, "--model", "tied", "--ema_decay", "0.5", "--eval_every", "7"]
+        outcomes = run_ranks(processes, with_tied, train.main, [*flags, "--max_steps", stop, "--resume", "auto"])
+        assert not any(outcome.code for outcome in outcomes), outcomes[0].err
+        assert not any("shared tensor" in outcome.out + outcome.err for outcome in outcomes)
+    expected = Tied(InputSpec(12, 12, 1, [0.5], [0.5]), 10).state_dict().keys() - {"second.weight"}
+    for file in ("model.safetensors", "ema.safetensors"):
+        assert weights("run", file=file).keys() == expected
+        assert same_tensors(weights("run", file=file), weights("whole", file=file))
+    folder = Path("runs/run/checkpoints/step-00000007")
+    (found,) = returned(1, with_tied, eval.main, ["--ckpt", str(folder)])
+    assert found["loss"] == pytest.approx(records("whole", "eval")[-1]["loss"], rel=1e-6)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["second.bias"]
+    save_file(tensors, folder / "model.safetensors")
+    rewrite_manifest(folder)
+    text = "holds a different model (second.bias: nothing in the checkpoint"
+    assert text in refused(partial(with_tied, train.main), "--run_name", "run", "--resume", "auto", "--max_steps", "9")
+
+
 def test_an_optimizer_file_that_does_not_fit_is_refused_with_what_differs():
     train_run(1, "run", *SHORT, "--max_steps", "4", "--optimizer", "adamw")
     path, flags = CHECKPOINT / "optimizer.bin", [*RUN, "--optimizer", "adamw"]
-    tensors, metadata = load_file(path), read_metadata(path)
+    saved = torch.load(path, weights_only=True)
+    state = dict(saved["state"][0])
     for name, value, said in (
         ("exp_avg", torch.zeros(1), "exp_avg: shape [1] in the checkpoint, shape [32, 1, 3, 3] in this optimizer"),
         ("max_exp_avg_sq", torch.zeros(1), "max_exp_avg_sq: shape [1] in the checkpoint, nothing in this optimizer"),
     ):
-        save_file(tensors | {f"conv1.weight/{name}": value}, path, metadata)
+        saved["state"][0] = state | {name: value}
+        torch.save(saved, path)
         rewrite_manifest(CHECKPOINT)
         problem = f"{path}: not this run's optimizer ({said}); use the same --optimizer"
         assert problem in refused(train.main, *flags)
@@ -298,14 +356,14 @@ def test_the_loss_scale_of_fp16_is_a_part():
 
 
 def _save_and_load_a_loss_scale():
-    folder = Path("checkpoints")
+    layer, folder = torch.nn.Linear(1, 1), Path("checkpoints")
     used, fresh = torch.amp.GradScaler("cpu", growth_interval=7), torch.amp.GradScaler("cpu")
     used.scale(torch.ones(()))
     used.update(512.0)
     used._growth_tracker.fill_(5)
     folder.mkdir()
-    write_partial(folder, 3, {f"{LOSS_SCALE}.safetensors": (LossScale(used).state_dict(), {})}, {}, writes=True)
-    publish(folder, 3)
-    assert load_parts(folder / "step-00000003", {LOSS_SCALE: LossScale(fresh)}) == []
+    optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.1)
+    checkpoint = make_saver(layer, optimizer, {LOSS_SCALE: LossScale(used)})(folder, 3)
+    assert load_parts(checkpoint, {LOSS_SCALE: LossScale(fresh)}) == []
     assert fresh.state_dict() == used.state_dict() and fresh.get_scale() == 512.0
     assert fresh.state_dict()["_growth_tracker"] == 5 and type(fresh.state_dict()["growth_interval"]) is int

@@ -14,18 +14,17 @@ import pytest
 import torch
 import yaml
 from helpers.ranks import NOBODY, as_nobody, run_ranks
-from helpers.training_runs import make_old, records, rewrite_manifest, same_tensors, train_run, weights, working_in
-from safetensors.torch import load_file, save_file
-from utils.runs.tensors import read_metadata
+from helpers.training_runs import records, rewrite_manifest, same_tensors, train_run, weights, working_in
 
 import eval
 import train
-from utils.config.settings import FORMAT, OLDEST_FORMAT, TrainConfig
+from utils.config.settings import FORMAT, LAST_OF_FORMATS_2_AND_3, TrainConfig
 from utils.models import weight_files
 from utils.runs import manifest
 from utils.runs.manifest import damage_of, newest_good, write_manifest
 from utils.runs.metadata import read_settings
 from utils.runs.state import TrainState
+from utils.version import VERSION
 
 FLAGS = ("--data", "digits", "--model", "mlp", "--model_args", "{hidden: 16}", "--threads", "1", "--keep", "9")
 FLAGS += ("--lr_schedule", "constant", "--save_every", "2", "--eval_every", "99", "--report", "false")
@@ -327,7 +326,6 @@ PICKLES = {
 CODES = {  # of train.py and of eval.py when a file is something else than it should be
     "model.safetensors": (2, 2),
     "optimizer.bin": (2, 0),
-    "optimizer.bin": (2, 0),  # of an old checkpoint
     "random_states_0.pkl": (0, 0),  # of Accelerate, for its load_state
     "state.json": (2, 2),
     "config.yaml": (2, 2),
@@ -363,16 +361,8 @@ def test_the_pickles_would_be_executed_by_who_loads_them_carelessly():
         Path("executed").rmdir()
 
 
-QUICK = [("optimizer.bin", "torch"), ("optimizer.bin", "pickle"), ("config.yaml", "yaml"),
-         ("random_states_0.pkl", "torch"), ("model.safetensors", "torch"),
-         ("optimizer.bin", "torch")]  # fmt: skip
-
-
-def file_of(name):
-    """The file of the newest checkpoint, which becomes an old one for the file that only those have."""
-    if name == "optimizer.bin":
-        make_old(NEWEST)
-    return NEWEST / name
+QUICK = [("optimizer.bin", "pickle"), ("config.yaml", "yaml"),
+         ("random_states_0.pkl", "torch"), ("model.safetensors", "torch")]  # fmt: skip
 
 
 def cases(every, quick):
@@ -384,12 +374,12 @@ def cases(every, quick):
 @cases([(name, kind) for name in CODES for kind in PICKLES], QUICK)
 def test_no_file_of_a_checkpoint_is_executed(case):
     name, kind = case
-    PICKLES[kind](file_of(name))
+    PICKLES[kind](NEWEST / name)
     both(*CODES[name])
 
 
 def test_an_optimizer_file_with_code_is_refused_as_such():
-    PICKLES["torch"](file_of("optimizer.bin"))
+    PICKLES["torch"](NEWEST / "optimizer.bin")
     rewrite_manifest(NEWEST)
     (outcome,) = run_ranks(1, train.main, RESUME)
     refused(outcome, f"{NEWEST / 'optimizer.bin'}: is refused, because it contains objects whose loading would execute")
@@ -402,8 +392,7 @@ MALFORMED = {  # the first of each is quick
     "state.json": [b"[" * 100_000, b"9" * 5000, b"{}", b"null", b"\xff\xfe", b"NaN"],
     "labels.json": [b"null", b"[[]]", b"[1, 2]"],
     "config.yaml": [f"{BOMB}}}".encode(), b"[" * 500, b"model: !!bool x", b"lr: {}", b"[]", b"1: 2"],
-    "optimizer.bin": [b".", b"\x80\x02.", b"PK\x03\x04"],
-    "optimizer.bin": [b"\xff" * 8, b"\xff" * 3 + bytes(5) + b"{" * 99, b"", b"\x02" + bytes(7) + b"{}"],
+    "optimizer.bin": [b".", b"\x80\x02.", b"PK\x03\x04", b""],
     "model.safetensors": [b"\xff" * 8, b"", b"\x02" + bytes(7) + b"[]"],
 }  # fmt: skip
 
@@ -432,30 +421,13 @@ def put(name, content):
         settings = yaml.safe_load((NEWEST / name).read_bytes())
         settings.pop(content.split(b":")[0].decode(), None)
         content = yaml.safe_dump(settings).encode() + content + b"\n"
-    file_of(name).write_bytes(content)
+    (NEWEST / name).write_bytes(content)
 
 
 def test_an_optimizer_file_that_was_cut_off_is_one_line():
     path = NEWEST / "optimizer.bin"
     os.truncate(path, path.stat().st_size - 1)
     both(2, 0)
-
-
-OF_OPTIMIZER = [  # values in the metadata of optimizer.safetensors, None for those that lack; the first two are quick
-    ("parameters", None), ("values", "not JSON"), ("values", "[" * 100_000), ("values", "[]"), ("values", None),
-    ("values", '{"hidden.weight/momentum_buffer": "text"}'), ("parameters", "9" * 5000), ("parameters", "5"),
-    ("parameters", "[[]]"), ("parameters", '["hidden.weight"]'), ("parameters", "null"),
-]  # fmt: skip
-
-
-@cases(OF_OPTIMIZER, OF_OPTIMIZER[:2])
-def test_metadata_of_an_optimizer_that_are_malformed_are_one_line(case):
-    name, value = case
-    path = NEWEST / "optimizer.bin"
-    metadata = read_metadata(path) | {name: value}
-    save_file(load_file(path), path, {key: text for key, text in metadata.items() if text is not None})
-    rewrite_manifest(NEWEST)
-    refused(run_one(train.main, RESUME), f"{path}: not this run's optimizer (")
 
 
 WRONG = [  # in state.json: one for each kind of check; the first five are quick
@@ -479,26 +451,31 @@ def test_a_value_of_the_wrong_kind_is_one_line(case):
     both(2, None)  # eval.py uses no plan, which some of the values contradict
 
 
-def change_state(change):
+def change_state(change, checkpoint=NEWEST):
     """Let `change` edit the contents of state.json, under a manifest that is made to match."""
-    path = NEWEST / "state.json"
+    path = checkpoint / "state.json"
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
-    rewrite_manifest(NEWEST)
+    rewrite_manifest(checkpoint)
 
 
-def test_another_format_is_refused_with_the_version_that_wrote_it():
-    fix = f"this version reads formats {OLDEST_FORMAT} to {FORMAT}; use the version that wrote it"
-    for main, flags, found, wrote, writer in (
-        (eval.main, EVAL, FORMAT + 1, {"lockstep": "9.8"}, "9.8"),
-        (train.main, RESUME, OLDEST_FORMAT - 1, None, "?"),
-    ):
-        new = {"format": found, "state": "of another shape", "versions": wrote}
-        change_state(lambda values, new=new: values.update(new))
-        before = contents(RUN)
-        refused(run_one(main, flags), f"{NEWEST}/state.json: has format {found}, of Lockstep {writer}; {fix}")
-        assert contents(RUN) == before
+OF_NO_OPTIMIZER = pytest.mark.xfail(strict=True, reason="train.py says first that optimizer.bin is missing")
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=OF_NO_OPTIMIZER), FORMAT + 1])
+def test_another_format_is_refused_with_what_reads_it(number):
+    for step in STEPS:  # all checkpoints of a run have one format
+        folder = CHECKPOINTS / step
+        if number == 3:  # whose optimizer's state had another name
+            (folder / "optimizer.bin").rename(folder / "optimizer.safetensors")
+        change_state(lambda values: values.update(format=number, state="of another shape"), folder)
+    before = contents(RUN)
+    fix = f"use commit {LAST_OF_FORMATS_2_AND_3}" if number < FORMAT else "use the version that wrote it"
+    text = f"{NEWEST}/state.json: has format {number}, of Lockstep {VERSION}; this version reads format {FORMAT}; {fix}"
+    for main, flags in ((eval.main, EVAL), (train.main, RESUME), (train.main, ("--resume", str(NEWEST)))):
+        refused(run_one(main, flags), text)
+    assert contents(RUN) == before
 
 
 @dataclass

@@ -22,7 +22,7 @@ from utils.models.zoo import OWN_MODELS
 from utils.runs.state import TrainState
 from utils.tasks.classification import Classification
 from utils.tasks.task import Task
-from utils.training.divergence import watch_evaluation, watch_loss
+from utils.training.divergence import watch_loss
 from utils.training.schedule import total_updates
 from utils.training.summary import differences
 
@@ -215,58 +215,31 @@ DIGITS = ["--model", "mlp", "--threads", "1", "--lr", "0.05", "--lr_schedule", "
 DIGITS += ["--max_train_samples", "480", "--run_name", "run", "--resume", "auto", "--save_every", "1"]
 
 
-def _train_and_ruin(flags, step, kind):
-    """Train; after update `step` the weights change as `kind` says."""
+def _train_and_ruin(flags):
+    """Train; after update 40 each class is taken for the next one."""
     update = train.train_update
 
     def ruining(run, batches):
         update(run, batches)
-        weight, bias = run.module.output.weight.data, run.module.output.bias.data
-        if run.state.step == step and kind == "swapped":
-            weight.copy_(weight.roll(1, 0))  # each class is taken for the next one
-        elif run.state.step == step:
-            weight.zero_()
-            bias.copy_(torch.arange(10) / 10)
+        if run.state.step == 40:
+            weight = run.module.output.weight.data
+            weight.copy_(weight.roll(1, 0))
 
     train.train_update = ruining
     train.main(flags)
 
 
-@pytest.mark.parametrize(("kind", "flags", "said"), [
-    ("swapped", ["--log_every", "5", "--eval_every", "99"],
-     r"update 45: the training loss is \d\.\d+, while the loss of uniform predictions is 2.303; "),
-    ("one class", ["--log_every", "39", "--eval_every", "40"],
-     r"update 40: all 180 predictions are the same, with a loss of 2\.\d+; "),
-])  # fmt: skip
-def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix(kind, flags, said):
+def test_training_that_falls_apart_is_reported_once_in_a_run_with_the_fix():
     lines = []
     for steps in ("46", "48"):
-        outcomes = run_ranks(2, _train_and_ruin, [*DIGITS, *flags, "--max_steps", steps], 40, kind)
+        flags = [*DIGITS, "--log_every", "5", "--eval_every", "99", "--max_steps", steps]
+        outcomes = run_ranks(2, _train_and_ruin, flags)
         assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
-        lines.append([line for outcome in outcomes for line in outcome.out.splitlines() if "lower --lr" in line])
+        printed = [line for outcome in outcomes for line in outcome.out.splitlines()]
+        lines.append([line for line in printed if "lower --lr" in line])
     assert len(lines[0]) == 1 and lines[1] == [], lines
-    assert re.match(f"{said}lower --lr \\(for example to 0.005\\)", lines[0][0])
-
-
-@pytest.mark.parametrize(("metrics", "last_loss", "learned", "constant", "said"), [
-    ({"accuracy": 0.5}, 2.2, True, False, "accuracy was 0.8000 in the first evaluation and is 0.5000 now"),
-    ({"accuracy": 0.5}, 0.02, True, False, ""),  # overfitting: the training loss is low
-    ({"accuracy": 0.75}, 2.2, True, False, ""),  # less than chance explains
-    ({"accuracy": 0.5, "loss": 2.0}, 2.2, True, False, ""),
-    ({"accuracy": 0.8, "count": 1}, 2.2, True, True, ""),
-    ({"accuracy": 0.8}, 2.2, True, True, "all 400 predictions are the same"),
-    ({"accuracy": 0.8}, 2.2, False, True, ""),  # the learning rate still rises
-    ({"accuracy": 0.8, "loss": math.inf}, 2.2, False, False, "the loss of the evaluation is inf"),
-])  # fmt: skip
-def test_an_evaluation_tells_training_that_falls_apart_from_overfitting_and_a_slow_start(
-    metrics, last_loss, learned, constant, said
-):
-    lines, evaluator = [], SimpleNamespace(is_constant=constant)
-    run = SimpleNamespace(config=TrainConfig(lr=0.02), updates=600, evaluator=evaluator)
-    run.task, run.log = Classification(run.config, list("abcdefghij")), SimpleNamespace(say=lines.append)
-    run.state = TrainState(step=250, learned=learned, last_loss=last_loss, first_metric=0.8)
-    watch_evaluation(run, {"loss": 2.4, "count": 400, **metrics})
-    assert len(lines) == bool(said) and said in "".join(lines)
+    loss = r"the training loss is \d\.\d+, while the loss of uniform predictions is 2.303"
+    assert re.match(rf"update 45: {loss}; lower --lr \(for example to 0.005\)", lines[0][0])
 
 
 @pytest.mark.parametrize("flags", [

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from accelerate import Accelerator
 from helpers.make_data import image_folder
 from helpers.ranks import Outcome, as_nobody, returned, run_ranks, start_ranks
 from helpers.training_runs import MLP, await_save, hold, records, same_tensors, slow_train, train_run, weights
@@ -24,8 +25,9 @@ from safetensors.torch import load_file
 import train
 import utils.files
 import utils.runs.checkpoint
+import utils.runs.writing
 from utils.config.settings import TrainConfig
-from utils.runs.manifest import verify
+from utils.runs.manifest import MODEL, OPTIMIZER, verify
 from utils.runs.writing import update_pointers
 from utils.training import building
 
@@ -64,9 +66,17 @@ def train_with(events, flags):
     train.main(["--run_name", "run", *flags])
 
 
-def limit_files(run):
-    """An event: from now on no file can grow beyond `SMALL` bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, resource.RLIM_INFINITY))
+def limit_files(run, size=SMALL):
+    """An event: from now on no file can grow beyond so many bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def limit_optimizer(run):
+    """An event: from now on a checkpoint's weights can be written, its optimizer's state cannot."""
+    if run.ranks.is_main:  # other ranks may come here before the checkpoint is complete
+        model, optimizer = ((CHECKPOINTS / "step-00000003" / name).stat().st_size for name in (MODEL, OPTIMIZER))
+        assert optimizer > model + 1
+        limit_files(run, model + 1)
 
 
 def on_main(action):
@@ -112,13 +122,57 @@ def check_done(whole, processes=1) -> None:
 # A full disk, which a limit on the size of files stands for
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(whole, capfd):
-    outcomes = run_ranks(2, train_with, {4: limit_files}, FLAGS)
-    check_failed(outcomes, f"{CHECKPOINTS}/.step-00000006.partial/model.safetensors: File too large")
+@pytest.mark.parametrize("limit", [limit_files, limit_optimizer])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_and_leaves_the_older_one(processes, limit, whole, capfd):
+    outcomes = run_ranks(processes, train_with, {4: limit}, FLAGS)
+    check_failed(outcomes, f"{CHECKPOINTS}/.step-00000006.partial: the checkpoint cannot be written (")
     said = capfd.readouterr().err.splitlines()  # c10d writes about its connections past Python; that is not tested here
     assert [line for line in said if not re.match(r"\[[WE]\d+ .*(socket|TCPStore|ProcessGroup)", line)] == []
+    check_intact(whole(processes), 3)
+    go_on(whole, processes)
+
+
+def test_a_disk_that_is_known_to_be_too_small_is_not_written_to(whole):
+    def fill():
+        utils.runs.writing.shutil.disk_usage = lambda folder: SimpleNamespace(free=1000)
+        Accelerator.save_state = None  # a call of it would be another error
+
+    outcomes = run_ranks(2, train_with, {4: on_main(fill)}, FLAGS)
+    check_failed(outcomes, "/.step-00000006.partial: No space left on device")
     check_intact(whole(2), 3)
-    go_on(whole, 2)
+
+
+WAYS = {"one": (1, []), "ddp": (2, []), "microbatches": (2, ["--microbatches", "4"]), "fsdp": (2, [])}
+QUICK = [("microbatches", OSError), ("fsdp", RuntimeError)]
+
+
+@pytest.mark.parametrize(
+    "way, kind",
+    [
+        pytest.param(way, kind, marks=[] if (way, kind) in QUICK else pytest.mark.full)
+        for way in WAYS
+        for kind in (OSError, RuntimeError)
+    ],
+)
+def test_an_error_of_save_state_is_one_line_and_leaves_no_part_of_a_checkpoint(way, kind, monkeypatch):
+    def fail(accelerator, folder):
+        (Path(folder) / "part").touch()
+        raise kind("planted")
+
+    def break_it():
+        Accelerator.save_state = fail
+
+    processes, flags = WAYS[way]
+    if way == "fsdp":
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "2")
+    outcomes = run_ranks(processes, train_with, {4: on_main(break_it)}, [*FLAGS, *flags])
+    # With FSDP2 the others wait in a collective. They find rank 0 lost, and with it the store that it serves here.
+    check_failed(outcomes[: 1 if way == "fsdp" else None], "planted")
+    assert all(outcome.code == 2 and "Traceback" not in outcome.err for outcome in outcomes)
+    assert names() == ["latest", "step-00000003"]
+    verify(CHECKPOINTS / "step-00000003")
 
 
 def go_on(whole, processes=1):

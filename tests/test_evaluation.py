@@ -6,10 +6,12 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers.make_data import image_folder
 from helpers.ranks import returned, run_ranks
 from helpers.training_runs import records, refused, train_run, weights
@@ -17,9 +19,12 @@ from sklearn.metrics import f1_score
 from torch.nn import functional as F
 
 import eval
+import train
 from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
+from utils.data.batches import Batches
 from utils.data.cache import decode_all
+from utils.data.datasets import Batch
 from utils.data.selection import load_data
 from utils.runs.manifest import find_checkpoint
 from utils.runs.metadata import read_checkpoint
@@ -87,17 +92,97 @@ def test_training_evaluates_alike_on_every_topology():
 
 def test_all_ranks_have_work_in_an_evaluation_of_few_samples():
     train_run(1, "run", *FLAGS)
-    (alone, _), *ranks = (found for n in (1, 4) for found in returned(n, _evaluate_and_count))
-    assert [count for _, count in ranks] == [16 * 3, 16 * 2 + 9, 16 * 2, 16 * 2]  # blocks in turn, the last one of 9
+    (alone, _), *ranks = (found for n in (1, 4) for found in returned(n, _evaluate_and_count, "153"))
+    expected = [16 * 3, 16 * 2 + 9, 16 * 2, 16 * 2]  # blocks in turn, the last one of 9
+    assert [count for _, [(count, _, _)] in ranks] == expected
     for result, _ in ranks:
-        assert result["accuracy"] == alone["accuracy"] and result["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+        assert result["accuracy"] == alone["accuracy"]
+        assert result["loss"] == pytest.approx(alone["loss"], abs=1e-6)
 
 
-def _evaluate_and_count() -> tuple[dict, int]:
-    """The result, and the number of samples that this rank evaluated."""
-    gather, counts = evaluation.Evaluator.gather, []
-    evaluation.Evaluator.gather = lambda self, own: counts.append(len(own[0])) or gather(self, own)
-    return eval.main(["--ckpt", "runs/run", "--max_eval_samples", "153"]), *counts
+def _evaluate_and_count(samples: str, *flags: str) -> tuple[dict, list[tuple[int, int, int]]]:
+    """The result, and for each gather the samples, rows and tensors of this rank."""
+    counts = _count_gathers()
+    return eval.main(["--ckpt", "runs/run", "--max_eval_samples", samples, *flags]), counts
+
+
+def _count_gathers() -> list[tuple[int, int, int]]:
+    """A list that gets the samples, rows and tensors of this rank in each gather from now on."""
+    gather, counts = Accelerator.gather, []
+
+    def counted(accelerator, own):
+        counts.append((int((own[0] >= 0).sum()), len(own[0]), len(own)))
+        assert {len(tensor) for tensor in own} == {counts[-1][1]}
+        return gather(accelerator, own)
+
+    Accelerator.gather = counted
+    return counts
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7, 49])
+def test_ranks_without_samples_or_with_fewer_gather_rows_that_do_not_count(samples):
+    train_run(1, "run", *FLAGS, "--max_steps", "1")
+    flags = [str(samples), "--predictions", "found.csv"]
+    ((alone, _),) = returned(1, _evaluate_and_count, *flags)
+    expected = Path("found.csv").read_bytes()
+    ranks = returned(3, _evaluate_and_count, *flags)
+    own = [16 + 1, 16, 16] if samples == 49 else [samples, 0, 0]  # in blocks of at most 16
+    assert [counts for _, counts in ranks] == [[(count, own[0], 5)] for count in own]
+    assert Path("found.csv").read_bytes() == expected
+    for result, _ in ranks:
+        assert {**result, "seconds": 0} == {**alone, "seconds": 0}
+
+
+@pytest.mark.parametrize("wrong", ["another sample", "too many"])
+def test_a_sample_that_is_missing_or_counted_twice_is_found_on_all_ranks(wrong):
+    train_run(1, "run", *FLAGS, "--max_steps", "1")
+    outcomes = run_ranks(2, _evaluate_wrongly, wrong)
+    assert all(outcome.code for outcome in outcomes)
+    for outcome in outcomes:
+        assert "did not count each of the 32 samples once" in outcome.err
+
+
+def _evaluate_wrongly(wrong: str) -> None:
+    """Evaluate 32 samples; rank 1, which has the second of two blocks, evaluates wrong ones."""
+    indices, blocks = Batch.indices.fget, Batches.__iter__
+    if os.environ["RANK"] == "1" and wrong == "too many":
+        Batches.__iter__ = lambda self: (batch for batch in blocks(self) for _ in range(2))
+    elif os.environ["RANK"] == "1":
+        Batch.indices = property(lambda self: indices(self).clamp(max=30))
+    eval.main(["--ckpt", "runs/run", "--max_eval_samples", "32"])
+
+
+def test_gathered_rows_are_put_in_order_without_those_that_fill_up():
+    of_three = SimpleNamespace(batches=SimpleNamespace(labels=np.zeros(3)))
+    gathered = [torch.tensor([2, 0, -1, 1, -1, -1]), torch.tensor([[7, 8], [5, 0], [0, 0]] * 2)]
+    seen, found = evaluation.Evaluator.in_order(of_three, gathered)
+    assert seen.tolist() == [0, 1, 2] and found.tolist() == [[5, 0], [7, 8], [7, 8]]
+    for wrong in ([0, 0, 1, 2], [0, 1, -1], [0, 1, 3]):
+        with pytest.raises(RuntimeError, match="did not count each of the 3 samples once"):
+            evaluation.Evaluator.in_order(of_three, [torch.tensor(wrong)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "tensors"),
+    [
+        # Indices; with --metrics, also predictions; for the page, also classes, probabilities and values.
+        (["--report", "false"], [1, 1]),
+        (["--report", "false", "--metrics"], [2, 2]),
+        ([], [4, 4]),
+        (["--ema_decay", "0.5"], [1, 4, 1, 4]),  # the page shows the average
+        (["--lr", "1e-12"], [4, 1]),  # and the best evaluation: the second one is not better
+    ],
+)
+def test_only_what_is_needed_is_gathered(flags, tensors):
+    flags = [*FLAGS, "--max_steps", "4", "--eval_every", "2", *flags]
+    counts, *_ = returned(2, _train_and_count, flags)
+    assert [count for _, _, count in counts] == tensors
+
+
+def _train_and_count(flags: list[str]) -> list[tuple[int, int, int]]:
+    counts = _count_gathers()
+    train.main(flags)
+    return counts
 
 
 def test_batch_norm_is_evaluated_with_the_statistics_that_are_saved():

@@ -18,7 +18,6 @@ from helpers.ranks import returned, run_ranks, start_ranks
 from helpers.training_runs import (
     records,
     refused,
-    rewrite_manifest,
     same_tensors,
     slow_train,
     train_run,
@@ -276,22 +275,6 @@ def test_without_a_cache_features_are_kept_in_memory():
     largest.mkdir()  # a file that cannot be read
     outcome = run_ranks(1, train.main, [*SMALL, "--max_steps", "1", "--cache_dir", "cache"])[0]
     assert "Is a directory) and are kept in memory" in outcome.out and "training: centre, computed in" in place(outcome)
-
-
-def test_a_checkpoint_of_a_version_without_cached_features_goes_on_without_them():
-    constant = [*SMALL, "--lr_schedule", "constant"]
-    flags = [*constant, "--run_name", "run", "--resume", "auto"]
-    train_run(1, "whole", *constant, "--feature_views", "0", "--max_steps", "6")
-    returned(1, train.main, [*flags, "--feature_views", "0", "--max_steps", "3"])
-    checkpoint = find_checkpoint(Path("runs/run"), prefer=("latest",))
-    settings = (checkpoint / "config.yaml").read_text()
-    new = r"^(feature_views|head_scale|keep_batch_stats): .*\n"
-    assert len(re.findall(new, settings, re.M)) == 3
-    (checkpoint / "config.yaml").write_text(re.sub(new, "", settings, flags=re.M))
-    rewrite_manifest(checkpoint)
-    (outcome,) = run_ranks(1, train.main, [*flags, "--max_steps", "6"])
-    assert outcome.code == 0 and "features of each view" not in outcome.out, outcome.err
-    assert [r["loss"] for r in records("run", "train")] == [r["loss"] for r in records("whole", "train")]
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import re
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
@@ -31,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 import doctor
 import train
 import utils.models.zoo
-from utils.config.defaults import hint_for_gpus
 from utils.config.settings import TrainConfig
 from utils.data import batches as uploads
 from utils.data import workers
@@ -373,16 +371,6 @@ def _skipped(fused: bool) -> list[float]:
 @pytest.mark.parametrize("fused", [False, True])
 def test_updates_that_fp16_skips_are_counted(fused):
     assert returned(1, _skipped, fused) == [[5, 5]]
-
-
-@pytest.mark.parametrize(("images", "side", "processes", "words"), [
-    (16, 224, 8, "16 images in a batch cannot .* raise --global_batch_size, or use fewer GPUs"),
-    (128, 28, 1, "128 images in a batch cannot .* raise --global_batch_size$"),
-    (32, 224, 8, None),
-])  # fmt: skip
-def test_a_batch_that_cannot_keep_a_gpu_busy_is_a_line(images, side, processes, words):
-    lines = hint_for_gpus(images, side * side, processes)
-    assert lines == [] if words is None else re.match(words, *lines)
 
 
 def test_a_gpu_normalises_in_one_operation():

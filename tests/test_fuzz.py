@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import run_ranks
-from helpers.training_runs import records, same_tensors
+from helpers.training_runs import records, same_tensors, weights
 from helpers.waiting import SOON
-from safetensors.torch import load_file
 from torch import nn
 
 import train
 from utils.models.zoo import OWN_MODELS
+from utils.runs.manifest import OPTIMIZER
 
 UPDATES, SAVE_EVERY = 14, 3  # at most
 FLAGS = ["--data", "digits", "--model", "branching", "--global_batch_size", "24", "--max_steps", str(UPDATES)]
@@ -88,13 +88,12 @@ def train_branching(flags: list[str], megabytes: float, kill: tuple[int, int, bo
 def ends_equal(name: str, other: str) -> bool:
     """Whether two runs ended with the same weights, averages, optimizer states and losses, bit for bit."""
     losses, other_losses = ([line["loss"] for line in records(run, "train")] for run in (name, other))
-    folders = [Path("runs") / run / "checkpoints" / f"step-{UPDATES:08d}" for run in (name, other)]
-    files = [path.name for path in folders[0].glob("*.safetensors")]
+    files = [path.name for path in Path(f"runs/{name}/checkpoints/step-{UPDATES:08d}").glob("*.safetensors")]
     return (
         len(losses) == UPDATES
         and losses == other_losses
-        and {"model.safetensors", "optimizer.bin"} <= {*files}
-        and all(same_tensors(*(load_file(folder / file) for folder in folders)) for file in files)
+        and "model.safetensors" in files
+        and all(same_tensors(weights(name, file=file), weights(other, file=file)) for file in [*files, OPTIMIZER])
     )
 
 

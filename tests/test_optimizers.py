@@ -10,7 +10,17 @@ import timm
 import torch
 import torchvision
 from helpers.ranks import returned, run_ranks
-from helpers.training_runs import records, refused, same_tensors, train_run, weights
+from helpers.training_runs import (
+    make_saver,
+    optimizer_tensors,
+    records,
+    refused,
+    rewrite_manifest,
+    same_tensors,
+    train_run,
+    weights,
+)
+from safetensors.torch import load_file, save_file
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
@@ -19,9 +29,8 @@ from utils.config.cli import parse_args
 from utils.config.settings import TrainConfig
 from utils.data.spec import InputSpec
 from utils.models.small import MnistCNN
-from utils.runs.loading import load_optimizer, optimizer_state
-from utils.runs.manifest import OPTIMIZER, sha256_of, write_manifest
-from utils.runs.writing import publish, write_partial
+from utils.runs.loading import check_savable, load_optimizer
+from utils.runs.manifest import OPTIMIZER
 from utils.training.gradients import clip_gradients
 from utils.training.groups import hidden_matrices, layer_numbers, layer_scales, names_without_decay, parameter_groups
 from utils.training.optim import OPTIMIZERS, build_optimizer, init_optimizer, set_learning_rate
@@ -249,15 +258,15 @@ class Counting(torch.optim.SGD):
 
 
 def test_numbers_in_the_state_of_an_optimizer_are_restored(tmp_path):
-    def made():
-        return Counting(nn.Linear(2, 1).named_parameters(), lr=0.1)
+    returned(1, _save_and_load_numbers, tmp_path)
 
-    optimizer, other = made(), made()
+
+def _save_and_load_numbers(folder):
+    layer = nn.Linear(2, 1)
+    optimizer, other = (Counting(each.named_parameters(), lr=0.1) for each in (layer, nn.Linear(2, 1)))
     for _ in range(3):
         optimizer.step()
-    write_partial(tmp_path, 3, {OPTIMIZER: optimizer_state(optimizer)}, {}, writes=True)
-    publish(tmp_path, 3)
-    load_optimizer(tmp_path / "step-00000003", other)
+    load_optimizer(make_saver(layer, optimizer, {})(folder, 3), other)
     other.step()
     optimizer.step()
     states = [list(each.state.values()) for each in (optimizer, other)]
@@ -276,10 +285,9 @@ def test_tensors_inside_a_list_are_refused_as_they_cannot_be_restored(tmp_path):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     with pytest.raises(ValueError, match="state of this optimizer cannot be saved"):
-        optimizer_state(optimizer)
+        check_savable(optimizer)
     torch.save(optimizer.state_dict() | {"state": {0: {"history": [torch.ones(1)]}}}, tmp_path / "optimizer.bin")
-    write_manifest(tmp_path)
-    with pytest.raises(ValueError, match="history has tensors inside a list"):
+    with pytest.raises(ValueError, match="history is a list"):
         load_optimizer(tmp_path, optimizer)
 
 
@@ -304,8 +312,51 @@ def test_runs_on_one_two_and_three_processes_agree_and_a_resumed_one_ends_with_t
     checkpoint = "runs/2/checkpoints/step-00000003"
     returned(2, train.main, ["--run_name", "run", *flags, "--resume", checkpoint])
     assert same_tensors(weights("run"), weights("2"))
-    ends = [f"runs/{run}/checkpoints/step-00000008/optimizer.safetensors" for run in ("run", "2")]
-    assert sha256_of(Path(ends[0])) == sha256_of(Path(ends[1]))
+    assert same_tensors(*(weights(run, file=OPTIMIZER) for run in ("run", "2")))
+
+
+def train_frozen_and_unused(flags):
+    """Train mnist_cnn with a parameter that is not used; returns the bits of weights and state before training."""
+    build, train_all, bits = train.build_model, train.train, {}
+
+    def with_unused(*arguments):
+        model = build(*arguments)
+        model.fc1.unused = nn.Parameter(torch.ones(2, 2))
+        return model
+
+    def keep(run, profiler):
+        states = {name: run.optimizer.state.get(p, {}) for name, p in run.module.named_parameters()}
+        tensors = run.module.state_dict() | {
+            f"{name}/{key}": value for name, state in states.items() for key, value in state.items()
+        }
+        bits.update({name: tensor.clone().flatten().view(torch.uint8) for name, tensor in tensors.items()})
+        return train_all(run, profiler)
+
+    train.build_model, train.train = with_unused, keep
+    train.main(["--run_name", "run", *flags])
+    return bits
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("sgd", "adamw", "muon") else pytest.param(n, marks=pytest.mark.full) for n in OPTIMIZERS]
+)
+def test_a_resume_in_other_groups_changes_no_bit_of_the_weights_and_the_state(name):
+    flags = [*RUN, *BASE, "--freeze", "conv1", "--find_unused_parameters", "--weight_decay", "0.1"]
+    flags += ["--optimizer", name, "--max_steps", "3"]
+    returned(1, train_frozen_and_unused, flags)
+    folder = Path("runs/run/checkpoints/step-00000003")
+    saved = load_file(folder / "model.safetensors")
+    for key in ("conv1.weight", "conv2.weight", "conv2.bias", "fc1.unused"):
+        saved[key].flatten()[0] = -0.0
+    save_file(saved, folder / "model.safetensors")
+    rewrite_manifest(folder)
+    expected = saved | optimizer_tensors(folder)
+    assert not any(key.startswith(("conv1", "fc1.unused/exp", "fc1.unused/square")) for key in expected.keys() - saved)
+    for processes in (1, 2):
+        resumed = [*flags, "--resume", "auto", "--layer_decay", "null"]  # other groups
+        for bits in returned(processes, train_frozen_and_unused, resumed):
+            assert bits.keys() == expected.keys()
+            assert [k for k, v in expected.items() if not bits[k].equal(v.flatten().view(torch.uint8))] == []
 
 
 def test_a_resumed_run_keeps_its_learning_rate():
@@ -322,8 +373,8 @@ def test_sgd_has_the_momentum_of_every_parameter_before_the_first_update_also_wi
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     wrapped = SimpleNamespace(optimizer=optimizer)  # as Accelerate wraps it
-    assert init_optimizer(wrapped, SimpleNamespace(scaler=None)) is optimizer
-    assert init_optimizer(wrapped, SimpleNamespace(scaler=1)) is wrapped
+    assert init_optimizer(wrapped, SimpleNamespace(scaler=None, is_fsdp2=False)) is optimizer
+    assert init_optimizer(wrapped, SimpleNamespace(scaler=1, is_fsdp2=False)) is wrapped
     assert all(optimizer.state[p]["momentum_buffer"].shape == p.shape for p in model.parameters())
 
 

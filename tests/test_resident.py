@@ -94,8 +94,6 @@ def test_images_that_loader_processes_augment_stay_with_them(images):
     kept, drawn = keep_on_device(sets, config, CPU.device)
     assert kept is sets[0] and isinstance(drawn, ResidentImages)
     assert describe_place([kept, drawn]).endswith(" in host memory and on cpu, augmented by loader processes")
-    (line,) = advice(config, (True, True), by_loader=True, has_columns=True, processes=1)
-    assert "--data_on_device applies to evaluation only" in line
 
 
 def test_no_value_is_read_from_the_device(images):

@@ -35,7 +35,7 @@ def train_with(publish=None, before=None, always_synchronise=False, flags=RUN):
         update(run, batches)
 
     if publish is not None:
-        checkpoint.publish = lambda folder, step: publish(step, partial(real, folder, step))
+        checkpoint.publish = lambda folder, step, tied: publish(step, partial(real, folder, step, tied))
     if always_synchronise:
         train.SyncInterval.due = lambda interval, step: True
     train.train_update = eventful
@@ -78,12 +78,12 @@ def test_checkpoints_are_completed_one_at_a_time():
 
 def _order_of_saves():
     """What happens to which checkpoint; the first takes until the next save waits for it."""
-    events, write, wait = [], checkpoint.write_partial, checkpoint.CheckpointManager.wait
+    events, write, wait = [], checkpoint.new_partial, checkpoint.CheckpointManager.wait
     waiting = threading.Event()
 
-    def noted_write(folder, step, *more):
+    def noted_write(folder, step, need):
         events.append(("write", step))
-        write(folder, step, *more)
+        write(folder, step, need)
 
     def publish(step, real):
         if step == 3:
@@ -96,7 +96,7 @@ def _order_of_saves():
             waiting.set()
         wait(manager)
 
-    checkpoint.write_partial, checkpoint.CheckpointManager.wait = noted_write, noted_wait
+    checkpoint.new_partial, checkpoint.CheckpointManager.wait = noted_write, noted_wait
     train_with(publish)
     return events
 

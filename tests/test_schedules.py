@@ -37,9 +37,6 @@ def torchs(make, updates=100):
         ("step", "{step_size: 20, gamma: 0.5}", lambda o: lr_scheduler.StepLR(o, 20, 0.5)),
         ("multistep", "{}", lambda o: lr_scheduler.MultiStepLR(o, [50, 75])),
         ("multistep", "{milestones: [30, 0.6], gamma: 0.2}", lambda o: lr_scheduler.MultiStepLR(o, [30, 60], 0.2)),
-        ("polynomial", "{}", lambda o: lr_scheduler.PolynomialLR(o, 100, 2.0)),
-        ("polynomial", "{power: 0.5}", lambda o: lr_scheduler.PolynomialLR(o, 100, 0.5)),
-        ("exponential", "{}", lambda o: lr_scheduler.ExponentialLR(o, 0.01 ** (1 / 100))),
         ("cosine", "{end: 0.1}", lambda o: lr_scheduler.CosineAnnealingLR(o, 100, 0.02)),
     ],
 )
@@ -61,7 +58,7 @@ def test_every_schedule_rises_linearly_over_the_warm_up(warmup):
 @pytest.mark.parametrize("cooldown", ["20", "0.2"])
 def test_every_schedule_falls_linearly_to_0_over_the_cool_down(cooldown):
     for schedule in SCHEDULES:
-        arguments = "{end: 0.5}" if schedule in ("linear", "cosine", "polynomial") else "{}"
+        arguments = "{end: 0.5}" if schedule in ("linear", "cosine") else "{}"
         found = rates(schedule, arguments, "--warmup_steps", "10", "--cooldown_steps", cooldown)
         whole = rates(schedule, arguments, "--warmup_steps", "10", updates=80)
         assert found[:80] == pytest.approx(whole, abs=1e-12), schedule

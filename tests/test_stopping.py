@@ -18,6 +18,7 @@ from helpers.waiting import SOON, error_lines, has_logged, newest, until
 
 import train
 from utils.launch.command import resume_command
+from utils.runs import checkpoint
 from utils.runs.manifest import sha256_of
 from utils.training import building
 
@@ -140,17 +141,15 @@ def test_a_stop_while_a_checkpoint_is_written_leaves_after_it(processes):
 
 
 def _train_and_save_slowly(flags):
-    import utils.runs.checkpoint as checkpoint
+    complete = checkpoint.complete_files
 
-    write = checkpoint.write_partial
-
-    def slow(folder, step, *more):
-        write(folder, step, *more)
-        if step == 30:
+    def slow(*arguments):
+        complete(*arguments)
+        if arguments[0].name == ".step-00000030.partial":
             Path("written").touch()
             until(Path("told").exists)
 
-    checkpoint.write_partial = slow
+    checkpoint.complete_files = slow
     slow_train(flags)
 
 

@@ -1,7 +1,6 @@
 """Train in forked ranks or by a command, and read what the run wrote."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 import train
 from helpers.ranks import returned, run_ranks
 from helpers.waiting import PATIENCE, records_so_far, until
 from utils.report.html import template
-from utils.runs.manifest import OPTIMIZER, write_manifest
+from utils.runs.loading import write_parts
+from utils.runs.manifest import FOR_EVALUATION, OPTIMIZER, checkpoint_of, write_manifest
+from utils.runs.writing import complete_files, new_partial, partial_of, publish
 
 template("page.html")  # compiled once, before ranks are forked
 ROOT = Path(__file__).parents[2]
@@ -162,13 +164,20 @@ def optimizer_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def write_format(checkpoint: Path, number: int) -> None:
-    """Give a checkpoint this number of its format, under a manifest that is made to match."""
-    for name, key in (("config.yaml", "format: "), ("state.json", '"format": ')):
-        text, found = re.subn(f"^ *{key}\\d+", f"{key}{number}", (checkpoint / name).read_text(), flags=re.M)
-        assert found == 1
-        (checkpoint / name).write_text(text)
-    rewrite_manifest(checkpoint)
+def make_saver(module: torch.nn.Module, optimizer: torch.optim.Optimizer, parts: dict) -> Callable[[Path, int], Path]:
+    """A function that writes a checkpoint through Accelerate, as CheckpointManager does; in a rank of its own."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(module, optimizer)
+    write_parts(accelerator, module, parts)
+
+    def save(folder: Path, step: int) -> Path:
+        new_partial(folder, step, 0)
+        accelerator.save_state(partial_of(folder, step))
+        complete_files(partial_of(folder, step), dict.fromkeys(FOR_EVALUATION[1:], b"{}"), parts)
+        publish(folder, step)
+        return checkpoint_of(folder, step)
+
+    return save
 
 
 def rewrite_manifest(checkpoint: Path) -> None:

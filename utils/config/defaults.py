@@ -12,7 +12,6 @@ _SMALLEST_BATCH = 8  # smaller ones give poor batch statistics
 _UPDATES_PER_EPOCH = 8
 _RECORDS = 4  # train records of a short run
 _RANDOM = "crop_padding min_scale auto_augment color_jitter random_erasing cutout"
-BUSY = 32 * 224 * 224  # pixels of a batch; below, starting the kernels takes longer than running them
 
 
 class Rates(NamedTuple):
@@ -185,10 +184,11 @@ def advice(
     has_momentum: bool = True,
     centre: bool = False,
 ) -> list[str]:
-    """A line for each changed setting that has no effect in this run or does not suit its data.
+    """A line for each changed setting that has no effect in this run.
 
-    `small`: whether training and evaluation use small images. With `by_loader`, loader processes augment them.
-    `has_momentum`: whether --momentum applies to the optimizer. `centre`: whether only the centre of images is used.
+    `small`: whether training and evaluation use small images. With `by_loader`, loader processes
+    augment them. `has_momentum`: whether --momentum applies to the optimizer. `centre`: whether
+    only the centre of images is used.
     """
     alone, targets = processes == 1, config.task == "classification"
     unused = (
@@ -199,18 +199,15 @@ def advice(
         ("data_on_device", not any(small), "only small images are decoded before training"),
         ("eval_crop", small[1], "small images are evaluated whole"),
         ("pos_weight threshold", targets, "only --task multilabel and binary use it"),
-        (_RANDOM, centre, "cached features are those of the centre; --feature_views 4 caches random views"),
+        (_RANDOM, centre, "features are of the centre only; --feature_views 4 caches random views"),
         ("image_column label_column", not has_columns, f"{config.data} has no columns"),
     )
-    lines = [
+    return [
         f"--{name} has no effect: {reason}"
         for names, applies, reason in unused
         for name in names.split()
         if applies and getattr(config, name) != getattr(TrainConfig, name)
     ]
-    if config.data_on_device == "yes" and small[0] and by_loader:
-        lines.append("--data_on_device applies to evaluation only: loader processes augment the training images")
-    return lines
 
 
 def hint_for_few(config: TrainConfig, images: int) -> list[str]:
@@ -218,14 +215,6 @@ def hint_for_few(config: TrainConfig, images: int) -> list[str]:
     if config.pretrained or config.init_from or images >= 1000:
         return []
     return [f"{images} images are few for a new model; --pretrained is usually far more accurate"]
-
-
-def hint_for_gpus(images: int, pixels: int, processes: int) -> list[str]:
-    """A line if a batch of this many images, each of this many pixels, is too small to keep a GPU busy."""
-    if images * pixels >= BUSY:
-        return []
-    also = ", or use fewer GPUs" if processes > 1 else ""
-    return [f"{images} images in a batch cannot keep a GPU busy; for speed, raise --global_batch_size{also}"]
 
 
 def list_changes(config: TrainConfig, group: type) -> list[str]:

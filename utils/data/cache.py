@@ -3,7 +3,6 @@ share.
 """
 
 import errno
-import fcntl
 import hashlib
 import math
 import os
@@ -33,7 +32,6 @@ from utils.memory import bytes_text, free_memory, usable_cores
 from utils.waiting import wait_for_items
 
 _BLOCK = 2**24  # bytes that are hashed at once
-_UNUSED = 30 * 24 * 3600  # seconds; files that no run has used for so long are deleted
 
 
 def open_array(path: Path) -> np.memmap:
@@ -62,14 +60,15 @@ def damage(path: Path) -> str:
 
 
 def write_array(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray], dtype: str = "|u1") -> None:
-    """Write the chunks of an array to the file, in order, completely or not at all. An OSError names the file."""
+    """Write the chunks of an array to the file, in order, completely or not at all.
+
+    An OSError names the file.
+    """
     partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
         with naming_file(path), partial.open("x+b") as file:
-            with suppress(OSError):  # some network file systems have no locks
-                fcntl.lockf(file, fcntl.LOCK_EX)  # until the file is closed
-            np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
-            file.flush()  # a file that is not empty has a lock, see `remove_leftovers`
+            header = {"descr": dtype, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
             for chunk in chunks:
                 file.write(chunk.data)  # not to a memory map, because a full disk would raise SIGBUS
             file.flush()
@@ -81,24 +80,16 @@ def write_array(path: Path, shape: tuple[int, ...], chunks: Iterable[np.ndarray]
         partial.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete the partial files of killed processes, which are no longer locked.
-
-    A live process, on any machine, locks its file before it writes the first byte.
-    """
-    for path in folder.glob("*.partial"):
-        with suppress(OSError), path.open("r+b") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_size:
-                path.unlink()
-
-
 def remove_unused(folder: Path) -> None:
-    """Delete the files that no run has used for 30 days. On a local disk, a run keeps the files that it has open."""
-    for path in folder.glob("v*.npy"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _UNUSED:
-                path.unlink()
+    """Delete files that no run has used for 30 days, and partial files that are a day old.
+
+    The latter are of killed processes. On a local disk, a run keeps the files that it has open.
+    """
+    for pattern, days in (("v*.npy", 30), ("*.partial", 1)):
+        for path in folder.glob(pattern):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > days * 24 * 3600:
+                    path.unlink()
 
 
 def _footer(file: BinaryIO, end: int) -> bytes:
@@ -184,7 +175,6 @@ def is_cached(path: Path, following: str) -> bool:
 def _prepare_folder(folder: Path, size: int) -> None:
     """Create the folder of a new file, and delete unused files. Raises OSError if less than `size` bytes are free."""
     folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
     remove_unused(folder)
     free = shutil.disk_usage(folder).free
     if size > free:  # reported now, and not much later when the disk is full

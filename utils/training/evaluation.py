@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -34,7 +34,6 @@ from utils.tasks.task import Predictions, Task
 from utils.training.meter import SyncInterval, rounded
 
 TOP = 5  # classes that are kept for each sample
-Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 @dataclass
@@ -45,89 +44,81 @@ class Evaluator:
         metrics = evaluator.metrics(accelerator.gather(rows))
 
     `model` is the module without DDP's wrapper, because ranks may have different numbers of blocks.
-    With --metrics, the result has `Task.metrics` too; without, only its single numbers, if
-    --best_metric is one of them.
+    `loader` is prepared by Accelerate. With --metrics, the metrics have those of `Task.metrics`
+    too; without, only its single numbers, if --best_metric is one of them.
     """
 
     ranks: Ranks
     accelerator: Accelerator
     model: nn.Module
-    loader: InitVar[DataLoader]  # prepared by Accelerate
+    loader: DataLoader
     spec: InputSpec
     task: Task
     config: TrainConfig
     predictions: Predictions | None = None  # of the last evaluation, if they were kept
-    is_constant: bool = False  # whether all predictions of the last evaluation are the same
 
-    def __post_init__(self, loader: DataLoader) -> None:
-        device = self.accelerator.device
-        self.batches = Batches(loader, self.spec, self.config, device, training=False)
-        # Whether the metrics need the prediction of each sample, and not only sums.
+    def __post_init__(self) -> None:
         self.needs_predictions = self.config.metrics or self.task.metric in self.task.gathered
+        self.batches = Batches(self.loader, self.spec, self.config, self.accelerator.device, training=False)
 
     @torch.no_grad()
     def rows(
         self, stopping: Stopping | None = None, keep: bool = False, best: float | None = None
     ) -> list[Tensor] | None:
-        """This rank's rows for `accelerator.gather`, with only what is needed of all; collective.
+        """This rank's rows for `accelerator.gather`, see `collect`; collective.
 
-        These are the indices, the predictions if the metrics need them, and, with `keep`, what
-        `Predictions` has of each sample. They are not kept if the task's metric follows from sums
-        and is not better than `best`. Returns None if the ranks were asked to stop, see `collect`.
+        They are the indices, the predictions if a metric needs them, and, with `keep`, what else
+        `Predictions` has, unless the task's metric follows from sums and is not better than `best`.
+        Returns None if the ranks were asked to stop.
         """
         if self.config.metrics and self.ranks.is_main:  # takes seconds, which are not counted
             import utils.tasks.metrics  # noqa: F401
         self.start, task = time.perf_counter(), self.task
-        keep = keep and bool(task.activation)
-        device = self.accelerator.device
-        sums = torch.zeros(len(task.evaluation), dtype=torch.float64, device=device)
+        sums = torch.zeros(len(task.evaluation), device=self.accelerator.device).double()
 
         def step(outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             values, predicted = task.evaluate(outputs, labels)
             sums.add_(rounded(values.double().sum(0)))
-            return predicted, *((*task.most_likely(outputs, TOP), values) if keep else ())
+            kept = (*task.most_likely(outputs, TOP), values) if keep and task.activation else ()
+            return *([predicted] if self.needs_predictions else []), *kept
 
         rows = self.collect(step, stopping)
         if rows is None:
             return None
-        indices, predictions, *kept = rows
-        own = predictions[indices >= 0]
-        decided = own if task.cut is None else own > task.cut
-        kinds = self.ranks.gather(decided.unique(dim=0)[:2].tolist())
-        self.is_constant = len({str(kind) for own in kinds for kind in own}) == 1
-        totals, count = self.accelerator.reduce(sums, "sum").tolist(), len(self.batches.labels)
+        totals = self.accelerator.reduce(sums, "sum").tolist()
         named = dict(zip(task.evaluation, totals, strict=True))
-        self.summary = task.summary(named, count) | {"count": count}
+        self.summary = task.summary(named, len(self.batches.labels))
         sign = 1 if task.higher_is_better else -1
         if best is not None and sign * self.summary.get(task.metric, math.nan) <= sign * best:
-            kept = []
-        return [indices, *([predictions] if self.needs_predictions else []), *kept]
+            return rows[: 1 + self.needs_predictions]
+        return rows
 
-    def metrics(self, gathered: list[Tensor]) -> dict[str, Any]:
+    def metrics(self, gathered: list[Tensor]) -> dict:
         """The metrics of the whole split, and its `count` of samples, from the rows of all ranks.
 
         Collective; the result is the same on all ranks. If predictions were kept, `predictions` has
         them. Raises RuntimeError if a sample is missing or counted twice.
         """
-        (indices, *found), labels, task = self.in_order(gathered), self.batches.labels, self.task
-        result, self.predictions = self.summary, None
+        indices, *kept = self.in_order(gathered)
+        task, labels = self.task, self.batches.labels
+        result: dict[str, Any] = self.summary | {"count": len(indices)}
         if self.needs_predictions:
-            predictions, *found = found
+            found, *kept = kept
             # As JSON, so that numbers of NumPy become those of Python, as in the log.
-            text = self.ranks.from_main(lambda: json.dumps(task.metrics(predictions, labels)))
+            text = self.ranks.from_main(lambda: json.dumps(task.metrics(found, labels)))
             more = json.loads(text)
             names = more if self.config.metrics else task.gathered
-            result = result | {name: more[name] for name in names if name in more}
-        if found:
-            *top, scores, values = found
-            top = top or [scores[:, :0].astype(int)]
-            self.predictions = Predictions(indices, labels, *top, scores, values)
+            result |= {name: more[name] for name in names if name in more}
+        self.predictions = None
+        if kept:
+            kept = [kept[0][:, :0].astype(int), *kept][-3:]  # some tasks have no `top`
+            self.predictions = Predictions(indices, labels, *kept)
         return result | {"seconds": time.perf_counter() - self.start}
 
     @torch.no_grad()
     def collect(
         self,
-        step: Step,
+        step: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
         stopping: Stopping | None = None,
         shape: Sequence[int] = (),
         what: str = "evaluating",
@@ -143,15 +134,14 @@ class Evaluator:
         ValueError if a rank could not read an image.
         """
         device, was_training, stopped = self.accelerator.device, self.model.training, False
-        processes = self.accelerator.num_processes
-        blocks = evaluation_blocks(len(self.batches.labels), self.config.eval_batch_size)
+        processes, labels = self.accelerator.num_processes, self.batches.labels
+        blocks = evaluation_blocks(len(labels), self.config.eval_batch_size)
         # Blocks are dealt in turn, so no rank has more of them, or more rows, than rank 0.
-        most = [len(block.indices) for block in islice(blocks, 0, None, processes)]
-        no_labels = torch.tensor(self.batches.labels[:0], device=device)
+        most = [len(block.indices) for block in [*blocks][::processes]]
         # A rank without samples needs the shapes and types, too.
         nothing = torch.zeros(0, *(shape or [self.task.outputs]), device=device)
-        no_indices = torch.zeros(0, dtype=torch.int64, device=device)
-        found = [(no_indices, *step(nothing, no_labels))]
+        no_rows = step(nothing, torch.tensor(labels[:0], device=device))
+        found = [(torch.zeros(0, dtype=torch.int64, device=device), *no_rows)]
         bar, interval, block = Terminal(self.ranks.is_main).progress(what), SyncInterval(), 0
         self.model.eval()
         with same_kernels(), fix_for_memory("lower --eval_batch_size"):
@@ -162,21 +152,20 @@ class Evaluator:
                 found.append((indices, *step(outputs.float(), batch.labels)))
                 # Ranks may differ by one block, so they synchronise only after those that all have.
                 if block <= len(blocks) // processes and interval.due(block):
-                    stopped = self._any_wants_to_stop(stopping, interval, block)
-                    if stopped:
+                    if stopped := self._any_wants_to_stop(stopping, interval, block):
                         break
             self.join_others(0 if stopped else len(most) - block)
             rows = fill_up(found, sum(most))
         self.model.train(was_training)
         with self.ranks.agree():
             self.batches.check()
-        if stopped and stopping is not None:
+        if stopped and stopping:
             stopping.agreed = True
             return None
         return rows
 
     def join_others(self, passes: int) -> None:
-        """Run `passes` forward passes of a sharded model on empty batches, because other ranks have more blocks.
+        """Run a sharded model `passes` times on empty batches: other ranks have more blocks.
 
         Does nothing if the model is not sharded.
         """
@@ -193,18 +182,20 @@ class Evaluator:
         seen, *rows = (part.cpu().numpy() for part in gathered)
         order, samples = np.argsort(seen)[(seen < 0).sum() :], len(self.batches.labels)
         if not np.array_equal(seen[order], np.arange(samples)):
-            problem = f"the evaluation did not count each of the {samples} samples once"
-            raise RuntimeError(f"{problem} ({len(order)} counted); please report this")
+            raise RuntimeError(
+                f"the evaluation did not count each of the {samples} samples once "
+                f"({len(order)} counted); please report this"
+            )
         return [part[order] for part in (seen, *rows)]
 
     def _any_wants_to_stop(self, stopping: Stopping | None, interval: SyncInterval, block: int) -> bool:
         self.ranks.mark_waiting(f"block {block} of the evaluation")
-        wants_to_stop = self.batches.error is not None or bool(stopping and stopping.request)
+        wants_to_stop = bool(self.batches.error or (stopping and stopping.request))
         own = [wants_to_stop, time.perf_counter() - interval.time]
         values = torch.tensor(own, dtype=torch.float64, device=self.accelerator.device)
-        stops, seconds = self.accelerator.reduce(values, "sum").tolist()
+        stops, seconds = self.accelerator.reduce(values, "mean").tolist()
         self.ranks.mark("evaluating")
-        interval.synced(block, seconds / self.accelerator.num_processes)
+        interval.synced(block, seconds)
         return stops > 0
 
 
@@ -228,8 +219,9 @@ def fill_up(found: list[tuple[Tensor, ...]], most: int) -> list[Tensor]:
 
 @torch.no_grad()
 def model_rate(evaluator: Evaluator) -> float:
-    """Images per second of the model alone, on a random batch on the device, on all ranks at once; collective."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns if CUDA finds no GPU
+    """Images per second of the model alone, on random batches, on all ranks at once; collective."""
+    # It warns if CUDA finds no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from torch.utils.benchmark import Timer  # takes long to import
 
     accelerator, spec = evaluator.accelerator, evaluator.spec
@@ -245,16 +237,16 @@ def model_rate(evaluator: Evaluator) -> float:
 
 @contextmanager
 def same_kernels() -> Iterator[None]:
-    """Do not let cuDNN choose kernels by measured time: ranks could use different ones and get different results."""
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    """Do not let cuDNN choose kernels by measured time: ranks could get different results."""
+    before, cudnn.benchmark = cudnn.benchmark, False
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = before
+        cudnn.benchmark = before
 
 
 def check_outputs(numbers: Any, checkpoint: Path) -> None:
-    """Raise UserError unless all of these numbers, which follow from the outputs of a model, are finite."""
+    """Raise UserError unless all of these numbers, from the outputs of a model, are finite."""
     if not np.isfinite(numbers).all():
         fix = "try --mixed_precision no, or use another checkpoint"
         raise UserError(f"{checkpoint}: outputs of the model are NaN or infinite", fix)

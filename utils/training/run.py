@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.config.defaults import advice, hint_for_few, hint_for_gpus, list_changes
+from utils.config.defaults import advice, hint_for_few, list_changes
 from utils.config.recipe import AugmentationSettings, LossSettings, OptimizerSettings
 from utils.config.settings import TrainConfig
 from utils.console import printable, table
@@ -109,13 +109,11 @@ def log_start(run: Run) -> None:
     centre = isinstance(run.train_batches.dataset, Features) and not config.feature_views
     lines = [
         *misspelled_variables(),
-        *warn_about_data(run.data, config, run.task.metric),
+        *warn_about_data(run.data, config),
         *advice(config, small, by_loader, has_columns(config.data), processes, has_momentum, centre),
     ]
     if not run.setup.resumed_from and config.model not in OWN_MODELS:
         lines += hint_for_few(config, run.plan.samples)
-    if ranks.device.type == "cuda":
-        lines += hint_for_gpus(numbers["batch_size"], run.spec.height * run.spec.width, processes)
     title = "Lockstep  dry run" if config.dry_run else f"Lockstep  {folder}"
     run.log.say("\n".join([*run.changed, table(title, rows), *lines]))
     with ranks.agree():

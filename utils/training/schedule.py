@@ -91,20 +91,6 @@ def cosine(done: float, end: float = 0.0) -> float:
     return end + (1 - end) * ((1 + math.cos(math.pi * done)) / 2)
 
 
-@after_warmup
-def polynomial(done: float, power: float = 2.0, end: float = 0.0) -> float:
-    """Polynomial decay to `end` times --lr, by default to 0."""
-    return end + (1 - end) * (1 - done) ** power
-
-
-@after_warmup
-def exponential(done: float, end: float = 0.01) -> float:
-    """Exponential decay to `end` times --lr: by the same factor in each update."""
-    if end <= 0:
-        raise ValueError(f"end must be above 0, got {end}")
-    return end**done
-
-
 def step(config: TrainConfig, update: int, updates: int, step_size: float = 0.3, gamma: float = 0.1) -> float:
     """Multiplied by `gamma` every `step_size` updates. Below 1, `step_size` is a fraction of the run."""
     if step_size <= 0:
@@ -177,8 +163,6 @@ SCHEDULES = Table(
         "onecycle": onecycle,
         "step": step,
         "multistep": multistep,
-        "polynomial": polynomial,
-        "exponential": exponential,
     },
     trial=_check_arguments,
 )

@@ -68,8 +68,8 @@ def classes_row(data: Data) -> str:
     return f"{len(names)}{several}, each with {counts}"
 
 
-def warn_about_data(data: Data, config: TrainConfig, metric: str) -> list[str]:
-    """Lines to print about the data at the start of a run; `metric` is that of the task."""
+def warn_about_data(data: Data, config: TrainConfig) -> list[str]:
+    """Lines to print about the data at the start of a run."""
     lines, names = [*data.train.notes, *data.evaluation.notes], data.class_names
     for split, word in ((data.train, "training"), (data.evaluation, "evaluation")):
         absent = [names[index] for index in np.flatnonzero(count_classes(split.labels, len(names)) == 0)]
@@ -83,11 +83,6 @@ def warn_about_data(data: Data, config: TrainConfig, metric: str) -> list[str]:
         problem += f"{counts[rarest]}: always predicting {name} has an accuracy of {share:.4f}"
         fix = "; consider --sampler balanced or --class_weights balanced"
         lines.append(problem + fix * (config.sampler == "shuffle" and not config.class_weights))
-    if (count := len(data.evaluation)) < FEW and metric == "accuracy":
-        low, high = interval_of_share(0.9, count)
-        problem = f"{count} evaluation images are few: near an accuracy of 90 %, differences below "
-        fix = "give more with --eval_fraction or --eval_split"
-        lines.append(f"{problem}{50 * (high - low):.0f} points may be due to chance (95 % interval); {fix}")
     return [printable(line) for line in dict.fromkeys(lines)]
 
 
